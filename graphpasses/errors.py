@@ -1,0 +1,72 @@
+"""Every error that a user of graphpasses can meet.
+
+Each message names what is wrong (FQN, pass, rank), what was expected, and what to do about it.
+"""
+
+__all__ = [
+    "BatchMismatchError",
+    "CaptureError",
+    "CompareError",
+    "GraphPassesError",
+    "IdentityError",
+    "LayoutError",
+    "PipelineError",
+    "PlanError",
+    "RunFileError",
+    "TopologyError",
+    "UnknownPassError",
+    "UnsupportedError",
+    "VerificationError",
+]
+
+
+class GraphPassesError(Exception):
+    """Base of every error that graphpasses raises for a user's mistake or an unsupported case."""
+
+
+class IdentityError(GraphPassesError, ValueError):
+    """A tie between modules, parameters or buffers is unknown or could not be restored."""
+
+
+class CaptureError(GraphPassesError, ValueError):
+    """A training step could not be captured."""
+
+
+class BatchMismatchError(CaptureError):
+    """A captured step was called with a batch that does not match the captured one."""
+
+
+class PipelineError(GraphPassesError):
+    """A pipeline was put together wrongly, or one of its passes failed."""
+
+
+class UnknownPassError(PipelineError, ValueError):
+    """A pass was named that the pipeline does not have."""
+
+
+class VerificationError(PipelineError):
+    """The graph that a pass left behind is malformed or broke its contract."""
+
+
+class PlanError(GraphPassesError, ValueError):
+    """A bucket plan does not fit the model."""
+
+
+class LayoutError(GraphPassesError, ValueError):
+    """The graph's bucket layout cannot meet the layout that was asked for."""
+
+
+class UnsupportedError(GraphPassesError, NotImplementedError):
+    """The rewrite that was asked for cannot be proven equal to eager."""
+
+
+class TopologyError(GraphPassesError, ValueError):
+    """A simulated cluster was described inconsistently."""
+
+
+class RunFileError(GraphPassesError, ValueError):
+    """A recorded run cannot be read."""
+
+
+class CompareError(GraphPassesError, ValueError):
+    """Two recorded runs cannot be compared."""

@@ -1,0 +1,133 @@
+"""Run a function in several real processes of this machine, one per rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from graphpasses.errors import GraphPassesError
+
+__all__ = ["RankError", "run_ranks"]
+
+
+class RankError(GraphPassesError, RuntimeError):
+    """A rank of :func:`run_ranks` failed; the message carries its number and its traceback."""
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    num_ranks: int,
+    backend: str,
+    store: str,
+    args: tuple[Any, ...],
+    results: Connection,
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import graphpasses.simulate  # registers the nccl_sim backend
+
+    del graphpasses
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            backend,
+            store=dist.FileStore(store, num_ranks),
+            rank=rank,
+            world_size=num_ranks,
+        )
+        result = fn(*args)
+        dist.barrier()
+        dist.destroy_process_group()
+        results.send((True, result))
+    except BaseException:
+        results.send((False, traceback.format_exc()))
+        raise SystemExit(1) from None
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    backend: str = "gloo",
+    preload: Sequence[str] = ("torch", "torch.distributed.fsdp", "graphpasses.simulate"),
+    timeout: float = 600.0,
+) -> list[Any]:
+    """Calls ``fn(*args)`` in ``num_ranks`` processes with ``torch.distributed`` initialised, one thread each.
+
+    The processes are forked from a server that has imported ``preload`` once, since importing torch is slow.
+
+    Args:
+        fn: a function that can be pickled (defined at the top level of an importable module).
+        num_ranks: number of processes.
+        args: arguments of ``fn``, picklable.
+        backend: backend of the default process group, ``"gloo"`` or ``"nccl_sim"``.
+        preload: modules that the fork server imports before it forks the ranks.
+        timeout: seconds after which the ranks are ended.
+
+    Returns:
+        What ``fn`` returned on each rank, in rank order.
+
+    Raises:
+        RankError: a rank raised, died or ran out of time; it names the first such rank.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> run_ranks(dist.get_rank, 2)  # doctest: +SKIP
+        [0, 1]
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    with tempfile.TemporaryDirectory(prefix="graphpasses-") as folder:
+        store = str(Path(folder) / "store")
+        pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
+        processes = [
+            context.Process(
+                target=_rank_main,
+                args=(fn, rank, num_ranks, backend, store, args, sender),
+                daemon=True,
+            )
+            for rank, (_, sender) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        try:
+            return _collect([receiver for receiver, _ in pipes], timeout)
+        finally:
+            for process in processes:
+                process.join(timeout=5.0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
+    rank_of = {receiver: rank for rank, receiver in enumerate(receivers)}
+    results: dict[int, Any] = {}
+    while len(results) < len(receivers):
+        pending = [receiver for receiver, rank in rank_of.items() if rank not in results]
+        ready = wait(pending, timeout)
+        if not ready:
+            raise RankError(
+                f"ranks {sorted(rank_of[r] for r in pending)} did not finish within {timeout:.0f} s; "
+                "a collective that not every rank issues is the usual cause"
+            )
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            rank = rank_of[receiver]
+            try:
+                succeeded, value = receiver.recv()
+            except EOFError:
+                raise RankError(f"rank {rank} died without a traceback (killed?)") from None
+            if not succeeded:
+                raise RankError(f"rank {rank} failed:\n{value}")
+            results[rank] = value
+    return [results[rank] for rank in range(len(receivers))]
