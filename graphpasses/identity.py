@@ -1,0 +1,341 @@
+"""Which names of a model are the same module, parameter or buffer, and how to keep them the same.
+
+A tied weight has several fully qualified names (FQNs). Eager gathers, updates and reduces it once, so every
+part of graphpasses speaks of it by one name: the canonical one, which is the first that
+``named_modules/named_parameters/named_buffers(remove_duplicate=False)`` gives it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from graphpasses.errors import IdentityError
+
+__all__ = ["IdentityMap", "preserve_identity"]
+
+Aliases = tuple[tuple[str, ...], ...]
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """Returns the end of an error message: the names closest to an unknown one, or nothing.
+
+    Example:
+        >>> did_you_mean("layer.0", ["layers.0", "norm"])
+        "; did you mean 'layers.0'?"
+    """
+    matches = difflib.get_close_matches(name, names, n=3)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+
+
+@dataclass(frozen=True, repr=False)
+class IdentityMap:
+    """All names of every module, parameter and buffer of a model, by object identity.
+
+    It holds names only, so it neither keeps the model alive nor follows it: make a new one when ties change.
+
+    Args:
+        modules: per module all its FQNs, the canonical one first; modules in first-seen order, the root is ``""``.
+        parameters: likewise for parameters.
+        buffers: likewise for buffers.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> model[1].weight = model[0].weight
+        >>> identity = IdentityMap.of(model)
+        >>> identity.canonical("1.weight")
+        '0.weight'
+        >>> identity.shared_parameters
+        {'0.weight': ('0.weight', '1.weight')}
+    """
+
+    modules: Aliases
+    parameters: Aliases
+    buffers: Aliases
+
+    @classmethod
+    def of(cls, model: nn.Module) -> IdentityMap:
+        """Reads the names of a model.
+
+        A name that passes through one module twice (a child that points back to its parent) is left out.
+
+        Args:
+            model: any module, on any device, meta included.
+        """
+        modules: list[tuple[str, object]] = []
+        parameters: list[tuple[str, object]] = []
+        buffers: list[tuple[str, object]] = []
+        for module_fqn, module in _walk(model):
+            modules.append((module_fqn, module))
+            parameters += _members(module_fqn, module._parameters)
+            buffers += _members(module_fqn, module._buffers)
+        return cls(_group(modules), _group(parameters), _group(buffers))
+
+    def canonical(self, fqn: str) -> str:
+        """Returns the first-seen name of the object that ``fqn`` names.
+
+        Raises:
+            IdentityError: the model has no such module, parameter or buffer.
+        """
+        return self.aliases(fqn)[0]
+
+    def aliases(self, fqn: str) -> tuple[str, ...]:
+        """Returns all names of the object that ``fqn`` names, the canonical one first.
+
+        Raises:
+            IdentityError: the model has no such module, parameter or buffer.
+        """
+        try:
+            return self._aliases_by_name[fqn]
+        except KeyError:
+            raise IdentityError(
+                f"the model has no module, parameter or buffer {fqn!r}"
+                + did_you_mean(fqn, self._aliases_by_name.keys())
+            ) from None
+
+    @property
+    def shared_modules(self) -> dict[str, tuple[str, ...]]:
+        """Canonical FQN -> all FQNs, of each module with more than one."""
+        return _shared(self.modules)
+
+    @property
+    def shared_parameters(self) -> dict[str, tuple[str, ...]]:
+        """Canonical FQN -> all FQNs, of each parameter with more than one: tied, or in a shared module."""
+        return _shared(self.parameters)
+
+    @property
+    def shared_buffers(self) -> dict[str, tuple[str, ...]]:
+        """Canonical FQN -> all FQNs, of each buffer with more than one."""
+        return _shared(self.buffers)
+
+    @cached_property
+    def _aliases_by_name(self) -> dict[str, tuple[str, ...]]:
+        groups = self.modules + self.parameters + self.buffers
+        return {name: aliases for aliases in groups for name in aliases}
+
+    def __repr__(self) -> str:
+        kinds = [
+            f"{kind}={len(groups)} ({len(_shared(groups))} shared)"
+            for kind, groups in (
+                ("modules", self.modules),
+                ("parameters", self.parameters),
+                ("buffers", self.buffers),
+            )
+        ]
+        return f"IdentityMap({', '.join(kinds)})"
+
+
+@contextmanager
+def preserve_identity(model: nn.Module, *, check_values: bool = False) -> Iterator[IdentityMap]:
+    """Restores the ties and the ``requires_grad`` of a model that the block transforms.
+
+    torchtitan's SimpleFSDP ``data_parallel``, ``to_empty`` and sharding planners treat each name on its own:
+    they leave one new object per name where there was one object, and ``data_parallel`` makes frozen
+    parameters trainable. When the block ends every name is again the object at the canonical name. **The
+    canonical name's value wins.** Values are not compared unless asked for, since after ``to_empty`` they are
+    uninitialised memory; initialise after the block. If the block raises, nothing is restored.
+
+    Args:
+        model: the model, transformed in place by the block.
+        check_values: also refuse tied copies whose bits differ. Shards are compared on their own rank without
+            communication, so one rank alone may raise; tensors on the meta device are not compared.
+
+    Yields:
+        The names as they were before the block.
+
+    Raises:
+        IdentityError: a tie cannot be restored: one of its names vanished, shape, dtype, device or placements
+            differ, or two names of a shared module now have modules of different classes. The model is then as
+            the block left it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta"))
+        >>> model[1].weight = model[0].weight
+        >>> with preserve_identity(model):
+        ...     model = model.to_empty(device="cpu")
+        >>> model[1].weight is model[0].weight
+        True
+    """
+    identity = IdentityMap.of(model)
+    modules = dict(_walk(model))
+    # Weak, so that the block can free the modules that it replaces.
+    originals = {
+        name: weakref.ref(modules[name]) for aliases in identity.shared_modules.values() for name in aliases
+    }
+    requires_grad = {fqn: parameter.requires_grad for fqn, parameter in model.named_parameters()}
+    del modules
+    yield identity
+
+    problems: list[str] = []
+    modules_back = _plan_modules(model, identity, originals, problems)
+    # What is below a module that the block left alone under this name goes away with it.
+    skip = tuple(f"{alias}." for alias, module in modules_back.items() if originals[alias]() is not module)
+    tensors_back = _plan_tensors(model, identity, skip, check_values, problems)
+    if problems:
+        raise IdentityError("the block broke ties that cannot be restored:\n  " + "\n  ".join(problems))
+
+    for alias, module in modules_back.items():
+        owner, name = _owner(model, alias)
+        owner._modules[name] = module
+    for alias, tensor in tensors_back.items():
+        owner, name = _owner(model, alias)
+        # Not setattr: SimpleFSDP gives the classes read-only properties of the same names.
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[name] = tensor
+        else:
+            owner._buffers[name] = tensor
+    for fqn, parameter in model.named_parameters():
+        if parameter.requires_grad != requires_grad.get(fqn, parameter.requires_grad):
+            parameter.requires_grad_(requires_grad[fqn])
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields what ``named_modules(remove_duplicate=False)`` does, but ends on a cycle of modules."""
+    path: set[nn.Module] = set()
+
+    def visit(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if module in path:
+            return
+        yield fqn, module
+        path.add(module)
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from visit(f"{fqn}.{name}" if fqn else name, child)
+        path.remove(module)
+
+    return visit("", model)
+
+
+def _members(
+    module_fqn: str, members: Mapping[str, torch.Tensor | None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, member in members.items():
+        if member is not None:
+            yield f"{module_fqn}.{name}" if module_fqn else name, member
+
+
+def _group(members: Iterable[tuple[str, object]]) -> Aliases:
+    names: dict[int, list[str]] = {}
+    for name, member in members:
+        names.setdefault(id(member), []).append(name)
+    return tuple(tuple(aliases) for aliases in names.values())
+
+
+def _shared(groups: Aliases) -> dict[str, tuple[str, ...]]:
+    return {aliases[0]: aliases for aliases in groups if len(aliases) > 1}
+
+
+def _owner(model: nn.Module, fqn: str) -> tuple[nn.Module, str]:
+    owner_fqn, _, name = fqn.rpartition(".")
+    owner = _find_module(model, owner_fqn)
+    assert owner is not None
+    return owner, name
+
+
+def _find_module(model: nn.Module, fqn: str) -> nn.Module | None:
+    module: nn.Module | None = model
+    for name in fqn.split(".") if fqn else ():
+        module = module._modules.get(name) if module is not None else None
+    return module
+
+
+def _find_tensor(model: nn.Module, fqn: str) -> torch.Tensor | None:
+    owner_fqn, _, name = fqn.rpartition(".")
+    owner = _find_module(model, owner_fqn)
+    if owner is None:
+        return None
+    parameter = owner._parameters.get(name)
+    return parameter if parameter is not None else owner._buffers.get(name)
+
+
+def _plan_modules(
+    model: nn.Module,
+    identity: IdentityMap,
+    originals: Mapping[str, weakref.ref[nn.Module]],
+    problems: list[str],
+) -> dict[str, nn.Module]:
+    """Returns for each name that must point to another module that module, outermost names first."""
+    planned: dict[str, nn.Module] = {}
+    for canonical, aliases in identity.shared_modules.items():
+        module = _find_module(model, canonical)
+        for alias in aliases[1:]:
+            if any(alias.startswith(f"{outer}.") for outer in planned):
+                continue  # it comes back with the module around it
+            other = _find_module(model, alias)
+            if module is None or other is None:
+                gone = canonical if module is None else alias
+                problems.append(f"modules {canonical!r} and {alias!r} were one: {gone!r} vanished")
+            elif other is module:
+                continue
+            elif other is originals[alias]() or type(other) is type(module):
+                planned[alias] = module
+            else:
+                problems.append(
+                    f"modules {canonical!r} and {alias!r} were one: "
+                    f"now they are {type(module).__name__} and {type(other).__name__}"
+                )
+    return planned
+
+
+def _plan_tensors(
+    model: nn.Module, identity: IdentityMap, skip: tuple[str, ...], check_values: bool, problems: list[str]
+) -> dict[str, torch.Tensor]:
+    """Returns for each name that must point to another parameter or buffer that tensor."""
+    planned: dict[str, torch.Tensor] = {}
+    for canonical, aliases in (identity.shared_parameters | identity.shared_buffers).items():
+        tensor = _find_tensor(model, canonical)
+        for alias in aliases[1:]:
+            if alias.startswith(skip):
+                continue
+            other = _find_tensor(model, alias)
+            if tensor is None or other is None:
+                problem = f"{(canonical if tensor is None else alias)!r} vanished"
+            elif other is tensor:
+                continue
+            else:
+                problem = _difference(tensor, other, check_values)
+                planned[alias] = tensor
+            if problem:
+                problems.append(f"{canonical!r} and {alias!r} were tied: {problem}")
+    return planned
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor, check_values: bool) -> str:
+    """Says why two tensors cannot be one again; empty if they can."""
+    facts_a, facts_b = _facts(a), _facts(b)
+    for fact, value in facts_a.items():
+        if value != facts_b[fact]:
+            return f"{fact} is {value} and {facts_b[fact]}"
+    if check_values and a.device.type != "meta" and not _same_bits(a, b):
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return "values differ" + (f" on rank {torch.distributed.get_rank()}" if distributed else "")
+    return ""
+
+
+def _facts(tensor: torch.Tensor) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "shape": tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+        "class": type(tensor).__name__,
+        "device mesh": None,
+        "placements": None,
+    }
+    if isinstance(tensor, DTensor):
+        facts |= {"device mesh": tensor.device_mesh, "placements": tensor.placements}
+    return facts
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # Shards, not whole values, which would take a collective. Bytes, so that NaN equals itself.
+    shards = [(t.to_local() if isinstance(t, DTensor) else t).detach().contiguous() for t in (a, b)]
+    x, y = (shard.reshape(-1).view(torch.uint8) for shard in shards)
+    return torch.equal(x, y)
