@@ -43,7 +43,7 @@ class IdentityMap:
     It holds names only, so it neither keeps the model alive nor follows it: make a new one when ties change.
 
     Args:
-        modules: per module all its FQNs, the canonical one first; modules in first-seen order, the root is ``""``.
+        modules: per module all its FQNs, the canonical one first; in first-seen order. The root is ``""``.
         parameters: likewise for parameters.
         buffers: likewise for buffers.
 
@@ -153,8 +153,8 @@ def preserve_identity(model: nn.Module, *, check_values: bool = False) -> Iterat
 
     Raises:
         IdentityError: a tie cannot be restored: one of its names vanished, shape, dtype, device or placements
-            differ, or two names of a shared module now have modules of different classes. The model is then as
-            the block left it.
+            differ, or two names of a shared module now have different classes. The model stays as the block
+            left it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta"))
@@ -177,7 +177,7 @@ def preserve_identity(model: nn.Module, *, check_values: bool = False) -> Iterat
     problems: list[str] = []
     modules_back = _plan_modules(model, identity, originals, problems)
     # What is below a module that the block left alone under this name goes away with it.
-    skip = tuple(f"{alias}." for alias, module in modules_back.items() if originals[alias]() is not module)
+    skip = tuple(f"{a}." for a in modules_back if _find_module(model, a) is originals[a]())
     tensors_back = _plan_tensors(model, identity, skip, check_values, problems)
     if problems:
         raise IdentityError("the block broke ties that cannot be restored:\n  " + "\n  ".join(problems))

@@ -1,1 +1,30 @@
-"""TODO."""
+"""What eager FSDP2 does with its collectives: which parameters share one, and at which byte each one lies."""
+
+from graphpasses.fsdp.layout import (
+    BucketLayout,
+    Layout,
+    LayoutDiff,
+    LayoutEntry,
+    Move,
+    Place,
+    diff_layouts,
+    eager_layout,
+    make_bucket_layout,
+)
+from graphpasses.fsdp.plan import Bucket, BucketPlan, PlanEntry, Reduction
+
+__all__ = [
+    "Bucket",
+    "BucketLayout",
+    "BucketPlan",
+    "Layout",
+    "LayoutDiff",
+    "LayoutEntry",
+    "Move",
+    "Place",
+    "PlanEntry",
+    "Reduction",
+    "diff_layouts",
+    "eager_layout",
+    "make_bucket_layout",
+]

@@ -1,0 +1,193 @@
+"""Reads the parameter groups of a model that FSDP2's ``fully_shard`` was applied to.
+
+FSDP2 has no public way to ask which parameters share a collective, in which order and how they are reduced.
+Everything here was checked with torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# `_get_gradient_divide_factors` is the rule that `foreach_reduce` itself calls: AVG, SUM or PREMUL_SUM and
+# the divisions around it. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+# Tells FSDP and HSDP groups from those of `replicate`, which reduce-scatter nothing. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+
+# The groups, in FSDP2's own order (`fsdp_params`), and their settings. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+# The state that `fully_shard` hangs on a module; `fully_shard.state` raises on modules without one.
+# torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+
+from graphpasses.errors import LayoutError, UnsupportedError
+
+__all__ = ["GroupedParameter", "ParameterGroup", "parameter_groups"]
+
+ReduceOpName = Literal["avg", "sum"]
+
+
+@dataclass(frozen=True)
+class GroupedParameter:
+    """One parameter of a group.
+
+    Args:
+        fqn: its name; the first of its names that lies in a module of the group.
+        shape: global shape; with tensor parallelism that of this rank's part, which is what FSDP2 shards.
+        shard_dim: tensor dim that is sharded.
+        requires_grad: whether it is trained.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    shard_dim: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """One ``FSDPParamGroup``: parameters that are gathered and reduced together.
+
+    Args:
+        name: FQNs of the modules that ``fully_shard`` was called with, joined by ``", "``.
+        parameters: in the order in which FSDP2 packs them.
+        shard_ranks: global ranks of the reduce-scatter's process group.
+        replicate_ranks: global ranks of HSDP's all-reduce, or None.
+        reduce_scatter_op: ``"avg"`` or ``"sum"``.
+        all_reduce_op: ``"avg"`` or ``"sum"``; only HSDP uses it.
+        predivide: what the packed gradients are divided by before the reduce-scatter, or None.
+        postdivide: what they are divided by after the last collective, or None.
+        reduce_dtype: dtype on the wire.
+        reduces_unused: whether zeros are reduced for trainable parameters without a gradient.
+    """
+
+    name: str
+    parameters: tuple[GroupedParameter, ...]
+    shard_ranks: tuple[int, ...]
+    replicate_ranks: tuple[int, ...] | None
+    reduce_scatter_op: ReduceOpName
+    all_reduce_op: ReduceOpName
+    predivide: float | None
+    postdivide: float | None
+    reduce_dtype: torch.dtype
+    reduces_unused: bool
+
+
+def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
+    """Reads every group of a model, whether or not it ran already.
+
+    Args:
+        model: a module in whose tree ``fully_shard`` was called.
+
+    Returns:
+        The groups in post-order of their modules, that is, nested groups before the ones around them and the
+        root's last; none if ``fully_shard`` was never called.
+
+    Raises:
+        UnsupportedError: a group reduces in a way that no functional collective can express.
+        LayoutError: a group's trainable parameters have several dtypes, which FSDP2 refuses to run.
+    """
+    fqns = {module: fqn for fqn, module in model.named_modules()}
+    groups: dict[FSDPParamGroup, str] = {}
+    for module in _post_order(model, set()):
+        state = _get_module_fsdp_state(module)
+        if state is None:
+            continue
+        name = ", ".join(fqns.get(root, "?") or "(root)" for root in state._modules)
+        for index, group in enumerate(state._fsdp_param_groups):
+            suffix = f" [{index}]" if len(state._fsdp_param_groups) > 1 else ""
+            groups.setdefault(group, name + suffix)
+    return tuple(_read_group(group, name, fqns) for group, name in groups.items())
+
+
+def _post_order(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+    visited.add(module)
+    for child in module.children():
+        if child not in visited:
+            yield from _post_order(child, visited)
+    yield module
+
+
+def _read_group(group: FSDPParamGroup, name: str, fqns: dict[nn.Module, str]) -> ParameterGroup:
+    mesh_info = group.mesh_info
+    if not isinstance(mesh_info, FSDPMeshInfo):
+        raise UnsupportedError(
+            f"FSDP2 group {name!r} is replicated, not sharded; only groups of fully_shard can be read"
+        )
+    if group._all_reduce_hook is not None:
+        raise UnsupportedError(
+            f"FSDP2 group {name!r} has an all-reduce hook, whose effect on the gradients cannot be read; "
+            "remove it or use a 2-D mesh (HSDP) instead"
+        )
+    shard_group = group._reduce_scatter_process_group
+    replicate_group = group._all_reduce_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
+    reduce_dtype = _reduce_dtype(group, name)
+    predivide, postdivide, *ops = _get_gradient_divide_factors(
+        shard_group,
+        replicate_group,
+        reduce_dtype,
+        group.device.type,
+        group.gradient_divide_factor,
+        group.force_sum_reduction_for_comms,
+    )
+    reduce_scatter_op, all_reduce_op = (_op_name(op) for op in ops)
+    if reduce_scatter_op is None or all_reduce_op is None:
+        raise UnsupportedError(
+            f"FSDP2 group {name!r} with gradient divide factor {group.gradient_divide_factor} reduces with "
+            "PREMUL_SUM, for which functional collectives have no equivalent; on the eager model call "
+            "set_force_sum_reduction_for_comms(True), or set_gradient_divide_factor"
+            f"({float(shard_group.size())}), the size of its shard group"
+        )
+    return ParameterGroup(
+        name=name,
+        parameters=tuple(
+            GroupedParameter(
+                fqn=".".join(filter(None, (fqns[info.module], info.param_name))),
+                shape=tuple(parameter._orig_size),
+                shard_dim=parameter.fsdp_placement.dim,
+                requires_grad=parameter.sharded_param.requires_grad,
+            )
+            for parameter in group.fsdp_params
+            for info in [parameter._module_info]
+        ),
+        shard_ranks=tuple(dist.get_process_group_ranks(shard_group)),
+        replicate_ranks=tuple(dist.get_process_group_ranks(replicate_group)) if replicate_group else None,
+        reduce_scatter_op=reduce_scatter_op,
+        all_reduce_op=all_reduce_op,
+        # FSDP2's `_div_if_needed` skips a division by one.
+        predivide=None if predivide in (None, 1) else float(predivide),
+        postdivide=None if postdivide in (None, 1) else float(postdivide),
+        reduce_dtype=reduce_dtype,
+        reduces_unused=group.reduce_scatter_unused_params,
+    )
+
+
+def _reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
+    """The gradient's dtype unless the policy says otherwise, as ``FSDPParam.init_dtype_attrs`` has it.
+
+    FSDP2 settles it at the first forward only, hence not read from the group.
+    """
+    policy = group.mp_policy
+    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad] or group.fsdp_params
+    dtypes = {p.sharded_param.dtype for p in trained}
+    if len(dtypes) > 1:
+        raise LayoutError(
+            f"FSDP2 group {name!r} has trainable parameters of several dtypes, "
+            f"{', '.join(sorted(map(str, dtypes)))}, which FSDP2 refuses to run; put them in separate groups"
+        )
+    dtype = dtypes.pop()
+    return policy.reduce_dtype or (policy.param_dtype if dtype.is_floating_point else None) or dtype
+
+
+def _op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:
+    if op == dist.ReduceOp.AVG:
+        return "avg"
+    return "sum" if op == dist.ReduceOp.SUM else None

@@ -1,0 +1,326 @@
+"""Bucket plans: which parameters eager FSDP2 gathers and reduces in one collective, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from graphpasses.errors import PlanError
+from graphpasses.identity import IdentityMap, did_you_mean
+
+__all__ = ["Bucket", "BucketPlan", "PlanEntry", "Reduction"]
+
+_ROOT = "(root)"
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradients of a bucket are reduced.
+
+    The packed gradients are cast to ``dtype``, divided by ``predivide``, reduce-scattered, with HSDP
+    all-reduced, divided by ``postdivide``, and only then cast to the parameter's dtype.
+    Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce`` and ``_get_gradient_divide_factors``.
+
+    Args:
+        reduce_scatter_op: op of the reduce-scatter.
+        all_reduce_op: op of HSDP's all-reduce; unused without HSDP.
+        predivide: divisor before the collectives, or None.
+        postdivide: divisor after the collectives, or None.
+        dtype: dtype on the wire; None leaves the graph's.
+
+    Raises:
+        PlanError: an op is neither ``"avg"`` nor ``"sum"``, or a divisor is not positive.
+
+    Example:
+        >>> Reduction("sum", postdivide=4.0, dtype=torch.float32).all_reduce_op
+        'sum'
+    """
+
+    reduce_scatter_op: Literal["avg", "sum"] = "avg"
+    all_reduce_op: Literal["avg", "sum"] = "sum"
+    predivide: float | None = None
+    postdivide: float | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field, op in (
+            ("reduce_scatter_op", self.reduce_scatter_op),
+            ("all_reduce_op", self.all_reduce_op),
+        ):
+            if op not in ("avg", "sum"):
+                raise PlanError(f"{field} must be 'avg' or 'sum', not {op!r}")
+        for field, divisor in (("predivide", self.predivide), ("postdivide", self.postdivide)):
+            if divisor is not None and not divisor > 0:
+                raise PlanError(f"{field} must be positive or None, not {divisor!r}")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that share one collective.
+
+    Args:
+        name: the plan entry that it comes from, for messages.
+        fqns: canonical FQNs of its parameters in byte order, frozen ones included.
+        reduction: how its gradients are reduced; None leaves what was captured.
+    """
+
+    name: str
+    fqns: tuple[str, ...]
+    reduction: Reduction | None = None
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """One bucket as a user writes it down: the modules of one ``fully_shard`` call, or its parameters.
+
+    Args:
+        fqns: FQNs of modules (``""`` is the root) or of parameters.
+        kind: what the FQNs name.
+        reduction: how its gradients are reduced; None leaves what was captured.
+        name: for messages.
+    """
+
+    fqns: tuple[str, ...]
+    kind: Literal["modules", "parameters"] = "modules"
+    reduction: Reduction | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.fqns:
+            raise PlanError(f"a plan entry is empty; it must name at least one of the {self.kind}")
+        if not self.name:
+            object.__setattr__(self, "name", ", ".join(fqn or _ROOT for fqn in self.fqns))
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The buckets of a model, as the ``fully_shard`` calls of the eager run make them.
+
+    Args:
+        entries: one per bucket.
+        root: whether the eager run also wraps the root module, which puts the parameters of no entry in one
+            last bucket. FSDP2's users always do.
+        root_reduction: reduction of that last bucket.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+        >>> for bucket in BucketPlan.from_modules([["0"], ["1"]]).resolve(model):
+        ...     print(bucket.name, bucket.fqns)
+        0 ('0.weight', '0.bias')
+        1 ('1.weight', '1.bias')
+        (root) ('2.weight',)
+    """
+
+    entries: tuple[PlanEntry, ...]
+    root: bool = True
+    root_reduction: Reduction | None = None
+
+    @classmethod
+    def from_modules(
+        cls, entries: Iterable[Sequence[str]], reduction: Reduction | None = None, *, root: bool = True
+    ) -> BucketPlan:
+        """Makes a plan from the modules of each ``fully_shard`` call; no model is needed.
+
+        Args:
+            entries: per call the FQNs of its modules, in argument order; ``""`` is the root. A module inside
+                another entry's module makes a bucket of its own, as calling bottom-up does.
+            reduction: reduction of every bucket.
+            root: see the class.
+
+        Raises:
+            PlanError: an entry is empty.
+        """
+        made = (PlanEntry(_names(entry), "modules", reduction) for entry in entries)
+        return cls(tuple(made), root=root, root_reduction=reduction)
+
+    @classmethod
+    def from_parameters(
+        cls, entries: Iterable[Sequence[str]], reduction: Reduction | None = None
+    ) -> BucketPlan:
+        """Makes a plan with an explicit order; parameters that are not named are in no bucket.
+
+        Args:
+            entries: per bucket the FQNs of its parameters in byte order.
+            reduction: reduction of every bucket.
+
+        Raises:
+            PlanError: an entry is empty.
+        """
+        made = (
+            PlanEntry(_names(entry), "parameters", reduction, name=f"bucket {index}")
+            for index, entry in enumerate(entries)
+        )
+        return cls(tuple(made), root=False)
+
+    @classmethod
+    def per_block(cls, model: nn.Module, reduction: Reduction | None = None) -> BucketPlan:
+        """Makes the usual plan: one bucket per block, and the root's.
+
+        A block is a child of an outermost ``nn.ModuleList`` or ``nn.ModuleDict`` that owns parameters.
+
+        Args:
+            model: the model, only looked at.
+            reduction: reduction of every bucket.
+        """
+        blocks: dict[nn.Module, str] = {}
+
+        def visit(fqn: str, module: nn.Module) -> None:
+            for name, child in module.named_children():
+                child_fqn = f"{fqn}.{name}" if fqn else name
+                if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                    visit(child_fqn, child)
+                elif next(child.parameters(), None) is not None:
+                    blocks.setdefault(child, child_fqn)
+
+        visit("", model)
+        return cls.from_modules([[fqn] for fqn in blocks.values()], reduction)
+
+    @classmethod
+    def from_fully_shard(cls, model: nn.Module) -> BucketPlan:
+        """Reads the plan of a model that ``fully_shard`` was applied to, reductions and dtypes included.
+
+        Args:
+            model: the eager model, sharded; it need not have run.
+
+        Returns:
+            A plan by parameters, nested buckets before the ones around them and the root's last.
+
+        Raises:
+            PlanError: ``fully_shard`` was applied to no module of the model.
+            UnsupportedError: a group reduces in a way that no functional collective can express.
+            LayoutError: a group's trainable parameters have several dtypes.
+        """
+        from graphpasses._torch.fsdp2 import parameter_groups
+
+        groups = parameter_groups(model)
+        if not groups:
+            raise PlanError("the model has no FSDP2 parameter group; call fully_shard on it first")
+        entries = (
+            PlanEntry(
+                fqns=tuple(parameter.fqn for parameter in group.parameters),
+                kind="parameters",
+                reduction=Reduction(
+                    group.reduce_scatter_op,
+                    group.all_reduce_op,
+                    group.predivide,
+                    group.postdivide,
+                    group.reduce_dtype,
+                ),
+                name=group.name,
+            )
+            for group in groups
+        )
+        return cls(tuple(entries), root=False)
+
+    def resolve(self, model: nn.Module) -> tuple[Bucket, ...]:
+        """Finds each bucket's parameters and puts them in the order in which eager FSDP2 packs them.
+
+        FSDP2's rule for one ``fully_shard`` call: from each module in argument order a depth-first post-order
+        over ``children()``, shared modules once, without modules that have a bucket of their own; then each
+        module's own parameters; a parameter stands where it is first seen. A module's own parameters thus
+        come after those of its children, unlike in ``named_parameters()``.
+        Source: ``_fsdp_init.py``, ``_get_managed_modules`` and ``_get_managed_states``.
+
+        Args:
+            model: the plain, SimpleFSDP or FSDP2 model; only looked at.
+
+        Returns:
+            One bucket per entry, in the order of the entries, then the root's. Entries without parameters of
+            their own make none, as in FSDP2.
+
+        Raises:
+            PlanError: an entry names nothing in the model, two entries hold one parameter, or a tied
+                parameter has names in two entries, which eager FSDP2 rejects at the first forward.
+
+        Example:
+            >>> attention = nn.MultiheadAttention(4, 2)  # its own weights and a child's
+            >>> BucketPlan.from_modules([[""]]).resolve(attention)[0].fqns
+            ('out_proj.weight', 'out_proj.bias', 'in_proj_weight', 'in_proj_bias')
+        """
+        identity = IdentityMap.of(model)
+        _check_names(self.entries, identity)
+        entries = self.entries
+        if self.root and not any(entry.kind == "modules" and "" in entry.fqns for entry in entries):
+            entries += (PlanEntry(("",), reduction=self.root_reduction),)
+        roots = [_root_modules(model, entry) for entry in entries]
+        heads = frozenset(module for modules in roots for module in modules)
+        module_fqns = {module: fqn for fqn, module in model.named_modules()}
+
+        buckets: list[Bucket] = []
+        taken: dict[str, tuple[str, str, int]] = {}
+        for index, entry in enumerate(entries):
+            names: Iterable[str] = entry.fqns
+            if entry.kind == "modules":
+                names = _managed_parameters(roots[index], heads, module_fqns)
+            fqns: dict[str, None] = {}
+            for name in names:
+                canonical = identity.canonical(name)
+                other_name, other_entry, other_index = taken.setdefault(canonical, (name, entry.name, index))
+                if other_index != index:
+                    raise PlanError(_conflict(other_name, other_entry, name, entry.name))
+                fqns[canonical] = None
+            if fqns:
+                buckets.append(Bucket(entry.name, tuple(fqns), entry.reduction))
+        return tuple(buckets)
+
+
+def _names(entry: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(entry, str):
+        raise PlanError(f"a plan entry must be a list of FQNs, not the string {entry!r}")
+    return tuple(entry)
+
+
+def _check_names(entries: Iterable[PlanEntry], identity: IdentityMap) -> None:
+    known = {
+        "modules": {name for aliases in identity.modules for name in aliases},
+        "parameters": {name for aliases in identity.parameters for name in aliases},
+    }
+    for entry in entries:
+        for fqn in entry.fqns:
+            if fqn not in known[entry.kind]:
+                raise PlanError(
+                    f"plan entry {entry.name!r}: the model has no {entry.kind.removesuffix('s')} {fqn!r}"
+                    + did_you_mean(fqn, known[entry.kind])
+                )
+
+
+def _root_modules(model: nn.Module, entry: PlanEntry) -> list[nn.Module]:
+    """Returns an entry's modules but those inside others of it, as FSDP2's `_get_root_modules` does."""
+    if entry.kind != "modules":
+        return []
+    modules = list(dict.fromkeys(model.get_submodule(fqn) for fqn in entry.fqns))
+    nested = {child for module in modules for child in module.modules() if child is not module}
+    return [module for module in modules if module not in nested]
+
+
+def _managed_parameters(
+    roots: Sequence[nn.Module], heads: frozenset[nn.Module], module_fqns: Mapping[nn.Module, str]
+) -> Iterator[str]:
+    """Yields the parameters that one ``fully_shard(roots)`` manages, in its order."""
+    visited = set[nn.Module]()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        visited.add(module)
+        for child in module.children():
+            if child not in visited and child not in heads:
+                yield from visit(child)
+        yield module
+
+    for root in roots:
+        for module in visit(root):
+            for name, _ in module.named_parameters(prefix=module_fqns[module], recurse=False):
+                yield name
+
+
+def _conflict(name: str, entry: str, other_name: str, other_entry: str) -> str:
+    if name == other_name:
+        return f"parameter {name!r} is in two plan entries: {entry!r} and {other_entry!r}"
+    return (
+        f"tied parameters {name!r} and {other_name!r} are in different plan entries: {entry!r} and "
+        f"{other_entry!r}; eager FSDP2 rejects this at the first forward, so name the modules of both in one "
+        "entry, as in fully_shard([a, b])"
+    )
