@@ -1,0 +1,20 @@
+"""Process groups by the name under which functional collectives carry them."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+# Functional collectives name their group by string; only this private function maps it back. Tested: 2.13.
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+__all__ = ["group_ranks", "named_group_ranks"]
+
+
+def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Returns the global ranks of ``group``, in group order."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def named_group_ranks(name: str) -> tuple[int, ...]:
+    """Returns the global ranks of the group that a functional collective calls ``name``."""
+    return group_ranks(_resolve_process_group(name))

@@ -1,0 +1,6 @@
+"""Flattening of nested batches."""
+
+# torch has no public pytree module; the tracer's specs are of this one. Tested: 2.13.
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves
+
+__all__ = ["TreeSpec", "keystr", "tree_flatten", "tree_flatten_with_path", "tree_leaves"]

@@ -1,0 +1,65 @@
+"""Shard a model with torchtitan's SimpleFSDP, keeping what its ``data_parallel`` drops."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from graphpasses.errors import UnsupportedError
+from graphpasses.identity import preserve_identity
+
+__all__ = ["simple_fsdp"]
+
+
+def simple_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    shard_dim: int = 0,
+) -> nn.Module:
+    """Shards ``model`` in place with torchtitan's ``data_parallel``, so that its step can be captured.
+
+    Unlike ``data_parallel`` alone it keeps tied parameters tied and frozen ones frozen, and it does not reuse
+    the wrapper classes of an earlier model with another mesh or policy.
+
+    Args:
+        model: a module on its device, with equal values on every rank.
+        mesh: one axis for FSDP; two axes, replicate then shard, for HSDP.
+        param_dtype: dtype of the unsharded parameters and of compute; None keeps the parameters'.
+        reduce_dtype: dtype in which gradients are reduced; None means ``param_dtype``, as in FSDP2.
+        shard_dim: tensor dim to shard.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UnsupportedError: the mesh has neither one nor two axes, or a parameter has no dim to shard.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
+        >>> model = simple_fsdp(model, mesh, param_dtype=torch.bfloat16)  # doctest: +SKIP
+    """
+    from torchtitan.experiments.graph_trainer import simple_fsdp as titan
+
+    if mesh.ndim not in (1, 2):
+        raise UnsupportedError(f"simple_fsdp takes a mesh of one axis (FSDP) or two (HSDP), not {mesh.ndim}")
+    scalars = [fqn for fqn, parameter in model.named_parameters() if parameter.dim() == 0]
+    if scalars:
+        raise UnsupportedError(
+            f"parameter {scalars[0]!r} is 0-d and cannot be sharded; make it 1-d (numel 1), as FSDP2 asks too"
+        )
+    titan._wrap_class_cache.clear()
+    with preserve_identity(model):
+        titan.data_parallel(
+            model,
+            mesh,
+            mode="fully_shard" if mesh.ndim == 1 else "hybrid_shard",
+            mp_policy=titan.MixedPrecisionPolicy(
+                param_dtype=param_dtype, reduce_dtype=reduce_dtype or param_dtype
+            ),
+            shard_dim=shard_dim,
+        )
+    return model

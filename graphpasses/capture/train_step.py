@@ -1,0 +1,221 @@
+"""Capture forward, loss and backward of a training step as one graph, with torchtitan's tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from graphpasses._torch import pytree
+
+from graphpasses.errors import CaptureError, UnsupportedError
+from graphpasses.graph import (
+    GraphInput,
+    GraphOutput,
+    InputKind,
+    OutputKind,
+    TrainGraph,
+    find_state,
+    parameter_infos,
+)
+from graphpasses.identity import IdentityMap
+
+if TYPE_CHECKING:
+    from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
+
+__all__ = ["capture_train_step", "from_traced_result"]
+
+
+def capture_train_step(
+    loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any
+) -> TrainGraph:
+    """Captures one training step of ``model`` as a :class:`~graphpasses.graph.TrainGraph`.
+
+    Nothing is computed and nothing of the model changes: the step is traced on fake tensors. Every rank of
+    the model's meshes must capture, with batches of the same shapes.
+
+    Args:
+        loss_fn: called as ``loss_fn(model, *batch)``; returns a scalar floating-point tensor. It must not
+            call ``backward`` itself.
+        model: a plain module or one that torchtitan's SimpleFSDP ``data_parallel`` has sharded, on any
+            device but meta.
+        batch: example arguments: tensors, numbers, strings, None, or lists, tuples and dicts of them.
+            Shapes, dtypes and plain values are fixed by the capture.
+
+    Returns:
+        The captured step. Parameters with ``requires_grad=False`` get no gradient; trainable ones that the
+        loss does not depend on are listed in ``TrainGraph.without_gradient``.
+
+    Raises:
+        CaptureError: the loss is not a scalar tensor that depends on a trainable parameter, ``loss_fn``
+            calls ``backward``, the model is on meta, or torchtitan is not installed.
+        UnsupportedError: a parameter is sharded over several mesh axes.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 1)
+        >>> step = capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+        >>> loss = step(torch.ones(2, 4))
+        >>> model.weight.grad.shape
+        torch.Size([1, 4])
+    """
+    try:
+        from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
+    except ImportError as error:
+        raise CaptureError(
+            f"capture_train_step traces with torchtitan, which cannot be imported ({error}); "
+            "install graphpasses[titan]"
+        ) from error
+
+    identity = IdentityMap.of(model)
+    on_meta = [fqn for fqn, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
+    if on_meta:
+        raise CaptureError(
+            f"parameter or buffer {on_meta[0]!r} is on the meta device; materialise the model "
+            "(to_empty and initialise) before capturing its step"
+        )
+
+    def step(*args: Any) -> list[torch.Tensor | None]:
+        # The tracer swaps every FQN for a tensor of its own, ties included: ask for every name's gradient.
+        named = [
+            (fqn, parameter)
+            for fqn, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
+        ]
+        loss = loss_fn(model, *args)
+        _check_loss(loss, [fqn for fqn, _ in named])
+        gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
+        return [loss, *gradients]
+
+    try:
+        traced = minimal_fx_tracer(step, module=model)(*batch)
+    except RuntimeError as error:
+        if "backward through the graph a second time" in str(error):
+            raise CaptureError(
+                "loss_fn called backward itself; return the loss and let the capture differentiate it "
+                "(a loss that runs backward chunk by chunk cannot be captured)"
+            ) from error
+        raise
+    graph = from_traced_result(traced, model=model)
+    graph.fixed_signature = False
+    if graph.identity != identity:
+        raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
+    _name_batch(graph, batch)
+    return graph
+
+
+def _check_loss(loss: Any, trainable: list[str]) -> None:
+    if not trainable:
+        raise CaptureError("the model has no trainable parameter: nothing to differentiate")
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(f"loss_fn must return a scalar tensor, it returned {type(loss).__name__}")
+    if isinstance(loss, DTensor):
+        raise CaptureError("loss_fn returned a DTensor; return this rank's loss, e.g. loss.to_local()")
+    if loss.dim() != 0 or not loss.is_floating_point():
+        raise CaptureError(
+            f"loss_fn must return a scalar floating-point tensor, it returned shape {list(loss.shape)}, "
+            f"{loss.dtype}; reduce it, e.g. with .mean()"
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any trainable parameter (computed under no_grad, or detached?); "
+            f"trainable: {', '.join(trainable[:3])}{', …' if len(trainable) > 3 else ''}"
+        )
+
+
+def from_traced_result(traced: TracedResult, *, model: nn.Module) -> TrainGraph:
+    """Makes a :class:`~graphpasses.graph.TrainGraph` of a step that torchtitan's tracer has traced.
+
+    The traced function must return the loss and then one gradient (or None) per trainable parameter, in the
+    order of ``model.named_parameters(remove_duplicate=False)``, as torchtitan's graph_trainer does.
+
+    Args:
+        traced: what ``minimal_fx_tracer`` returned; its graph module is shared, not copied.
+        model: the module that was traced.
+
+    Returns:
+        The step. Its signature is marked fixed: passes keep every placeholder.
+
+    Raises:
+        CaptureError: the traced state or outputs do not fit the model.
+
+    Example:
+        >>> step = from_traced_result(minimal_fx_tracer(fn, module=model)(x), model=model)  # doctest: +SKIP
+    """
+    identity = IdentityMap.of(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    inputs: list[GraphInput] = []
+    leaf_nodes: list[int] = []
+    for index in range(traced.num_flat_inputs):
+        layout = traced.input_subclass_layouts.get(index)
+        attrs = _attrs(layout, f"flat input {index}")
+        if index < len(traced.state_fqns):
+            fqn = traced.state_fqns[index]
+            find_state(model, fqn)
+            kind = InputKind.PARAMETER if fqn in parameters else InputKind.BUFFER
+        else:
+            fqn, kind = f"batch leaf {index - len(traced.state_fqns)}", InputKind.BATCH
+            if layout is not None:
+                raise UnsupportedError(f"{fqn} is a tensor subclass; pass plain tensors in the batch")
+            leaf_nodes.append(len(inputs))
+        inputs.extend(GraphInput(kind, fqn, attr) for attr in attrs)
+
+    trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
+    if traced.num_flat_outputs != 1 + len(trainable):
+        raise CaptureError(
+            f"the traced step returns {traced.num_flat_outputs} values; expected the loss and one gradient for "
+            f"each of the {len(trainable)} trainable parameters (names of tied ones counted each)"
+        )
+    outputs = [GraphOutput(OutputKind.LOSS)]
+    for index, fqn in enumerate(trainable, start=1):
+        layout = traced.output_subclass_layouts.get(index)
+        parameter = parameters[fqn]
+        if layout is not None and layout.meta is not None and isinstance(parameter, DTensor):
+            placements = layout.meta.ctx[0]
+            if tuple(placements) != tuple(parameter.placements):
+                raise UnsupportedError(
+                    f"the gradient of {fqn!r} has placements {placements}, its parameter "
+                    f"{parameter.placements}; the optimizer could not use it"
+                )
+        outputs.extend(GraphOutput(OutputKind.GRADIENT, fqn, attr) for attr in _attrs(layout, fqn))
+
+    graph = TrainGraph(
+        module=traced.gm,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        identity=identity,
+        parameters=parameter_infos(model, identity),
+        model=model,
+        batch_spec=traced.user_inputs_spec.child(0),
+        batch_leaves=tuple(
+            (inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes
+        ),
+        fixed_signature=True,
+    )
+    if len(graph.placeholders) != len(inputs) or len(graph.output_values) != len(outputs):
+        raise CaptureError(
+            f"the traced graph has {len(graph.placeholders)} placeholders and {len(graph.output_values)} "
+            f"outputs; its metadata describes {len(inputs)} and {len(outputs)}"
+        )
+    return graph
+
+
+def _attrs(layout: Any, what: str) -> tuple[str, ...]:
+    if layout is None:
+        return ("",)
+    if layout.meta.cls is not DTensor or any(meta is not None for _, meta in layout.meta.inner_metas.values()):
+        raise UnsupportedError(f"{what} is a {layout.meta.cls.__name__}; only plain tensors and DTensors are")
+    return tuple(layout.meta.attrs)
+
+
+def _name_batch(graph: TrainGraph, batch: tuple[Any, ...]) -> None:
+    paths = [f"batch{pytree.keystr(path)}" for path, _ in pytree.tree_flatten_with_path(batch)[0]]
+    names = iter(paths)
+    graph.inputs = tuple(
+        GraphInput(item.kind, next(names)) if item.kind is InputKind.BATCH else item for item in graph.inputs
+    )
+    graph.batch_leaves = tuple(
+        (path, value) for path, (_, value) in zip(paths, graph.batch_leaves, strict=True)
+    )

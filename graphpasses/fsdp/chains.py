@@ -1,0 +1,204 @@
+"""Find in a graph how each parameter is unsharded and how each gradient is reduced.
+
+Both are found from what the graph's inputs and outputs are, never from node names or positions. As traced
+from SimpleFSDP (torch.distributed.tensor._redistribute), with rank-dependent padding in brackets:
+
+    unshard:  placeholder -> cast -> [pad] -> all_gather -> wait -> [slice] -> view -> compute
+    reduce:   gradient -> cast -> [all_reduce -> wait] -> [split, pad, cat] -> reduce_scatter -> wait
+              -> [slice] -> cast -> output
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses.graph import WAIT, TrainGraph
+
+__all__ = ["GradReduction", "Unshard", "find_grad_reductions", "find_unshards", "gradient_summands"]
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+ALL_REDUCE = c10d.all_reduce.default
+CAST = aten._to_copy.default
+
+_BEFORE_ALL_GATHER = frozenset({CAST, aten.constant_pad_nd.default, aten.view.default})
+# What stands between a reduction's wait and the gradient output.
+_AFTER_REDUCTION = frozenset({CAST, aten.slice.Tensor, aten.view.default, aten.detach.default})
+
+
+@dataclass(frozen=True)
+class Unshard:
+    """How one parameter is gathered: ``all_gather`` reads its padded local shard, ``wait`` yields all shards."""
+
+    fqn: str
+    all_gather: fx.Node
+    wait: fx.Node
+
+
+@dataclass(frozen=True)
+class GradReduction:
+    """How one gradient is reduced.
+
+    Args:
+        fqn: canonical FQN of the parameter.
+        gradient: this rank's whole gradient, before any cast, padding or reduction.
+        entry: the node of the chain that reads ``gradient``.
+        reduce_scatter: the reduce-scatter.
+        wait: its wait.
+        all_reduce: the all-reduce that the trace puts *before* it under HSDP, or None.
+        tail: the nodes after ``wait`` that undo padding and casts, in order.
+    """
+
+    fqn: str
+    gradient: fx.Node
+    entry: fx.Node
+    reduce_scatter: fx.Node
+    wait: fx.Node
+    all_reduce: fx.Node | None
+    tail: tuple[fx.Node, ...]
+
+    @property
+    def reduced(self) -> fx.Node:
+        """The last node of the chain: the sharded gradient."""
+        return self.tail[-1] if self.tail else self.wait
+
+
+def calls(value: Any, target: Any) -> bool:
+    """Whether ``value`` is a node that calls ``target``."""
+    return isinstance(value, fx.Node) and value.op == "call_function" and value.target == target
+
+
+def wait_of(collective: fx.Node) -> fx.Node:
+    """Returns the one wait of a collective (the pipeline's checker guarantees that there is one)."""
+    return next(user for user in collective.users if user.target == WAIT)
+
+
+def find_unshards(graph: TrainGraph) -> list[Unshard]:
+    """Returns every all-gather of a parameter, in order of the inputs and then of their users.
+
+    Args:
+        graph: the captured step.
+    """
+    found: list[Unshard] = []
+    for fqn, placeholder in graph.parameter_placeholders():
+        pending = [placeholder]
+        while pending:
+            node = pending.pop(0)
+            for user in node.users:
+                if user.target == ALL_GATHER:
+                    found.append(Unshard(fqn, user, wait_of(user)))
+                elif user.target in _BEFORE_ALL_GATHER:
+                    pending.append(user)
+    return found
+
+
+def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
+    """Yields the summands of a gradient output, leftmost first.
+
+    Autograd adds the gradients of several uses after each has been reduced; the adds form a tree.
+
+    Args:
+        value: a gradient output's node.
+
+    Yields:
+        ``(source, tail)``: the last nodes of the summand are ``tail``, in order, and only undo casts and
+        padding of ``source``, which is a wait if the summand is the result of one collective.
+    """
+    pending = [value]
+    while pending:
+        source = pending.pop()
+        tail: list[fx.Node] = []
+        while source.target in _AFTER_REDUCTION:
+            tail.insert(0, source)
+            source = source.args[0]  # type: ignore[assignment]
+        if source.target == aten.add.Tensor and not source.kwargs and not tail:
+            pending += reversed(source.all_input_nodes if len(source.all_input_nodes) == 2 else [])
+        else:
+            yield source, tuple(tail)
+
+
+def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
+    """Returns, by canonical FQN, every reduce-scatter that contributes to the parameter's gradient.
+
+    Args:
+        graph: the captured step.
+
+    Returns:
+        In output order and, within one output, in the order of autograd's adds. A summand that is not the
+        result of one reduce-scatter of this parameter alone does not appear.
+    """
+    found: dict[str, list[GradReduction]] = {}
+    values = graph.output_values
+    for fqn, slots in graph.gradient_slots().items():
+        for slot in slots:
+            for source, tail in gradient_summands(values[slot]) if values[slot] is not None else ():
+                if source.target == WAIT and calls(source.args[0], REDUCE_SCATTER):
+                    found.setdefault(fqn, []).append(_reduction(fqn, source, tail))
+    return found
+
+
+def _reduction(fqn: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduction:
+    reduce_scatter = wait.args[0]
+    assert isinstance(reduce_scatter, fx.Node)
+    gradient, entry = before_padding(reduce_scatter)
+    all_reduce = None
+    if gradient.target == WAIT and calls(gradient.args[0], ALL_REDUCE):
+        all_reduce = gradient.args[0]
+        gradient, entry = before_padding(all_reduce)
+    if gradient.target == CAST and set(gradient.kwargs) == {"dtype"}:
+        gradient, entry = gradient.args[0], gradient  # type: ignore[assignment]
+    return GradReduction(fqn, gradient, entry, reduce_scatter, wait, all_reduce, tail)
+
+
+def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Undoes ``cat([split(x)[0], …, pad(split(x)[-1])])``, which brings ``x`` into (rank, shard) order.
+
+    Returns:
+        ``(x, its reader)``; where there is no such padding, the collective's input and the collective.
+    """
+    value = collective.args[0]
+    assert isinstance(value, fx.Node)
+    if value.target != aten.cat.default or len(value.args) != 1:
+        return value, collective
+    splits: set[fx.Node] = set()
+    parts = value.args[0]
+    assert isinstance(parts, (list, tuple))
+    for index, part in enumerate(parts):
+        if calls(part, aten.constant_pad_nd.default):
+            part = part.args[0]
+        if calls(part, aten.new_zeros.default) and part.meta["val"].numel() == 0:
+            continue  # a rank whose shard is all padding
+        if calls(part, operator.getitem) and calls(part.args[0], aten.split.Tensor) and part.args[1] == index:
+            splits.add(part.args[0])
+        else:
+            return value, collective
+    if len(splits) != 1:
+        return value, collective
+    split = splits.pop()
+    assert isinstance(split.args[0], fx.Node)
+    return split.args[0], split
+
+
+def is_mutated(node: fx.Node) -> bool:
+    """Whether a user of ``node``, or of a view of it, writes into its memory."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if not isinstance(user.target, torch._ops.OpOverload):
+                if user.target is operator.getitem:
+                    pending.append(user)
+                continue
+            if user.target._schema.is_mutable:
+                return True
+            if user.target.is_view:
+                pending.append(user)
+    return False

@@ -1,0 +1,130 @@
+"""The bucket layout that a graph really has, read from its collectives and the splits behind them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses._torch.process_groups import named_group_ranks
+from graphpasses.errors import LayoutError
+from graphpasses.fsdp.chains import ALL_REDUCE, CAST, REDUCE_SCATTER, before_padding, calls
+from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
+from graphpasses.graph import WAIT, TrainGraph
+
+__all__ = ["graph_layout"]
+
+aten = torch.ops.aten
+SPLIT = aten.split_with_sizes.default
+
+# What undoes casts, padding and the mean's divisor; a gradient's bytes keep their place in all of them.
+_KEEP_PLACE = frozenset(
+    {
+        CAST,
+        aten.detach.default,
+        aten.div.Scalar,
+        aten.slice.Tensor,
+        aten.view.default,
+    }
+)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One collective on the way from a gradient output to the gradient, and the parameter's part in it."""
+
+    collective: fx.Node
+    part: int  # position among the parts into which the collective's result is split
+    sizes: tuple[int, ...]  # elements of all parts
+
+
+def graph_layout(graph: TrainGraph) -> Layout:
+    """Reads which gradient sits at which byte of which reduction of a captured, possibly rewritten, step.
+
+    Args:
+        graph: the step; its process groups must be alive on this rank.
+
+    Returns:
+        One bucket per reduction that a gradient output depends on, in the order of the graph.
+
+    Raises:
+        LayoutError: a bucket holds a part that belongs to no gradient output.
+
+    Example:
+        >>> print(diff_layouts(eager_layout(eager_model), graph_layout(step)))  # doctest: +SKIP
+        layouts are equal
+    """
+    parts: dict[fx.Node, dict[int, tuple[str, tuple[int, ...]]]] = {}
+    values = graph.output_values
+    for fqn, slots in graph.gradient_slots().items():
+        for slot in slots:
+            for found in _collectives_behind(values[slot]):
+                parts.setdefault(found.collective, {})[found.part] = (fqn, found.sizes)
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    return Layout(tuple(_bucket(graph, node, parts[node]) for node in sorted(parts, key=order.__getitem__)))
+
+
+def _collectives_behind(value: fx.Node | None) -> list[_Found]:
+    found: list[_Found] = []
+    pending: list[tuple[Any, int, tuple[int, ...]]] = [(value, 0, ())] if value is not None else []
+    while pending:
+        node, part, sizes = pending.pop()
+        if calls(node, operator.getitem) and calls(node.args[0], SPLIT):
+            split = node.args[0]
+            pending.append((split.args[0], node.args[1], tuple(split.args[1])))
+        elif calls(node, WAIT) and calls(node.args[0], ALL_REDUCE):
+            found.append(_Found(node.args[0], part, sizes or (_numel(node),)))
+            if calls(node.args[0].args[0], WAIT):  # HSDP: the reduce-scatter comes first, same places
+                pending.append((node.args[0].args[0], part, sizes))
+        elif calls(node, WAIT) and calls(node.args[0], REDUCE_SCATTER):
+            found.append(_Found(node.args[0], part, sizes or (_numel(node),)))
+            if not sizes:  # HSDP as traced: the all-reduce comes first, on the whole gradient
+                source, _ = before_padding(node.args[0])
+                if calls(source, WAIT) and calls(source.args[0], ALL_REDUCE):
+                    found.append(_Found(source.args[0], 0, (_numel(source),)))
+        elif isinstance(node, fx.Node) and node.target in _KEEP_PLACE:
+            pending.append((node.args[0], part, sizes))
+        elif calls(node, aten.add.Tensor):
+            pending += [(source, part, sizes) for source in reversed(node.all_input_nodes)]
+    return found
+
+
+def _bucket(
+    graph: TrainGraph, collective: fx.Node, parts: dict[int, tuple[str, tuple[int, ...]]]
+) -> BucketLayout:
+    sizes = next(iter(parts.values()))[1]
+    missing = set(range(len(sizes))) - set(parts)
+    if missing:
+        known = ", ".join(fqn for fqn, _ in parts.values())
+        raise LayoutError(
+            f"{collective.name} packs {len(sizes)} parts, but part {min(missing)} reaches no gradient output; "
+            f"the others are {known}"
+        )
+    dtype: torch.dtype = collective.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    is_reduce_scatter = collective.target == REDUCE_SCATTER
+    offsets = [sum(sizes[:index]) * dtype.itemsize for index in range(len(sizes))]
+    return BucketLayout(
+        collective="reduce_scatter" if is_reduce_scatter else "all_reduce",
+        ranks=named_group_ranks(str(collective.args[3 if is_reduce_scatter else 2])),
+        op=str(collective.args[1]),
+        dtype=str(dtype).removeprefix("torch."),
+        entries=tuple(
+            LayoutEntry(
+                fqn=parts[index][0],
+                numel=math.prod(graph.parameters[parts[index][0]].shape),
+                padded_numel=sizes[index],
+                offset=offsets[index],
+            )
+            for index in range(len(sizes))
+        ),
+    )
+
+
+def _numel(node: Any) -> int:
+    return int(node.meta["val"].numel())
+
+

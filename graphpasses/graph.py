@@ -1,0 +1,452 @@
+"""A captured training step: its FX graph, and what every flat input and output of it is."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+from graphpasses._torch import pytree
+
+from graphpasses._torch.process_groups import group_ranks
+from graphpasses.errors import BatchMismatchError, CaptureError, UnsupportedError
+from graphpasses.identity import IdentityMap
+
+if TYPE_CHECKING:
+    from graphpasses.pipeline import PipelineReport
+
+__all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "ParameterInfo", "Stage", "TrainGraph"]
+
+_COLLECTIVES = frozenset(
+    {
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
+        torch.ops._c10d_functional.broadcast.default,
+    }
+)
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class Stage(enum.Enum):
+    """The part of a training step that a graph holds."""
+
+    STEP = "step"
+    FORWARD = "forward"
+    JOINT = "joint"
+    BACKWARD = "backward"
+
+
+class InputKind(enum.Enum):
+    """What a flat graph input is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"
+
+
+class OutputKind(enum.Enum):
+    """What a flat graph output is."""
+
+    LOSS = "loss"
+    GRADIENT = "gradient"
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """What one placeholder carries.
+
+    Args:
+        kind: parameter, buffer or a leaf of the batch.
+        fqn: FQN under which the tracer saw the tensor (an alias, where tensors are tied), or the leaf's
+            path in the batch, e.g. ``batch[0]['tokens']``.
+        attr: ``""`` for the tensor itself; for a DTensor, the part that this placeholder carries:
+            ``"_local_tensor"`` or ``"device_mesh"``.
+    """
+
+    kind: InputKind
+    fqn: str
+    attr: str = ""
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the placeholder carries tensor data (not a device mesh)."""
+        return self.attr in ("", "_local_tensor")
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """What one flat output carries: the loss, or the gradient of ``fqn``.
+
+    Args:
+        kind: loss or gradient.
+        fqn: FQN of the parameter whose gradient it is, as the tracer saw it; empty for the loss.
+        attr: as in :class:`GraphInput`.
+    """
+
+    kind: OutputKind
+    fqn: str = ""
+    attr: str = ""
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether this slot carries gradient data (not a device mesh)."""
+        return self.kind is OutputKind.GRADIENT and self.attr in ("", "_local_tensor")
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What a pass may know of a parameter: facts that are equal on every rank.
+
+    Args:
+        fqn: canonical FQN.
+        shape: global shape.
+        dtype: dtype of the stored (sharded) parameter.
+        requires_grad: whether it is trainable.
+        shard_dim: tensor dim that FSDP shards, or None for a parameter that is not sharded.
+        shard_ranks: global ranks that hold its shards, in order; empty where it is not sharded.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    shard_dim: int | None
+    shard_ranks: tuple[int, ...]
+
+
+def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
+    shard_dim, ranks = None, ()
+    if isinstance(parameter, DTensor):
+        sharded = [(axis, p.dim) for axis, p in enumerate(parameter.placements) if p.is_shard()]
+        if len(sharded) > 1:
+            raise UnsupportedError(
+                f"parameter {fqn!r} is sharded over {len(sharded)} mesh axes {parameter.placements}; the FSDP "
+                "passes support one sharded axis (FSDP or HSDP). Capture it without tensor parallelism"
+            )
+        if sharded:
+            axis, shard_dim = sharded[0]
+            ranks = group_ranks(parameter.device_mesh.get_group(axis))
+    return ParameterInfo(
+        fqn, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, shard_dim, ranks
+    )
+
+
+@dataclass
+class TrainGraph:
+    """One training step (forward, loss and backward) as a graph that knows whose every value is.
+
+    Calling it runs the step on the live model: ``loss = step(*batch)`` returns the loss and fills (or
+    accumulates into) ``parameter.grad`` as ``loss.backward()`` would, each tied parameter once. Passes read
+    and rewrite ``graph``; they ask this class, never node names or node order, whose gradient a value is.
+
+    Args:
+        module: the FX module; its placeholders and outputs are flat.
+        inputs: what each placeholder carries.
+        outputs: what each flat output carries.
+        identity: who is who in the model.
+        parameters: facts about each parameter, by canonical FQN.
+        model: the live model whose parameters the step reads and whose gradients it fills.
+        batch_spec: pytree structure of the captured ``*batch``.
+        batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
+        stage: the part of the step that the graph holds.
+        fixed_signature: whether another runner owns the flat signature, so that inputs must stay.
+        report: what the pipeline that made this graph did; None for a captured graph.
+        notes: what a pass has to say (a rewrite skipped, and why); the pipeline moves them to its report.
+
+    Example:
+        >>> step = capture_train_step(loss_fn, model, tokens, labels)  # doctest: +SKIP
+        >>> loss = step(tokens, labels)  # doctest: +SKIP
+        >>> optimizer.step()  # doctest: +SKIP
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    identity: IdentityMap
+    parameters: Mapping[str, ParameterInfo]
+    model: nn.Module
+    batch_spec: pytree.TreeSpec
+    batch_leaves: tuple[tuple[str, Any], ...]
+    stage: Stage = Stage.STEP
+    fixed_signature: bool = False
+    report: PipelineReport | None = None
+    notes: list[str] = field(default_factory=list)
+
+    # ---- what passes ask -------------------------------------------------------------------------------
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.module.graph
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The placeholder nodes, one per entry of ``inputs``."""
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def output_values(self) -> list[Any]:
+        """The flat output values (nodes or None), one per entry of ``outputs``."""
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    def set_output(self, index: int, value: fx.Node | None) -> None:
+        """Replaces one flat output value.
+
+        Args:
+            index: position in ``outputs``.
+            value: the node whose value it shall be, or None for no value.
+        """
+        values = self.output_values
+        values[index] = value
+        self.graph.output_node().args = (values,)
+
+    def remove_inputs(self, indices: Iterable[int]) -> None:
+        """Removes placeholders that nothing reads, and their entries in ``inputs``.
+
+        Args:
+            indices: positions in ``inputs``.
+        """
+        gone = set(indices)
+        nodes = self.placeholders
+        for index in gone:
+            self.graph.erase_node(nodes[index])
+        self.inputs = tuple(item for index, item in enumerate(self.inputs) if index not in gone)
+
+    def parameter_placeholders(self) -> Iterator[tuple[str, fx.Node]]:
+        """Yields ``(canonical FQN, placeholder of the local tensor)``; an alias repeats its canonical FQN."""
+        for item, node in zip(self.inputs, self.placeholders, strict=True):
+            if item.kind is InputKind.PARAMETER and item.is_tensor:
+                yield self.identity.canonical(item.fqn), node
+
+    def gradient_slots(self) -> dict[str, list[int]]:
+        """Returns, by canonical FQN, the output positions that carry its gradient's data."""
+        slots: dict[str, list[int]] = {}
+        for index, item in enumerate(self.outputs):
+            if item.is_gradient:
+                slots.setdefault(self.identity.canonical(item.fqn), []).append(index)
+        return slots
+
+    @property
+    def without_gradient(self) -> frozenset[str]:
+        """Canonical FQNs of the parameters that this step leaves without a gradient."""
+        values = self.output_values
+        slots = self.gradient_slots()
+        return frozenset(
+            fqn
+            for fqn in self.parameters
+            if not any(values[index] is not None for index in slots.get(fqn, ()))
+        )
+
+    def emit(
+        self,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        like: fx.Node,
+    ) -> fx.Node:
+        """Inserts a call at the graph's insertion point, with ``meta["val"]`` and its origin filled in.
+
+        Args:
+            target: the operator.
+            args: its arguments; nodes stand for their values.
+            kwargs: its keyword arguments.
+            like: a node of the same origin: stack trace and annotations are copied from it.
+
+        Returns:
+            The new node.
+        """
+        node = self.graph.call_function(target, args, dict(kwargs or {}))
+        node.meta["val"] = fake_value(node)
+        for key in ("stack_trace", "custom", "autograd_backward", "nn_module_stack", "seq_nr"):
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+        return node
+
+    def note(self, message: str) -> None:
+        """Records what a user should know, e.g. a rewrite that was skipped and why.
+
+        Args:
+            message: one sentence that names the FQN concerned.
+        """
+        self.notes.append(message)
+
+    def copy(self) -> TrainGraph:
+        """Returns a graph that can be rewritten without changing this one; tensors and model are shared."""
+        graph = fx.Graph()
+        result = graph.graph_copy(self.graph, val_map={}, return_output_node=True)
+        assert isinstance(result, tuple)
+        values, old_output = result
+        graph.output(values).meta = dict(old_output.meta)
+        return replace(self, module=fx.GraphModule(self.module, graph), report=None, notes=[])
+
+    def collectives(self) -> dict[str, int]:
+        """Counts the collectives of the graph by operator name.
+
+        Returns:
+            E.g. ``{"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3}``.
+        """
+        return dict(Counter(node.target.__name__.split(".")[0] for node in self.graph.nodes if is_collective(node)))
+
+    # ---- running ---------------------------------------------------------------------------------------
+
+    def __call__(self, *batch: Any) -> torch.Tensor:
+        """Runs the step on the live model.
+
+        Args:
+            batch: like the captured one: same structure, shapes, dtypes and plain values.
+
+        Returns:
+            The loss (scalar tensor, without autograd history).
+
+        Raises:
+            BatchMismatchError: the batch differs from the captured one; the message names the leaf.
+            CaptureError: the live model no longer has a parameter that the step reads.
+        """
+        leaves = self._check_batch(batch)
+        values = self._flat_inputs(leaves)
+        with torch.no_grad():
+            flat = self.module(*values)
+            loss = self._accumulate(flat)
+        return loss
+
+    def _check_batch(self, batch: tuple[Any, ...]) -> list[Any]:
+        leaves, spec = pytree.tree_flatten(batch)
+        if spec != self.batch_spec:
+            raise BatchMismatchError(
+                f"the batch's structure differs from the captured one: expected {self.batch_spec}, got {spec}. "
+                "Capture a step for this structure"
+            )
+        for (path, captured), leaf in zip(self.batch_leaves, leaves, strict=True):
+            if isinstance(captured, torch.Tensor):
+                expected: Any = (tuple(captured.shape), captured.dtype, captured.device)
+                got: Any = (
+                    (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+                )
+            else:
+                expected, got = captured, leaf
+            if got is not expected and (type(got) is not type(expected) or got != expected):
+                raise BatchMismatchError(
+                    f"{path} differs from the captured batch: expected {_describe(expected)}, "
+                    f"got {_describe(got)}. Capture a step for it, or pad the batch"
+                )
+        return leaves
+
+    def _flat_inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        values: list[Any] = []
+        leaf = iter(leaves)
+        for item in self.inputs:
+            if item.kind is InputKind.BATCH:
+                values.append(next(leaf))
+                continue
+            tensor = find_state(self.model, item.fqn)
+            values.append(getattr(tensor, item.attr) if item.attr else tensor)
+        return values
+
+    def _accumulate(self, flat: Sequence[Any]) -> torch.Tensor:
+        loss: torch.Tensor | None = None
+        for item, value in zip(self.outputs, flat, strict=True):
+            if item.kind is OutputKind.LOSS:
+                loss = value
+            elif item.is_gradient and value is not None:
+                _add_gradient(find_state(self.model, self.identity.canonical(item.fqn)), value)
+        assert loss is not None
+        return loss
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], torch.dtype):
+        return f"shape {list(value[0])}, {value[1]}, on {value[2]}"
+    return repr(value)
+
+
+def find_state(model: nn.Module, fqn: str) -> torch.Tensor:
+    """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization.
+
+    Args:
+        model: the live model.
+        fqn: an FQN.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    path, _, name = fqn.rpartition(".")
+    module: nn.Module | None = model
+    for part in path.split(".") if path else ():
+        module = module._modules.get(part) if module is not None else None
+    if module is not None:
+        tensor = module._parameters.get(name)
+        if tensor is None:
+            tensor = module._buffers.get(name)
+        if tensor is not None:
+            return tensor
+    raise CaptureError(
+        f"the model has no parameter or buffer {fqn!r} any more; the captured step reads it. "
+        "Capture the step again after changing the model"
+    )
+
+
+def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    if parameter.grad is not None:
+        total = parameter.grad
+        local = total.to_local() if isinstance(total, DTensor) else total
+        local += gradient
+    elif isinstance(parameter, DTensor):
+        parameter.grad = DTensor.from_local(
+            gradient,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    else:
+        parameter.grad = gradient
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether ``node`` launches a functional collective."""
+    return node.op == "call_function" and node.target in _COLLECTIVES
+
+
+def fake_value(node: fx.Node) -> Any:
+    """Returns the fake result of a call node, computed from its inputs' ``meta["val"]``.
+
+    Args:
+        node: a ``call_function`` node.
+    """
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    modes = {
+        mode
+        for value in pytree.tree_leaves((args, kwargs))
+        if (mode := getattr(value, "fake_mode", None)) is not None
+    }
+    assert callable(node.target)
+    if not modes:
+        return node.target(*args, **kwargs)
+    with modes.pop():
+        return node.target(*args, **kwargs)
+
+
+def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, ParameterInfo]:
+    """Returns facts about every parameter of ``model``, by canonical FQN.
+
+    Args:
+        model: the live model.
+        identity: its identity map.
+
+    Raises:
+        UnsupportedError: a parameter is sharded over several mesh axes.
+    """
+    return {
+        fqn: _parameter_info(fqn, parameter)
+        for fqn, parameter in model.named_parameters()
+        if identity.canonical(fqn) == fqn
+    }

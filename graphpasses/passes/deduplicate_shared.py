@@ -1,0 +1,119 @@
+"""One placeholder per tensor and one unshard chain per parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from graphpasses.fsdp.chains import ALL_GATHER, CAST, is_mutated
+from graphpasses.graph import WAIT, InputKind, TrainGraph
+from graphpasses.pipeline import GraphPass, Numerics
+
+__all__ = ["DeduplicateShared"]
+
+aten = torch.ops.aten
+
+# An unshard chain copies a parameter's bytes: casts, padding, the gather, and the views that undo the padding.
+_UNSHARD_OPS = frozenset(
+    {
+        ALL_GATHER,
+        CAST,
+        WAIT,
+        aten.cat.default,
+        aten.constant_pad_nd.default,
+        aten.slice.Tensor,
+        aten.split.Tensor,
+        aten.view.default,
+    }
+)
+
+
+def _plan_placeholders(graph: TrainGraph) -> dict[int, int]:
+    """Maps the position of every repeated input to the position of its first occurrence."""
+    first: dict[tuple[str, str], int] = {}
+    repeated: dict[int, int] = {}
+    for index, item in enumerate(graph.inputs):
+        if item.kind is InputKind.BATCH:
+            continue
+        kept = first.setdefault((graph.identity.canonical(item.fqn), item.attr), index)
+        if kept != index:
+            repeated[index] = kept
+    return repeated
+
+
+def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
+    """Maps every node that repeats another unshard chain's node to that node.
+
+    Forward and backward are kept apart: a parameter that is gathered again in backward was freed on purpose.
+    """
+    first: dict[object, fx.Node] = {}
+    repeated: dict[fx.Node, fx.Node] = {}
+    chain = {node for _, node in graph.parameter_placeholders()}
+    for node in graph.graph.nodes:
+        is_getitem = node.op == "call_function" and node.target.__name__ == "getitem"
+        if not (node.target in _UNSHARD_OPS or is_getitem):
+            continue
+        if not chain.issuperset(node.all_input_nodes) or not node.all_input_nodes:
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: repeated.get(n, n))
+        backward = bool(node.meta.get("autograd_backward", False))
+        key = (node.target, backward, _freeze(args), _freeze(kwargs))
+        kept = first.setdefault(key, node)
+        chain.add(node)
+        if kept is not node:
+            repeated[node] = kept
+    return repeated
+
+
+def _freeze(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return tuple((key, _freeze(item)) for key, item in value.items())
+    return value
+
+
+@dataclass(frozen=True)
+class DeduplicateShared(GraphPass):
+    """Gives every tensor one placeholder and every parameter one unshard chain.
+
+    A tied parameter reaches the graph once per name, and a parameter that is read twice is gathered twice::
+
+        a = wait(all_gather(cast(emb_weight)));   b = wait(all_gather(cast(head_weight)))   # one tensor
+        a = wait(all_gather(cast(emb_weight)));   b = a
+
+    Chains whose value is written in place are left alone and noted. Where another runner owns the flat
+    signature the repeated placeholders stay, unread. Gradients stay as they are: see
+    ``coalesce-grad-reductions``.
+
+    Example:
+        >>> Pipeline((DeduplicateShared(),)).run(step).report  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "deduplicate-shared"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of placeholders and all-gathers that went."""
+        placeholders = graph.placeholders
+        repeated_inputs = _plan_placeholders(graph)
+        num_rewrites = 0
+        for index, kept in repeated_inputs.items():
+            if placeholders[index].users:
+                placeholders[index].replace_all_uses_with(placeholders[kept])
+                num_rewrites += 1
+        if not graph.fixed_signature:
+            graph.remove_inputs(repeated_inputs)
+
+        repeated = _plan_chains(graph)
+        written = {kept for node, kept in repeated.items() if is_mutated(node) or is_mutated(kept)}
+        for node, kept in repeated.items():
+            if kept in written:
+                graph.note(f"{node.name} repeats {kept.name}, but one of them is written in place: left alone")
+                continue
+            num_rewrites += node.target == ALL_GATHER
+            node.replace_all_uses_with(kept)
+        return num_rewrites

@@ -1,0 +1,266 @@
+"""Run passes over a captured step, check the graph between them, and report what each did."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import enum
+import hashlib
+import inspect
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import fx
+
+from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError
+from graphpasses.graph import WAIT, Stage, TrainGraph
+from graphpasses.verify import Contract, verify
+
+__all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
+
+
+class Numerics(enum.Enum):
+    """What a pass may do to the numbers, against eager."""
+
+    BITWISE = "bitwise"
+    ROUNDING = "rounding"
+
+
+@dataclass(frozen=True)
+class GraphPass(abc.ABC):
+    """A rewrite of a captured training step; a frozen dataclass whose fields are its options.
+
+    A subclass sets ``name`` (its command-line name: its file's name, with dashes), ``numerics`` and, where it
+    needs them, ``stages`` and ``runs_after``, and implements :meth:`rewrite`. Verification, dead code, timing
+    and reports are the pipeline's work.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class RemoveDetach(GraphPass):
+        ...     name = "remove-detach"
+        ...     numerics = Numerics.BITWISE
+        ...
+        ...     def rewrite(self, graph):
+        ...         nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+        ...         for node in nodes:
+        ...             node.replace_all_uses_with(node.args[0])
+        ...         return len(nodes)
+    """
+
+    name: ClassVar[str]
+    numerics: ClassVar[Numerics]
+    stages: ClassVar[frozenset[Stage]] = frozenset(Stage)
+    runs_after: ClassVar[frozenset[str]] = frozenset()
+
+    @abc.abstractmethod
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place.
+
+        Args:
+            graph: the step; the pass owns this copy.
+
+        Returns:
+            The number of rewrites; 0 if nothing changed.
+        """
+
+    def uuid(self) -> str:
+        """Returns a digest of the pass's source and options, for compilers' caches."""
+        source = inspect.getsource(type(self))
+        return hashlib.sha256(f"{self.name}\n{source}\n{self!r}".encode()).hexdigest()
+
+    def as_function(self, step: TrainGraph) -> Callable[..., fx.GraphModule]:
+        """Returns the pass as a plain function ``(gm, example_inputs=None) -> gm``, for other runners.
+
+        The function checks the graph as the pipeline does, keeps the flat signature (no placeholder goes)
+        and rewrites ``gm`` in place.
+
+        Args:
+            step: the traced step to which the graph module belongs; it says what inputs and outputs are.
+        """
+
+        def run(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+            graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[])
+            _run_pass(self, graph, Contract.of(graph), ())
+            return gm
+
+        run.__name__ = re.sub(r"\W", "_", self.name) + "_pass"
+        run.__doc__ = inspect.getdoc(self)
+        return run
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did.
+
+    Args:
+        name: the pass.
+        numerics: what it may do to the numbers.
+        num_rewrites: rewrites it made.
+        num_nodes: nodes of the graph before and after.
+        collectives: number of collectives by operator, before and after.
+        seconds: its wall time, checks apart.
+        notes: what it skipped and why.
+    """
+
+    name: str
+    numerics: Numerics
+    num_rewrites: int
+    num_nodes: tuple[int, int]
+    collectives: tuple[Mapping[str, int], Mapping[str, int]]
+    seconds: float
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain dicts and lists, as a run file stores them."""
+        return {**dataclasses.asdict(self), "numerics": self.numerics.value}
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What each pass of a pipeline did; ``str()`` is a table."""
+
+    passes: tuple[PassReport, ...]
+
+    def __iter__(self) -> Iterator[PassReport]:
+        return iter(self.passes)
+
+    def __getitem__(self, name: str) -> PassReport:
+        return next(report for report in self.passes if report.name == name)
+
+    def __str__(self) -> str:
+        rows = [("pass", "numerics", "rewrites", "nodes", "collectives", "ms")]
+        for report in self.passes:
+            totals = [sum(counts.values()) for counts in report.collectives]
+            rows.append(
+                (
+                    report.name,
+                    report.numerics.value,
+                    str(report.num_rewrites),
+                    "{} → {}".format(*report.num_nodes),
+                    "{} → {}".format(*totals),
+                    f"{report.seconds * 1e3:.1f}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        notes = [f"{report.name}: {note}" for report in self.passes for note in report.notes]
+        return "\n".join(lines + notes)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A literal sequence of passes.
+
+    Args:
+        passes: the passes, in the order in which they run.
+        disable: names of passes to leave out.
+        stop_after: name of the last pass to run, to bisect; None runs all.
+
+    Raises:
+        UnknownPassError: ``disable`` or ``stop_after`` names a pass that is not among ``passes``.
+        PipelineError: a name occurs twice, or a pass stands before one that it must run after.
+
+    Example:
+        >>> pipeline = Pipeline((DeduplicateShared(), CoalesceGradReductions()))  # doctest: +SKIP
+        >>> step = pipeline.run(capture_train_step(loss_fn, model, batch))  # doctest: +SKIP
+        >>> print(step.report)  # doctest: +SKIP
+    """
+
+    passes: tuple[GraphPass, ...]
+    disable: Collection[str] = ()
+    stop_after: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [p.name for p in self.passes]
+        for name in names:
+            if names.count(name) > 1:
+                raise PipelineError(f"pass {name!r} is in the pipeline {names.count(name)} times")
+        if isinstance(self.disable, str):
+            raise PipelineError(f"disable takes a collection of names; write disable=({self.disable!r},)")
+        wanted = [*self.disable, *([self.stop_after] if self.stop_after is not None else [])]
+        for name in wanted:
+            if name not in names:
+                raise UnknownPassError(f"unknown pass {name!r}; this pipeline has: {', '.join(names)}")
+        for index, p in enumerate(self.passes):
+            late = [name for name in names[index + 1 :] if name in p.runs_after]
+            if late:
+                raise PipelineError(f"pass {p.name!r} must run after {late[0]!r}; put it behind")
+
+    def run(self, graph: TrainGraph, *, dump: Path | str | None = None) -> TrainGraph:
+        """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
+
+        Args:
+            graph: the captured step.
+            dump: folder for the readable code of the graph after every pass; None writes nothing.
+
+        Returns:
+            The rewritten step; its ``report`` says what each pass did.
+
+        Raises:
+            VerificationError: a pass left a malformed graph; it names the pass and the ones before it.
+            PipelineError: a pass raised something else; its own exception is the cause.
+            GraphPassesError: what the passes themselves refuse.
+        """
+        graph = graph.copy()
+        contract = Contract.of(graph)
+        reports: list[PassReport] = []
+        folder = Path(dump) if dump is not None else None
+        _write(folder, 0, "captured", graph)
+        for p in self.passes:
+            if p.name in self.disable:
+                continue
+            reports.append(_run_pass(p, graph, contract, tuple(r.name for r in reports)))
+            _write(folder, len(reports), p.name, graph)
+            if p.name == self.stop_after:
+                break
+        graph.report = PipelineReport(tuple(reports))
+        return graph
+
+
+def _run_pass(
+    p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple[str, ...]
+) -> PassReport:
+    history = f"pass {p.name!r}" + (f" (after {', '.join(before)})" if before else "")
+    if graph.stage not in p.stages:
+        stages = ", ".join(sorted(stage.value for stage in p.stages))
+        raise PipelineError(f"{history} accepts the stages {stages}; this graph is a {graph.stage.value}")
+    num_nodes, collectives = len(graph.graph.nodes), graph.collectives()
+    start = time.perf_counter()
+    try:
+        num_rewrites = p.rewrite(graph)
+    except GraphPassesError as error:
+        error.add_note(f"raised by {history}")
+        raise
+    except Exception as error:
+        raise PipelineError(f"{history} failed: {type(error).__name__}: {error}") from error
+    graph.graph.eliminate_dead_code(is_impure_node=_is_kept)
+    seconds = time.perf_counter() - start
+    verify(graph, contract, history)
+    graph.module.recompile()
+    notes, graph.notes = tuple(graph.notes), []
+    return PassReport(
+        name=p.name,
+        numerics=p.numerics,
+        num_rewrites=num_rewrites,
+        num_nodes=(num_nodes, len(graph.graph.nodes)),
+        collectives=(collectives, graph.collectives()),
+        seconds=seconds,
+        notes=notes,
+    )
+
+
+def _is_kept(node: fx.Node) -> bool:
+    # torch marks waits as having side effects; a wait that nobody reads has none that a step could see.
+    return node.target != WAIT and node.is_impure()
+
+
+def _write(folder: Path | None, index: int, name: str, graph: TrainGraph) -> None:
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    code = graph.module.print_readable(print_output=False, include_stride=True)
+    (folder / f"{index:02d}-{name}.py").write_text(code)

@@ -1,0 +1,139 @@
+"""Check a graph between passes: well formed, same contract, every collective waited for, values true."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from graphpasses._torch import pytree
+
+from graphpasses.errors import VerificationError
+from graphpasses.graph import WAIT, InputKind, OutputKind, TrainGraph, fake_value, is_collective
+
+__all__ = ["Contract", "verify"]
+
+_Call = tuple[object, tuple[object, ...]]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What no pass may change: what the step reads, and whose gradients it yields.
+
+    Args:
+        state: canonical FQNs of the parameters and buffers that are inputs.
+        batch: paths of the batch leaves, in order.
+        gradients: canonical FQNs of the parameters that get a gradient.
+        verified: calls whose ``meta["val"]`` has been checked, by node; only new or changed ones are checked
+            again, so that a whole pipeline stays linear in the graph.
+    """
+
+    state: frozenset[str]
+    batch: tuple[str, ...]
+    gradients: frozenset[str]
+    verified: dict[fx.Node, _Call] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, graph: TrainGraph) -> Contract:
+        """Returns the contract that ``graph`` fulfils now; its values are taken as true.
+
+        Args:
+            graph: the step before the first pass.
+        """
+        return cls(
+            state=frozenset(
+                graph.identity.canonical(item.fqn)
+                for item in graph.inputs
+                if item.kind is not InputKind.BATCH
+            ),
+            batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
+            gradients=frozenset(graph.parameters) - graph.without_gradient,
+            verified={node: _call(node) for node in graph.graph.nodes if node.op == "call_function"},
+        )
+
+
+def _call(node: fx.Node) -> _Call:
+    return node.target, tuple(pytree.tree_leaves((node.args, node.kwargs)))
+
+
+def verify(graph: TrainGraph, contract: Contract, culprit: str) -> None:
+    """Raises if the graph is malformed or broke the contract.
+
+    Args:
+        graph: the step after a pass.
+        contract: what it must fulfil.
+        culprit: names the pass, for the error.
+
+    Raises:
+        VerificationError: it says what is wrong and which pass left it so.
+    """
+    try:
+        graph.graph.lint()
+    except RuntimeError as error:
+        raise VerificationError(f"{culprit} left a malformed graph: {error}") from error
+    _verify_signature(graph, contract, culprit)
+    for node in graph.graph.nodes:
+        if is_collective(node):
+            waits = [user for user in node.users if user.target == WAIT]
+            if len(waits) != 1 or len(node.users) != 1:
+                raise VerificationError(
+                    f"{culprit} left collective {node.name} with {len(waits)} waits and "
+                    f"{len(node.users) - len(waits)} other users; expected exactly one wait"
+                )
+        elif node.target == WAIT and not (isinstance(node.args[0], fx.Node) and is_collective(node.args[0])):
+            raise VerificationError(f"{culprit} left {node.name} waiting for {node.args[0]}, not a collective")
+        if node.op == "call_function":
+            call = _call(node)
+            if contract.verified.get(node) != call:
+                _verify_value(node, culprit)
+                contract.verified[node] = call
+
+
+def _verify_signature(graph: TrainGraph, contract: Contract, culprit: str) -> None:
+    placeholders, values = graph.placeholders, graph.output_values
+    if len(placeholders) != len(graph.inputs) or len(values) != len(graph.outputs):
+        raise VerificationError(
+            f"{culprit} left {len(placeholders)} placeholders and {len(values)} outputs; the step describes "
+            f"{len(graph.inputs)} and {len(graph.outputs)}"
+        )
+    for item, value in zip(graph.outputs, values, strict=True):
+        if item.kind is OutputKind.LOSS and value is None:
+            raise VerificationError(f"{culprit} removed the loss")
+    now = Contract.of(graph)
+    for what, before, after in (
+        ("inputs", contract.state, now.state),
+        ("batch inputs", frozenset(contract.batch), frozenset(now.batch)),
+        ("gradients", contract.gradients, now.gradients),
+    ):
+        if before != after:
+            lost, gained = sorted(before - after), sorted(after - before)
+            changes = [f"lost {', '.join(lost)}"] * bool(lost) + [f"gained {', '.join(gained)}"] * bool(gained)
+            raise VerificationError(f"{culprit} changed the step's {what}: {'; '.join(changes)}")
+
+
+def _verify_value(node: fx.Node, culprit: str) -> None:
+    if "val" not in node.meta:
+        raise VerificationError(f"{culprit} left {node.name} without meta['val']; make nodes with TrainGraph.emit")
+    try:
+        actual = fake_value(node)
+    except Exception as error:
+        raise VerificationError(
+            f"{culprit} left {node.name}, which cannot run on its inputs: {type(error).__name__}: {error}"
+        ) from error
+    if _summary(actual) != _summary(node.meta["val"]):
+        raise VerificationError(
+            f"{culprit} left {node.name} with meta['val'] {_summary(node.meta['val'])}; "
+            f"it computes {_summary(actual)}"
+        )
+
+
+def _summary(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (tuple(value.shape), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_summary, value))
+    if isinstance(value, Mapping):
+        return {key: _summary(item) for key, item in value.items()}
+    return value
