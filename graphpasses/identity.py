@@ -16,7 +16,6 @@ from functools import cached_property
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import IdentityError
 
@@ -321,21 +320,18 @@ def _difference(a: torch.Tensor, b: torch.Tensor, check_values: bool) -> str:
 
 
 def _facts(tensor: torch.Tensor) -> dict[str, object]:
-    facts: dict[str, object] = {
+    return {
         "shape": tuple(tensor.shape),
         "dtype": tensor.dtype,
         "device": tensor.device,
         "class": type(tensor).__name__,
-        "device mesh": None,
-        "placements": None,
+        # Of a DTensor; asked for by name, since importing it takes seconds.
+        "device mesh": getattr(tensor, "device_mesh", None),
+        "placements": getattr(tensor, "placements", None),
     }
-    if isinstance(tensor, DTensor):
-        facts |= {"device mesh": tensor.device_mesh, "placements": tensor.placements}
-    return facts
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     # Shards, not whole values, which would take a collective. Bytes, so that NaN equals itself.
-    shards = [(t.to_local() if isinstance(t, DTensor) else t).detach().contiguous() for t in (a, b)]
-    x, y = (shard.reshape(-1).view(torch.uint8) for shard in shards)
-    return torch.equal(x, y)
+    x, y = (t.to_local() if hasattr(t, "to_local") else t for t in (a.detach(), b.detach()))
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))

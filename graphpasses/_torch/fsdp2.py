@@ -93,7 +93,8 @@ def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
 
     Raises:
         UnsupportedError: a group reduces in a way that no functional collective can express.
-        LayoutError: a group's trainable parameters have several dtypes, which FSDP2 refuses to run.
+        LayoutError: a group's trainable parameters have several dtypes, which FSDP2 refuses to run, or a
+            group reaches outside the model.
     """
     fqns = {module: fqn for fqn, module in model.named_modules()}
     groups: dict[FSDPParamGroup, str] = {}
@@ -126,6 +127,10 @@ def _read_group(group: FSDPParamGroup, name: str, fqns: dict[nn.Module, str]) ->
         raise UnsupportedError(
             f"FSDP2 group {name!r} has an all-reduce hook, whose effect on the gradients cannot be read; "
             "remove it or use a 2-D mesh (HSDP) instead"
+        )
+    if outside := [p for p in group.fsdp_params if p._module_info.module not in fqns]:
+        raise LayoutError(
+            f"FSDP2 group {name!r} has {len(outside)} parameters outside the model; pass the whole model"
         )
     shard_group = group._reduce_scatter_process_group
     replicate_group = group._all_reduce_process_group if isinstance(mesh_info, HSDPMeshInfo) else None

@@ -192,6 +192,9 @@ def eager_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) ->
             dtypes.
         IdentityError: ``without_gradient`` names an unknown parameter.
         UnsupportedError: a group reduces in a way that no functional collective can express.
+
+    Example:
+        >>> layout = eager_layout(fully_shard(model), without_gradient=["unused.weight"])  # doctest: +SKIP
     """
     from graphpasses._torch.fsdp2 import parameter_groups
 

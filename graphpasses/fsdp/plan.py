@@ -33,15 +33,16 @@ class Reduction:
         dtype: dtype on the wire; None leaves the graph's.
 
     Raises:
-        PlanError: an op is neither ``"avg"`` nor ``"sum"``, or a divisor is not positive.
+        PlanError: an op is neither ``"avg"`` nor ``"sum"``, the all-reduce averages after the reduce-scatter
+            summed, which FSDP2 never does, or a divisor is not positive.
 
     Example:
-        >>> Reduction("sum", postdivide=4.0, dtype=torch.float32).all_reduce_op
-        'sum'
+        >>> default = Reduction()
+        >>> force_sum = Reduction("sum", "sum", postdivide=4.0, dtype=torch.float32)
     """
 
     reduce_scatter_op: Literal["avg", "sum"] = "avg"
-    all_reduce_op: Literal["avg", "sum"] = "sum"
+    all_reduce_op: Literal["avg", "sum"] = "avg"
     predivide: float | None = None
     postdivide: float | None = None
     dtype: torch.dtype | None = None
@@ -53,6 +54,8 @@ class Reduction:
         ):
             if op not in ("avg", "sum"):
                 raise PlanError(f"{field} must be 'avg' or 'sum', not {op!r}")
+        if (self.reduce_scatter_op, self.all_reduce_op) == ("sum", "avg"):
+            raise PlanError("reduce_scatter_op 'sum' goes with all_reduce_op 'sum', not 'avg'")
         for field, divisor in (("predivide", self.predivide), ("postdivide", self.postdivide)):
             if divisor is not None and not divisor > 0:
                 raise PlanError(f"{field} must be positive or None, not {divisor!r}")
@@ -165,19 +168,22 @@ class BucketPlan:
         Args:
             model: the model, only looked at.
             reduction: reduction of every bucket.
+
+        Example:
+            >>> model = nn.Module()
+            >>> model.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+            >>> [entry.fqns for entry in BucketPlan.per_block(model).entries]
+            [('layers.0',), ('layers.1',)]
         """
-        blocks: dict[nn.Module, str] = {}
-
-        def visit(fqn: str, module: nn.Module) -> None:
-            for name, child in module.named_children():
-                child_fqn = f"{fqn}.{name}" if fqn else name
-                if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-                    visit(child_fqn, child)
-                elif next(child.parameters(), None) is not None:
-                    blocks.setdefault(child, child_fqn)
-
-        visit("", model)
-        return cls.from_modules([[fqn] for fqn in blocks.values()], reduction)
+        blocks: list[Sequence[str]] = []
+        inside = set[nn.Module]()
+        for fqn, module in model.named_modules():
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and module not in inside:
+                for name, block in module.named_children():
+                    if block not in inside and next(block.parameters(), None) is not None:
+                        blocks.append([f"{fqn}.{name}" if fqn else name])
+                    inside.update(block.modules())
+        return cls.from_modules(blocks, reduction)
 
     @classmethod
     def from_fully_shard(cls, model: nn.Module) -> BucketPlan:
@@ -193,6 +199,9 @@ class BucketPlan:
             PlanError: ``fully_shard`` was applied to no module of the model.
             UnsupportedError: a group reduces in a way that no functional collective can express.
             LayoutError: a group's trainable parameters have several dtypes.
+
+        Example:
+            >>> plan = BucketPlan.from_fully_shard(fully_shard(model))  # doctest: +SKIP
         """
         from graphpasses._torch.fsdp2 import parameter_groups
 
