@@ -1,0 +1,80 @@
+"""What hashing must know of DTensors and buffers, for which torch has no public interface.
+
+Tested with torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+# AsyncCollectiveTensor: the local tensor of a DTensor may still be in flight; public code cannot tell.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Shard
+
+# compute_local_shape_and_global_offset: the only source of a shard's offset that knows uneven shards.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+# _StridedShard: what FSDP2 over tensor parallelism puts on a parameter; it has no public name.
+from torch.distributed.tensor.placement_types import _StridedShard
+
+__all__ = ["dim_is_sharded", "local_offset", "persistent_buffers", "wait_for"]
+
+
+def dim_is_sharded(placement: object) -> bool:
+    """Says whether a placement splits the tensor: ``Shard``, or FSDP2's right-to-left ``_StridedShard``."""
+    return isinstance(placement, Shard | _StridedShard)
+
+
+def local_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Finds where this rank's shard lies in the whole tensor.
+
+    Args:
+        tensor: placed by ``Shard``, ``_StridedShard`` and ``Replicate`` only, on a mesh that has this rank.
+
+    Returns:
+        The shape that the local tensor must have and the index of its first element, one number per
+        dimension; None where the shard is not one contiguous range of each dimension, as an uneven
+        ``_StridedShard`` can be.
+    """
+    mesh, placements = tensor.device_mesh, tensor.placements
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for dim in {p.dim for p in placements if isinstance(p, _StridedShard)}:
+        indices = torch.arange(tensor.shape[dim])
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
+                # _split_tensor: torch's own rule of who gets which index, applied to the indices themselves.
+                flat = type(placement)(0, **_split_factor(placement))
+                shards, _ = flat._split_tensor(indices, mesh.size(mesh_dim), with_padding=False)
+                indices = shards[coordinate[mesh_dim]]
+        if indices.numel() and int(indices[-1] - indices[0]) != indices.numel() - 1:
+            return None
+    return tuple(shape), tuple(offset)
+
+
+def _split_factor(placement: Shard | _StridedShard) -> dict[str, int]:
+    return {"split_factor": int(placement.split_factor)} if isinstance(placement, _StridedShard) else {}
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields every buffer that a state dict holds, under its first-seen FQN, each tensor once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            # _non_persistent_buffers_set: state_dict() would tell too, but its hooks may rename keys.
+            if name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def wait_for(tensor: Tensor) -> Tensor:
+    """Returns the plain tensor of a collective that may still be in flight."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        waited: Tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
+        return waited
+    return tensor

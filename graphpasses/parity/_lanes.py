@@ -1,0 +1,147 @@
+"""The arithmetic of tensor hashes: two 64-bit sums over (position, bits), made where the tensor lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["MASK", "lanes", "signed"]
+
+MASK = (1 << 64) - 1
+
+# Elements hashed at a time: CPU buffers should stay in the cache, a GPU wants few and large kernels.
+_CHUNK = {"cpu": 1 << 17}
+_CHUNK_ELSEWHERE = 1 << 24
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def signed(value: int) -> int:
+    """Returns the int64 that has the same 64 bits as ``value`` modulo 2^64."""
+    value &= MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+# 2^64 over the golden ratio, odd: the step of the Weyl sequence of SplitMix64 (Steele, Lea, Flood,
+# "Fast splittable pseudorandom number generators", OOPSLA 2014).
+_GOLDEN = 0x9E3779B97F4A7C15
+# SplitMix64's finalizer: variant 13 of Stafford, "Better bit mixing", 2011.
+_MIX_1 = signed(0xBF58476D1CE4E5B9)
+_MIX_2 = signed(0x94D049BB133111EB)
+# First multiplier of MurmurHash3's fmix64 (Appleby, 2011).
+_MIX_3 = signed(0xFF51AFD7ED558CCD)
+
+
+def lanes(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    """Sums up two 64-bit mixes of each element's raw bits and position in the whole tensor.
+
+    With ``bits`` the element's raw bits (sign-extended to 64), ``p`` its row-major index in the whole tensor,
+    and all arithmetic modulo 2^64::
+
+        w = (p + 1) * GOLDEN
+        h = splitmix64_finalizer(bits ^ w)          lane 0 = sum of h
+        g = xorshift32((h ^ w) * MIX_3)             lane 1 = sum of g
+
+    Every step from ``bits`` to ``h`` and from ``h`` to ``g`` is a bijection of 64-bit words for a fixed ``p``
+    (xor with a constant, multiplication by an odd number, xor with a logical right shift of itself). So a
+    change of **one** element always changes its ``h`` and its ``g``, hence both sums. And ``(p, bits)`` to
+    ``(bits ^ w, h ^ w)`` is one-to-one, so no two (position, value) pairs share both mixes' inputs.
+
+    A sum does not depend on the order of its terms: the shards of a tensor may be hashed apart and added.
+
+    Args:
+        tensor: a plain tensor of shape [...], any dtype and strides; the part at hand.
+        global_shape: shape of the whole tensor, as many dimensions as ``tensor``.
+        offset: index in the whole tensor of the part's first element, one number per dimension.
+
+    Returns:
+        int64 tensor of shape [2], on the tensor's device.
+
+    Example:
+        >>> whole = torch.arange(6.0)
+        >>> parts = lanes(whole[:2], (6,), (0,)) + lanes(whole[2:], (6,), (2,))
+        >>> torch.equal(lanes(whole, (6,), (0,)), parts)
+        True
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():  # two elements: real part, imaginary part
+        tensor, global_shape, offset = torch.view_as_real(tensor), (*global_shape, 2), (*offset, 0)
+    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    if tensor.numel() == 0:
+        return total
+    words = tensor.view(_WORDS[tensor.element_size()])
+    steps = _row_major_steps(global_shape)
+    start = sum(step * first for step, first in zip(steps, offset, strict=True))
+    words, steps = _in_memory_order(words, steps)
+
+    limit = min(_CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE), words.numel())
+    # Reused buffers: x is mixed, w holds the positions, t what a shift needs.
+    x, w, t = torch.empty(3, limit, dtype=torch.int64, device=tensor.device)
+    inner = torch.arange(min(limit, words.shape[-1]), device=tensor.device) * signed(steps[-1] * _GOLDEN)
+    for chunk, chunk_steps, chunk_start in _chunks(words, steps, start, limit):
+        size, shape = chunk.numel(), chunk.shape
+        weyl, mixed, shifted = w[:size].view(shape), x[:size], t[:size]
+        _weyl(chunk_start, chunk_steps, inner, weyl)
+        x[:size].view(shape).copy_(chunk)  # sign-extends; faster apart from the xor than with it
+        mixed.bitwise_xor_(w[:size])
+        _xor_shift(mixed, 30, shifted).mul_(_MIX_1)
+        _xor_shift(mixed, 27, shifted).mul_(_MIX_2)
+        total[0] += _xor_shift(mixed, 31, shifted).sum()
+        mixed.bitwise_xor_(w[:size]).mul_(_MIX_3)
+        total[1] += _xor_shift(mixed, 32, shifted).sum()
+    return total
+
+
+def _xor_shift(x: Tensor, distance: int, scratch: Tensor) -> Tensor:
+    # torch's int64 shift copies the sign into the upper bits; the mask makes it logical.
+    torch.bitwise_right_shift(x, distance, out=scratch)
+    return x.bitwise_xor_(scratch.bitwise_and_((1 << (64 - distance)) - 1))
+
+
+def _row_major_steps(shape: Sequence[int]) -> list[int]:
+    steps, step = [], 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= size
+    return steps[::-1]
+
+
+def _in_memory_order(words: Tensor, steps: Sequence[int]) -> tuple[Tensor, list[int]]:
+    """Reorders dimensions as they lie in memory and merges those that run on, in memory and in position.
+
+    Neither changes a sum; both make the loop over a transposed or a contiguous tensor as fast as it can be.
+    """
+    dims = zip(words.shape, words.stride(), steps, strict=True)
+    merged: list[tuple[int, int, int]] = []
+    for size, stride, step in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1]):
+        if merged and merged[-1][1:] == (size * stride, size * step):
+            size *= merged.pop()[0]
+        merged.append((size, stride, step))
+    sizes, strides, new_steps = zip(*(merged or [(1, 1, 1)]), strict=True)
+    return words.as_strided(sizes, strides), list(new_steps)
+
+
+def _chunks(
+    words: Tensor, steps: Sequence[int], start: int, limit: int
+) -> Iterator[tuple[Tensor, Sequence[int], int]]:
+    """Yields pieces of at most ``limit`` elements, their dimensions' position steps, their first position."""
+    if words.numel() <= limit:
+        yield words, steps, start
+        return
+    num_rows = limit // (words.numel() // words.shape[0])
+    if num_rows == 0:
+        for row in range(words.shape[0]):
+            yield from _chunks(words[row], steps[1:], start + row * steps[0], limit)
+        return
+    for row in range(0, words.shape[0], num_rows):
+        yield words[row : row + num_rows], steps, start + row * steps[0]
+
+
+def _weyl(start: int, steps: Sequence[int], inner: Tensor, out: Tensor) -> None:
+    """Writes ``(position + 1) * GOLDEN`` of each element; ``inner`` is the last dimension's share of it."""
+    weyl = torch.full((), signed((start + 1) * _GOLDEN), device=out.device)
+    for size, step in zip(out.shape[:-1], steps[:-1], strict=True):
+        weyl = weyl[..., None] + torch.arange(size, device=out.device) * signed(step * _GOLDEN)
+    torch.add(weyl[..., None], inner[: out.shape[-1]], out=out)

@@ -1,0 +1,115 @@
+"""Which part of which whole tensor a rank holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from graphpasses._torch.dtensor import dim_is_sharded, local_offset, wait_for
+
+__all__ = ["Part", "part_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank hashes of one tensor.
+
+    Args:
+        name: FQN of the tensor.
+        tensor: the elements that this rank holds; None where there is nothing to hash.
+        dtype: of the whole tensor.
+        global_shape: of the whole tensor.
+        offset: index in the whole tensor of this rank's first element.
+        replica: which of the replicas this rank holds; -1 if it holds none.
+        num_replicas: how many ranks hold the same elements.
+        description: what must agree between the ranks.
+        problem: why the tensor cannot be hashed; empty if it can.
+    """
+
+    name: str
+    tensor: Tensor | None
+    dtype: torch.dtype | None = None
+    global_shape: tuple[int, ...] = ()
+    offset: tuple[int, ...] = ()
+    replica: int = 0
+    num_replicas: int = 1
+    description: str = "None"
+    problem: str = ""
+
+
+def part_of(
+    name: str, tensor: Tensor | None, group: dist.ProcessGroup | None, num_ranks: int, per_rank: bool
+) -> Part:
+    """Describes this rank's part of a tensor; a tensor that cannot be hashed is described too, not raised.
+
+    Raising is left to a step in which all ranks take part: one that raises alone leaves the others waiting.
+    """
+    if tensor is None:
+        return Part(name, None)
+    if isinstance(tensor, DTensor):
+        return _part_of_dtensor(name, tensor, group)
+    tensor = wait_for(tensor)
+    if problem := _problem(tensor):
+        return Part(name, None, problem=problem)
+    shape, rank = tuple(tensor.shape), dist.get_rank(group) if num_ranks > 1 else 0
+    if per_rank:
+        shape, local, offset = (num_ranks, *shape), tensor[None], (rank, *(0 for _ in shape))
+        description = f"{tensor.dtype} {list(shape)} per rank"
+        return Part(name, local, tensor.dtype, shape, offset, 0, 1, description)
+    description = f"{tensor.dtype} {list(shape)} on every rank"
+    return Part(name, tensor, tensor.dtype, shape, (0,) * len(shape), rank, num_ranks, description)
+
+
+def _part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup | None) -> Part:
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+    description = f"{tensor.dtype} {list(shape)} {list(placements)} on mesh {mesh.mesh.tolist()}"
+    local = wait_for(tensor.to_local().detach())
+    problem = _placement_problem(tensor, group) or _problem(local)
+    if problem:
+        return Part(name, None, description=description, problem=problem)
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:  # this rank only knows of the tensor
+        return Part(name, local.new_empty(0), tensor.dtype, shape, (), -1, 1, description)
+    place = local_offset(tensor)
+    if place is None:
+        problem = f"with {list(placements)}, a rank's shard is not one contiguous range of the whole tensor"
+        return Part(name, None, description=description, problem=problem)
+    expected, offset = place
+    if tuple(local.shape) != expected:
+        problem = f"its local shape is {list(local.shape)}, but torch shards it into {list(expected)}"
+        return Part(name, None, description=description, problem=problem)
+    replica, num_replicas = 0, 1
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Replicate):
+            replica = replica * mesh.size(mesh_dim) + coordinate[mesh_dim]
+            num_replicas *= mesh.size(mesh_dim)
+    return Part(name, local, tensor.dtype, shape, offset, replica, num_replicas, description)
+
+
+def _placement_problem(tensor: DTensor, group: dist.ProcessGroup | None) -> str:
+    """Says why a DTensor cannot be hashed, or nothing."""
+    for placement in tensor.placements:
+        if not (isinstance(placement, Replicate) or dim_is_sharded(placement)):
+            return f"its placement is {placement!r}; redistribute it first"
+    if group is not None:
+        members = dist.get_process_group_ranks(group)
+        if outside := sorted(set(tensor.device_mesh.mesh.flatten().tolist()) - set(members)):
+            return f"ranks {outside} of its mesh are not in the group {members}"
+    return ""
+
+
+def _problem(tensor: Tensor) -> str:
+    """Says why a plain tensor cannot be hashed, or nothing."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a subclass that wraps data
+        return f"it is a {type(tensor).__name__}, whose data graphpasses does not know how to read"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}; make it dense first"
+    if tensor.is_quantized:
+        return f"its dtype {tensor.dtype} is quantized; hash its int_repr() instead"
+    if tensor.is_meta:
+        return "it is on the meta device and has no values"
+    return ""

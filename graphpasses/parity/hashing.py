@@ -1,0 +1,225 @@
+"""Hashes of tensors and models that do not depend on how many ranks share them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphpasses._torch.dtensor import persistent_buffers
+from graphpasses.parity._agreement import (
+    ReplicaMismatchError,
+    check_replicas,
+    check_same_tensors,
+    communication_device,
+    replica_weight,
+)
+from graphpasses.parity._lanes import MASK, lanes
+from graphpasses.parity._parts import Part, part_of
+
+__all__ = [
+    "ReplicaMismatchError",
+    "gradient_hashes",
+    "tensor_hash",
+    "tensor_hashes",
+    "weight_hash",
+    "weight_hashes",
+]
+
+
+def tensor_hash(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> str:
+    """Hashes one tensor: its values' bits, their positions, its dtype and its global shape.
+
+    Args:
+        tensor: any shape, dtype and strides; a DTensor is hashed as the whole tensor that it stands for.
+        group: the ranks that call this together, see :func:`tensor_hashes`.
+
+    Returns:
+        128 bits as 32 hexadecimal digits, the same on every rank.
+
+    Raises:
+        UnsupportedError: see :func:`tensor_hashes`.
+        ReplicaMismatchError: see :func:`tensor_hashes`.
+
+    Example:
+        >>> tensor_hash(torch.tensor([0.0, 1.0])) == tensor_hash(torch.tensor([1.0, 0.0]))
+        False
+        >>> tensor_hash(torch.tensor(0.0)) == tensor_hash(torch.tensor(-0.0))
+        False
+    """
+    digest = tensor_hashes({"tensor": tensor}, group=group)["tensor"]
+    assert digest is not None
+    return digest
+
+
+def tensor_hashes(
+    tensors: Mapping[str, Tensor | None],
+    *,
+    group: dist.ProcessGroup | None = None,
+    per_rank: Collection[str] = (),
+) -> dict[str, str | None]:
+    """Hashes named tensors, each as if one rank held it whole.
+
+    Every rank mixes the raw bits of the elements that it holds with their positions in the *whole* tensor,
+    on the device where they live, into two 64-bit sums (the formula is in ``_lanes.py``). One integer
+    all-reduce of all tensors' sums, modulo 2^64, adds the shards up: 32 bytes a tensor travel, and 1, 4 and 8
+    ranks hash alike. (A first all-reduce, of 24 bytes in all, checks that the ranks hash the same tensors.)
+
+    What a hash promises, for tensors of one dtype and one global shape:
+
+    - one changed element (one flipped bit, a NaN's payload, -0.0 for 0.0) **always** changes it;
+    - any other difference, such as two elements that change places, goes unseen with a probability of 2^-128
+      if the mixes are taken for random functions. That is a model, no proof and no defence against forgery.
+
+    A tensor that several ranks hold (``Replicate``, or a plain tensor while ``torch.distributed`` is
+    initialised) counts once. Replicas that differ raise: a weighted sum in the same all-reduce tells.
+
+    Args:
+        tensors: tensor of each name; None (a gradient that is not there) stays None. Plain tensors or
+            DTensors placed by Shard of any dimension (uneven too), Replicate and FSDP2's _StridedShard.
+        group: the ranks that call this together, all with the same names (default: all ranks; with pipeline
+            parallelism, the ranks of one stage).
+        per_rank: names of plain tensors of which each rank holds its own, of one shape (the running
+            statistics of a batch norm without synchronisation); hashed as a stack over the ranks.
+
+    Returns:
+        32 hexadecimal digits for each name, in the order given, the same on every rank.
+
+    Raises:
+        UnsupportedError: a tensor is Partial, sparse, quantized, on the meta device or of a tensor subclass
+            other than DTensor, or its shards are not contiguous ranges of the whole.
+        ReplicaMismatchError: ranks that should hold the same values do not, or hash different tensors.
+
+    Example:
+        >>> tensor_hashes({"a": torch.zeros(2), "b": None})["b"] is None
+        True
+    """
+    num_ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    parts = [part_of(name, tensor, group, num_ranks, name in per_rank) for name, tensor in tensors.items()]
+    check_same_tensors(parts, group, num_ranks)
+    held = [part for part in parts if part.tensor is not None]
+    digests: dict[str, str | None] = dict.fromkeys(tensors)
+    if not held:
+        return digests
+    device = communication_device(group) if num_ranks > 1 else torch.device("cpu")
+    with torch.no_grad():
+        local = torch.stack([_local_lanes(part).to(device) for part in held])
+        sums = _sum_over_ranks(held, local, group) if num_ranks > 1 else local
+    for part, (low, high) in zip(held, sums.tolist(), strict=True):
+        digests[part.name] = f"{((high & MASK) << 64 | (low & MASK)) ^ _kind(part):032x}"
+    return digests
+
+
+def weight_hashes(
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, per_rank: Collection[str] = ()
+) -> dict[str, str]:
+    """Hashes every parameter and persistent buffer of a model, shared ones once, under their first-seen FQN.
+
+    Args:
+        model: a module; its tensors as :func:`tensor_hashes` takes them.
+        group: see :func:`tensor_hashes`.
+        per_rank: see :func:`tensor_hashes`.
+
+    Returns:
+        32 hexadecimal digits for each FQN.
+
+    Raises:
+        UnsupportedError: see :func:`tensor_hashes`.
+        ReplicaMismatchError: see :func:`tensor_hashes`.
+
+    Example:
+        >>> list(weight_hashes(nn.Linear(2, 3)))
+        ['weight', 'bias']
+    """
+    hashes = tensor_hashes(named_weights(model), group=group, per_rank=per_rank)
+    return {name: digest for name, digest in hashes.items() if digest is not None}
+
+
+def weight_hash(
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, per_rank: Collection[str] = ()
+) -> str:
+    """Hashes a whole model: the FQN and the hash of every tensor of :func:`weight_hashes`, in any order.
+
+    Args:
+        model: a module.
+        group: see :func:`tensor_hashes`.
+        per_rank: see :func:`tensor_hashes`.
+
+    Returns:
+        32 hexadecimal digits (BLAKE2b of the tensors' names and hashes), the same on every rank.
+
+    Raises:
+        UnsupportedError: see :func:`tensor_hashes`.
+        ReplicaMismatchError: see :func:`tensor_hashes`.
+
+    Example:
+        >>> model = nn.Linear(2, 3)
+        >>> before = weight_hash(model)
+        >>> with torch.no_grad():
+        ...     _ = model.bias.neg_()
+        >>> before == weight_hash(model)
+        False
+    """
+    hashes = weight_hashes(model, group=group, per_rank=per_rank)
+    lines = "".join(f"{name}\0{digest}\n" for name, digest in sorted(hashes.items()))
+    return hashlib.blake2b(lines.encode(), digest_size=16).hexdigest()
+
+
+def gradient_hashes(
+    model: nn.Module, *, group: dist.ProcessGroup | None = None, per_rank: Collection[str] = ()
+) -> dict[str, str | None]:
+    """Hashes the ``.grad`` of every parameter of a model, shared ones once, under their first-seen FQN.
+
+    Args:
+        model: a module, after its backward pass.
+        group: see :func:`tensor_hashes`.
+        per_rank: see :func:`tensor_hashes`.
+
+    Returns:
+        32 hexadecimal digits for each parameter's FQN, None where a parameter (a frozen one) has no gradient.
+
+    Raises:
+        UnsupportedError: see :func:`tensor_hashes`.
+        ReplicaMismatchError: see :func:`tensor_hashes`.
+
+    Example:
+        >>> gradient_hashes(nn.Linear(2, 3))
+        {'weight': None, 'bias': None}
+    """
+    return tensor_hashes(named_gradients(model), group=group, per_rank=per_rank)
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what :func:`weight_hashes` hashes."""
+    return {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
+
+
+def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Returns what :func:`gradient_hashes` hashes."""
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def _local_lanes(part: Part) -> Tensor:
+    assert part.tensor is not None
+    return lanes(part.tensor, part.global_shape, part.offset)
+
+
+def _sum_over_ranks(parts: list[Part], local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Adds the shards up, int64 [len(parts), 2], and checks the replicas, in one all-reduce."""
+    counted = torch.tensor([[int(part.replica == 0)] for part in parts], device=local.device)
+    weights = torch.tensor(
+        [[replica_weight(part.replica, part.num_replicas)] for part in parts], device=local.device
+    )
+    table = torch.cat([local * counted, local * weights], dim=1)
+    dist.all_reduce(table, group=group)
+    check_replicas(parts, local, table[:, 2:], group)
+    return table[:, :2]
+
+
+def _kind(part: Part) -> int:
+    """128 bits for dtype and global shape; xored in, they keep what the sums promise within one of each."""
+    kind = f"{part.dtype}{list(part.global_shape)}"
+    return int.from_bytes(hashlib.blake2b(kind.encode(), digest_size=16).digest())

@@ -1,0 +1,235 @@
+"""Hashes on one rank: every bit and every position counts; strides, chunks and registration order do not."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses.errors import UnsupportedError
+from graphpasses.parity import _lanes
+from graphpasses.parity.hashing import gradient_hashes, tensor_hash, tensor_hashes, weight_hash, weight_hashes
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+REAL_DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+]
+
+
+def tensor_of(dtype: torch.dtype, numel: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    raw = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype)
+
+
+@pytest.mark.parametrize("dtype", REAL_DTYPES, ids=str)
+def test_every_bit_flip_changes_both_halves(dtype: torch.dtype) -> None:
+    tensor = tensor_of(dtype, 5)
+    hashes = {tensor_hash(tensor)}
+    words = tensor.view(torch.uint8)
+    for byte, bit in itertools.product(range(words.numel()), range(8)):
+        words[byte] ^= 1 << bit
+        hashes.add(tensor_hash(tensor))
+        words[byte] ^= 1 << bit
+    num_variants = 1 + 8 * words.numel()
+    assert len({digest[:16] for digest in hashes}) == num_variants
+    assert len({digest[16:] for digest in hashes}) == num_variants
+
+
+def test_every_value_of_a_16_bit_element_hashes_differently() -> None:
+    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)[:, None]
+    lanes = torch.stack([_lanes.lanes(value, (9,), (7,)) for value in values[::16]])
+    assert len(lanes[:, 0].unique()) == len(lanes[:, 1].unique()) == len(lanes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.complex64, torch.complex128], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
+    hashes = {tensor_hash(tensor)}
+    for index in range(5):
+        changed = tensor.clone()
+        changed[index] = 1 - changed[index] if dtype != torch.bool else ~changed[index]
+        hashes.add(tensor_hash(changed))
+    assert len(hashes) == 6
+    if dtype.is_complex:
+        assert tensor_hash(tensor * 1j) != tensor_hash(tensor)
+        assert tensor_hash((tensor * 1j).conj()) == tensor_hash((tensor * 1j).conj().resolve_conj())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.uint8], ids=str)
+def test_every_swap_of_unequal_elements_changes_the_hash(dtype: torch.dtype) -> None:
+    words = tensor_of(dtype, 96).view(WORDS[dtype.itemsize])
+    original = tensor_hash(words)
+    for i, j in itertools.combinations(range(96), 2):
+        if words[i] == words[j]:
+            continue
+        words[i], words[j] = words[j].clone(), words[i].clone()
+        assert tensor_hash(words) != original, (i, j)
+        words[i], words[j] = words[j].clone(), words[i].clone()
+    assert tensor_hash(words) == original
+
+
+def test_swaps_of_values_that_differ_in_the_sign_do_not_collide_in_either_half() -> None:
+    """The hardest swaps for a mixer: one bit, the highest, which multiplication does not spread."""
+    seen = set()
+    for i, j in itertools.combinations(range(48), 2):
+        tensor = torch.zeros(48, dtype=torch.float64)
+        tensor[i] = -0.0
+        seen.add(tensor_hash(tensor))
+        tensor[j] = -0.0
+        seen.add(tensor_hash(tensor))
+    assert len({digest[:16] for digest in seen}) == len({digest[16:] for digest in seen}) == len(seen)
+    assert len(seen) == 47 + 48 * 47 // 2
+
+
+def test_signed_zeros_and_nan_payloads_differ() -> None:
+    nans = torch.tensor([0x7FC00000, 0x7FC00001, -0x400000], dtype=torch.int32).view(torch.float32)
+    assert nans.isnan().all()
+    scalars = [torch.tensor(0.0), torch.tensor(-0.0), *nans]
+    assert len({tensor_hash(scalar) for scalar in scalars}) == 5
+
+
+def test_dtype_and_shape_enter() -> None:
+    zeros = [torch.zeros(2, 3, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.int32)]
+    shapes = [torch.zeros(3, 2), torch.zeros(6), torch.zeros(1, 6), torch.zeros(0), torch.zeros(0, 5)]
+    scalars = [torch.zeros(()), torch.zeros(1)]
+    tensors = [*zeros, *shapes, *scalars]
+    assert len({tensor_hash(tensor) for tensor in tensors}) == len(tensors)
+
+
+def test_hash_is_stable() -> None:
+    """Pinned, so that runs of two releases can be compared: a new formula needs a new run file version."""
+    assert tensor_hash(torch.arange(10.0)) == "c4b126d25df909c343fad93b1b1de0d3"
+
+
+def test_strides_do_not_enter() -> None:
+    tensor = torch.randn(6, 5, 4, 3)
+    expected = tensor_hash(tensor)
+    for order in itertools.permutations(range(4)):
+        inverse = sorted(range(4), key=order.__getitem__)
+        permuted = tensor.permute(order).contiguous().permute(inverse)
+        assert tensor_hash(permuted) == expected
+    gaps = torch.zeros(6, 10, 4, 6)[:, ::2, :, ::2].copy_(tensor)
+    assert tensor_hash(gaps) == expected
+    row = torch.randn(1, 3)
+    assert tensor_hash(row.expand(4, 3)) == tensor_hash(row.repeat(4, 1))
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 30, 64, 1000])
+def test_chunks_do_not_enter(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.randn(5, 6, 7)
+    views = [tensor, tensor.flatten(), tensor.permute(2, 0, 1), tensor[:, 1::2], tensor[1, 2, 3]]
+    expected = [tensor_hash(view) for view in views]
+    monkeypatch.setitem(_lanes._CHUNK, "cpu", limit)
+    assert [tensor_hash(view) for view in views] == expected
+
+
+def test_formula_against_python_integers() -> None:
+    """The docstring's formula, written with unbounded integers."""
+    tensor = torch.randn(40)
+    mask, sums = (1 << 64) - 1, [0, 0]
+    for position, bits in enumerate(tensor.view(torch.int32).tolist()):
+        w = (position + 1) * 0x9E3779B97F4A7C15 & mask
+        h = (bits & mask) ^ w
+        h = (h ^ h >> 30) * 0xBF58476D1CE4E5B9 & mask
+        h = (h ^ h >> 27) * 0x94D049BB133111EB & mask
+        h ^= h >> 31
+        g = (h ^ w) * 0xFF51AFD7ED558CCD & mask
+        g ^= g >> 32
+        sums = [sums[0] + h & mask, sums[1] + g & mask]
+    assert [value & mask for value in _lanes.lanes(tensor, (40,), (0,)).tolist()] == sums
+
+
+def test_parts_add_up_in_any_dimension() -> None:
+    tensor = torch.randn(4, 5, 6).bfloat16()
+    whole = _lanes.lanes(tensor, tensor.shape, (0, 0, 0))
+    for dim in range(3):
+        total = torch.zeros(2, dtype=torch.int64)
+        for start, part in zip((0, 1, 3), tensor.split([1, 2, tensor.shape[dim] - 3], dim), strict=True):
+            offset = [0, 0, 0]
+            offset[dim] = start
+            total += _lanes.lanes(part, tensor.shape, offset)
+        assert torch.equal(total, whole)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 3)
+        self.head = nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("kept", torch.ones(3))
+        self.register_buffer("scratch", torch.ones(3), persistent=False)
+        self.register_buffer("again", self.kept)
+
+
+def test_model_names_each_tensor_once_by_its_first_name() -> None:
+    model = Tied()
+    assert list(weight_hashes(model)) == ["frozen", "embedding.weight", "kept"]
+    before = weight_hash(model)
+    model.scratch += 1
+    assert weight_hash(model) == before
+    model.kept += 1
+    assert weight_hash(model) != before
+
+
+def test_model_hash_ignores_registration_order_but_not_names() -> None:
+    a, b = nn.Module(), nn.Module()
+    x, y = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+    a.x, a.y = x, y
+    b.y, b.x = y, x
+    assert weight_hash(a) == weight_hash(b)
+    b.x, b.y = y, x
+    assert weight_hash(a) != weight_hash(b)
+
+
+def test_missing_gradients_are_none() -> None:
+    model = Tied()
+    assert set(gradient_hashes(model).values()) == {None}
+    model.head(model.embedding(torch.tensor([1]))).sum().backward()
+    hashes = gradient_hashes(model)
+    assert hashes["frozen"] is None
+    assert hashes["embedding.weight"] == tensor_hash(model.embedding.weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.eye(2).to_sparse(), "its layout is torch.sparse_coo; make it dense first"),
+        (torch.zeros(2, device="meta"), "it is on the meta device and has no values"),
+    ],
+)
+def test_unsupported_tensors(tensor: torch.Tensor, reason: str) -> None:
+    with pytest.raises(UnsupportedError) as error:
+        tensor_hashes({"a.b": tensor})
+    assert str(error.value) == f"cannot hash 'a.b': {reason}"
+
+
+def test_unknown_subclasses_are_refused() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.zeros(2)
+    with pytest.raises(UnsupportedError, match=r"^cannot hash 'w': it is a FakeTensor, whose data"):
+        tensor_hashes({"w": fake})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", REAL_DTYPES, ids=str)
+def test_cuda_hashes_as_the_cpu_does(dtype: torch.dtype) -> None:
+    tensor = tensor_of(dtype, 3000)
+    assert tensor_hash(tensor.cuda()) == tensor_hash(tensor)
