@@ -109,6 +109,15 @@ def test_to_empty_keeps_ties() -> None:
     assert not model.frozen.weight.requires_grad
 
 
+def test_conversion_keeps_ties() -> None:
+    model = Model()
+    before = IdentityMap.of(model)
+    with preserve_identity(model, check_values=True):
+        model.to(torch.bfloat16)
+    assert IdentityMap.of(model) == before
+    assert model.out.weight.dtype is torch.bfloat16
+
+
 def test_requires_grad_returns_and_the_canonical_value_wins() -> None:
     model = Model()
     model.emb.weight.requires_grad_(False)

@@ -96,6 +96,14 @@ def test_shared_module_counts_once_and_goes_by_any_name() -> None:
     assert "emb.weight" not in buckets[2].fqns
 
 
+def test_cycle_of_modules_ends() -> None:
+    model = nn.Module()
+    model.child = nn.Linear(2, 2, bias=False)
+    model.child.add_module("parent", model)
+    assert BucketPlan(()).resolve(model) == (Bucket("(root)", ("child.weight",)),)
+    assert BucketPlan.from_modules([["child"]]).resolve(model) == (Bucket("child", ("child.weight",)),)
+
+
 def test_per_block() -> None:
     reduction = Reduction("sum", "sum", dtype=torch.bfloat16)
     model = Model()
