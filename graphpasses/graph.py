@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.distributed.tensor import DTensor
-from graphpasses._torch import pytree
+from torch.distributed.tensor import DTensor, Shard
 
+from graphpasses._torch import pytree
 from graphpasses._torch.process_groups import group_ranks
 from graphpasses.errors import BatchMismatchError, CaptureError, UnsupportedError
 from graphpasses.identity import IdentityMap
@@ -122,9 +122,10 @@ class ParameterInfo:
 
 
 def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
-    shard_dim, ranks = None, ()
+    shard_dim: int | None = None
+    ranks: tuple[int, ...] = ()
     if isinstance(parameter, DTensor):
-        sharded = [(axis, p.dim) for axis, p in enumerate(parameter.placements) if p.is_shard()]
+        sharded = [(axis, p.dim) for axis, p in enumerate(parameter.placements) if isinstance(p, Shard)]
         if len(sharded) > 1:
             raise UnsupportedError(
                 f"parameter {fqn!r} is sharded over {len(sharded)} mesh axes {parameter.placements}; the FSDP "
@@ -293,7 +294,9 @@ class TrainGraph:
         Returns:
             E.g. ``{"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3}``.
         """
-        return dict(Counter(node.target.__name__.split(".")[0] for node in self.graph.nodes if is_collective(node)))
+        return dict(
+            Counter(node.target.__name__.split(".")[0] for node in self.graph.nodes if is_collective(node))
+        )
 
     # ---- running ---------------------------------------------------------------------------------------
 
@@ -314,8 +317,7 @@ class TrainGraph:
         values = self._flat_inputs(leaves)
         with torch.no_grad():
             flat = self.module(*values)
-            loss = self._accumulate(flat)
-        return loss
+            return self._accumulate(flat)
 
     def _check_batch(self, batch: tuple[Any, ...]) -> list[Any]:
         leaves, spec = pytree.tree_flatten(batch)
@@ -382,7 +384,7 @@ def find_state(model: nn.Module, fqn: str) -> torch.Tensor:
     for part in path.split(".") if path else ():
         module = module._modules.get(part) if module is not None else None
     if module is not None:
-        tensor = module._parameters.get(name)
+        tensor: torch.Tensor | None = module._parameters.get(name)
         if tensor is None:
             tensor = module._buffers.get(name)
         if tensor is not None:
@@ -409,6 +411,18 @@ def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         )
     else:
         parameter.grad = gradient
+
+
+def argument(node: fx.Node, index: int = 0) -> fx.Node:
+    """Returns the node that is an argument of a call.
+
+    Args:
+        node: a call whose argument ``index`` is a node.
+        index: position of the argument.
+    """
+    value = node.args[index]
+    assert isinstance(value, fx.Node)
+    return value
 
 
 def is_collective(node: fx.Node) -> bool:

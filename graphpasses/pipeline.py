@@ -146,7 +146,9 @@ class PipelineReport:
                 )
             )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
         notes = [f"{report.name}: {note}" for report in self.passes for note in report.notes]
         return "\n".join(lines + notes)
 
@@ -221,9 +223,7 @@ class Pipeline:
         return graph
 
 
-def _run_pass(
-    p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple[str, ...]
-) -> PassReport:
+def _run_pass(p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple[str, ...]) -> PassReport:
     history = f"pass {p.name!r}" + (f" (after {', '.join(before)})" if before else "")
     if graph.stage not in p.stages:
         stages = ", ".join(sorted(stage.value for stage in p.stages))

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from graphpasses._torch import pytree
 
+from graphpasses._torch import pytree
 from graphpasses.errors import VerificationError
 from graphpasses.graph import WAIT, InputKind, OutputKind, TrainGraph, fake_value, is_collective
 
@@ -83,7 +83,9 @@ def verify(graph: TrainGraph, contract: Contract, culprit: str) -> None:
                     f"{len(node.users) - len(waits)} other users; expected exactly one wait"
                 )
         elif node.target == WAIT and not (isinstance(node.args[0], fx.Node) and is_collective(node.args[0])):
-            raise VerificationError(f"{culprit} left {node.name} waiting for {node.args[0]}, not a collective")
+            raise VerificationError(
+                f"{culprit} left {node.name} waiting for {node.args[0]}, not a collective"
+            )
         if node.op == "call_function":
             call = _call(node)
             if contract.verified.get(node) != call:
@@ -109,13 +111,17 @@ def _verify_signature(graph: TrainGraph, contract: Contract, culprit: str) -> No
     ):
         if before != after:
             lost, gained = sorted(before - after), sorted(after - before)
-            changes = [f"lost {', '.join(lost)}"] * bool(lost) + [f"gained {', '.join(gained)}"] * bool(gained)
+            changes = [f"lost {', '.join(lost)}"] * bool(lost) + [f"gained {', '.join(gained)}"] * bool(
+                gained
+            )
             raise VerificationError(f"{culprit} changed the step's {what}: {'; '.join(changes)}")
 
 
 def _verify_value(node: fx.Node, culprit: str) -> None:
     if "val" not in node.meta:
-        raise VerificationError(f"{culprit} left {node.name} without meta['val']; make nodes with TrainGraph.emit")
+        raise VerificationError(
+            f"{culprit} left {node.name} without meta['val']; make nodes with TrainGraph.emit"
+        )
     try:
         actual = fake_value(node)
     except Exception as error:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-
-# Functional collectives name their group by string; only this private function maps it back. Tested: 2.13.
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed import distributed_c10d
 
 __all__ = ["group_ranks", "named_group_ranks"]
 
@@ -17,4 +15,5 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def named_group_ranks(name: str) -> tuple[int, ...]:
     """Returns the global ranks of the group that a functional collective calls ``name``."""
-    return group_ranks(_resolve_process_group(name))
+    # Functional collectives name their group by string; only this private function maps it back. Tested: 2.13.
+    return group_ranks(distributed_c10d._resolve_process_group(name))  # type: ignore

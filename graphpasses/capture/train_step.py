@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from graphpasses._torch import pytree
 
+from graphpasses._torch import pytree
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import (
     GraphInput,
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["capture_train_step", "from_traced_result"]
 
 
-def capture_train_step(
-    loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any
-) -> TrainGraph:
+def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any) -> TrainGraph:
     """Captures one training step of ``model`` as a :class:`~graphpasses.graph.TrainGraph`.
 
     Nothing is computed and nothing of the model changes: the step is traced on fake tensors. Every rank of
@@ -189,9 +187,7 @@ def from_traced_result(traced: TracedResult, *, model: nn.Module) -> TrainGraph:
         parameters=parameter_infos(model, identity),
         model=model,
         batch_spec=traced.user_inputs_spec.child(0),
-        batch_leaves=tuple(
-            (inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes
-        ),
+        batch_leaves=tuple((inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes),
         fixed_signature=True,
     )
     if len(graph.placeholders) != len(inputs) or len(graph.output_values) != len(outputs):
@@ -205,7 +201,9 @@ def from_traced_result(traced: TracedResult, *, model: nn.Module) -> TrainGraph:
 def _attrs(layout: Any, what: str) -> tuple[str, ...]:
     if layout is None:
         return ("",)
-    if layout.meta.cls is not DTensor or any(meta is not None for _, meta in layout.meta.inner_metas.values()):
+    if layout.meta.cls is not DTensor or any(
+        meta is not None for _, meta in layout.meta.inner_metas.values()
+    ):
         raise UnsupportedError(f"{what} is a {layout.meta.cls.__name__}; only plain tensors and DTensors are")
     return tuple(layout.meta.attrs)
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 
-from graphpasses.graph import WAIT, TrainGraph
+from graphpasses.graph import WAIT, TrainGraph, argument
 
 __all__ = ["GradReduction", "Unshard", "find_grad_reductions", "find_unshards", "gradient_summands"]
 
@@ -72,7 +72,7 @@ class GradReduction:
         return self.tail[-1] if self.tail else self.wait
 
 
-def calls(value: Any, target: Any) -> bool:
+def calls(value: Any, target: Any) -> TypeGuard[fx.Node]:
     """Whether ``value`` is a node that calls ``target``."""
     return isinstance(value, fx.Node) and value.op == "call_function" and value.target == target
 
@@ -119,7 +119,7 @@ def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, 
         tail: list[fx.Node] = []
         while source.target in _AFTER_REDUCTION:
             tail.insert(0, source)
-            source = source.args[0]  # type: ignore[assignment]
+            source = argument(source)
         if source.target == aten.add.Tensor and not source.kwargs and not tail:
             pending += reversed(source.all_input_nodes if len(source.all_input_nodes) == 2 else [])
         else:
@@ -147,15 +147,14 @@ def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
 
 
 def _reduction(fqn: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduction:
-    reduce_scatter = wait.args[0]
-    assert isinstance(reduce_scatter, fx.Node)
+    reduce_scatter = argument(wait)
     gradient, entry = before_padding(reduce_scatter)
     all_reduce = None
     if gradient.target == WAIT and calls(gradient.args[0], ALL_REDUCE):
-        all_reduce = gradient.args[0]
+        all_reduce = argument(gradient)
         gradient, entry = before_padding(all_reduce)
     if gradient.target == CAST and set(gradient.kwargs) == {"dtype"}:
-        gradient, entry = gradient.args[0], gradient  # type: ignore[assignment]
+        gradient, entry = argument(gradient), gradient
     return GradReduction(fqn, gradient, entry, reduce_scatter, wait, all_reduce, tail)
 
 
@@ -165,8 +164,7 @@ def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:
     Returns:
         ``(x, its reader)``; where there is no such padding, the collective's input and the collective.
     """
-    value = collective.args[0]
-    assert isinstance(value, fx.Node)
+    value = argument(collective)
     if value.target != aten.cat.default or len(value.args) != 1:
         return value, collective
     splits: set[fx.Node] = set()
@@ -184,8 +182,7 @@ def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:
     if len(splits) != 1:
         return value, collective
     split = splits.pop()
-    assert isinstance(split.args[0], fx.Node)
-    return split.args[0], split
+    return argument(split), split
 
 
 def is_mutated(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from graphpasses._torch.process_groups import named_group_ranks
 from graphpasses.errors import LayoutError
 from graphpasses.fsdp.chains import ALL_REDUCE, CAST, REDUCE_SCATTER, before_padding, calls
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
-from graphpasses.graph import WAIT, TrainGraph
+from graphpasses.graph import WAIT, TrainGraph, argument
 
 __all__ = ["graph_layout"]
 
@@ -74,18 +74,19 @@ def _collectives_behind(value: fx.Node | None) -> list[_Found]:
     while pending:
         node, part, sizes = pending.pop()
         if calls(node, operator.getitem) and calls(node.args[0], SPLIT):
-            split = node.args[0]
-            pending.append((split.args[0], node.args[1], tuple(split.args[1])))
+            split, index = argument(node), node.args[1]
+            assert isinstance(index, int)
+            pending.append((split.args[0], index, tuple(part.shape[0] for part in split.meta["val"])))
         elif calls(node, WAIT) and calls(node.args[0], ALL_REDUCE):
-            found.append(_Found(node.args[0], part, sizes or (_numel(node),)))
-            if calls(node.args[0].args[0], WAIT):  # HSDP: the reduce-scatter comes first, same places
-                pending.append((node.args[0].args[0], part, sizes))
+            found.append(_Found(argument(node), part, sizes or (_numel(node),)))
+            if calls(argument(node).args[0], WAIT):  # HSDP: the reduce-scatter comes first, same places
+                pending.append((argument(argument(node)), part, sizes))
         elif calls(node, WAIT) and calls(node.args[0], REDUCE_SCATTER):
-            found.append(_Found(node.args[0], part, sizes or (_numel(node),)))
+            found.append(_Found(argument(node), part, sizes or (_numel(node),)))
             if not sizes:  # HSDP as traced: the all-reduce comes first, on the whole gradient
-                source, _ = before_padding(node.args[0])
+                source, _ = before_padding(argument(node))
                 if calls(source, WAIT) and calls(source.args[0], ALL_REDUCE):
-                    found.append(_Found(source.args[0], 0, (_numel(source),)))
+                    found.append(_Found(argument(source), 0, (_numel(source),)))
         elif isinstance(node, fx.Node) and node.target in _KEEP_PLACE:
             pending.append((node.args[0], part, sizes))
         elif calls(node, aten.add.Tensor):
@@ -104,7 +105,7 @@ def _bucket(
             f"{collective.name} packs {len(sizes)} parts, but part {min(missing)} reaches no gradient output; "
             f"the others are {known}"
         )
-    dtype: torch.dtype = collective.args[0].meta["val"].dtype  # type: ignore[union-attr]
+    dtype: torch.dtype = argument(collective).meta["val"].dtype
     is_reduce_scatter = collective.target == REDUCE_SCATTER
     offsets = [sum(sizes[:index]) * dtype.itemsize for index in range(len(sizes))]
     return BucketLayout(
@@ -126,5 +127,3 @@ def _bucket(
 
 def _numel(node: Any) -> int:
     return int(node.meta["val"].numel())
-
-

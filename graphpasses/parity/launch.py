@@ -38,7 +38,7 @@ def _rank_main(
         torch.set_num_threads(1)
         dist.init_process_group(
             backend,
-            store=dist.FileStore(store, num_ranks),
+            init_method=f"file://{store}",
             rank=rank,
             world_size=num_ranks,
         )

@@ -24,7 +24,7 @@ from graphpasses.fsdp.chains import (
 from graphpasses.fsdp.graph_layout import SPLIT, graph_layout
 from graphpasses.fsdp.layout import Layout, diff_layouts
 from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction
-from graphpasses.graph import WAIT, TrainGraph
+from graphpasses.graph import WAIT, TrainGraph, argument
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["BucketFSDPCollectives"]
@@ -101,7 +101,10 @@ def _notes(
     notes = []
     for message, fqns in (
         ("in no plan entry, keep their own collectives", (set(unshards) | set(reductions)) - planned),
-        ("gathered several times, only the first is bucketed", {f for f, u in unshards.items() if len(u) > 1}),
+        (
+            "gathered several times, only the first is bucketed",
+            {f for f, u in unshards.items() if len(u) > 1},
+        ),
         ("reduced several times, not bucketed", {f for f, r in reductions.items() if len(r) > 1}),
         ("trainable without a gradient in this step, not reduced", trainable & graph.without_gradient),
         ("not read by this step, not gathered", unread),
@@ -113,7 +116,7 @@ def _notes(
 
 def _apply_gather(graph: TrainGraph, plan: _Gather, order: Mapping[fx.Node, int]) -> None:
     first = min((unshard.all_gather for unshard in plan.unshards), key=order.__getitem__)
-    shards = [unshard.all_gather.args[0] for unshard in plan.unshards]
+    shards = [argument(unshard.all_gather) for unshard in plan.unshards]
     _, num_shards, group = first.args
     dtypes = {shard.meta["val"].dtype for shard in shards}
     with graph.graph.inserting_before(first):
@@ -142,7 +145,7 @@ def _move_before(point: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) ->
     chain = []
     while node.op != "placeholder" and order[node] > order[point]:
         chain.append(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = argument(node)
     for link in reversed(chain):
         point.prepend(link)
 
@@ -150,14 +153,17 @@ def _move_before(point: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) ->
 def _apply_reduce(graph: TrainGraph, plan: _Reduce, order: Mapping[fx.Node, int]) -> None:
     last = max((reduction.gradient for reduction in plan.reductions), key=order.__getitem__)
     like = plan.reductions[0].reduce_scatter
-    _, _, num_shards, group = like.args
+    num_shards, group = like.args[2:]
+    assert isinstance(num_shards, int)
     how = plan.reduction
     dtype = how.dtype or like.meta["val"].dtype
     gradients = [reduction.gradient for reduction in plan.reductions]
     uniform = len({gradient.meta["val"].dtype for gradient in gradients}) == 1
     with graph.graph.inserting_before(last.next):
         rows = [
-            _by_shard(graph, gradient if uniform else _cast(graph, gradient, dtype), reduction, int(num_shards))
+            _by_shard(
+                graph, gradient if uniform else _cast(graph, gradient, dtype), reduction, int(num_shards)
+            )
             for gradient, reduction in zip(gradients, plan.reductions, strict=True)
         ]
         packed = graph.emit(aten._chunk_cat.default, (rows, 0, num_shards), like=like)
@@ -201,7 +207,8 @@ def _by_shard(graph: TrainGraph, gradient: fx.Node, reduction: GradReduction, nu
         aten.split.Tensor, (gradient, info.shape[dim] // num_shards, dim), like=reduction.reduce_scatter
     )
     chunks = [
-        graph.emit(operator.getitem, (split, index), like=reduction.reduce_scatter) for index in range(num_shards)
+        graph.emit(operator.getitem, (split, index), like=reduction.reduce_scatter)
+        for index in range(num_shards)
     ]
     return graph.emit(aten.cat.default, (chunks,), like=reduction.reduce_scatter)
 
@@ -288,4 +295,6 @@ def _check_contract(graph: TrainGraph, contract: Layout) -> None:
     present = {entry.fqn for bucket in contract.buckets for entry in bucket.entries}
     asked = contract.without(present & graph.without_gradient)
     if diff := diff_layouts(asked, graph_layout(graph)):
-        raise LayoutError(f"the graph cannot meet the layout that was asked for; before: asked, after: graph\n{diff}")
+        raise LayoutError(
+            f"the graph cannot meet the layout that was asked for; before: asked, after: graph\n{diff}"
+        )

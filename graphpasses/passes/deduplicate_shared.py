@@ -101,9 +101,9 @@ class DeduplicateShared(GraphPass):
         placeholders = graph.placeholders
         repeated_inputs = _plan_placeholders(graph)
         num_rewrites = 0
-        for index, kept in repeated_inputs.items():
+        for index, first in repeated_inputs.items():
             if placeholders[index].users:
-                placeholders[index].replace_all_uses_with(placeholders[kept])
+                placeholders[index].replace_all_uses_with(placeholders[first])
                 num_rewrites += 1
         if not graph.fixed_signature:
             graph.remove_inputs(repeated_inputs)
@@ -112,7 +112,9 @@ class DeduplicateShared(GraphPass):
         written = {kept for node, kept in repeated.items() if is_mutated(node) or is_mutated(kept)}
         for node, kept in repeated.items():
             if kept in written:
-                graph.note(f"{node.name} repeats {kept.name}, but one of them is written in place: left alone")
+                graph.note(
+                    f"{node.name} repeats {kept.name}, but one of them is written in place: left alone"
+                )
                 continue
             num_rewrites += node.target == ALL_GATHER
             node.replace_all_uses_with(kept)

@@ -112,12 +112,12 @@ class PrefetchCollectives(GraphPass):
         nodes = list(graph.graph.nodes)
         order = {node: index for index, node in enumerate(nodes)}
         self._launch_early([node for node in nodes if node.target == ALL_GATHER], order)
-        _wait_late([node for node in nodes if node.target == REDUCE_SCATTER], graph.graph.output_node(), order)
+        _wait_late(
+            [node for node in nodes if node.target == REDUCE_SCATTER], graph.graph.output_node(), order
+        )
         # What moved is what now has another neighbour among the nodes that launch, wait or compute.
         after = {node: index for index, node in enumerate(graph.graph.nodes)}
-        return sum(
-            order[node] != after[node] for node in nodes if is_collective(node) or node.target == WAIT
-        )
+        return sum(order[node] != after[node] for node in nodes if is_collective(node) or node.target == WAIT)
 
     def _launch_early(self, all_gathers: list[fx.Node], order: dict[fx.Node, int]) -> None:
         chains = [chain for node in all_gathers if (chain := _gather_chain(node, order)) is not None]
