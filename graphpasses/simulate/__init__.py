@@ -1,1 +1,46 @@
-"""TODO."""
+"""NCCL's ring collectives on CPU, bit for bit: the order in which the ranks' contributions are added.
+
+gloo adds in an order that does not depend on an element's place in the buffer, so it cannot show that a
+bucket was laid out wrongly. NCCL's order does. Importing this package registers the ``nccl_sim`` backend.
+"""
+
+from graphpasses.simulate.arithmetic import ReduceOpName, fused_multiply_add, reduce_in_order
+from graphpasses.simulate.collectives import reduce_parts, simulate_all_reduce, simulate_reduce_scatter
+from graphpasses.simulate.logs import parse_nccl_log, topology_from_log
+from graphpasses.simulate.nccl import (
+    Collective,
+    Part,
+    channel_of,
+    channel_parts,
+    num_channels,
+    order_of,
+    reduction_parts,
+)
+from graphpasses.simulate.process_group import NCCLSimProcessGroup, configure
+from graphpasses.simulate.rings import Mode, Protocol, Ring, Topology, default_topology, rings
+
+__all__ = [
+    "Collective",
+    "Mode",
+    "NCCLSimProcessGroup",
+    "Part",
+    "Protocol",
+    "ReduceOpName",
+    "Ring",
+    "Topology",
+    "channel_of",
+    "channel_parts",
+    "configure",
+    "default_topology",
+    "fused_multiply_add",
+    "num_channels",
+    "order_of",
+    "parse_nccl_log",
+    "reduce_in_order",
+    "reduce_parts",
+    "reduction_parts",
+    "rings",
+    "simulate_all_reduce",
+    "simulate_reduce_scatter",
+    "topology_from_log",
+]

@@ -1,0 +1,156 @@
+"""What one hop of a ring computes: the reductions, rounded as the device code rounds them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from graphpasses.errors import UnsupportedError
+
+__all__ = ["ReduceOpName", "fused_multiply_add", "reduce_in_order"]
+
+ReduceOpName = Literal["sum", "avg", "premul_sum", "product", "min", "max"]
+
+_SAME_SIZE_INT = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def reduce_in_order(
+    contributions: Sequence[Tensor],
+    op: ReduceOpName = "sum",
+    *,
+    factor: float = 1.0,
+    fused: bool = True,
+) -> Tensor:
+    """Reduces the ranks' contributions one after the other, rounding to their dtype at every hop.
+
+    AVG of floating-point numbers multiplies each contribution by ``1 / n``, rounded to the dtype, before
+    it is added; AVG of integers divides the sum, towards zero.
+
+    Args:
+        contributions: one tensor per rank, in the order in which the ring visits the ranks; one shape and
+            dtype. They are not changed.
+        op: the reduction.
+        factor: what ``"premul_sum"`` multiplies each contribution by; rounded to the dtype.
+        fused: whether multiplying and adding round once (sm_90 and later) or twice (sm_80), for bf16. Other
+            dtypes always round once.
+
+    Returns:
+        A new tensor of the contributions' shape and dtype.
+
+    Raises:
+        UnsupportedError: NCCL does not have the op, or not for this dtype.
+
+    Example:
+        >>> reduce_in_order([torch.tensor(2.0**24), torch.tensor(1.0), torch.tensor(1.0)])
+        tensor(16777216.)
+        >>> reduce_in_order([torch.tensor(1.0), torch.tensor(1.0), torch.tensor(2.0**24)])
+        tensor(16777218.)
+
+    Source: NCCL ``src/device/reduce_kernel.h`` (``Apply_PreOp``, ``Apply_Reduce``, ``FuncSumPostDiv``) and
+    ``src/enqueue.cc`` (``hostToDevRedOp``).
+    """
+    if op not in get_args(ReduceOpName):
+        raise UnsupportedError(f'NCCL has no reduction "{op}"; it has {", ".join(get_args(ReduceOpName))}')
+    first, *rest = contributions
+    floating = first.is_floating_point()
+    if op == "premul_sum" and not floating:
+        raise UnsupportedError(f"PREMUL_SUM needs a floating-point dtype, not {first.dtype}")
+    if op == "premul_sum" or (op == "avg" and floating):
+        scale = torch.tensor(1 / len(contributions) if op == "avg" else factor, dtype=first.dtype)
+        total = first * scale
+        for own in rest:
+            total = _scale_and_add(own, scale, total, fused or first.dtype != torch.bfloat16)
+        return total
+    total = first.clone()
+    for own in rest:
+        if op in ("sum", "avg"):
+            total += own
+        elif op == "product":
+            total *= own
+        elif floating:
+            # fminf and fmaxf, unlike torch.minimum, prefer a number over NaN.
+            total = torch.fmin(total, own) if op == "min" else torch.fmax(total, own)
+        else:
+            total = torch.minimum(total, own) if op == "min" else torch.maximum(total, own)
+    return torch.div(total, len(contributions), rounding_mode="trunc") if op == "avg" else total
+
+
+def fused_multiply_add(own: Tensor, scale: Tensor, total: Tensor) -> Tensor:
+    """Computes ``own * scale + total`` rounded once, to nearest even.
+
+    Narrow dtypes go through fp64, where the product is exact. The sum is rounded to odd there, which
+    keeps enough to round once more, correctly, to the narrow dtype. fp64 splits product and sum in two.
+
+    Args:
+        own: bf16, fp16, fp32 or fp64, any shape.
+        scale: same dtype, same shape or a scalar.
+        total: same dtype and shape as ``own``.
+
+    Returns:
+        A new tensor. For fp64 the products must stay below about 1e300 and above about 1e-290.
+
+    Example:
+        >>> third = torch.tensor(1 / 3)
+        >>> fused_multiply_add(third, torch.tensor(3.0), torch.tensor(-1.0))
+        tensor(2.9802e-08)
+        >>> third * 3.0 - 1.0
+        tensor(0.)
+
+    Source: PTX ``fma.rn``. Method: Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums:
+    proved algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008.
+    """
+    if own.dtype == torch.float64:
+        high, low = _two_product(own, scale)
+        low_high, low_low = _two_sum(total, low)
+        result, error = _two_sum(high, low_high)
+        result = result + _round_to_odd(*_two_sum(low_low, error))
+        # Infinities, NaN and signed zeros do not survive the splitting, and need none.
+        return torch.where(result.isfinite() & (result != 0), result, own * scale + total)
+    wide = _round_to_odd(*_two_sum(own.double() * scale.double(), total.double()))
+    single = wide.float()
+    if own.dtype == torch.float32:
+        return single
+    # torch converts fp64 to the half types through fp32, which alone would round twice.
+    return _round_to_odd(single, wide - single.double()).to(own.dtype)
+
+
+def _scale_and_add(own: Tensor, scale: Tensor, total: Tensor, fused: bool) -> Tensor:
+    scaled = own * scale
+    if fused and (
+        own.dtype == torch.float64 or not torch.equal(scaled.double(), own.double() * scale.double())
+    ):
+        return fused_multiply_add(own, scale, total)
+    # Where no product was rounded (n a power of two, no underflow) one rounding and two agree.
+    return scaled.add_(total)
+
+
+def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded sum and its error, which is exact (Knuth)."""
+    total = a + b
+    b_part = total - a
+    return total, (a - (total - b_part)) + (b - b_part)
+
+
+def _two_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The rounded fp64 product and its error, which is exact (Veltkamp, Dekker)."""
+    product = a * b
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    return product, a_low * b_low - (((product - a_high * b_high) - a_low * b_high) - a_high * b_low)
+
+
+def _halves(a: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = a * (2**27 + 1)
+    high = scaled - (scaled - a)
+    return high, a - high
+
+
+def _round_to_odd(rounded: Tensor, error: Tensor) -> Tensor:
+    """Turns a number rounded to nearest, and its error, into the number rounded to odd."""
+    even = rounded.view(_SAME_SIZE_INT[rounded.dtype]) & 1 == 0
+    infinity = torch.where(error > 0, math.inf, -math.inf).to(rounded.dtype)
+    towards = torch.nextafter(rounded, infinity)
+    return torch.where(even & (error != 0) & rounded.isfinite(), towards, rounded)

@@ -1,0 +1,136 @@
+"""Ring collectives of all ranks, played in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphpasses.simulate.arithmetic import ReduceOpName, reduce_in_order
+from graphpasses.simulate.nccl import Part, reduction_parts
+from graphpasses.simulate.rings import Topology
+
+__all__ = ["reduce_parts", "simulate_all_reduce", "simulate_reduce_scatter"]
+
+
+def reduce_parts(
+    contributions: Sequence[Tensor],
+    parts: Sequence[Part],
+    topology: Topology,
+    op: ReduceOpName = "sum",
+    *,
+    factor: float = 1.0,
+    offset: int = 0,
+) -> Tensor:
+    """Reduces a stretch of a buffer, each part in its own order.
+
+    Args:
+        contributions: one flat tensor per rank, of one length and dtype: elements ``offset`` and on.
+        parts: the order of every element of the buffer; those outside the stretch are ignored.
+        topology: the communicator, for ``fused_avg``.
+        op: the reduction.
+        factor: factor of ``"premul_sum"``.
+        offset: place of the first contributed element in the buffer, in elements.
+
+    Returns:
+        A new flat tensor of the contributions' length; zero where no part reaches.
+
+    Raises:
+        UnsupportedError: NCCL does not have the op, or not for this dtype.
+
+    Example:
+        >>> part = Part(start=0, stop=2, channel=0, order=(1, 0))
+        >>> reduce_parts([torch.ones(2), torch.ones(2)], [part], Topology(2, gpus_per_node=2))
+        tensor([2., 2.])
+    """
+    result = torch.zeros_like(contributions[0])
+    for part in parts:
+        start, stop = max(part.start - offset, 0), min(part.stop - offset, len(result))
+        if start < stop:
+            result[start:stop] = reduce_in_order(
+                [contributions[rank][start:stop] for rank in part.order],
+                op,
+                factor=factor,
+                fused=topology.fused_avg,
+            )
+    return result
+
+
+def simulate_reduce_scatter(
+    inputs: Sequence[Tensor] | Tensor, topology: Topology, op: ReduceOpName = "sum", *, factor: float = 1.0
+) -> list[Tensor]:
+    """Plays a ring reduce-scatter of all ranks in this process.
+
+    Args:
+        inputs: what each rank passes in, one flat tensor of ``num_ranks * count`` elements each, or stacked.
+        topology: the communicator.
+        op: the reduction.
+        factor: factor of ``"premul_sum"``.
+
+    Returns:
+        What each rank receives: a flat tensor of ``count`` elements.
+
+    Raises:
+        ValueError: the inputs do not fit the topology.
+        UnsupportedError: NCCL does not have the op, or not for this dtype.
+
+    Example:
+        >>> simulate_reduce_scatter([torch.ones(2), torch.ones(2)], Topology(2, gpus_per_node=2))
+        [tensor([2.]), tensor([2.])]
+
+    Source: NCCL ``src/device/reduce_scatter.h`` (``runRing``).
+    """
+    size = _common_length(inputs, topology)
+    if size % topology.num_ranks:
+        raise ValueError(f"{size} elements cannot be scattered evenly over {topology.num_ranks} ranks")
+    count = size // topology.num_ranks
+    return [
+        reduce_parts(
+            [whole[rank * count : (rank + 1) * count] for whole in inputs],
+            reduction_parts(topology, "reduce_scatter", count, inputs[0].element_size(), rank),
+            topology,
+            op,
+            factor=factor,
+        )
+        for rank in range(topology.num_ranks)
+    ]
+
+
+def simulate_all_reduce(
+    inputs: Sequence[Tensor] | Tensor, topology: Topology, op: ReduceOpName = "sum", *, factor: float = 1.0
+) -> Tensor:
+    """Plays a ring all-reduce of all ranks in this process.
+
+    Args:
+        inputs: what each rank passes in, one flat tensor per rank, or stacked.
+        topology: the communicator.
+        op: the reduction.
+        factor: factor of ``"premul_sum"``.
+
+    Returns:
+        What every rank receives, a flat tensor.
+
+    Raises:
+        ValueError: the inputs do not fit the topology.
+        UnsupportedError: NCCL does not have the op, or not for this dtype.
+
+    Example:
+        >>> simulate_all_reduce([torch.ones(2), torch.ones(2)], Topology(2, gpus_per_node=2))
+        tensor([2., 2.])
+
+    Source: NCCL ``src/device/all_reduce.h`` (``runRing``).
+    """
+    count = _common_length(inputs, topology)
+    parts = reduction_parts(topology, "all_reduce", count, inputs[0].element_size())
+    return reduce_parts(list(inputs), parts, topology, op, factor=factor)
+
+
+def _common_length(inputs: Sequence[Tensor] | Tensor, topology: Topology) -> int:
+    shapes = {tuple(tensor.shape) for tensor in inputs}
+    if len(inputs) != topology.num_ranks or len(shapes) != 1 or inputs[0].dim() != 1:
+        raise ValueError(
+            f"expected {topology.num_ranks} flat inputs of one length, "
+            f"got {len(inputs)} of shapes {sorted(shapes)}"
+        )
+    return len(inputs[0])

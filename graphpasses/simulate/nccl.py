@@ -1,0 +1,266 @@
+"""In which order NCCL's ring collectives add, as pure functions of the element's place in the buffer.
+
+The order depends on the element's channel (and, in an all-reduce, its chunk), so an element's bits depend on
+its offset.
+
+Modelled: one ring collective at a time, as ``NCCL_ALGO=Ring`` or AVG selects it. Not modelled: Tree, NVLS,
+PAT and CollNet, and several collectives in one ``ncclGroup``, which share the channels out among themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from graphpasses.simulate.rings import Ring, Topology, rings
+
+__all__ = [
+    "Collective",
+    "Part",
+    "channel_of",
+    "channel_parts",
+    "num_channels",
+    "order_of",
+    "reduction_parts",
+]
+
+Collective = Literal["reduce_scatter", "all_reduce", "reduce"]
+
+# Threads of a block and bytes per thread below which a channel is given up: src/graph/tuning.cc
+# (ncclTopoTuneModel), src/include/device.h. LL on a ring multiplies its bytes by the number of ranks.
+_NUM_THREADS = {"simple": 512, "ll": 512, "ll128": 640}
+_BYTES_PER_THREAD = {"simple": 64, "ll": 8, "ll128": 8}
+
+# Bytes of one chunk, from the default buffer sizes: src/enqueue.cc (calcCollChunking).
+_CHUNK_BYTES = {"simple": 2 * 1024 * 1024, "ll": 32 * 1024, "ll128": 576_000}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of elements that are added in one order.
+
+    Args:
+        start: first element.
+        stop: one past the last element.
+        channel: the channel that carries them.
+        order: the ranks in the order in which their contributions are added.
+    """
+
+    start: int
+    stop: int
+    channel: int
+    order: Ring
+
+
+def num_channels(topology: Topology, num_bytes: int) -> int:
+    """Returns how many channels a ring collective may use.
+
+    Args:
+        topology: the communicator.
+        num_bytes: bytes of the larger of input and output on one rank: ``num_ranks`` shards for a
+            reduce-scatter, the buffer for an all-reduce.
+
+    Returns:
+        Between 1 and ``topology.num_channels``; under ``"simple"`` about one per 32 KiB.
+
+    Example:
+        >>> num_channels(Topology(16, gpus_per_node=8), 100 * 1024)
+        3
+
+    Source: NCCL ``src/enqueue.cc`` (``topoGetAlgoInfo``).
+    """
+    minimum = _NUM_THREADS[topology.protocol] * _BYTES_PER_THREAD[topology.protocol]
+    if topology.protocol == "ll":
+        minimum *= topology.num_ranks
+    return max(1, min(topology.num_channels, num_bytes // minimum))
+
+
+def channel_parts(
+    topology: Topology, collective: Collective, count: int, element_size: int
+) -> tuple[range, ...]:
+    """Splits the elements over the channels.
+
+    Args:
+        topology: the communicator.
+        collective: which one; it decides how much traffic an element makes.
+        count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
+        element_size: bytes of one element.
+
+    Returns:
+        One range of elements per channel in use, in channel order; together they are ``range(count)``.
+
+    Example:
+        >>> [len(part) for part in channel_parts(Topology(4, gpus_per_node=2), "all_reduce", 50000, 2)]
+        [24576, 24576, 848]
+
+    Source: NCCL ``src/enqueue.cc`` (``scheduleCollTasksToPlan``, ``ncclFuncTrafficPerByte``).
+    """
+    if count == 0:
+        return ()
+    shards = topology.num_ranks if collective == "reduce_scatter" else 1
+    max_channels = num_channels(topology, shards * count * element_size)
+    traffic_per_byte = {"reduce_scatter": topology.num_ranks, "all_reduce": 2, "reduce": 1}[collective]
+    if topology.protocol == "ll":
+        traffic_per_byte *= 4
+    minimum = topology.min_channel_traffic
+    per_channel = max(minimum, count * element_size * traffic_per_byte) // max_channels
+    cell = _round_up(_ceil_div(minimum, traffic_per_byte), 16)
+    num_cells = _ceil_div(count * element_size, cell)
+    per_part = min(num_cells, _ceil_div(_round_up(per_channel, 16), cell * traffic_per_byte))
+
+    low = num_cells if topology.num_channels == 1 else per_part
+    num_middle, high = divmod(num_cells - low, per_part)
+    if 1 + num_middle + (high > 0) > topology.num_channels:
+        num_middle = topology.num_channels - 2
+        per_part, extra = divmod(num_cells - low, num_middle + 1)
+        high = per_part + extra
+    if high == 0 and num_middle > 0:
+        num_middle, high = num_middle - 1, per_part
+    sizes = [low, *[per_part] * num_middle, *[high] * (high > 0)]
+
+    elements_per_cell = cell // element_size
+    stops = [sum(sizes[: index + 1]) * elements_per_cell for index in range(len(sizes))]
+    stops[-1] = count
+    return tuple(range(start, stop) for start, stop in zip([0, *stops], stops, strict=False))
+
+
+@lru_cache(maxsize=256)
+def reduction_parts(
+    topology: Topology, collective: Collective, count: int, element_size: int, destination: int = 0
+) -> tuple[Part, ...]:
+    """Returns the order of addition of every element.
+
+    A reduction that ends at rank d starts at d's successor on the ring. A reduce-scatter ends each shard at
+    its own rank; an all-reduce cuts a channel's part into chunks and ends chunk j at the ring's j-th rank,
+    counted from rank 0.
+
+    Args:
+        topology: the communicator.
+        collective: which one.
+        count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
+        element_size: bytes of one element.
+        destination: rank that receives the result; an all-reduce ignores it.
+
+    Returns:
+        Parts in element order, together all elements.
+
+    Example:
+        >>> parts = reduction_parts(Topology(4, gpus_per_node=2), "reduce_scatter", 20000, 2, destination=1)
+        >>> [part.order for part in parts]
+        [(2, 3, 0, 1), (0, 3, 2, 1), (2, 3, 0, 1)]
+
+    Source: NCCL ``runRing`` of ``src/device/reduce_scatter.h``, ``src/device/all_reduce.h`` and
+    ``src/device/reduce.h``.
+    """
+    channel_rings = rings(topology)
+    parts = []
+    for channel, part in enumerate(channel_parts(topology, collective, count, element_size)):
+        ring = channel_rings[channel]
+        if collective == "all_reduce":
+            ring = ring[ring.index(0) :] + ring[: ring.index(0)]
+            for start, stop, position in _chunks(topology, part, element_size):
+                parts.append(Part(start, stop, channel, _order_ending_at(ring, ring[position])))
+        else:
+            parts.append(Part(part.start, part.stop, channel, _order_ending_at(ring, destination)))
+    return tuple(parts)
+
+
+def channel_of(
+    topology: Topology,
+    collective: Collective,
+    count: int,
+    element_size: int,
+    elements: Tensor | None = None,
+) -> Tensor:
+    """Returns the channel that carries each element.
+
+    Args:
+        topology: the communicator.
+        collective: which one.
+        count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
+        element_size: bytes of one element.
+        elements: int64, any shape: places in the shard or buffer, in elements. None for all, in order.
+
+    Returns:
+        int64, the shape of ``elements``. Two channels may run the same ring: see :func:`order_of`.
+
+    Example:
+        >>> elements = torch.tensor([0, 8192, 19999])
+        >>> channel_of(Topology(4, gpus_per_node=2), "reduce_scatter", 20000, 2, elements)
+        tensor([0, 1, 2])
+
+    Source: see :func:`channel_parts`.
+    """
+    parts = reduction_parts(topology, collective, count, element_size)
+    return _spread(parts, [part.channel for part in parts], count, elements)
+
+
+def order_of(
+    topology: Topology,
+    collective: Collective,
+    count: int,
+    element_size: int,
+    elements: Tensor | None = None,
+) -> Tensor:
+    """Returns a number per element; elements with equal numbers are added in the same order.
+
+    Moving an element between places with equal numbers changes no bit of it. Numbers can be compared between
+    two layouts of the same ``count``.
+
+    Args:
+        topology: the communicator.
+        collective: which one.
+        count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
+        element_size: bytes of one element.
+        elements: int64, any shape: places in the shard or buffer, in elements. None for all, in order.
+
+    Returns:
+        int64, the shape of ``elements``, numbered from 0 in the order of first use.
+
+    Example:
+        >>> elements = torch.tensor([0, 8192, 19999])
+        >>> order_of(Topology(4, gpus_per_node=2), "reduce_scatter", 20000, 2, elements)
+        tensor([0, 1, 0])
+
+    Source: see :func:`reduction_parts`.
+    """
+    parts = reduction_parts(topology, collective, count, element_size)
+    numbers: dict[Ring, int] = {}
+    return _spread(parts, [numbers.setdefault(part.order, len(numbers)) for part in parts], count, elements)
+
+
+def _chunks(topology: Topology, part: range, element_size: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (start, stop, position on the ring at which the sum ends) of an all-reduce channel's chunks."""
+    full = _CHUNK_BYTES[topology.protocol] // element_size
+    for loop in range(part.start, part.stop, full * topology.num_ranks):
+        remaining = part.stop - loop
+        chunk = min(full, _round_up(_ceil_div(remaining, topology.num_ranks), 16 // element_size))
+        for position in range(topology.num_ranks):
+            start = loop + position * chunk
+            if start < part.stop:
+                yield start, min(start + chunk, part.stop), position
+
+
+def _order_ending_at(ring: Ring, last: int) -> Ring:
+    first = ring.index(last) + 1
+    return ring[first:] + ring[:first]
+
+
+def _spread(parts: Sequence[Part], values: list[int], count: int, elements: Tensor | None) -> Tensor:
+    if elements is None:
+        elements = torch.arange(count)
+    stops = torch.tensor([part.stop for part in parts], dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64)[torch.bucketize(elements, stops, right=True)]
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(a: int, multiple: int) -> int:
+    return _ceil_div(a, multiple) * multiple

@@ -1,0 +1,250 @@
+"""The ``nccl_sim`` backend: gloo moves the data, and reductions add in the order of NCCL's rings.
+
+    import graphpasses.simulate
+    dist.init_process_group("nccl_sim")
+
+CPU tensors only. Reductions finish before they return, also with ``async_op=True``; the rest is gloo's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
+
+from graphpasses._torch.process_group import GlooProcessGroup
+from graphpasses.errors import TopologyError, UnsupportedError
+from graphpasses.simulate.arithmetic import ReduceOpName
+from graphpasses.simulate.collectives import reduce_parts
+from graphpasses.simulate.nccl import Collective, reduction_parts
+from graphpasses.simulate.rings import Topology, default_topology
+
+__all__ = ["NCCLSimProcessGroup", "configure"]
+
+_configured: Topology | None = None
+
+
+def configure(topology: Topology | None) -> None:
+    """Sets the cluster that the ``nccl_sim`` backend of this process simulates, from its next reduction on.
+
+    Every rank must configure the same. Groups that were made with ``pg_options=Topology(...)`` keep theirs.
+
+    Args:
+        topology: the topology of the world; None for :func:`default_topology`. A group of some of the ranks
+            uses ``topology.restrict(ranks)``.
+
+    Example:
+        >>> configure(Topology(16, gpus_per_node=8, mode="cross_nic"))
+        >>> configure(None)
+    """
+    global _configured
+    _configured = topology
+
+
+class NCCLSimProcessGroup(GlooProcessGroup):
+    """A process group whose reductions give the bits that NCCL's rings would give.
+
+    A reduce-scatter exchanges raw contributions, one shard per rank, and adds them locally. An all-reduce
+    does so for one stretch of the buffer per rank and gathers the results. The collectives of a coalesced
+    call are simulated one by one.
+
+    Args:
+        store: store of this group alone.
+        rank: rank in the group.
+        size: ranks of the group.
+        timeout: of gloo's collectives.
+        global_ranks: world ranks of the group, in group order.
+        topology: the group's own topology; None for the world's, restricted to the group.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        global_ranks: Sequence[int],
+        topology: Topology | None,
+    ) -> None:
+        super().__init__(store, rank, size, timeout)
+        self._global_ranks = tuple(global_ranks)
+        self._topology = topology
+        if topology is not None:
+            _check_size(topology, size)
+
+    @property
+    def topology(self) -> Topology:
+        """The topology of this group's ranks."""
+        if self._topology is not None:
+            return self._topology
+        world = dist.group.WORLD
+        if world is None or world is self:
+            # The world is still being made, or is this group.
+            whole = _configured or default_topology(self.size())
+            _check_size(whole, self.size())
+            return whole
+        if isinstance(world, NCCLSimProcessGroup):
+            return world.topology.restrict(self._global_ranks)
+        whole = _configured or default_topology(world.size())
+        _check_size(whole, world.size())
+        return whole.restrict(self._global_ranks)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Reduces ``input``, ``size()`` shards of ``output``'s size, into every rank's ``output``."""
+        if input.numel() != output.numel() * self.size() or input.dtype != output.dtype:
+            raise ValueError(
+                f"reduce_scatter needs an input of {self.size()} times the output's {output.numel()} "
+                f"{output.dtype} elements, got {input.numel()} {input.dtype} elements"
+            )
+        shards = self._exchange(input.detach().reshape(-1))
+        _assign(output, self._reduce(shards, "reduce_scatter", output.numel(), opts, self.rank()))
+        return _Done([output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Reduces several inputs, one after the other."""
+        for output, input in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, input, opts)
+        return _Done(outputs)
+
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Reduces lists of shards; uneven ones as one reduction per shard, as torch does on NCCL."""
+        for output, shards in zip(outputs, inputs, strict=True):
+            if len({shard.numel() for shard in shards}) == 1:
+                flat = torch.cat([shard.detach().reshape(-1) for shard in shards])
+                self.reduce_scatter_single(output, flat, opts)
+                continue
+            for root, shard in enumerate(shards):
+                total = self._reduce_to(root, shard, opts)
+                if root == self.rank():
+                    _assign(output, total)
+        return _Done(outputs)
+
+    def allreduce(  # type: ignore[override]
+        self, tensors: list[Tensor] | Tensor, opts: Any = None
+    ) -> dist.Work:
+        """Reduces tensors in place, one after the other."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        for tensor in tensors:
+            self._all_reduce(tensor, opts)
+        return _Done(tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
+        """Reduces tensors in place on the root; other ranks' tensors stay as they are."""
+        for tensor in tensors:
+            total = self._reduce_to(opts.rootRank, tensor, opts)
+            if opts.rootRank == self.rank():
+                _assign(tensor, total)
+        return _Done(tensors)
+
+    def _all_reduce(self, tensor: Tensor, opts: Any) -> None:
+        flat = tensor.detach().reshape(-1)
+        stretch = -(-flat.numel() // self.size())
+        padded = flat.new_zeros(stretch * self.size())
+        padded[: flat.numel()] = flat
+        mine = self._reduce(
+            self._exchange(padded), "all_reduce", flat.numel(), opts, offset=stretch * self.rank()
+        )
+        self.gloo.all_gather_single(_as_bytes(padded), _as_bytes(mine)).wait()
+        _assign(tensor, padded[: flat.numel()])
+
+    def _reduce_to(self, root: int, tensor: Tensor, opts: Any) -> Tensor:
+        flat = tensor.detach().reshape(-1)
+        gathered = flat.new_empty(self.size() * flat.numel())
+        self.gloo.all_gather_single(_as_bytes(gathered), _as_bytes(flat)).wait()
+        contributions = gathered.view(self.size(), -1).unbind()
+        return self._reduce(contributions, "reduce", flat.numel(), opts, root)
+
+    def _exchange(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Returns every rank's contribution to this rank's stretch of the buffer, unreduced."""
+        received = torch.empty_like(flat)
+        # As bytes, since gloo does not know every dtype.
+        self.gloo.all_to_all_single(_as_bytes(received), _as_bytes(flat), [], []).wait()
+        return received.view(self.size(), -1).unbind()
+
+    def _reduce(
+        self,
+        contributions: Sequence[Tensor],
+        collective: Collective,
+        count: int,
+        opts: Any,
+        destination: int = 0,
+        offset: int = 0,
+    ) -> Tensor:
+        topology = self.topology
+        op, factor = _parse_op(opts)
+        parts = reduction_parts(topology, collective, count, contributions[0].element_size(), destination)
+        return reduce_parts(contributions, parts, topology, op, factor=factor, offset=offset)
+
+
+class _Done(dist.Work):
+    """Work that was finished before it was returned."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        self._future.set_result(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def result(self) -> list[Tensor]:
+        return self._future.value()
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
+
+
+def _parse_op(opts: Any) -> tuple[ReduceOpName, float]:
+    op: Any = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
+    for name in get_args(ReduceOpName):
+        if op == getattr(dist.ReduceOp, name.upper()):
+            return name, float(op.factor) if name == "premul_sum" else 1.0
+    raise UnsupportedError(f"NCCL has no {op.op}; it has {', '.join(get_args(ReduceOpName))}")
+
+
+def _as_bytes(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)
+
+
+def _assign(target: Tensor, flat: Tensor) -> None:
+    target.detach().copy_(flat.view(target.shape))
+
+
+def _check_size(topology: Topology, num_ranks: int) -> None:
+    if topology.num_ranks != num_ranks:
+        raise TopologyError(
+            f"the topology has {topology.num_ranks} ranks, but the process group has {num_ranks}"
+        )
+
+
+def _create(options: Any, pg_options: Any) -> NCCLSimProcessGroup:
+    # torch passes no ranks for the world.
+    global_ranks = options.global_ranks_in_group or range(options.group_size)
+    return NCCLSimProcessGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        global_ranks,
+        pg_options if isinstance(pg_options, Topology) else None,
+    )
+
+
+dist.Backend.register_backend("nccl_sim", _create, extended_api=True, devices=["cpu"])

@@ -1,0 +1,226 @@
+"""The cluster that is simulated, and the rings that NCCL would build on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from graphpasses.errors import TopologyError
+
+__all__ = ["Mode", "Protocol", "Ring", "Topology", "default_topology", "rings"]
+
+Ring = tuple[int, ...]
+Mode = Literal["shared", "rail", "cross_nic", "explicit"]
+Protocol = Literal["simple", "ll", "ll128"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One communicator: where its ranks sit and how NCCL was tuned; rank r is GPU ``r % gpus_per_node``.
+
+    Args:
+        num_ranks: ranks of the communicator.
+        gpus_per_node: ranks on each node; ranks are numbered node by node.
+        mode: which rings NCCL's search finds. ``"shared"``: every channel visits the ranks in order, as on
+            one node with NVSwitch. ``"rail"``: each NIC serves the GPU with the same number on every node, so
+            ring c enters and leaves a node next to GPU c. ``"cross_nic"``: a ring enters a node by one NIC
+            and leaves by another (``NCCL_CROSS_NIC=1``). ``"explicit"``: ``explicit_rings``.
+            Within one node there is no NIC to choose: ``"rail"`` and ``"cross_nic"`` are ``"shared"`` there.
+        explicit_rings: rings of mode ``"explicit"``, each a permutation of the ranks.
+        num_channels: channels of the communicator ("16 coll channels" in the log).
+        num_search_rings: rings that the search found, which the channels repeat; None for one per GPU of a
+            node, or all explicit rings.
+        protocol: ``"simple"``, ``"ll"`` or ``"ll128"``.
+        fused_avg: whether a bf16 AVG multiplies and adds with one rounding (sm_90 and later) or two (sm_80).
+        min_channel_traffic: bytes of traffic below which work is not split further; 32 KiB in NCCL 2.30,
+            16 KiB in 2.28 (``MinTrafficPerChannel``).
+
+    Raises:
+        TopologyError: the fields contradict each other.
+
+    Example:
+        >>> Topology(4, gpus_per_node=2).num_nodes
+        2
+
+    Source: NCCL ``src/graph/search.cc`` (rings), ``src/graph/connect.cc`` (channels repeat them).
+    """
+
+    num_ranks: int
+    gpus_per_node: int
+    mode: Mode = "rail"
+    explicit_rings: tuple[Ring, ...] = ()
+    num_channels: int = 16
+    num_search_rings: int | None = None
+    protocol: Protocol = "simple"
+    fused_avg: bool = True
+    min_channel_traffic: int = 32 * 1024
+
+    def __post_init__(self) -> None:
+        _check_choice("mode", self.mode, get_args(Mode))
+        _check_choice("protocol", self.protocol, get_args(Protocol))
+        for name in ("num_ranks", "gpus_per_node", "num_channels", "num_search_rings", "min_channel_traffic"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise TopologyError(f"{name} is {value}; it must be at least 1")
+        if self.num_ranks % self.gpus_per_node:
+            raise TopologyError(
+                f"{self.num_ranks} ranks cannot fill nodes of {self.gpus_per_node} GPUs; "
+                "num_ranks must be a multiple of gpus_per_node"
+            )
+        if (self.mode == "explicit") != bool(self.explicit_rings):
+            raise TopologyError(
+                'mode "explicit" needs explicit_rings'
+                if self.mode == "explicit"
+                else f'explicit_rings were given, but mode is "{self.mode}"; use mode "explicit"'
+            )
+        for index, ring in enumerate(self.explicit_rings):
+            if sorted(ring) != list(range(self.num_ranks)):
+                raise TopologyError(
+                    f"explicit ring {index} is {list(ring)}, "
+                    f"not a permutation of the ranks 0 to {self.num_ranks - 1}"
+                )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the ranks fill."""
+        return self.num_ranks // self.gpus_per_node
+
+    def restrict(self, ranks: Sequence[int]) -> Topology:
+        """Returns the topology of a communicator that holds some of the ranks.
+
+        NCCL searches anew for each communicator, among that communicator's own GPUs. So:
+
+        - ranks of one node: ``"shared"``;
+        - the same number of GPUs of each node, listed node by node: the same mode on that smaller cluster;
+        - anything else, and explicit rings: the rings of this topology with the other ranks left out. That is
+          a guess; where it matters, give the group its own topology (``new_group(pg_options=...)``).
+
+        Args:
+            ranks: ranks of this topology, in the order of the communicator's own numbering.
+
+        Returns:
+            A topology whose rank ``i`` is ``ranks[i]``.
+
+        Raises:
+            TopologyError: a rank is unknown or repeated.
+
+        Example:
+            >>> Topology(8, gpus_per_node=4).restrict([0, 1, 4, 5]) == Topology(4, gpus_per_node=2)
+            True
+
+        Source: NCCL ``src/init.cc`` (``initTransportsRank``: ``ncclTopoTrimSystem``, ``ncclTopoCompute``).
+        """
+        ranks = tuple(ranks)
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(range(self.num_ranks)):
+            raise TopologyError(
+                f"ranks {list(ranks)} are not distinct ranks of a topology of {self.num_ranks} ranks"
+            )
+        if ranks == tuple(range(self.num_ranks)):
+            return self
+        size = len(ranks)
+        nodes = [rank // self.gpus_per_node for rank in ranks]
+        num_local = size // len(set(nodes))
+        if len(set(nodes)) == 1:
+            return replace(
+                self,
+                num_ranks=size,
+                gpus_per_node=size,
+                mode="shared",
+                explicit_rings=(),
+                num_search_rings=None,
+            )
+        if self.mode != "explicit" and _fills_nodes(nodes, num_local):
+            return replace(self, num_ranks=size, gpus_per_node=num_local, num_search_rings=None)
+        local = {rank: index for index, rank in enumerate(ranks)}
+        kept = tuple(tuple(local[rank] for rank in ring if rank in local) for ring in _search_rings(self))
+        return replace(
+            self,
+            num_ranks=size,
+            gpus_per_node=num_local if _fills_nodes(nodes, num_local) else 1,
+            mode="explicit",
+            explicit_rings=kept,
+            num_search_rings=None,
+        )
+
+
+def default_topology(num_ranks: int) -> Topology:
+    """Returns the topology that is simulated when none was configured.
+
+    An even number of ranks, four or more, is two nodes of half the ranks each, mode ``"rail"``: the smallest
+    cluster on which the place of an element matters. Any other number is one node, mode ``"shared"``.
+
+    Args:
+        num_ranks: ranks of the world.
+
+    Returns:
+        The topology; for 4 ranks two nodes of two GPUs.
+
+    Example:
+        >>> rings(default_topology(4))[:2]
+        ((0, 1, 2, 3), (1, 0, 3, 2))
+    """
+    if num_ranks >= 4 and num_ranks % 2 == 0:
+        return Topology(num_ranks, gpus_per_node=num_ranks // 2, mode="rail")
+    return Topology(num_ranks, gpus_per_node=num_ranks, mode="shared")
+
+
+def rings(topology: Topology) -> tuple[Ring, ...]:
+    """Returns the ring of every channel.
+
+    Args:
+        topology: the communicator.
+
+    Returns:
+        ``num_channels`` permutations of the ranks; a rank sends to the next one, the last to the first.
+
+    Example:
+        >>> rings(Topology(4, gpus_per_node=2, mode="cross_nic", num_channels=2))
+        ((0, 1, 3, 2), (1, 0, 2, 3))
+
+    Source: NCCL ``src/graph/search.cc`` (``ncclTopoSearchRec``) and ``src/graph/connect.cc``
+    (``ncclTopoPostset``).
+    """
+    found = _search_rings(topology)
+    return tuple(found[channel % len(found)] for channel in range(topology.num_channels))
+
+
+def _search_rings(topology: Topology) -> tuple[Ring, ...]:
+    if topology.mode == "explicit":
+        return topology.explicit_rings[: topology.num_search_rings]
+    if topology.mode == "shared" or topology.num_nodes == 1:
+        return (tuple(range(topology.num_ranks)),)
+    num_rings = topology.num_search_rings or topology.gpus_per_node
+    return tuple(
+        tuple(
+            node * topology.gpus_per_node + gpu
+            for node in range(topology.num_nodes)
+            for gpu in _gpus_of_node(topology, index, node)
+        )
+        for index in range(num_rings)
+    )
+
+
+def _gpus_of_node(topology: Topology, index: int, node: int) -> list[int]:
+    """The order in which search ring ``index`` visits the GPUs of a node."""
+    first, step = index, -1
+    if topology.mode == "cross_nic":
+        # Neighbouring nodes use neighbouring NICs in opposite roles.
+        first = index if node % 2 == 0 else index ^ 1
+        step = -1 if index % 2 == node % 2 else 1
+    num_gpus = topology.gpus_per_node
+    return [(first + step * position) % num_gpus for position in range(num_gpus)]
+
+
+def _fills_nodes(nodes: Sequence[int], num_local: int) -> bool:
+    """Whether the ranks come node by node, ``num_local`` of each."""
+    starts = nodes[::num_local]
+    return len(set(starts)) == len(starts) and list(nodes) == [
+        node for node in starts for _ in range(num_local)
+    ]
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        quoted = ", ".join(f'"{choice}"' for choice in choices)
+        raise TopologyError(f'{name} is "{value}"; it must be one of {quoted}')
