@@ -67,6 +67,7 @@ class ParameterGroup:
         postdivide: what they are divided by after the last collective, or None.
         reduce_dtype: dtype on the wire.
         reduces_unused: whether zeros are reduced for trainable parameters without a gradient.
+        reshards_after_forward: whether the parameters are freed after forward and gathered again in backward.
     """
 
     name: str
@@ -79,6 +80,7 @@ class ParameterGroup:
     postdivide: float | None
     reduce_dtype: torch.dtype
     reduces_unused: bool
+    reshards_after_forward: bool
 
 
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
@@ -98,26 +100,34 @@ def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
     """
     fqns = {module: fqn for fqn, module in model.named_modules()}
     groups: dict[FSDPParamGroup, str] = {}
-    for module in _post_order(model, set()):
+    keeps: set[FSDPParamGroup] = set()
+    for module, is_root in _post_order(model, set(), True):
         state = _get_module_fsdp_state(module)
         if state is None:
             continue
+        if is_root and state._auto_reshard_after_forward:  # settled by FSDP2 at the first forward only
+            keeps.update(state._fsdp_param_groups)
         name = ", ".join(fqns.get(root, "?") or "(root)" for root in state._modules)
         for index, group in enumerate(state._fsdp_param_groups):
             suffix = f" [{index}]" if len(state._fsdp_param_groups) > 1 else ""
             groups.setdefault(group, name + suffix)
-    return tuple(_read_group(group, name, fqns) for group, name in groups.items())
+    return tuple(_read_group(group, name, fqns, group in keeps) for group, name in groups.items())
 
 
-def _post_order(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+def _post_order(
+    module: nn.Module, visited: set[nn.Module], is_root: bool
+) -> Iterator[tuple[nn.Module, bool]]:
+    """Yields each module and whether no module around it is an FSDP2 module."""
     visited.add(module)
     for child in module.children():
         if child not in visited:
-            yield from _post_order(child, visited)
-    yield module
+            yield from _post_order(child, visited, is_root and _get_module_fsdp_state(module) is None)
+    yield module, is_root
 
 
-def _read_group(group: FSDPParamGroup, name: str, fqns: dict[nn.Module, str]) -> ParameterGroup:
+def _read_group(
+    group: FSDPParamGroup, name: str, fqns: dict[nn.Module, str], keeps_parameters: bool
+) -> ParameterGroup:
     mesh_info = group.mesh_info
     if not isinstance(mesh_info, FSDPMeshInfo):
         raise UnsupportedError(
@@ -127,6 +137,12 @@ def _read_group(group: FSDPParamGroup, name: str, fqns: dict[nn.Module, str]) ->
         raise UnsupportedError(
             f"FSDP2 group {name!r} has an all-reduce hook, whose effect on the gradients cannot be read; "
             "remove it or use a 2-D mesh (HSDP) instead"
+        )
+    if not group.reduce_grads or not group.all_reduce_grads:
+        raise UnsupportedError(
+            f"FSDP2 group {name!r} accumulates gradients without reducing them (set_requires_gradient_sync or "
+            "set_requires_all_reduce is False); a captured step reduces in every call. Turn it on, or accumulate "
+            "with gradient synchronisation"
         )
     if outside := [p for p in group.fsdp_params if p._module_info.module not in fqns]:
         raise LayoutError(
@@ -172,6 +188,7 @@ def _read_group(group: FSDPParamGroup, name: str, fqns: dict[nn.Module, str]) ->
         postdivide=None if postdivide in (None, 1) else float(postdivide),
         reduce_dtype=reduce_dtype,
         reduces_unused=group.reduce_scatter_unused_params,
+        reshards_after_forward=group.post_forward_mesh_info is not None and not keeps_parameters,
     )
 
 

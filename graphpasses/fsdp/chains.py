@@ -11,7 +11,7 @@ from SimpleFSDP (torch.distributed.tensor._redistribute), with rank-dependent pa
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -30,7 +30,18 @@ REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 CAST = aten._to_copy.default
 
+# From a parameter's placeholder to its all-gather, as traced, and as packed by bucket-fsdp-collectives.
 _BEFORE_ALL_GATHER = frozenset({CAST, aten.constant_pad_nd.default, aten.view.default})
+_PACK_OPS = _BEFORE_ALL_GATHER | {aten.cat.default, aten.reshape.default, aten.view.dtype}
+# An unshard copies a parameter's bytes: casts, padding, packing, the gather, and what undoes them.
+UNSHARD_OPS = _PACK_OPS | {
+    ALL_GATHER,
+    WAIT,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes_copy.default,
+    operator.getitem,
+}
 # What stands between a reduction's wait and the gradient output.
 _AFTER_REDUCTION = frozenset({CAST, aten.slice.Tensor, aten.view.default, aten.detach.default})
 
@@ -99,6 +110,26 @@ def find_unshards(graph: TrainGraph) -> list[Unshard]:
                 elif user.target in _BEFORE_ALL_GATHER:
                     pending.append(user)
     return found
+
+
+def gather_chain(all_gather: fx.Node, order: Mapping[fx.Node, int]) -> list[fx.Node] | None:
+    """Returns the nodes from placeholders to ``all_gather``, in order; None if it gathers something computed.
+
+    Args:
+        all_gather: an all-gather.
+        order: position of every node in the graph.
+    """
+    chain: set[fx.Node] = {all_gather}
+    pending = [all_gather]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source.op == "placeholder" or source in chain:
+                continue
+            if source.target not in _PACK_OPS:
+                return None
+            chain.add(source)
+            pending.append(source)
+    return sorted(chain, key=order.__getitem__)
 
 
 def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
@@ -183,6 +214,11 @@ def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:
         return value, collective
     split = splits.pop()
     return argument(split), split
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the tracer saw autograd's engine run ``node``."""
+    return bool(node.meta.get("autograd_backward", False))
 
 
 def is_mutated(node: fx.Node) -> bool:

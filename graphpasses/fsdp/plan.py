@@ -69,11 +69,15 @@ class Bucket:
         name: the plan entry that it comes from, for messages.
         fqns: canonical FQNs of its parameters in byte order, frozen ones included.
         reduction: how its gradients are reduced; None leaves what was captured.
+        reshard_after_forward: whether backward gathers its parameters again.
+        reduces_unused: whether eager reduces zeros for its trainable parameters without a gradient.
     """
 
     name: str
     fqns: tuple[str, ...]
     reduction: Reduction | None = None
+    reshard_after_forward: bool = False
+    reduces_unused: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,16 @@ class PlanEntry:
         kind: what the FQNs name.
         reduction: how its gradients are reduced; None leaves what was captured.
         name: for messages.
+        reshard_after_forward: whether backward gathers its parameters again, as ``fully_shard``'s argument.
+        reduces_unused: as FSDP2's ``set_reduce_scatter_unused_params``.
     """
 
     fqns: tuple[str, ...]
     kind: Literal["modules", "parameters"] = "modules"
     reduction: Reduction | None = None
     name: str = ""
+    reshard_after_forward: bool = False
+    reduces_unused: bool = False
 
     def __post_init__(self) -> None:
         if not self.fqns:
@@ -124,7 +132,12 @@ class BucketPlan:
 
     @classmethod
     def from_modules(
-        cls, entries: Iterable[Sequence[str]], reduction: Reduction | None = None, *, root: bool = True
+        cls,
+        entries: Iterable[Sequence[str]],
+        reduction: Reduction | None = None,
+        *,
+        root: bool = True,
+        reshard_after_forward: bool = True,
     ) -> BucketPlan:
         """Makes a plan from the modules of each ``fully_shard`` call; no model is needed.
 
@@ -133,11 +146,20 @@ class BucketPlan:
                 another entry's module makes a bucket of its own, as calling bottom-up does.
             reduction: reduction of every bucket.
             root: see the class.
+            reshard_after_forward: argument of those calls. The root's bucket is never resharded, FSDP2's default.
 
         Raises:
             PlanError: an entry is empty.
         """
-        made = (PlanEntry(_names(entry), "modules", reduction) for entry in entries)
+        made = (
+            PlanEntry(
+                _names(entry),
+                "modules",
+                reduction,
+                reshard_after_forward=reshard_after_forward and "" not in entry,
+            )
+            for entry in entries
+        )
         return cls(tuple(made), root=root, root_reduction=reduction)
 
     @classmethod
@@ -160,7 +182,9 @@ class BucketPlan:
         return cls(tuple(made), root=False)
 
     @classmethod
-    def per_block(cls, model: nn.Module, reduction: Reduction | None = None) -> BucketPlan:
+    def per_block(
+        cls, model: nn.Module, reduction: Reduction | None = None, *, reshard_after_forward: bool = True
+    ) -> BucketPlan:
         """Makes the usual plan: one bucket per block, and the root's.
 
         A block is a child of an outermost ``nn.ModuleList`` or ``nn.ModuleDict`` that owns parameters.
@@ -168,6 +192,7 @@ class BucketPlan:
         Args:
             model: the model, only looked at.
             reduction: reduction of every bucket.
+            reshard_after_forward: as in :meth:`from_modules`.
 
         Example:
             >>> model = nn.Module()
@@ -183,7 +208,7 @@ class BucketPlan:
                     if block not in inside and next(block.parameters(), None) is not None:
                         blocks.append([f"{fqn}.{name}" if fqn else name])
                     inside.update(block.modules())
-        return cls.from_modules(blocks, reduction)
+        return cls.from_modules(blocks, reduction, reshard_after_forward=reshard_after_forward)
 
     @classmethod
     def from_fully_shard(cls, model: nn.Module) -> BucketPlan:
@@ -220,6 +245,8 @@ class BucketPlan:
                     group.reduce_dtype,
                 ),
                 name=group.name,
+                reshard_after_forward=group.reshards_after_forward,
+                reduces_unused=group.reduces_unused,
             )
             for group in groups
         )
@@ -273,7 +300,15 @@ class BucketPlan:
                     raise PlanError(_conflict(other_name, other_entry, name, entry.name))
                 fqns[canonical] = None
             if fqns:
-                buckets.append(Bucket(entry.name, tuple(fqns), entry.reduction))
+                buckets.append(
+                    Bucket(
+                        entry.name,
+                        tuple(fqns),
+                        entry.reduction,
+                        entry.reshard_after_forward,
+                        entry.reduces_unused,
+                    )
+                )
         return tuple(buckets)
 
 

@@ -6,6 +6,7 @@ from graphpasses.passes.bucket_fsdp_collectives import BucketFSDPCollectives
 from graphpasses.passes.coalesce_grad_reductions import CoalesceGradReductions
 from graphpasses.passes.deduplicate_shared import DeduplicateShared
 from graphpasses.passes.prefetch_collectives import PrefetchCollectives
+from graphpasses.passes.regather_parameters import RegatherParameters
 from graphpasses.pipeline import Pipeline
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "CoalesceGradReductions",
     "DeduplicateShared",
     "PrefetchCollectives",
+    "RegatherParameters",
     "default_pipeline",
 ]
 
@@ -35,6 +37,7 @@ def default_pipeline(
             DeduplicateShared(),
             CoalesceGradReductions(),
             BucketFSDPCollectives(plan, contract),
+            RegatherParameters(plan),
             PrefetchCollectives(),
         ),
         disable=disable,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 import torch
@@ -62,12 +62,25 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
         for members in _by_group(gathered, lambda unshard: unshard.all_gather.args[1:]):
             if len(members) > 1:
                 gathers.append(_Gather(members))
+        _refuse_zeros(graph, bucket, reductions)
         reduced = [reductions[fqn][0] for fqn in bucket.fqns if len(reductions.get(fqn, ())) == 1]
         for found in _by_group(reduced, _reduce_group):
-            reduction = bucket.reduction or _captured_reduction(found[0])
-            if len(found) > 1 or found[0].all_reduce or _captured_reduction(found[0]) != reduction:
+            captured = _captured_reduction(found[0])
+            reduction = bucket.reduction or captured
+            reduction = replace(reduction, dtype=reduction.dtype or captured.dtype)
+            if len(found) > 1 or found[0].all_reduce or captured != reduction:
                 reduces.append(_Reduce(found, reduction))
     return gathers, reduces, _notes(graph, buckets, unshards, reductions)
+
+
+def _refuse_zeros(graph: TrainGraph, bucket: Bucket, reductions: Mapping[str, object]) -> None:
+    missing = [fqn for fqn in bucket.fqns if graph.parameters[fqn].requires_grad and fqn not in reductions]
+    if bucket.reduces_unused and missing:
+        raise UnsupportedError(
+            f"eager reduces zeros for {missing[0]!r} of bucket {bucket.name!r}, which this step leaves without a "
+            "gradient (set_reduce_scatter_unused_params); the graph has no gradient to pack. Turn it off in eager, "
+            "or make the step use the parameter"
+        )
 
 
 def _by_group(members: Iterable[T], key: Callable[[T], object]) -> list[tuple[T, ...]]:
@@ -84,7 +97,7 @@ def _reduce_group(reduction: GradReduction) -> object:
 
 def _captured_reduction(reduction: GradReduction) -> Reduction:
     op = reduction.reduce_scatter.args[1]
-    all_reduce_op = reduction.all_reduce.args[1] if reduction.all_reduce else "sum"
+    all_reduce_op = reduction.all_reduce.args[1] if reduction.all_reduce else op
     return Reduction(op, all_reduce_op, dtype=reduction.reduce_scatter.meta["val"].dtype)  # type: ignore[arg-type]
 
 

@@ -5,30 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 
-from graphpasses.fsdp.chains import ALL_GATHER, CAST, is_mutated
-from graphpasses.graph import WAIT, InputKind, TrainGraph
+from graphpasses.fsdp.chains import ALL_GATHER, UNSHARD_OPS, is_backward, is_mutated
+from graphpasses.graph import InputKind, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["DeduplicateShared"]
-
-aten = torch.ops.aten
-
-# An unshard chain copies a parameter's bytes: casts, padding, the gather, and the views that undo the padding.
-_UNSHARD_OPS = frozenset(
-    {
-        ALL_GATHER,
-        CAST,
-        WAIT,
-        aten.cat.default,
-        aten.constant_pad_nd.default,
-        aten.slice.Tensor,
-        aten.split.Tensor,
-        aten.view.default,
-    }
-)
 
 
 def _plan_placeholders(graph: TrainGraph) -> dict[int, int]:
@@ -53,14 +36,12 @@ def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
     repeated: dict[fx.Node, fx.Node] = {}
     chain = {node for _, node in graph.parameter_placeholders()}
     for node in graph.graph.nodes:
-        is_getitem = node.op == "call_function" and node.target.__name__ == "getitem"
-        if not (node.target in _UNSHARD_OPS or is_getitem):
+        if node.target not in UNSHARD_OPS:
             continue
         if not chain.issuperset(node.all_input_nodes) or not node.all_input_nodes:
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: repeated.get(n, n))
-        backward = bool(node.meta.get("autograd_backward", False))
-        key = (node.target, backward, _freeze(args), _freeze(kwargs))
+        key = (node.target, is_backward(node), _freeze(args), _freeze(kwargs))
         kept = first.setdefault(key, node)
         chain.add(node)
         if kept is not node:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphpasses.errors import PipelineError
-from graphpasses.fsdp.chains import ALL_GATHER, ALL_REDUCE, CAST, REDUCE_SCATTER, calls, wait_of
+from graphpasses.fsdp.chains import ALL_GATHER, ALL_REDUCE, CAST, REDUCE_SCATTER, calls, gather_chain, wait_of
 from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.pipeline import GraphPass, Numerics
 
@@ -18,16 +18,6 @@ __all__ = ["PrefetchCollectives"]
 
 aten = torch.ops.aten
 
-_PACK_OPS = frozenset(
-    {
-        CAST,
-        aten.cat.default,
-        aten.constant_pad_nd.default,
-        aten.reshape.default,
-        aten.view.default,
-        aten.view.dtype,
-    }
-)
 _UNPACK_OPS = frozenset(
     {
         CAST,
@@ -40,21 +30,6 @@ _UNPACK_OPS = frozenset(
         operator.getitem,
     }
 )
-
-
-def _gather_chain(all_gather: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
-    """Returns the nodes from the placeholders to ``all_gather``, in order; None if it gathers anything else."""
-    chain: set[fx.Node] = {all_gather}
-    pending = [all_gather]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source.op == "placeholder" or source in chain:
-                continue
-            if source.target not in _PACK_OPS:
-                return None
-            chain.add(source)
-            pending.append(source)
-    return sorted(chain, key=order.__getitem__)
 
 
 def _unpack_chain(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
@@ -99,7 +74,7 @@ class PrefetchCollectives(GraphPass):
 
     name: ClassVar[str] = "prefetch-collectives"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives"})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives", "regather-parameters"})
 
     num_ahead: int = 1
 
@@ -120,7 +95,7 @@ class PrefetchCollectives(GraphPass):
         return sum(order[node] != after[node] for node in nodes if is_collective(node) or node.target == WAIT)
 
     def _launch_early(self, all_gathers: list[fx.Node], order: dict[fx.Node, int]) -> None:
-        chains = [chain for node in all_gathers if (chain := _gather_chain(node, order)) is not None]
+        chains = [chain for node in all_gathers if (chain := gather_chain(node, order)) is not None]
         for current, ahead in zip(chains, chains[self.num_ahead :], strict=False):
             wait = wait_of(current[-1])
             for node in ahead:

@@ -1,0 +1,123 @@
+"""Free unsharded parameters after forward and gather them again in backward, as ``reshard_after_forward``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from graphpasses.fsdp.chains import ALL_GATHER, UNSHARD_OPS, gather_chain, is_backward
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph import TrainGraph
+from graphpasses.pipeline import GraphPass, Numerics
+
+__all__ = ["RegatherParameters"]
+
+
+@dataclass(frozen=True)
+class _Regather:
+    """Nodes to repeat, in order, before ``point`` for the backward ``readers`` of any of them."""
+
+    nodes: tuple[fx.Node, ...]
+    readers: tuple[fx.Node, ...]
+
+
+def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[_Regather]:
+    """Returns, per forward all-gather of resharded parameters that backward reads, what to repeat for it."""
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    fqn_of = {placeholder: fqn for fqn, placeholder in graph.parameter_placeholders()}
+    plans = []
+    for all_gather in graph.graph.find_nodes(op="call_function", target=ALL_GATHER):
+        chain = gather_chain(all_gather, order)
+        if chain is None or is_backward(all_gather):
+            continue
+        sources = {source for node in chain for source in node.all_input_nodes if source.op == "placeholder"}
+        if not {fqn_of.get(source) for source in sources} <= resharded:
+            continue
+        unsharded = _unsharded_values(all_gather)
+        readers = dict.fromkeys(
+            user for node in unsharded for user in node.users if is_backward(user) and user not in unsharded
+        )
+        if readers:
+            nodes = sorted({*chain, *_needed(unsharded, readers)}, key=order.__getitem__)
+            plans.append(_Regather(tuple(nodes), tuple(sorted(readers, key=order.__getitem__))))
+    return plans
+
+
+def _unsharded_values(all_gather: fx.Node) -> dict[fx.Node, None]:
+    """Returns the forward values that are a copy or a view of what ``all_gather`` gathered."""
+    values = {all_gather: None}
+    pending = [all_gather]
+    while pending:
+        for user in pending.pop().users:
+            copies = user.target in UNSHARD_OPS or getattr(user.target, "is_view", False)
+            if copies and not is_backward(user) and user not in values:
+                if all(source in values for source in user.all_input_nodes):
+                    values[user] = None
+                    pending.append(user)
+    return values
+
+
+def _needed(values: dict[fx.Node, None], readers: dict[fx.Node, None]) -> set[fx.Node]:
+    pending = [source for reader in readers for source in reader.all_input_nodes if source in values]
+    needed: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += [source for source in node.all_input_nodes if source in values]
+    return needed
+
+
+def _apply(graph: TrainGraph, plan: _Regather) -> None:
+    again: dict[fx.Node, fx.Node] = {}
+    with graph.graph.inserting_before(plan.readers[0]):
+        for node in plan.nodes:
+            again[node] = graph.graph.node_copy(node, lambda n: again.get(n, n))
+            again[node].meta["autograd_backward"] = True
+    for reader in plan.readers:
+        for source in reader.all_input_nodes:
+            if source in again:
+                reader.replace_input_with(source, again[source])
+
+
+@dataclass(frozen=True)
+class RegatherParameters(GraphPass):
+    """Gathers the parameters of resharded buckets again before backward first reads them.
+
+    The traced graph keeps every unsharded parameter from forward to backward. FSDP2 frees a resharded group's
+    after forward, which saves memory and costs one more all-gather::
+
+        w = wait(all_gather(p));  y = mm(x, w);  …;  gx = mm(gy, t(w))
+        w = wait(all_gather(p));  y = mm(x, w);  …;  w2 = wait(all_gather(p));  gx = mm(gy, t(w2))
+
+    Parameters that backward does not read, such as an embedding's, are not gathered again (FSDP2 does, since
+    it cannot know). Source: FSDP2's ``_fsdp_param_group.py``, ``post_forward`` and ``pre_backward``.
+
+    Args:
+        plan: which buckets are resharded (``reshard_after_forward`` of their entries).
+
+    Example:
+        >>> plan = BucketPlan.from_fully_shard(eager_model)  # doctest: +SKIP
+        >>> Pipeline((BucketFSDPCollectives(plan), RegatherParameters(plan))).run(step)  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "regather-parameters"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives"})
+
+    plan: BucketPlan
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of all-gathers added."""
+        resharded = frozenset(
+            fqn
+            for bucket in self.plan.resolve(graph.model)
+            if bucket.reshard_after_forward
+            for fqn in bucket.fqns
+        )
+        plans = _plan(graph, resharded)
+        for plan in plans:
+            _apply(graph, plan)
+        return len(plans)
