@@ -1,6 +1,7 @@
 """Hashes across real ranks: how a tensor is sharded must not show, and replicas that differ must."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from graphpasses.errors import GraphPassesError
+from graphpasses.parity.compare import compare_runs
 from graphpasses.parity.hashing import gradient_hashes, tensor_hash, tensor_hashes, weight_hash, weight_hashes
 from graphpasses.parity.launch import run_ranks
+from graphpasses.parity.record import ParityRecorder
+from graphpasses.parity.run_file import read_run
 
 SCATTERED = (
     "UnsupportedError: cannot hash 'up.weight': with [_StridedShard(dim=0, sf=2), Replicate()], "
@@ -69,7 +73,7 @@ def message_of(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-def hash_on_ranks() -> dict[str, Any]:
+def hash_on_ranks(folder: str) -> dict[str, Any]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
     tensors = whole_tensors()
@@ -103,9 +107,21 @@ def hash_on_ranks() -> dict[str, Any]:
         "gradient": message_of(lambda: tensor_hashes({"w": None if rank == 1 else local})),
         "on one rank": message_of(lambda: tensor_hashes({"w": local.to_sparse() if rank == 1 else local})),
     }
+    found["recording twice"] = record(Path(folder) / f"{num_ranks}.jsonl", mesh)
     if num_ranks == 4:
         found |= hash_on_two_dimensional_meshes(tensors)
     return found
+
+
+def record(path: Path, mesh: DeviceMesh | None) -> str:
+    """Records two steps whose weights and gradients any number of ranks computes alike, but not the loss."""
+    rank = 0 if mesh is None else dist.get_rank()
+    model = Model() if mesh is None else fully_shard(Model(), mesh=mesh)
+    with ParityRecorder(path, seed=0) as recorder:
+        recorder.record(-1, None, model)
+        trained(model)
+        recorder.record(0, torch.tensor(float(rank)), model)
+    return message_of(lambda: ParityRecorder(path))
 
 
 def hash_on_two_dimensional_meshes(tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -162,9 +178,14 @@ def expected() -> dict[str, Any]:
     return {"whole": tensor_hashes(whole_tensors()), "model": trained(Model())}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda num_ranks: f"{num_ranks} ranks")
-def found(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
-    results = run_ranks(hash_on_ranks, request.param)
+def found(request: pytest.FixtureRequest, folder: Path) -> tuple[int, dict[str, Any]]:
+    results = run_ranks(hash_on_ranks, request.param, str(folder))
     for result in results[1:]:
         for key in result.keys() - {"group", "errors group"}:
             assert result[key] == results[0][key], f"ranks must find the same: {key}"
@@ -244,3 +265,24 @@ def test_disagreement_raises_on_every_rank(found: tuple[int, dict[str, Any]]) ->
             "ReplicaMismatchError: 'a.w' should be the same on ranks [0, 2], "
             f"but the values of ranks [0] and [2] differ; {HINT}"
         )
+
+
+def test_runs_of_other_world_sizes_compare(found: tuple[int, dict[str, Any]], folder: Path) -> None:
+    num_ranks, hashes = found
+    path, alone = folder / f"{num_ranks}.jsonl", folder / f"1-of-{num_ranks}.jsonl"
+    assert hashes["recording twice"] == (
+        f"RunFileError: '{path}' exists already; pass overwrite=True to replace it"
+    )
+    record(alone, None)
+    run = read_run(path)
+    assert run.complete
+    assert run.header.world_size == num_ranks
+    assert run.steps[0].loss is None
+    loss = run.steps[1].loss
+    assert loss is not None
+    assert loss.values == tuple(repr(float(rank)) for rank in range(num_ranks))
+    comparison = compare_runs(read_run(alone), run)
+    assert comparison.equal
+    assert comparison.notes == (
+        f"the runs have 1 and {num_ranks} ranks: each rank's loss is not compared, weights and gradients are",
+    )

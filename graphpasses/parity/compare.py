@@ -1,0 +1,252 @@
+"""Where two recorded runs part: the step, the tensors, and what parted first. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from graphpasses.errors import CompareError
+from graphpasses.parity.run_file import Loss, Run, StepRecord
+
+if TYPE_CHECKING:
+    from graphpasses.fsdp.layout import Layout
+
+__all__ = ["BucketPlace", "Comparison", "MovedEntry", "Parting", "compare_runs"]
+
+
+@dataclass(frozen=True)
+class BucketPlace:
+    """Where one parameter lies in one reduction.
+
+    Args:
+        collective: ``"reduce_scatter"`` or ``"all_reduce"``.
+        bucket: index of the reduction in the layout.
+        op: ``"avg"`` or ``"sum"``.
+        dtype: dtype on the wire.
+        offset: bytes from the start of one rank's part of the bucket.
+        padded_numel: elements in one rank's part of the bucket.
+        num_ranks: size of the process group.
+    """
+
+    collective: str
+    bucket: int
+    op: str
+    dtype: str
+    offset: int
+    padded_numel: int
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class MovedEntry:
+    """A parameter that lies elsewhere in the two runs' reductions.
+
+    Args:
+        fqn: name of the parameter.
+        a: its places in the first run.
+        b: its places in the second run.
+    """
+
+    fqn: str
+    a: tuple[BucketPlace, ...]
+    b: tuple[BucketPlace, ...]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first step in which two runs differ.
+
+    Args:
+        step: its number.
+        first: what parted first, in the order in which a step makes them: the loss, the gradients, the weights.
+        loss: whether the losses differ; None if they could not be compared.
+        gradients: FQNs whose gradients differ.
+        weights: FQNs whose weights differ.
+        losses: each run's losses, if both recorded any.
+        moves: those of the differing parameters that lie elsewhere; empty without layouts.
+    """
+
+    step: int
+    first: Literal["loss", "gradients", "weights"]
+    loss: bool | None
+    gradients: tuple[str, ...]
+    weights: tuple[str, ...]
+    losses: tuple[Loss, Loss] | None
+    moves: tuple[MovedEntry, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What comparing two runs found.
+
+    Args:
+        a: the first run.
+        b: the second run.
+        num_steps: number of steps that both have.
+        parting: the first of them that differs; None if all are equal.
+        notes: what was not compared, and why.
+    """
+
+    a: Run
+    b: Run
+    num_steps: int
+    parting: Parting | None
+    notes: tuple[str, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all common steps are equal."""
+        return self.parting is None
+
+
+def compare_runs(a: Run, b: Run) -> Comparison:
+    """Finds the first step in which two runs differ, and what differs there.
+
+    The runs may have different numbers of ranks, since hashes do not depend on sharding.
+
+    Args:
+        a: a run.
+        b: another run of the same model.
+
+    Returns:
+        The first difference, or that there is none in the steps that both have.
+
+    Raises:
+        CompareError: torch versions or seeds differ, the runs have other tensors, or no step in common.
+
+    Example:
+        >>> from graphpasses.parity import ParityRecorder, read_run
+        >>> import tempfile, torch
+        >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
+        >>> with ParityRecorder(path) as recorder:
+        ...     recorder.record(0, 1.0, torch.nn.Linear(2, 2))
+        >>> compare_runs(read_run(path), read_run(path)).equal
+        True
+    """
+    _check_comparable(a, b)
+    steps_b = {record.step: record for record in b.steps}
+    common = [(record, steps_b[record.step]) for record in a.steps if record.step in steps_b]
+    if not common:
+        raise CompareError(f"the runs have no step in common: A has {_steps(a)}, B has {_steps(b)}")
+    notes = _notes(a, b, [record.step for record, _ in common])
+    same_ranks = a.header.world_size == b.header.world_size
+    skipped: dict[str, int] = {}
+    for x, y in common:
+        parting = _parting(x, y, same_ranks, (a.header.layouts, b.header.layouts), skipped)
+        if parting is not None:
+            break
+    notes += [f"{reason}, first in step {step}" for reason, step in skipped.items()]
+    return Comparison(a, b, len(common), parting, tuple(notes))
+
+
+def _check_comparable(a: Run, b: Run) -> None:
+    if a.header.torch != b.header.torch:
+        raise CompareError(
+            f"the runs used torch {a.header.torch} and torch {b.header.torch}: "
+            "bits are only comparable on one version; record both on the same"
+        )
+    if a.header.seed != b.header.seed:
+        raise CompareError(
+            f"the runs began with seeds {a.header.seed} and {b.header.seed}: record both with one"
+        )
+
+
+def _parting(
+    x: StepRecord,
+    y: StepRecord,
+    same_ranks: bool,
+    layouts: tuple[Layout | None, Layout | None],
+    skipped: dict[str, int],
+) -> Parting | None:
+    """Compares one step; notes in ``skipped`` what could not be."""
+    weights = _differing("tensors", x.step, x.weights, y.weights)
+    gradients: tuple[str, ...] = ()
+    has_gradients = [any(record.gradients.values()) for record in (x, y)]
+    if all(has_gradients):
+        gradients = _differing("gradients", x.step, x.gradients, y.gradients)
+    elif any(has_gradients):
+        only = "AB"[has_gradients.index(True)]
+        skipped.setdefault(f"gradients are not compared where only run {only} has them", x.step)
+    losses = (x.loss, y.loss) if x.loss and y.loss else None
+    loss: bool | None = None
+    if losses is None and (x.loss or y.loss):
+        skipped.setdefault(
+            f"losses are not compared where only run {'A' if x.loss else 'B'} has them", x.step
+        )
+    elif losses is not None and same_ranks:
+        loss = (losses[0].dtype, losses[0].bits) != (losses[1].dtype, losses[1].bits)
+    if not (loss or gradients or weights):
+        return None
+    first: Literal["loss", "gradients", "weights"] = (
+        "loss" if loss else "gradients" if gradients else "weights"
+    )
+    moves = _moves(dict.fromkeys((*gradients, *weights)), *layouts)
+    return Parting(x.step, first, loss, gradients, weights, losses, moves)
+
+
+def _differing(
+    what: str, step: int, x: Mapping[str, str | None], y: Mapping[str, str | None]
+) -> tuple[str, ...]:
+    if x.keys() != y.keys():
+        sides = [
+            f"only {run} has {_some(sorted(names))}"
+            for run, names in (("A", x.keys() - y.keys()), ("B", y.keys() - x.keys()))
+            if names
+        ]
+        raise CompareError(f"the runs have other {what} in step {step}: {'; '.join(sides)}")
+    return tuple(name for name in x if x[name] != y[name])
+
+
+def _moves(fqns: Mapping[str, None], a: Layout | None, b: Layout | None) -> tuple[MovedEntry, ...]:
+    if a is None or b is None:
+        return ()
+    moves = (MovedEntry(fqn, _places(a, fqn), _places(b, fqn)) for fqn in fqns)
+    return tuple(move for move in moves if move.a != move.b)
+
+
+def _places(layout: Layout, fqn: str) -> tuple[BucketPlace, ...]:
+    return tuple(
+        BucketPlace(
+            bucket.collective,
+            index,
+            bucket.op,
+            bucket.dtype,
+            entry.offset,
+            entry.padded_numel,
+            len(bucket.ranks),
+        )
+        for index, bucket in enumerate(layout.buckets)
+        for entry in bucket.entries
+        if entry.fqn == fqn
+    )
+
+
+def _notes(a: Run, b: Run, common: Sequence[int]) -> list[str]:
+    notes = [
+        f"run {name} was cut short: it has {_steps(run)}"
+        for name, run in (("A", a), ("B", b))
+        if not run.complete
+    ]
+    for name, run in (("A", a), ("B", b)):
+        if num_other := len(run.steps) - len(common):
+            notes.append(f"{num_other} steps of run {name} are not in the other and are not compared")
+    if a.header.world_size != b.header.world_size:
+        notes.append(
+            f"the runs have {a.header.world_size} and {b.header.world_size} ranks: "
+            "each rank's loss is not compared, weights and gradients are"
+        )
+    if (a.header.layouts is None) != (b.header.layouts is None):
+        notes.append(f"only run {'B' if a.header.layouts is None else 'A'} recorded its bucket layouts")
+    return notes
+
+
+def _steps(run: Run) -> str:
+    if not run.steps:
+        return "no steps"
+    return f"{len(run.steps)} steps, {run.steps[0].step} to {run.steps[-1].step}"
+
+
+def _some(names: Sequence[str], limit: int = 3) -> str:
+    shown = ", ".join(repr(name) for name in names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -1,0 +1,188 @@
+"""Writing a training run's hashes to a file while it trains."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from graphpasses.errors import RunFileError, UnsupportedError
+from graphpasses.fsdp.layout import Layout
+from graphpasses.parity._agreement import communication_device
+from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
+from graphpasses.parity.run_file import Loss, RunHeader, StepRecord, end_line, header_line, step_line
+
+__all__ = ["ParityRecorder"]
+
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ParityRecorder:
+    """Records the loss, the weights and the gradients of every step of a run, as hashes.
+
+    All ranks make one, record the same steps and take part in hashing; rank 0 writes. Each line is one write,
+    flushed to the disk, so that a killed run keeps the steps that it recorded. Leaving the ``with`` block in
+    order marks the run as complete; leaving it by an exception does not.
+
+    Args:
+        path: file to write.
+        run: name of the run.
+        model: description of the model.
+        seed: seed, or named seeds; runs of different seeds are not compared.
+        topology: description of the cluster; anything that JSON takes.
+        layouts: bucket layouts of the reductions; with them a comparison shows which entries moved.
+        overwrite: whether to replace a file that exists.
+        per_rank: names of tensors of which each rank holds its own,
+            see :func:`graphpasses.parity.tensor_hashes`.
+
+    Raises:
+        RunFileError: on all ranks; the file exists and ``overwrite`` is False, or it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> with ParityRecorder(Path(tempfile.mkdtemp()) / "eager.jsonl", run="eager", seed=0) as recorder:
+        ...     for step in range(3):
+        ...         loss = model(torch.ones(4, 2)).sum()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         recorder.record(step, loss, model)
+        ...         optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        run: str = "",
+        model: str = "",
+        seed: int | Mapping[str, int] | None = None,
+        topology: Mapping[str, object] | None = None,
+        layouts: Layout | None = None,
+        overwrite: bool = False,
+        per_rank: Collection[str] = (),
+    ) -> None:
+        self._path = Path(path)
+        self._per_rank = frozenset(per_rank)
+        self._file: int | None = None
+        self._last_step: int | None = None
+        self._num_steps = 0
+        distributed = dist.is_available() and dist.is_initialized()
+        self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        header = RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, layouts)
+        line = header_line(header)  # on all ranks, so that all raise what JSON cannot take
+        failure = [self._open(line, overwrite) if self._rank == 0 else None]
+        if self._world_size > 1:  # all ranks raise, or the others would wait for rank 0 in the first step
+            dist.broadcast_object_list(failure, src=0)
+        if failure[0] is not None:
+            raise RunFileError(failure[0])
+
+    def _open(self, header: bytes, overwrite: bool) -> str | None:
+        """Opens the file and writes its header; returns what went wrong."""
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if overwrite else os.O_EXCL)
+        try:
+            self._file = os.open(self._path, flags, 0o666)
+        except FileExistsError:
+            return f"'{self._path}' exists already; pass overwrite=True to replace it"
+        except OSError as error:
+            return f"cannot write '{self._path}': {error.strerror}"
+        self._write(header)
+        return None
+
+    def _write(self, line: bytes) -> None:
+        assert self._file is not None
+        num_written = os.write(self._file, line)
+        if num_written != len(line):
+            raise RunFileError(f"cannot write '{self._path}': only {num_written} of {len(line)} bytes fit")
+        os.fsync(self._file)
+
+    def record(
+        self,
+        step: int,
+        loss: Tensor | float | None,
+        model: nn.Module,
+        gradients: Mapping[str, Tensor | None] | None = None,
+    ) -> None:
+        """Hashes the model and its gradients as they are now, and writes the step's line.
+
+        Call it after ``optimizer.step()`` and before ``zero_grad()``. Record a step with loss None before the
+        first one to tell runs that began with other weights from runs that parted later.
+
+        Args:
+            step: its number; ascending.
+            loss: one element; a plain tensor is each rank's own loss and all are kept. None if there is none.
+            model: the module, sharded or not.
+            gradients: gradient of each parameter, by FQN (default: the parameters' ``.grad``).
+
+        Raises:
+            RunFileError: ``step`` does not ascend, or the disk is full.
+            UnsupportedError: the loss has more than one element, or is a DTensor that is not replicated;
+                and see :func:`graphpasses.parity.tensor_hashes`.
+            ReplicaMismatchError: see :func:`graphpasses.parity.tensor_hashes`.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise RunFileError(f"step {step} cannot be recorded after step {self._last_step}")
+        self._last_step = step
+        losses = None if loss is None else self._losses(loss)
+        # One call, hence one all-reduce, for both; a FQN cannot start with these marks.
+        both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in named_weights(model).items()}
+        given = named_gradients(model) if gradients is None else gradients
+        both |= {f"gradient of {n}": t for n, t in given.items()}
+        per_rank = {f"{kind} of {name}" for kind in ("weight", "gradient") for name in self._per_rank}
+        hashes = tensor_hashes(both, per_rank=per_rank)
+        if self._rank == 0:
+            weights = {n[len("weight of ") :]: h for n, h in hashes.items() if h and n.startswith("weight")}
+            grads = {n[len("gradient of ") :]: h for n, h in hashes.items() if n.startswith("gradient")}
+            self._write(step_line(StepRecord(step, losses, weights, grads)))
+        self._num_steps += 1
+
+    def _losses(self, loss: Tensor | float) -> Loss:
+        if isinstance(loss, DTensor):
+            if not all(placement.is_replicate() for placement in loss.placements):
+                raise UnsupportedError(
+                    f"cannot record a loss placed as {list(loss.placements)}; replicate it first"
+                )
+            loss = loss.to_local()
+        loss = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+        if loss.numel() != 1 or loss.element_size() not in _WORDS:
+            raise UnsupportedError(f"cannot record a loss of shape {list(loss.shape)} and dtype {loss.dtype}")
+        word = _WORDS[loss.element_size()]
+        words = loss.reshape(1).view(word).long()
+        if self._world_size > 1:
+            # Each rank fills its own place of a vector of zeros, so that a sum gathers the bits.
+            everyone = torch.zeros(self._world_size, dtype=torch.int64, device=communication_device(None))
+            everyone[self._rank] = words[0]
+            dist.all_reduce(everyone)
+            words = everyone
+        num_bits = 8 * loss.element_size()
+        values = words.to(word).view(loss.dtype).tolist()
+        bits = (f"{value & ((1 << num_bits) - 1):0{num_bits // 4}x}" for value in words.tolist())
+        return Loss(str(loss.dtype).removeprefix("torch."), tuple(bits), tuple(map(repr, values)))
+
+    def close(self, *, complete: bool = True) -> None:
+        """Ends the file, with a line that says that the run is complete if it is.
+
+        Args:
+            complete: whether the run ended in order.
+        """
+        if self._rank == 0 and self._file is not None:
+            if complete:
+                self._write(end_line(self._num_steps))
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(complete=error is None)

@@ -1,0 +1,151 @@
+"""A comparison of two runs as text for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from graphpasses.parity.compare import BucketPlace, Comparison, Parting
+from graphpasses.parity.run_file import Loss, Run
+
+__all__ = ["comparison_to_json", "make_console", "render_comparison"]
+
+_MEANING = {
+    "loss": "the forward pass differs, or what went into it (the weights before the step, the batch)",
+    "gradients": "losses are equal: the backward pass or a reduction differs",
+    "weights": "losses and gradients are equal: the optimizer step differs, or the weights it began with",
+}
+_NOT_SEEN = "losses were not compared: the forward pass, the backward pass or a reduction differs"
+
+
+def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
+    """Returns a comparison as plain dicts and lists, complete, for ``json.dumps``.
+
+    Args:
+        comparison: what :func:`graphpasses.parity.compare_runs` returned.
+    """
+    parting = comparison.parting
+    return {
+        "equal": comparison.equal,
+        "num_steps": comparison.num_steps,
+        "a": _run_to_json(comparison.a),
+        "b": _run_to_json(comparison.b),
+        "parting": None if parting is None else dataclasses.asdict(parting),
+        "notes": list(comparison.notes),
+    }
+
+
+def _run_to_json(run: Run) -> dict[str, Any]:
+    header = run.header
+    return {
+        "path": str(run.path),
+        "run": header.run,
+        "model": header.model,
+        "torch": header.torch,
+        "world_size": header.world_size,
+        "seed": header.seed,
+        "topology": header.topology,
+        "num_steps": len(run.steps),
+        "complete": run.complete,
+    }
+
+
+def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> RenderableType:
+    """Lays a comparison out for a terminal.
+
+    Args:
+        comparison: what :func:`graphpasses.parity.compare_runs` returned.
+        max_tensors: names shown at most in each table; how many more there are is said.
+
+    Returns:
+        Something that rich can print.
+    """
+    lines: list[RenderableType] = [_runs_table(comparison)]
+    if comparison.parting is None:
+        lines.append(Text(f"equal: all {comparison.num_steps} common steps, bit for bit", style="bold green"))
+    else:
+        lines += _render_parting(comparison.parting, max_tensors)
+    lines += [Text(f"note: {note}") for note in comparison.notes]
+    return Group(*lines)
+
+
+def make_console() -> Console:
+    """Makes a console for stdout; a pipe or a file has no width, so nothing is cut or folded for it."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=10_000, soft_wrap=True, highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    table.add_row(*map(Text, cells))  # Text, for names may hold brackets, which rich takes for markup
+
+
+def _runs_table(comparison: Comparison) -> Table:
+    table = _table("", "run", "model", "ranks", "steps", "file")
+    for name, run in (("A", comparison.a), ("B", comparison.b)):
+        steps = f"{len(run.steps)}{'' if run.complete else ' (cut short)'}"
+        header = run.header
+        _add_row(table, name, header.run, header.model, str(header.world_size), steps, str(run.path))
+    return table
+
+
+def _render_parting(parting: Parting, max_tensors: int) -> Iterable[RenderableType]:
+    yield Text(f"different: first in step {parting.step}, where the {parting.first} parted first", "bold red")
+    blind = parting.first == "gradients" and parting.loss is None
+    yield Text(_NOT_SEEN if blind else _MEANING[parting.first])
+    if parting.loss and parting.losses:
+        yield _loss_table(*parting.losses, max_tensors)
+    differing = [(fqn, "gradient") for fqn in parting.gradients] + [
+        (fqn, "weight") for fqn in parting.weights
+    ]
+    if differing:
+        kinds: dict[str, list[str]] = {}
+        for fqn, kind in differing:
+            kinds.setdefault(fqn, []).append(kind)
+        table = _table("tensor", "differs in")
+        for fqn, found in list(kinds.items())[:max_tensors]:
+            _add_row(table, fqn, ", ".join(found))
+        yield table
+        yield from _more(len(kinds), max_tensors, "tensors")
+    if parting.moves:
+        table = _table("moved in its bucket", "A", "B")
+        for move in parting.moves[:max_tensors]:
+            _add_row(table, move.fqn, _places(move.a), _places(move.b))
+        yield table
+        yield from _more(len(parting.moves), max_tensors, "entries")
+
+
+def _loss_table(a: Loss, b: Loss, max_ranks: int) -> Group:
+    table = _table("rank", "loss of A", "loss of B", "bits of A", "bits of B")
+    rows = zip(a.values, b.values, a.bits, b.bits, strict=True)
+    differing = [(str(rank), *row) for rank, row in enumerate(rows) if a.dtype != b.dtype or row[2] != row[3]]
+    for row in differing[:max_ranks]:
+        _add_row(table, *row)
+    return Group(table, *_more(len(differing), max_ranks, "ranks"))
+
+
+def _more(num: int, limit: int, what: str) -> Iterable[Text]:
+    if num > limit:
+        yield Text(f"and {num - limit} more {what}")
+
+
+def _places(places: tuple[BucketPlace, ...]) -> str:
+    return "; ".join(map(_place, places)) or "in no bucket"
+
+
+def _place(place: BucketPlace) -> str:
+    return (
+        f"bucket {place.bucket} ({place.collective} {place.op} {place.dtype}, {place.num_ranks} ranks) "
+        f"at byte {place.offset}"
+    )

@@ -1,0 +1,259 @@
+"""Recorded runs as JSON lines: a header, one line per step, and a last line that says the run ended.
+
+A run that was killed keeps every line that was written whole; reading it says that it was cut. Reading a
+run imports torch only if it holds bucket layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from graphpasses.errors import RunFileError
+
+if TYPE_CHECKING:
+    from graphpasses.fsdp.layout import Layout
+
+__all__ = ["FORMAT_VERSION", "Loss", "Run", "RunHeader", "StepRecord", "read_run"]
+
+FORMAT_VERSION = 1
+_FORMAT = "graphpasses-run"
+# Every run file starts with these bytes, whatever its version.
+_MAGIC = b'{"format": "' + _FORMAT.encode() + b'", "version": '
+
+JSON: TypeAlias = Any
+
+
+@dataclass(frozen=True)
+class RunHeader:
+    """What a run was.
+
+    Args:
+        torch: version of torch.
+        world_size: number of ranks.
+        run: name of the run.
+        model: description of the model.
+        seed: seed, or named seeds.
+        topology: description of the cluster, e.g. ``{"nodes": 2, "gpus_per_node": 8}``.
+        layouts: the bucket layouts of its reductions, if known.
+    """
+
+    torch: str
+    world_size: int
+    run: str = ""
+    model: str = ""
+    seed: int | Mapping[str, int] | None = None
+    topology: Mapping[str, JSON] | None = None
+    layouts: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The losses of one step.
+
+    Args:
+        dtype: e.g. ``"float32"``.
+        bits: raw bits of each rank's loss, hexadecimal, in rank order.
+        values: the same for people, as ``repr`` of a float.
+    """
+
+    dtype: str
+    bits: tuple[str, ...]
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """The hashes after one step.
+
+    Args:
+        step: its number.
+        loss: the losses, if the step had one.
+        weights: hash of each parameter and persistent buffer, by FQN.
+        gradients: hash of each parameter's gradient, by FQN; None where there was none.
+    """
+
+    step: int
+    loss: Loss | None
+    weights: Mapping[str, str]
+    gradients: Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A recorded run, or what is left of it.
+
+    Args:
+        path: the file that it was read from.
+        header: what the run was.
+        steps: its steps, in ascending order.
+        complete: whether the run ended in order; False if it was cut short.
+    """
+
+    path: Path
+    header: RunHeader
+    steps: tuple[StepRecord, ...] = field(repr=False)
+    complete: bool
+
+
+def header_line(header: RunHeader) -> bytes:
+    """Returns the first line of a run file."""
+    return _line(
+        {
+            "format": _FORMAT,
+            "version": FORMAT_VERSION,
+            "torch": header.torch,
+            "world_size": header.world_size,
+            "run": header.run,
+            "model": header.model,
+            "seed": header.seed,
+            "topology": header.topology,
+            "layouts": header.layouts and header.layouts.to_json(),
+        }
+    )
+
+
+def step_line(record: StepRecord) -> bytes:
+    """Returns the line of one step."""
+    loss = record.loss and {
+        "dtype": record.loss.dtype,
+        "bits": record.loss.bits,
+        "values": record.loss.values,
+    }
+    return _line(
+        {"step": record.step, "loss": loss, "weights": record.weights, "gradients": record.gradients}
+    )
+
+
+def end_line(num_steps: int) -> bytes:
+    """Returns the last line of a run file."""
+    return _line({"end": True, "num_steps": num_steps})
+
+
+def _line(data: Mapping[str, JSON]) -> bytes:
+    # json escapes line breaks in strings, so a line of the file is one record whatever the names are.
+    return json.dumps(data, allow_nan=False).encode() + b"\n"
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Reads a recorded run; of one that was cut short, everything up to its last whole line.
+
+    Args:
+        path: a file that :class:`graphpasses.parity.ParityRecorder` wrote, or is still writing.
+
+    Returns:
+        The run.
+
+    Raises:
+        RunFileError: the file is missing, empty, no run file, of another format version, cut in its header,
+            or has a damaged line; the message names the file and the line.
+
+    Example:
+        >>> read_run("missing.jsonl")
+        Traceback (most recent call last):
+        graphpasses.errors.RunFileError: cannot read 'missing.jsonl': No such file or directory
+    """
+    path = Path(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunFileError(f"cannot read '{path}': {error.strerror}") from None
+    header = _read_header(path, data)
+    # What follows the last line break is a line that was being written when the run was killed.
+    *lines, rest = data.split(b"\n")
+    steps: list[StepRecord] = []
+    ended = False
+    for number, line in enumerate(lines[1:], start=2):
+        try:
+            if ended:
+                raise ValueError("it follows the line that ends the run")
+            record = _parse(line)
+            if "end" in record:
+                ended = True
+                if record["num_steps"] != len(steps):
+                    raise ValueError(
+                        f"the run ended after {record['num_steps']} steps, the file has {len(steps)}"
+                    )
+                continue
+            step = _step_from(record)
+            if steps and step.step <= steps[-1].step:
+                raise ValueError(f"step {step.step} follows step {steps[-1].step}")
+            steps.append(step)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunFileError(f"'{path}' is damaged in line {number}: {_reason(error)}") from None
+    if ended and rest:
+        raise RunFileError(
+            f"'{path}' is damaged in line {len(lines) + 1}: it follows the line that ends the run"
+        )
+    return Run(path, header, tuple(steps), complete=ended)
+
+
+def _read_header(path: Path, data: bytes) -> RunHeader:
+    if not data:
+        raise RunFileError(f"'{path}' is empty: the run was ended before it wrote anything")
+    if not data.startswith(_MAGIC[: len(data)]):
+        raise RunFileError(f"'{path}' is no graphpasses run: its first line is not a run's header")
+    line, line_break, _ = data.partition(b"\n")
+    if not line_break:
+        raise RunFileError(f"'{path}' is cut in its first line: the run was ended while it wrote its header")
+    try:
+        header = _parse(line)
+        if header["version"] != FORMAT_VERSION:
+            raise RunFileError(
+                f"'{path}' has run format version {header['version']}, this graphpasses reads version "
+                f"{FORMAT_VERSION}: read it with the release that wrote it, or record it again"
+            )
+        layouts = header["layouts"]
+        return RunHeader(
+            torch=header["torch"],
+            world_size=header["world_size"],
+            run=header["run"],
+            model=header["model"],
+            seed=header["seed"],
+            topology=header["topology"],
+            layouts=None if layouts is None else _layout_from(layouts),
+        )
+    except RunFileError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunFileError(f"'{path}' is damaged in line 1: {_reason(error)}") from None
+
+
+def _layout_from(data: JSON) -> Layout:
+    from graphpasses.fsdp.layout import Layout  # imports torch, which takes seconds
+
+    return Layout.from_json(data)
+
+
+def _parse(line: bytes) -> dict[str, JSON]:
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("it is not a JSON object")
+    return record
+
+
+def _step_from(record: dict[str, JSON]) -> StepRecord:
+    loss = record["loss"]
+    step = record["step"]
+    if type(step) is not int:
+        raise ValueError(f"its step is {step!r}, not a number")
+    return StepRecord(
+        step=step,
+        loss=loss and Loss(loss["dtype"], tuple(loss["bits"]), tuple(loss["values"])),
+        weights=dict(record["weights"].items()),
+        gradients=dict(record["gradients"].items()),
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+        return "it is not JSON"
+    if isinstance(error, KeyError):
+        return f"it has no {error.args[0]!r}"
+    if isinstance(error, TypeError | AttributeError):
+        return "a field is of the wrong kind"
+    return str(error)

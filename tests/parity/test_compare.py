@@ -1,0 +1,156 @@
+"""Comparisons of runs written by hand: what parted first, what cannot be compared, and how it reads."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpasses.errors import CompareError
+from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
+from graphpasses.parity import BucketPlace, Loss, MovedEntry, Run, RunHeader, StepRecord, compare_runs
+from graphpasses.parity.report import comparison_to_json
+
+HEADER = RunHeader(torch="2.13.0", world_size=2, run="eager", seed=0)
+
+
+def layout(*fqns: str) -> Layout:
+    entries = tuple(LayoutEntry(fqn, 4, 2, 4 * index) for index, fqn in enumerate(fqns))
+    return Layout((BucketLayout("reduce_scatter", (0, 1), "avg", "bfloat16", entries),))
+
+
+def step(number: int, **changes: Any) -> StepRecord:
+    """A step whose record depends on its number alone, but for the changes."""
+    record = StepRecord(
+        number,
+        Loss("float32", ("3f800000", f"{number:08x}"), ("1.0", repr(float(number)))),
+        {name: f"{name} weight {number}" for name in ("a", "b", "frozen")},
+        {"a": f"a gradient {number}", "b": f"b gradient {number}", "frozen": None},
+    )
+    return replace(record, **changes)
+
+
+def run_of(*steps: StepRecord, complete: bool = True, **header: Any) -> Run:
+    return Run(Path("run.jsonl"), replace(HEADER, **header), steps, complete)
+
+
+STEPS = (step(0), step(1), step(2))
+OTHER_LOSS = Loss("float32", ("3f800000", "ffffffff"), ("1.0", "nan"))
+OTHER_GRADIENTS = {"a": "other", "b": "b gradient 1", "frozen": None}
+OTHER_WEIGHTS = {"a": "a weight 1", "b": "other", "frozen": "frozen weight 1"}
+
+OTHER_TORCH = (
+    "the runs used torch 2.13.0 and torch 2.14.0: "
+    "bits are only comparable on one version; record both on the same"
+)
+OTHER_TENSORS = (
+    "the runs have other tensors in step 0: only A has 'a', 'frozen'; only B has 'c', 'd', 'e' and 2 more"
+)
+
+
+def test_equal_runs() -> None:
+    comparison = compare_runs(run_of(*STEPS), run_of(*STEPS, run="compiled"))
+    assert comparison.equal
+    assert comparison.num_steps == 3
+    assert comparison.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "gradients", "weights"),
+    [
+        ({"loss": OTHER_LOSS}, "loss", (), ()),
+        ({"gradients": OTHER_GRADIENTS}, "gradients", ("a",), ()),
+        ({"weights": OTHER_WEIGHTS}, "weights", (), ("b",)),
+        ({"weights": OTHER_WEIGHTS, "gradients": OTHER_GRADIENTS}, "gradients", ("a",), ("b",)),
+        ({"weights": OTHER_WEIGHTS, "loss": OTHER_LOSS}, "loss", (), ("b",)),
+        ({"gradients": {"a": None, "b": "b gradient 1", "frozen": None}}, "gradients", ("a",), ()),
+    ],
+)
+def test_first_parting(
+    changes: dict[str, Any], first: str, gradients: tuple[str, ...], weights: tuple[str, ...]
+) -> None:
+    later = step(2, loss=OTHER_LOSS)
+    comparison = compare_runs(run_of(*STEPS), run_of(step(0), step(1, **changes), later))
+    parting = comparison.parting
+    assert parting is not None
+    assert (parting.step, parting.first) == (1, first)
+    assert (parting.gradients, parting.weights) == (gradients, weights)
+    assert parting.loss == ("loss" in changes)
+    assert parting.moves == ()
+
+
+def test_moves_are_shown_for_what_differs() -> None:
+    changed = (step(0), step(1, gradients=OTHER_GRADIENTS))
+    a, b = run_of(*STEPS, layouts=layout("a", "b", "c")), run_of(*changed, layouts=layout("b", "a", "c"))
+    parting = compare_runs(a, b).parting
+    assert parting is not None
+    place = BucketPlace("reduce_scatter", 0, "avg", "bfloat16", 0, 2, 2)
+    assert parting.moves == (MovedEntry("a", (place,), (replace(place, offset=4),)),)
+    gone = compare_runs(a, run_of(*changed, layouts=layout("b"))).parting
+    assert gone is not None
+    assert gone.moves == (MovedEntry("a", (place,), ()),)
+
+
+@pytest.mark.parametrize(
+    ("b", "reason"),
+    [
+        (
+            run_of(*STEPS, torch="2.14.0"),
+            OTHER_TORCH,
+        ),
+        (run_of(*STEPS, seed=1), "the runs began with seeds 0 and 1: record both with one"),
+        (run_of(step(7)), "the runs have no step in common: A has 3 steps, 0 to 2, B has 1 steps, 7 to 7"),
+        (
+            run_of(complete=False),
+            "the runs have no step in common: A has 3 steps, 0 to 2, B has no steps",
+        ),
+        (
+            run_of(step(0, weights=dict.fromkeys("bcdefg", ""))),
+            OTHER_TENSORS,
+        ),
+        (
+            run_of(step(0, gradients={"a": "x", "b": "y"})),
+            "the runs have other gradients in step 0: only A has 'frozen'",
+        ),
+    ],
+)
+def test_what_cannot_be_compared(b: Run, reason: str) -> None:
+    with pytest.raises(CompareError) as error:
+        compare_runs(run_of(*STEPS), b)
+    assert str(error.value) == reason
+
+
+def test_what_is_not_compared_is_said() -> None:
+    none = {"a": None, "b": None, "frozen": None}
+    b = run_of(step(0), step(1, gradients=none, loss=None), complete=False, layouts=layout("a"))
+    comparison = compare_runs(run_of(*STEPS), b)
+    assert comparison.equal
+    assert comparison.notes == (
+        "run B was cut short: it has 2 steps, 0 to 1",
+        "1 steps of run A are not in the other and are not compared",
+        "only run B recorded its bucket layouts",
+        "gradients are not compared where only run A has them, first in step 1",
+        "losses are not compared where only run A has them, first in step 1",
+    )
+
+
+def test_losses_of_other_world_sizes_are_not_compared() -> None:
+    b = run_of(step(0, loss=OTHER_LOSS), step(1, gradients=OTHER_GRADIENTS), world_size=8)
+    comparison = compare_runs(run_of(*STEPS), b)
+    assert comparison.parting is not None
+    assert (comparison.parting.step, comparison.parting.loss) == (1, None)
+    assert (
+        "the runs have 2 and 8 ranks: each rank's loss is not compared, weights and gradients are"
+        in comparison.notes
+    )
+
+
+def test_json_is_complete() -> None:
+    comparison = compare_runs(run_of(*STEPS), run_of(step(0, weights={**STEPS[0].weights, "b": "x"})))
+    data = json.loads(json.dumps(comparison_to_json(comparison)))
+    assert data["equal"] is False
+    assert data["parting"]["first"] == "weights"
+    assert data["parting"]["weights"] == ["b"]
+    assert data["a"]["torch"] == "2.13.0"
+    assert data["notes"] == ["2 steps of run A are not in the other and are not compared"]

@@ -1,0 +1,248 @@
+"""Run files: what a recorder writes is read back, whatever happened to the writer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses.errors import RunFileError, UnsupportedError
+from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
+from graphpasses.parity import ParityRecorder, gradient_hashes, read_run, weight_hashes
+
+LAYOUT = Layout(
+    (BucketLayout("reduce_scatter", (0, 1), "avg", "bfloat16", (LayoutEntry("weight", 6, 3, 0),)),)
+)
+
+
+def record(path: Path, num_steps: int = 3, **options: object) -> nn.Linear:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with ParityRecorder(path, **options) as recorder:
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).sum()
+            loss.backward()
+            optimizer.step()
+            recorder.record(step, loss, model)
+    return model
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.jsonl"
+
+
+def test_round_trip(path: Path) -> None:
+    topology = {"nodes": 2}
+    model = record(path, run="eager", model="linear", seed={"torch": 0}, topology=topology, layouts=LAYOUT)
+    run = read_run(path)
+    assert run.complete
+    assert run.header.torch == torch.__version__
+    assert (run.header.run, run.header.model, run.header.world_size) == ("eager", "linear", 1)
+    assert (run.header.seed, run.header.topology, run.header.layouts) == ({"torch": 0}, topology, LAYOUT)
+    assert [step.step for step in run.steps] == [0, 1, 2]
+    assert run.steps[-1].weights == weight_hashes(model)
+    assert run.steps[-1].gradients == gradient_hashes(model)
+
+
+@pytest.mark.parametrize(
+    ("loss", "dtype", "bits", "value"),
+    [
+        (torch.tensor(1.0), "float32", "3f800000", "1.0"),
+        (torch.tensor([-0.0]), "float32", "80000000", "-0.0"),
+        (torch.tensor(float("nan")), "float32", "7fc00000", "nan"),
+        (torch.tensor(1.0).bfloat16(), "bfloat16", "3f80", "1.0"),
+        (float("-inf"), "float64", "fff0000000000000", "-inf"),
+    ],
+)
+def test_loss_bits(path: Path, loss: torch.Tensor | float, dtype: str, bits: str, value: str) -> None:
+    with ParityRecorder(path) as recorder:
+        recorder.record(0, loss, nn.Linear(1, 1))
+    found = read_run(path).steps[0].loss
+    assert found is not None
+    assert (found.dtype, found.bits, found.values) == (dtype, (bits,), (value,))
+    json.loads(path.read_text().splitlines()[1], parse_constant=pytest.fail)
+
+
+def test_a_step_without_loss_and_given_gradients(path: Path) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with ParityRecorder(path) as recorder:
+        recorder.record(-1, None, model)
+        recorder.record(0, None, model, gradients={"weight": torch.ones(1, 1)})
+    before, after = read_run(path).steps
+    assert before.loss is None
+    assert before.gradients == {"weight": None}
+    model.weight.grad = torch.ones(1, 1)
+    assert after.gradients == gradient_hashes(model)
+
+
+def test_a_loss_of_several_elements_is_refused(path: Path) -> None:
+    with ParityRecorder(path) as recorder, pytest.raises(UnsupportedError) as error:
+        recorder.record(0, torch.zeros(2), nn.Linear(1, 1))
+    assert str(error.value) == "cannot record a loss of shape [2] and dtype torch.float32"
+
+
+def test_steps_must_ascend(path: Path) -> None:
+    with ParityRecorder(path) as recorder:
+        recorder.record(3, None, nn.Linear(1, 1))
+        with pytest.raises(RunFileError) as error:
+            recorder.record(3, None, nn.Linear(1, 1))
+    assert str(error.value) == "step 3 cannot be recorded after step 3"
+
+
+def test_an_existing_run_is_kept(path: Path) -> None:
+    record(path)
+    before = path.read_bytes()
+    with pytest.raises(RunFileError) as error:
+        record(path)
+    assert str(error.value) == f"'{path}' exists already; pass overwrite=True to replace it"
+    assert path.read_bytes() == before
+    record(path, num_steps=1, overwrite=True)
+    assert len(read_run(path).steps) == 1
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError) as error:
+        ParityRecorder(tmp_path / "no" / "run.jsonl")
+    assert str(error.value) == f"cannot write '{tmp_path}/no/run.jsonl': No such file or directory"
+
+
+def test_a_run_that_raised_is_cut_short(path: Path) -> None:
+    recorder = ParityRecorder(path)
+
+    def train() -> None:
+        with recorder:
+            recorder.record(0, 1.0, nn.Linear(1, 1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    run = read_run(path)
+    assert not run.complete
+    assert len(run.steps) == 1
+
+
+def test_a_run_in_progress_can_be_read(path: Path) -> None:
+    with ParityRecorder(path) as recorder:
+        recorder.record(0, 1.0, nn.Linear(1, 1))
+        assert len(read_run(path).steps) == 1
+
+
+def test_truncation_at_every_byte_leaves_a_prefix(path: Path) -> None:
+    record(path, num_steps=2, layouts=LAYOUT, model="größer")
+    whole, steps = path.read_bytes(), read_run(path).steps
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        num_whole_lines = whole[:size].count(b"\n")
+        if num_whole_lines == 0:
+            with pytest.raises(RunFileError, match=r"is empty: the run|is cut in its first line: the run"):
+                read_run(path)
+            continue
+        run = read_run(path)
+        assert not run.complete
+        assert run.steps == steps[: num_whole_lines - 1]
+
+
+def test_kill_9_leaves_whole_steps(path: Path) -> None:
+    writer = f"""
+import torch
+from graphpasses.parity import ParityRecorder
+recorder = ParityRecorder({str(path)!r})
+for step in range(10**9):
+    recorder.record(step, float(step), torch.nn.Linear(4, 4))
+"""
+    process = subprocess.Popen([sys.executable, "-c", writer], cwd=Path(__file__).parents[2])
+    try:
+        deadline = time.monotonic() + 60
+        while not path.exists() or path.read_bytes().count(b"\n") < 20:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    run = read_run(path)
+    assert not run.complete
+    assert [step.step for step in run.steps] == list(range(len(run.steps)))
+    assert len(run.steps) >= 19
+
+
+def edited(path: Path, line: int, old: str, new: str) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    assert old in lines[line]
+    lines[line] = lines[line].replace(old, new)
+    path.write_text("".join(lines))
+
+
+VERSION_2 = (
+    "has run format version 2, this graphpasses reads version 1: "
+    "read it with the release that wrote it, or record it again"
+)
+DAMAGE = [
+    (1, '"step": 0', '"step" 0', "is damaged in line 2: it is not JSON"),
+    (1, '"step": 0', '"stop": 0', "is damaged in line 2: it has no 'step'"),
+    (1, '"step": 0', '"step": "0"', "is damaged in line 2: its step is '0', not a number"),
+    (2, '"step": 1', '"step": 0', "is damaged in line 3: step 0 follows step 0"),
+    (2, '"weights": {', '"weights": 1, "x": {', "is damaged in line 3: a field is of the wrong kind"),
+    (2, '{"step', '[], {"step', "is damaged in line 3: it is not JSON"),
+    (4, "{", '{"step": 9}\n{', "is damaged in line 5: it has no 'loss'"),
+    (4, "}", '}\n{"step": 9}', "is damaged in line 6: it follows the line that ends the run"),
+    (4, "}\n", '}\n{"st', "is damaged in line 6: it follows the line that ends the run"),
+    (
+        4,
+        '"num_steps": 3',
+        '"num_steps": 4',
+        "is damaged in line 5: the run ended after 4 steps, the file has 3",
+    ),
+    (0, '"world_size"', '"ranks"', "is damaged in line 1: it has no 'world_size'"),
+    (0, '"run": ""', '"run": "', "is damaged in line 1: it is not JSON"),
+    (
+        0,
+        '"version": 1',
+        '"version": 2',
+        VERSION_2,
+    ),
+    (0, '"format"', '"kind"', "is no graphpasses run: its first line is not a run's header"),
+]
+
+
+@pytest.mark.parametrize(("line", "old", "new", "message"), DAMAGE)
+def test_damage_is_named(path: Path, line: int, old: str, new: str, message: str) -> None:
+    record(path)
+    edited(path, line, old, new)
+    with pytest.raises(RunFileError) as error:
+        read_run(path)
+    assert str(error.value) == f"'{path}' {message}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty: the run was ended before it wrote anything"),
+        (b"\x89PNG\r\n\x1a\n", "is no graphpasses run: its first line is not a run's header"),
+        (b"{}\n", "is no graphpasses run: its first line is not a run's header"),
+        (b'{"format": "graph', "is cut in its first line: the run was ended while it wrote its header"),
+    ],
+)
+def test_other_files(path: Path, content: bytes, message: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(RunFileError) as error:
+        read_run(path)
+    assert str(error.value) == f"'{path}' {message}"
+
+
+def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError) as error:
+        read_run(tmp_path / "no.jsonl")
+    assert str(error.value) == f"cannot read '{tmp_path}/no.jsonl': No such file or directory"
+    with pytest.raises(RunFileError) as error:
+        read_run(tmp_path)
+    assert str(error.value) == f"cannot read '{tmp_path}': Is a directory"
