@@ -32,7 +32,7 @@ def parse_nccl_log(text: str) -> tuple[Ring, ...]:
         >>> parse_nccl_log("node0:7:9 [0] NCCL INFO Channel 00/01 :    0   1   3   2")
         ((0, 1, 3, 2),)
 
-    Source: NCCL ``src/init.cc`` (``initTransportsRank`` prints the line on rank 0).
+    Source: NCCL ``src/graph/rings.cc`` (``ncclBuildRings`` prints the line on rank 0).
     """
     found: dict[int, Ring] = {}
     totals = set()

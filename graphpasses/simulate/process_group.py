@@ -71,11 +71,11 @@ class NCCLSimProcessGroup(GlooProcessGroup):
         global_ranks: Sequence[int],
         topology: Topology | None,
     ) -> None:
+        if topology is not None:
+            _check_size(topology, size)
         super().__init__(store, rank, size, timeout)
         self._global_ranks = tuple(global_ranks)
         self._topology = topology
-        if topology is not None:
-            _check_size(topology, size)
 
     @property
     def topology(self) -> Topology:
@@ -83,15 +83,11 @@ class NCCLSimProcessGroup(GlooProcessGroup):
         if self._topology is not None:
             return self._topology
         world = dist.group.WORLD
-        if world is None or world is self:
-            # The world is still being made, or is this group.
-            whole = _configured or default_topology(self.size())
-            _check_size(whole, self.size())
-            return whole
-        if isinstance(world, NCCLSimProcessGroup):
+        if isinstance(world, NCCLSimProcessGroup) and world is not self:
             return world.topology.restrict(self._global_ranks)
-        whole = _configured or default_topology(world.size())
-        _check_size(whole, world.size())
+        num_ranks = self.size() if world is None else world.size()
+        whole = _configured or default_topology(num_ranks)
+        _check_size(whole, num_ranks)
         return whole.restrict(self._global_ranks)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
