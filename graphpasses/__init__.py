@@ -1,1 +1,85 @@
-"""TODO."""
+"""Compiler passes for distributed training graphs that keep eager's bits, and the proof that they do.
+
+Capture a training step (:func:`capture_train_step`), rewrite it (:func:`default_pipeline`), run it like a
+function, and compare the run with eager's (:class:`ParityRecorder`, ``graphpasses compare``).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from graphpasses.capture.simple_fsdp import simple_fsdp
+    from graphpasses.capture.train_step import capture_train_step
+    from graphpasses.errors import GraphPassesError
+    from graphpasses.fsdp.graph_layout import graph_layout
+    from graphpasses.fsdp.layout import Layout, diff_layouts, eager_layout
+    from graphpasses.fsdp.plan import BucketPlan, Reduction
+    from graphpasses.graph import TrainGraph
+    from graphpasses.identity import IdentityMap, preserve_identity
+    from graphpasses.parity.compare import compare_runs
+    from graphpasses.parity.hashing import weight_hash
+    from graphpasses.parity.record import ParityRecorder
+    from graphpasses.parity.run_file import read_run
+    from graphpasses.passes import default_pipeline
+    from graphpasses.pipeline import GraphPass, Numerics, Pipeline
+
+__version__ = "0.1.0"
+
+# Loaded when first used, so that the command line starts without importing torch.
+_MODULE_OF = {
+    "BucketPlan": "fsdp.plan",
+    "GraphPass": "pipeline",
+    "GraphPassesError": "errors",
+    "IdentityMap": "identity",
+    "Layout": "fsdp.layout",
+    "Numerics": "pipeline",
+    "ParityRecorder": "parity.record",
+    "Pipeline": "pipeline",
+    "Reduction": "fsdp.plan",
+    "TrainGraph": "graph",
+    "capture_train_step": "capture.train_step",
+    "compare_runs": "parity.compare",
+    "default_pipeline": "passes",
+    "diff_layouts": "fsdp.layout",
+    "eager_layout": "fsdp.layout",
+    "graph_layout": "fsdp.graph_layout",
+    "preserve_identity": "identity",
+    "read_run": "parity.run_file",
+    "simple_fsdp": "capture.simple_fsdp",
+    "weight_hash": "parity.hashing",
+}
+
+__all__ = [
+    "BucketPlan",
+    "GraphPass",
+    "GraphPassesError",
+    "IdentityMap",
+    "Layout",
+    "Numerics",
+    "ParityRecorder",
+    "Pipeline",
+    "Reduction",
+    "TrainGraph",
+    "capture_train_step",
+    "compare_runs",
+    "default_pipeline",
+    "diff_layouts",
+    "eager_layout",
+    "graph_layout",
+    "preserve_identity",
+    "read_run",
+    "simple_fsdp",
+    "weight_hash",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

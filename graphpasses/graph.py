@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from graphpasses._torch import pytree
-from graphpasses._torch.process_groups import group_ranks
+from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import BatchMismatchError, CaptureError, UnsupportedError
 from graphpasses.identity import IdentityMap
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch.process_groups import named_group_ranks
+from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.errors import LayoutError
 from graphpasses.fsdp.chains import ALL_REDUCE, CAST, REDUCE_SCATTER, before_padding, calls
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -82,6 +83,13 @@ def run_ranks(
         >>> run_ranks(dist.get_rank, 2)  # doctest: +SKIP
         [0, 1]
     """
+    main = getattr(sys.modules["__main__"], "__spec__", None)
+    if fn.__module__ == "__main__" and (main is None or main.name.endswith(".__main__")):
+        if main is not None or not hasattr(sys.modules["__main__"], "__file__"):
+            raise RankError(
+                f"other processes cannot import {fn.__qualname__} from {main.name if main else 'this session'}; "
+                "define it in another module"
+            )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory(prefix="graphpasses-") as folder:

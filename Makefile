@@ -1,0 +1,52 @@
+# Two commands do everything on a fresh machine: `make parity` and `make test`. Both set up .venv first.
+
+PYTHON ?= python3.11
+VENV := .venv
+RUN := $(VENV)/bin/python
+# The CUDA lock file where the machine has an NVIDIA GPU, else the CPU one; `make DEVICE=cpu` overrides.
+DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+LOCK := .ci/lock/$(DEVICE).txt
+READY := $(VENV)/.ready-$(DEVICE)
+
+.PHONY: setup parity test lint types bench lock clean
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+$(READY): $(LOCK) pyproject.toml
+	@echo "Setting up $(VENV) for $(DEVICE) from $(LOCK)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "graphpasses is locked for Python 3.11, $(PYTHON) is " + sys.version.split()[0] + "; run make PYTHON=/path/to/python3.11")'
+	@test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r $(LOCK) || { \
+	  echo "Set-up failed. torch $(shell sed -n 's/^torch==\([^ ]*\).*/\1/p' $(LOCK)) must be where pip looks:"; \
+	  echo "for +cpu builds set PIP_EXTRA_INDEX_URL (PyTorch's CPU wheels) or PIP_FIND_LINKS (a folder of wheels)."; \
+	  exit 1; }
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+parity: $(READY)
+	$(RUN) -m experiments.fsdp_parity
+
+test: lint types
+	$(RUN) -m pytest
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+types: $(READY)
+	$(RUN) -m mypy
+
+bench: $(READY)
+	$(RUN) -m experiments.fsdp_bench
+	$(RUN) -m experiments.hash_bench
+
+# Needs uv (`pip install uv`). UV_FIND_LINKS or UV_EXTRA_INDEX_URL must show it the CPU build of torch.
+lock:
+	uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	  --all-extras pyproject.toml .ci/lock/cpu.in --override .ci/lock/cpu.overrides -o .ci/lock/cpu.txt
+	uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	  --all-extras pyproject.toml .ci/lock/cuda.in -o .ci/lock/cuda.txt
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Eager FSDP2 against the captured and rewritten step, bit for bit."""

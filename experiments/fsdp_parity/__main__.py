@@ -1,0 +1,96 @@
+"""Command line: ``python -m experiments.fsdp_parity --help``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.fsdp_parity.cases import CASES, DEFAULT, Case
+from experiments.fsdp_parity.train import run_path, train_cases
+from graphpasses.parity import Comparison, compare_runs, read_run
+from graphpasses.parity.launch import run_ranks
+
+PRELOAD = ("torch.distributed.fsdp", "torchtitan.experiments.graph_trainer.make_fx_tracer", "graphpasses.simulate")
+
+
+def main(
+    steps: int = 25,
+    out: Path = Path("runs/fsdp_parity"),
+    only: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "",
+) -> int:
+    """Trains small language models on 4 processes, eagerly with FSDP2 and captured with our passes.
+
+    Both add in the order of NCCL's rings on 2 nodes of 2 GPUs. The default pipeline must give eager's bits at
+    every step, every control must not. Exit code 0 if so, else 1.
+
+    Args:
+        steps: optimizer steps of each run.
+        out: folder for the run files; look into any two with `graphpasses compare A B`.
+        only: train only the cases whose name contains this.
+    """
+    cases = tuple(case for case in CASES if only in case.name)
+    if not cases:
+        print(f"no case contains {only!r}; there are: {', '.join(c.name for c in CASES)}", file=sys.stderr)
+        return 2
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    num_runs = sum(2 + len(case.controls) for case in cases)
+    console.print(f"{len(cases)} cases, {num_runs} runs of {steps} steps, 4 processes")
+    start = time.monotonic()
+    run_ranks(
+        train_cases,
+        4,
+        cases,
+        steps,
+        out,
+        backend="nccl_sim",
+        preload=PRELOAD,
+        timeout=3600.0,
+    )
+    table = Table("case", "variant", "must", "result", "", title="Captured step against eager FSDP2")
+    num_wrong = 0
+    for case in cases:
+        for variant in (DEFAULT, *case.controls):
+            comparison = _compare(out, case, variant)
+            right = comparison.equal == (variant == DEFAULT)
+            num_wrong += not right
+            table.add_row(
+                case.name if variant == DEFAULT else "",
+                variant,
+                "equal" if variant == DEFAULT else "differ",
+                _result(comparison),
+                "[green]ok[/]" if right else "[red]WRONG[/]",
+                end_section=variant == (case.controls or (DEFAULT,))[-1],
+            )
+    console.print(table)
+    console.print(
+        f"{num_wrong} of {num_runs - len(cases)} comparisons are wrong; {time.monotonic() - start:.0f} s"
+    )
+    return 1 if num_wrong else 0
+
+
+def _compare(folder: Path, case: Case, variant: str) -> Comparison:
+    a, b = (read_run(run_path(folder, case, name)) for name in ("eager", variant))
+    return compare_runs(a, b)
+
+
+def _result(comparison: Comparison) -> str:
+    parting = comparison.parting
+    if parting is None:
+        return f"equal at all {comparison.num_steps} steps"
+    tensors = parting.gradients or parting.weights
+    result = f"step {parting.step}: {parting.first}, {len(tensors)} tensors, first {tensors[0] if tensors else '-'}"
+    if parting.moves:
+        move = parting.moves[0]
+        places = [f"{p.collective} {p.bucket} byte {p.offset}" for p in (*move.a[:1], *move.b[:1])]
+        result += f"; {move.fqn} moved: {' → '.join(places)}"
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))

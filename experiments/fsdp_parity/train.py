@@ -1,0 +1,154 @@
+"""Trains one case eagerly and captured on every rank, and records every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from experiments.fsdp_parity.cases import ALL_REDUCE_FIRST, DEFAULT, NO_COALESCING, Case, wrong_plan
+from experiments.fsdp_parity.models import MODELS, SEQ, VOCAB, loss_fn
+from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.fsdp.graph_layout import graph_layout
+from graphpasses.fsdp.layout import Layout, diff_layouts, eager_layout
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph import TrainGraph
+from graphpasses.parity import ParityRecorder
+from graphpasses.passes import default_pipeline
+from graphpasses.simulate import Topology, configure
+
+SEED = 0
+TOPOLOGY = {"num_ranks": 4, "gpus_per_node": 2, "mode": "rail"}
+
+
+def run_path(folder: Path, case: Case, variant: str) -> Path:
+    """Returns the run file of a variant (``"eager"`` for eager's) of ``case``."""
+    return folder / case.name / f"{variant.replace(' ', '-')}.jsonl"
+
+
+def train_cases(cases: tuple[Case, ...], num_steps: int, folder: Path) -> None:
+    """Trains every case on this rank and prints on rank 0 what is done; all ranks call it alike.
+
+    Args:
+        cases: what to train.
+        num_steps: optimizer steps of each run.
+        folder: where the run files go.
+    """
+    start, num_done, num_runs = time.monotonic(), 0, sum(2 + len(case.controls) for case in cases)
+    configure(Topology(**TOPOLOGY))
+    meshes = {
+        "fsdp": init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)),
+        "hsdp": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+    }
+    for case in cases:
+        for variant in _train_case(case, meshes[case.mesh], num_steps, folder):
+            num_done += 1
+            if dist.get_rank() == 0:
+                seconds = time.monotonic() - start
+                print(f"[{num_done:2d}/{num_runs}] {seconds:4.0f} s  {case.name}: {variant}", flush=True)
+
+
+def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> Iterator[str]:
+    run_path(folder, case, "eager").parent.mkdir(parents=True, exist_ok=True)
+    eager = _eager_model(case, mesh)
+    contract = eager_layout(eager)
+
+    torch.manual_seed(SEED)
+    model = simple_fsdp(
+        MODELS[case.model](), mesh, param_dtype=torch.bfloat16, reduce_dtype=case.reduce_dtype
+    )
+    captured = capture_train_step(loss_fn, model, _tokens(0))
+    contract = contract.without(captured.without_gradient & _in(contract))
+
+    def eager_step(tokens: Tensor) -> Tensor:
+        loss = loss_fn(eager, tokens)
+        loss.backward()
+        return loss.detach()
+
+    _train(case, "eager", eager, eager_step, contract, num_steps, folder)
+    yield "eager"
+
+    plan = BucketPlan.from_fully_shard(eager)
+    initial = [_local(parameter).clone() for parameter in model.parameters()]
+    for variant in (DEFAULT, *case.controls):
+        step = _variant(variant, captured, plan, contract)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), initial, strict=True):
+                _local(parameter).copy_(value)
+        _train(case, variant, model, step, graph_layout(step), num_steps, folder)
+        yield variant
+
+
+def _eager_model(case: Case, mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(SEED)
+    model = MODELS[case.model]()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=case.reduce_dtype)
+    for module in [*model.layers, model]:
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        if case.op == "sum":
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def _variant(variant: str, captured: TrainGraph, plan: BucketPlan, contract: Layout) -> TrainGraph:
+    if variant == DEFAULT:
+        return default_pipeline(plan, contract=contract).run(captured)
+    if variant == NO_COALESCING:
+        step = default_pipeline(plan, disable=("coalesce-grad-reductions",)).run(captured)
+    elif variant == ALL_REDUCE_FIRST:
+        step = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured)
+    else:
+        in_execution_order = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured)
+        wrong = wrong_plan(variant, plan, captured.model, graph_layout(in_execution_order))
+        step = default_pipeline(wrong).run(captured)
+    assert diff_layouts(contract, graph_layout(step)), f"{variant} has eager's layout: it controls nothing"
+    return step
+
+
+def _train(
+    case: Case,
+    variant: str,
+    model: nn.Module,
+    step: Callable[[Tensor], Tensor],
+    layout: Layout,
+    num_steps: int,
+    folder: Path,
+) -> None:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    optimizer.zero_grad()
+    path = run_path(folder, case, variant)
+    with ParityRecorder(
+        path,
+        run=variant,
+        model=case.name,
+        seed=SEED,
+        topology=TOPOLOGY,
+        layouts=layout,
+        overwrite=True,
+    ) as recorder:
+        for index in range(num_steps):
+            loss = step(_tokens(index))
+            optimizer.step()
+            recorder.record(index, loss, model)
+            optimizer.zero_grad()
+
+
+def _tokens(index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED + 1000 * index + dist.get_rank())
+    return torch.randint(0, VOCAB - 1, (2, SEQ + 1), generator=generator)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _in(layout: Layout) -> set[str]:
+    return {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
