@@ -49,6 +49,8 @@ def lanes(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) ->
     change of **one** element always changes its ``h`` and its ``g``, hence both sums. And ``(p, bits)`` to
     ``(bits ^ w, h ^ w)`` is one-to-one, so no two (position, value) pairs share both mixes' inputs.
 
+    How well the sums mix beyond that is measured in ``experiments/hash_bench``.
+
     A sum does not depend on the order of its terms: the shards of a tensor may be hashed apart and added.
 
     Args:

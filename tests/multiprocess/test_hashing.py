@@ -18,7 +18,7 @@ from graphpasses.parity.compare import compare_runs
 from graphpasses.parity.hashing import gradient_hashes, tensor_hash, tensor_hashes, weight_hash, weight_hashes
 from graphpasses.parity.launch import run_ranks
 from graphpasses.parity.record import ParityRecorder
-from graphpasses.parity.run_file import read_run
+from graphpasses.parity.run_file import Loss, read_run
 
 SCATTERED = (
     "UnsupportedError: cannot hash 'up.weight': with [_StridedShard(dim=0, sf=2), Replicate()], "
@@ -121,6 +121,13 @@ def record(path: Path, mesh: DeviceMesh | None) -> str:
         recorder.record(-1, None, model)
         trained(model)
         recorder.record(0, torch.tensor(float(rank)), model)
+        if mesh is not None:
+            partial = DTensor.from_local(torch.ones(()), mesh, [Partial()], run_check=False)
+            assert message_of(lambda: recorder.record(1, partial, model)) == (
+                "UnsupportedError: cannot record a loss placed as [Partial(sum)]; replicate it first"
+            )
+            replicated = DTensor.from_local(torch.ones(()), mesh, [Replicate()], run_check=False)
+            recorder.record(2, replicated, model)
     return message_of(lambda: ParityRecorder(path))
 
 
@@ -281,8 +288,10 @@ def test_runs_of_other_world_sizes_compare(found: tuple[int, dict[str, Any]], fo
     loss = run.steps[1].loss
     assert loss is not None
     assert loss.values == tuple(repr(float(rank)) for rank in range(num_ranks))
+    assert run.steps[2].loss == Loss("float32", ("3f800000",) * num_ranks, ("1.0",) * num_ranks)
     comparison = compare_runs(read_run(alone), run)
     assert comparison.equal
     assert comparison.notes == (
+        "1 steps of run B are not in the other and are not compared",
         f"the runs have 1 and {num_ranks} ranks: each rank's loss is not compared, weights and gradients are",
     )
