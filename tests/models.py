@@ -1,0 +1,160 @@
+"""Tiny models and helpers that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.graph import TrainGraph, is_collective
+
+NUM_TOKENS = 10
+
+
+class Block(nn.Module):
+    """LayerNorm, two biased linears with an uneven dim 0, and own parameters beside children."""
+
+    def __init__(self, width: int = 8, hidden: int = 7) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))  # fewer elements than ranks
+        self.down = nn.Linear(hidden, width)  # registered in another order than run
+        self.up = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x)))) * self.gain.sum()
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, norm and a head that is tied to the embedding."""
+
+    def __init__(self, width: int = 8, hidden: int = 7, num_blocks: int = 2, tied: bool = True) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(NUM_TOKENS, width)
+        self.layers = nn.ModuleList(Block(width, hidden) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, NUM_TOKENS, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class Reused(nn.Module):
+    """One module that runs three times, and one weight that three modules own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(NUM_TOKENS, 8)
+        self.block = Block()
+        self.mixers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        for mixer in self.mixers:
+            mixer.weight = self.mixers[0].weight
+        self.head = nn.Linear(8, NUM_TOKENS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for mixer in self.mixers:
+            x = torch.tanh(mixer(self.block(x)))
+        return self.head(x)
+
+
+class Unused(LanguageModel):
+    """A trainable and a frozen part that forward leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].idle = nn.Linear(8, 5)
+        self.idle = nn.Linear(5, 8).requires_grad_(False)
+
+
+class Even(nn.Module):
+    """Matrices only, every dim a multiple of four, to shard on dim 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(NUM_TOKENS, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.head = nn.Linear(8, NUM_TOKENS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def frozen() -> LanguageModel:
+    """Frozen parameters at the start, in the middle and at the end of a bucket."""
+    model = LanguageModel()
+    for fqn in ("norm.weight", "layers.0.down.weight", "layers.0.norm.bias", "layers.1.up.bias"):
+        model.get_parameter(fqn).requires_grad_(False)
+    return model
+
+
+def mixed_dtypes() -> LanguageModel:
+    """A frozen bf16 parameter of three elements among trainable fp32 ones."""
+    model = LanguageModel()
+    model.layers[0].gain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
+    return model
+
+
+def next_token_loss(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), labels.flatten())
+
+
+def token_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens, labels = torch.randint(0, NUM_TOKENS, (2, 2, 5), generator=generator)
+    return tokens, labels
+
+
+def make_mesh(num_ranks: int = 4, *, hybrid: bool = False) -> DeviceMesh:
+    if hybrid:
+        return init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("fsdp",))
+
+
+def captured_fsdp(model: nn.Module, *, hybrid: bool = False, **options: Any) -> TrainGraph:
+    """Captures a language model's step under SimpleFSDP; a process group must be there."""
+    options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, **options}
+    simple_fsdp(model, make_mesh(hybrid=hybrid), **options)
+    return capture_train_step(next_token_loss, model, *token_batch())
+
+
+@contextmanager
+def on_fake_ranks(model: nn.Module, *, rank: int = 0, **options: Any) -> Iterator[TrainGraph]:
+    """The step of ``model`` on one of four ranks that exist in name only."""
+    with fake_process_group(4, rank):
+        yield captured_fsdp(model, **options)
+
+
+def collective_calls(graph: TrainGraph) -> list[tuple[Any, ...]]:
+    """Every collective in order: what must be equal on every rank."""
+    return [
+        (
+            str(node.target),
+            *node.args[1:],
+            tuple(node.args[0].meta["val"].shape),
+            node.args[0].meta["val"].dtype,
+        )
+        for node in graph.graph.nodes
+        if is_collective(node)
+    ]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.detach().reshape(-1).view(torch.uint8), b.detach().reshape(-1).view(torch.uint8))
