@@ -88,7 +88,11 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, list[flo
         return loss
 
     ways: dict[str, tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]] = {}
-    for name, way, trained in ((EAGER, eager_step, eager), (UNBUCKETED, captured, model), (DEFAULT, step, model)):
+    for name, way, trained in (
+        (EAGER, eager_step, eager),
+        (UNBUCKETED, captured, model),
+        (DEFAULT, step, model),
+    ):
         ways[name] = way, torch.optim.AdamW(trained.parameters())
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for index, tokens in enumerate(batches):

@@ -16,7 +16,11 @@ from experiments.fsdp_parity.train import run_path, train_cases
 from graphpasses.parity import Comparison, compare_runs, read_run
 from graphpasses.parity.launch import run_ranks
 
-PRELOAD = ("torch.distributed.fsdp", "torchtitan.experiments.graph_trainer.make_fx_tracer", "graphpasses.simulate")
+PRELOAD = (
+    "torch.distributed.fsdp",
+    "torchtitan.experiments.graph_trainer.make_fx_tracer",
+    "graphpasses.simulate",
+)
 
 
 def main(

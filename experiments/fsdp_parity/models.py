@@ -70,7 +70,9 @@ def gpt_block(width: int = 4 * DIM) -> Block:
 class Decoder(nn.Module):
     """Embedding, blocks, norm, head."""
 
-    def __init__(self, blocks: list[nn.Module], norm: nn.Module, vocab: int = VOCAB, tied: bool = False) -> None:
+    def __init__(
+        self, blocks: list[nn.Module], norm: nn.Module, vocab: int = VOCAB, tied: bool = False
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab, DIM)
         self.layers = nn.ModuleList(blocks)

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from graphpasses.errors import GraphPassesError
@@ -83,13 +84,8 @@ def run_ranks(
         >>> run_ranks(dist.get_rank, 2)  # doctest: +SKIP
         [0, 1]
     """
-    main = getattr(sys.modules["__main__"], "__spec__", None)
-    if fn.__module__ == "__main__" and (main is None or main.name.endswith(".__main__")):
-        if main is not None or not hasattr(sys.modules["__main__"], "__file__"):
-            raise RankError(
-                f"other processes cannot import {fn.__qualname__} from {main.name if main else 'this session'}; "
-                "define it in another module"
-            )
+    if fn.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
+        raise RankError(f"other processes cannot import {fn.__qualname__}; define it in a module of its own")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory(prefix="graphpasses-") as folder:
@@ -115,6 +111,13 @@ def run_ranks(
                 if process.is_alive():
                     process.kill()
                     process.join()
+
+
+def _is_importable(main: ModuleType) -> bool:
+    """Whether a new process can run the main module again: a script can, ``-m package`` and a prompt cannot."""
+    if main.__spec__ is not None:
+        return not main.__spec__.name.endswith("__main__")
+    return getattr(main, "__file__", None) is not None
 
 
 def _collect(receivers: list[Connection], timeout: float) -> list[Any]:

@@ -51,11 +51,11 @@ def _unsharded_values(all_gather: fx.Node) -> dict[fx.Node, None]:
     pending = [all_gather]
     while pending:
         for user in pending.pop().users:
-            copies = user.target in UNSHARD_OPS or getattr(user.target, "is_view", False)
-            if copies and not is_backward(user) and user not in values:
-                if all(source in values for source in user.all_input_nodes):
-                    values[user] = None
-                    pending.append(user)
+            if user in values or is_backward(user) or not values.keys() >= set(user.all_input_nodes):
+                continue
+            if user.target in UNSHARD_OPS or getattr(user.target, "is_view", False):
+                values[user] = None
+                pending.append(user)
     return values
 
 
