@@ -179,6 +179,7 @@ class TrainGraph:
     fixed_signature: bool = False
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
+    _known: dict[fx.Node, tuple[object, ...]] = field(default_factory=dict, repr=False)
 
     # ---- what passes ask -------------------------------------------------------------------------------
 
@@ -266,10 +267,29 @@ class TrainGraph:
         """
         node = self.graph.call_function(target, args, dict(kwargs or {}))
         node.meta["val"] = fake_value(node)
+        self.mark_value_known(node)
         for key in ("stack_trace", "custom", "autograd_backward", "nn_module_stack", "seq_nr"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
         return node
+
+    def mark_value_known(self, node: fx.Node) -> None:
+        """Records that ``node.meta["val"]`` is what the call computes, as it stands now.
+
+        Args:
+            node: a call.
+        """
+        self._known[node] = (node.target, node.args, node.kwargs, node.meta.get("val"))
+
+    def is_value_known(self, node: fx.Node) -> bool:
+        """Whether the call and its value are the same objects as when they were recorded as true.
+
+        Args:
+            node: a call.
+        """
+        known = self._known.get(node, ())
+        now = (node.target, node.args, node.kwargs, node.meta.get("val"))
+        return len(known) == 4 and all(a is b for a, b in zip(known, now, strict=True))
 
     def note(self, message: str) -> None:
         """Records what a user should know, e.g. a rewrite that was skipped and why.
@@ -286,7 +306,10 @@ class TrainGraph:
         assert isinstance(result, tuple)
         values, old_output = result
         graph.output(values).meta = dict(old_output.meta)
-        return replace(self, module=fx.GraphModule(self.module, graph), report=None, notes=[])
+        copy = replace(self, module=fx.GraphModule(self.module, graph), report=None, notes=[], _known={})
+        for node in graph.nodes:  # what was captured is taken as true
+            copy.mark_value_known(node)
+        return copy
 
     def collectives(self) -> dict[str, int]:
         """Counts the collectives of the graph by operator name.

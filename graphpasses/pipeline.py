@@ -83,8 +83,11 @@ class GraphPass(abc.ABC):
         """
 
         def run(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
-            graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[])
+            graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[], _known={})
+            for node in gm.graph.nodes:
+                graph.mark_value_known(node)
             _run_pass(self, graph, Contract.of(graph), ())
+            gm.recompile()
             return gm
 
         run.__name__ = re.sub(r"\W", "_", self.name) + "_pass"
@@ -219,6 +222,7 @@ class Pipeline:
             _write(folder, len(reports), p.name, graph)
             if p.name == self.stop_after:
                 break
+        graph.module.recompile()
         graph.report = PipelineReport(tuple(reports))
         return graph
 
@@ -240,7 +244,6 @@ def _run_pass(p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple
     graph.graph.eliminate_dead_code(is_impure_node=_is_kept)
     seconds = time.perf_counter() - start
     verify(graph, contract, history)
-    graph.module.recompile()
     notes, graph.notes = tuple(graph.notes), []
     return PassReport(
         name=p.name,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphpasses._torch import pytree
 from graphpasses.errors import VerificationError
 from graphpasses.graph import WAIT, InputKind, OutputKind, TrainGraph, fake_value, is_collective
 
 __all__ = ["Contract", "verify"]
-
-_Call = tuple[object, tuple[object, ...]]
 
 
 @dataclass(frozen=True)
@@ -26,21 +23,18 @@ class Contract:
         state: canonical FQNs of the parameters and buffers that are inputs.
         batch: paths of the batch leaves, in order.
         gradients: canonical FQNs of the parameters that get a gradient.
-        verified: calls whose ``meta["val"]`` has been checked, by node; only new or changed ones are checked
-            again, so that a whole pipeline stays linear in the graph.
     """
 
     state: frozenset[str]
     batch: tuple[str, ...]
     gradients: frozenset[str]
-    verified: dict[fx.Node, _Call] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, graph: TrainGraph) -> Contract:
-        """Returns the contract that ``graph`` fulfils now; its values are taken as true.
+        """Returns the contract that ``graph`` fulfils now.
 
         Args:
-            graph: the step before the first pass.
+            graph: the step.
         """
         return cls(
             state=frozenset(
@@ -50,12 +44,7 @@ class Contract:
             ),
             batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
             gradients=frozenset(graph.parameters) - graph.without_gradient,
-            verified={node: _call(node) for node in graph.graph.nodes if node.op == "call_function"},
         )
-
-
-def _call(node: fx.Node) -> _Call:
-    return node.target, tuple(pytree.tree_leaves((node.args, node.kwargs)))
 
 
 def verify(graph: TrainGraph, contract: Contract, culprit: str) -> None:
@@ -86,11 +75,9 @@ def verify(graph: TrainGraph, contract: Contract, culprit: str) -> None:
             raise VerificationError(
                 f"{culprit} left {node.name} waiting for {node.args[0]}, not a collective"
             )
-        if node.op == "call_function":
-            call = _call(node)
-            if contract.verified.get(node) != call:
-                _verify_value(node, culprit)
-                contract.verified[node] = call
+        if node.op == "call_function" and not graph.is_value_known(node):
+            _verify_value(node, culprit)
+            graph.mark_value_known(node)
 
 
 def _verify_signature(graph: TrainGraph, contract: Contract, culprit: str) -> None:
