@@ -121,6 +121,11 @@ class ParameterInfo:
     shard_ranks: tuple[int, ...]
 
 
+def _call(node: fx.Node) -> tuple[object, ...]:
+    values = (value.meta.get("val") for value in (node, *node.all_input_nodes))
+    return node.target, node.args, node.kwargs, *values
+
+
 def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
     shard_dim: int | None = None
     ranks: tuple[int, ...] = ()
@@ -279,17 +284,16 @@ class TrainGraph:
         Args:
             node: a call.
         """
-        self._known[node] = (node.target, node.args, node.kwargs, node.meta.get("val"))
+        self._known[node] = _call(node)
 
     def is_value_known(self, node: fx.Node) -> bool:
-        """Whether the call and its value are the same objects as when they were recorded as true.
+        """Whether the call, its inputs' values and its own are the same objects as when they were recorded.
 
         Args:
             node: a call.
         """
-        known = self._known.get(node, ())
-        now = (node.target, node.args, node.kwargs, node.meta.get("val"))
-        return len(known) == 4 and all(a is b for a, b in zip(known, now, strict=True))
+        known, now = self._known.get(node, ()), _call(node)
+        return len(known) == len(now) and all(a is b for a, b in zip(known, now, strict=True))
 
     def note(self, message: str) -> None:
         """Records what a user should know, e.g. a rewrite that was skipped and why.

@@ -8,6 +8,7 @@ import enum
 import hashlib
 import inspect
 import re
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError
+from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError, VerificationError
 from graphpasses.graph import WAIT, Stage, TrainGraph
 from graphpasses.verify import Contract, verify
 
@@ -68,8 +69,8 @@ class GraphPass(abc.ABC):
         """
 
     def uuid(self) -> str:
-        """Returns a digest of the pass's source and options, for compilers' caches."""
-        source = inspect.getsource(type(self))
+        """Returns a digest of the source of the pass's module and of its options, for compilers' caches."""
+        source = inspect.getsource(sys.modules[type(self).__module__])
         return hashlib.sha256(f"{self.name}\n{source}\n{self!r}".encode()).hexdigest()
 
     def as_function(self, step: TrainGraph) -> Callable[..., fx.GraphModule]:
@@ -132,7 +133,7 @@ class PipelineReport:
         return iter(self.passes)
 
     def __getitem__(self, name: str) -> PassReport:
-        return next(report for report in self.passes if report.name == name)
+        return {report.name: report for report in self.passes}[name]
 
     def __str__(self) -> str:
         rows = [("pass", "numerics", "rewrites", "nodes", "collectives", "ms")]
@@ -216,10 +217,9 @@ class Pipeline:
         folder = Path(dump) if dump is not None else None
         _write(folder, 0, "captured", graph)
         for p in self.passes:
-            if p.name in self.disable:
-                continue
-            reports.append(_run_pass(p, graph, contract, tuple(r.name for r in reports)))
-            _write(folder, len(reports), p.name, graph)
+            if p.name not in self.disable:
+                reports.append(_run_pass(p, graph, contract, tuple(r.name for r in reports)))
+                _write(folder, len(reports), p.name, graph)
             if p.name == self.stop_after:
                 break
         graph.module.recompile()
@@ -241,7 +241,10 @@ def _run_pass(p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple
         raise
     except Exception as error:
         raise PipelineError(f"{history} failed: {type(error).__name__}: {error}") from error
-    graph.graph.eliminate_dead_code(is_impure_node=_is_kept)
+    try:
+        graph.graph.eliminate_dead_code(is_impure_node=_is_kept)
+    except RuntimeError as error:  # it lints first
+        raise VerificationError(f"{history} left a malformed graph: {error}") from error
     seconds = time.perf_counter() - start
     verify(graph, contract, history)
     notes, graph.notes = tuple(graph.notes), []

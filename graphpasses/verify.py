@@ -22,11 +22,13 @@ class Contract:
     Args:
         state: canonical FQNs of the parameters and buffers that are inputs.
         batch: paths of the batch leaves, in order.
+        num_inputs: number of placeholders, if another runner owns the flat signature; else None.
         gradients: canonical FQNs of the parameters that get a gradient.
     """
 
     state: frozenset[str]
     batch: tuple[str, ...]
+    num_inputs: int | None
     gradients: frozenset[str]
 
     @classmethod
@@ -43,6 +45,7 @@ class Contract:
                 if item.kind is not InputKind.BATCH
             ),
             batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
+            num_inputs=len(graph.inputs) if graph.fixed_signature else None,
             gradients=frozenset(graph.parameters) - graph.without_gradient,
         )
 
@@ -102,6 +105,30 @@ def _verify_signature(graph: TrainGraph, contract: Contract, culprit: str) -> No
                 gained
             )
             raise VerificationError(f"{culprit} changed the step's {what}: {'; '.join(changes)}")
+    if now.batch != contract.batch:
+        raise VerificationError(
+            f"{culprit} changed the step's batch inputs: expected the order {', '.join(contract.batch)}, "
+            f"got {', '.join(now.batch)}"
+        )
+    if now.num_inputs != contract.num_inputs:
+        raise VerificationError(
+            f"{culprit} left {now.num_inputs} placeholders of {contract.num_inputs}; another runner passes them "
+            "all (fixed_signature)"
+        )
+    _verify_gradients(graph, values, culprit)
+
+
+def _verify_gradients(graph: TrainGraph, values: list[Any], culprit: str) -> None:
+    stored = {fqn: placeholder.meta["val"] for fqn, placeholder in graph.parameter_placeholders()}
+    for fqn, slots in graph.gradient_slots().items():
+        for slot in slots:
+            if fqn in stored and values[slot] is not None:
+                expected, got = stored[fqn], values[slot].meta.get("val")
+                if got is not None and _summary(expected) != _summary(got):
+                    raise VerificationError(
+                        f"{culprit} left {values[slot].name} as the gradient of {fqn!r}: expected "
+                        f"{_summary(expected)}, got {_summary(got)}"
+                    )
 
 
 def _verify_value(node: fx.Node, culprit: str) -> None:
