@@ -144,7 +144,7 @@ def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
     )
 
 
-@dataclass
+@dataclass(repr=False)
 class TrainGraph:
     """One training step (forward, loss and backward) as a graph that knows whose every value is.
 
@@ -185,6 +185,10 @@ class TrainGraph:
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
     _known: dict[fx.Node, tuple[object, ...]] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{count} {name}" for name, count in self.collectives().items()) or "no collectives"
+        return f"TrainGraph({self.stage.value}: {len(self.graph.nodes)} nodes, {counts})"
 
     # ---- what passes ask -------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
@@ -121,9 +122,13 @@ def token_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_mesh(num_ranks: int = 4, *, hybrid: bool = False) -> DeviceMesh:
+    # Where one process plays one rank after the other: DTensor's caches take meshes of equal ranks and names for
+    # one, though local shapes and group names differ.
+    played = f"_of_{dist.get_rank()}" if dist.get_backend() == "fake" else ""
     if hybrid:
-        return init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("fsdp",))
+        names = (f"replicate{played}", f"shard{played}")
+        return init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=names)
+    return init_device_mesh("cpu", (num_ranks,), mesh_dim_names=(f"fsdp{played}",))
 
 
 def captured_fsdp(model: nn.Module, *, hybrid: bool = False, **options: Any) -> TrainGraph:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphpasses._torch import pytree
 from graphpasses.errors import CaptureError, UnsupportedError
@@ -48,7 +49,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
 
     Raises:
         CaptureError: the loss is not a scalar tensor that depends on a trainable parameter, ``loss_fn``
-            calls ``backward``, the model is on meta, or torchtitan is not installed.
+            calls ``backward`` or decides by a tensor's value, the batch holds something else than tensors and
+            plain values, the model is on meta, or torchtitan is not installed.
         UnsupportedError: a parameter is sharded over several mesh axes.
 
     Example:
@@ -75,6 +77,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             "(to_empty and initialise) before capturing its step"
         )
 
+    _check_batch(batch)
+
     def step(*args: Any) -> list[torch.Tensor | None]:
         # The tracer swaps every FQN for a tensor of its own, ties included: ask for every name's gradient.
         named = [
@@ -83,6 +87,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             if parameter.requires_grad
         ]
         loss = loss_fn(model, *args)
+        if any(parameter.grad is not None for _, parameter in named):
+            raise CaptureError(_CALLED_BACKWARD)
         _check_loss(loss, [fqn for fqn, _ in named])
         gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
         return [loss, *gradients]
@@ -90,10 +96,10 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     try:
         traced = minimal_fx_tracer(step, module=model)(*batch)
     except RuntimeError as error:
-        if "backward through the graph a second time" in str(error):
+        if isinstance(error, GuardOnDataDependentSymNode):
             raise CaptureError(
-                "loss_fn called backward itself; return the loss and let the capture differentiate it "
-                "(a loss that runs backward chunk by chunk cannot be captured)"
+                "loss_fn decides by a tensor's value (.item(), bool(tensor), tolist()), which a captured step "
+                f"cannot; compute with torch.where, or decide outside: {str(error).splitlines()[0]}"
             ) from error
         raise
     graph = from_traced_result(traced, model=model)
@@ -102,6 +108,21 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
     _name_batch(graph, batch)
     return graph
+
+
+_CALLED_BACKWARD = (
+    "loss_fn called backward itself; return the loss and let the capture differentiate it (a loss that runs "
+    "backward chunk by chunk cannot be captured: sum the chunks' losses)"
+)
+
+
+def _check_batch(batch: tuple[Any, ...]) -> None:
+    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
+        if not isinstance(leaf, (torch.Tensor, int, float, bool, str, type(None))):
+            raise CaptureError(
+                f"batch{pytree.keystr(path)} is a {type(leaf).__name__}; a batch holds tensors, numbers, strings "
+                "and None, in lists, tuples and dicts. Give loss_fn other objects through its closure"
+            )
 
 
 def _check_loss(loss: Any, trainable: list[str]) -> None:
