@@ -1,0 +1,60 @@
+"""File, class and command-line name of every pass agree, and the default pipeline has them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import graphpasses.passes
+from graphpasses.fsdp import BucketPlan
+from graphpasses.passes import default_pipeline
+from graphpasses.pipeline import GraphPass, Numerics
+
+FILES = sorted(info.name for info in pkgutil.iter_modules(graphpasses.passes.__path__))
+
+
+def passes_in(file: str) -> list[type[GraphPass]]:
+    module = importlib.import_module(f"graphpasses.passes.{file}")
+    return [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value) and issubclass(value, GraphPass) and value.__module__ == module.__name__
+    ]
+
+
+def test_there_are_passes() -> None:
+    assert {"bucket_fsdp_collectives", "coalesce_grad_reductions", "deduplicate_shared"} <= set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_names_agree(file: str) -> None:
+    (cls,) = passes_in(file)
+    assert cls.name == file.replace("_", "-")
+    assert cls.__name__.lower() == file.replace("_", "")
+    assert importlib.import_module(cls.__module__).__all__ == [cls.__name__]
+    assert getattr(graphpasses.passes, cls.__name__) is cls
+    assert dataclasses.is_dataclass(cls)
+    assert cls.__dataclass_params__.frozen
+    assert "Example:" in (cls.__doc__ or "")
+    assert isinstance(cls.numerics, Numerics)
+
+
+def test_runs_after_names_passes() -> None:
+    names = {file.replace("_", "-") for file in FILES}
+    for file in FILES:
+        for cls in passes_in(file):
+            assert cls.runs_after <= names - {cls.name}
+
+
+def test_default_pipeline() -> None:
+    pipeline = default_pipeline(BucketPlan.from_modules([]))
+    assert all(p.numerics is Numerics.BITWISE for p in pipeline.passes)
+    assert [p.name for p in pipeline.passes][:3] == [
+        "deduplicate-shared",
+        "coalesce-grad-reductions",
+        "bucket-fsdp-collectives",
+    ]
