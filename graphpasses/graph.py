@@ -187,7 +187,9 @@ class TrainGraph:
     _known: dict[fx.Node, tuple[object, ...]] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{count} {name}" for name, count in self.collectives().items()) or "no collectives"
+        counts = (
+            ", ".join(f"{count} {name}" for name, count in self.collectives().items()) or "no collectives"
+        )
         return f"TrainGraph({self.stage.value}: {len(self.graph.nodes)} nodes, {counts})"
 
     # ---- what passes ask -------------------------------------------------------------------------------

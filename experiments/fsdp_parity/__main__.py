@@ -91,7 +91,7 @@ def _result(comparison: Comparison) -> str:
     result = f"step {parting.step}: {parting.first}, {len(tensors)} tensors, first {tensors[0] if tensors else '-'}"
     if parting.moves:
         move = parting.moves[0]
-        places = [f"{p.collective} {p.bucket} byte {p.offset}" for p in (*move.a[:1], *move.b[:1])]
+        places = [f"byte {p.offset} of {p.num_bytes}" for p in (*move.a[:1], *move.b[:1])]
         result += f"; {move.fqn} moved: {' → '.join(places)}"
     return result
 

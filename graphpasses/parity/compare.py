@@ -21,20 +21,20 @@ class BucketPlace:
 
     Args:
         collective: ``"reduce_scatter"`` or ``"all_reduce"``.
-        bucket: index of the reduction in the layout.
         op: ``"avg"`` or ``"sum"``.
         dtype: dtype on the wire.
         offset: bytes from the start of one rank's part of the bucket.
         padded_numel: elements in one rank's part of the bucket.
+        num_bytes: bytes of one rank's part of the bucket, by which NCCL divides it among rings.
         num_ranks: size of the process group.
     """
 
     collective: str
-    bucket: int
     op: str
     dtype: str
     offset: int
     padded_numel: int
+    num_bytes: int
     num_ranks: int
 
 
@@ -209,14 +209,14 @@ def _places(layout: Layout, fqn: str) -> tuple[BucketPlace, ...]:
     return tuple(
         BucketPlace(
             bucket.collective,
-            index,
             bucket.op,
             bucket.dtype,
             entry.offset,
             entry.padded_numel,
+            bucket.num_bytes,
             len(bucket.ranks),
         )
-        for index, bucket in enumerate(layout.buckets)
+        for bucket in layout.buckets
         for entry in bucket.entries
         if entry.fqn == fqn
     )

@@ -146,6 +146,6 @@ def _places(places: tuple[BucketPlace, ...]) -> str:
 
 def _place(place: BucketPlace) -> str:
     return (
-        f"bucket {place.bucket} ({place.collective} {place.op} {place.dtype}, {place.num_ranks} ranks) "
-        f"at byte {place.offset}"
+        f"byte {place.offset} of {place.num_bytes} "
+        f"({place.collective} {place.op} {place.dtype}, {place.num_ranks} ranks)"
     )

@@ -85,7 +85,7 @@ def test_moves_are_shown_for_what_differs() -> None:
     a, b = run_of(*STEPS, layouts=layout("a", "b", "c")), run_of(*changed, layouts=layout("b", "a", "c"))
     parting = compare_runs(a, b).parting
     assert parting is not None
-    place = BucketPlace("reduce_scatter", 0, "avg", "bfloat16", 0, 2, 2)
+    place = BucketPlace("reduce_scatter", "avg", "bfloat16", 0, 2, num_bytes=12, num_ranks=2)
     assert parting.moves == (MovedEntry("a", (place,), (replace(place, offset=4),)),)
     gone = compare_runs(a, run_of(*changed, layouts=layout("b"))).parting
     assert gone is not None
