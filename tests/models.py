@@ -71,6 +71,14 @@ class Reused(nn.Module):
         return self.head(x)
 
 
+class TwoNames(LanguageModel):
+    """A block that two names share, and that runs under both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = self.layers[0]
+
+
 class Unused(LanguageModel):
     """A trainable and a frozen part that forward leaves out."""
 
@@ -138,11 +146,24 @@ def captured_fsdp(model: nn.Module, *, hybrid: bool = False, **options: Any) -> 
     return capture_train_step(next_token_loss, model, *token_batch())
 
 
+_CAPTURED: dict[object, TrainGraph] = {}
+
+
 @contextmanager
-def on_fake_ranks(model: nn.Module, *, rank: int = 0, **options: Any) -> Iterator[TrainGraph]:
-    """The step of ``model`` on one of four ranks that exist in name only."""
+def on_fake_ranks(
+    model: nn.Module, *, rank: int = 0, hybrid: bool = False, **options: Any
+) -> Iterator[TrainGraph]:
+    """The step of ``model`` on one of four ranks that exist in name only; models of one kind are traced once."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    first = {id(p): fqn for fqn, p in reversed(parameters)}
+    facts = tuple((fqn, first[id(p)], p.requires_grad, p.dtype) for fqn, p in parameters)
+    key = (str(model), facts, rank, hybrid, tuple(options.items()))
     with fake_process_group(4, rank):
-        yield captured_fsdp(model, **options)
+        if key not in _CAPTURED:
+            _CAPTURED[key] = captured_fsdp(model, hybrid=hybrid, **options)
+        else:
+            make_mesh(hybrid=hybrid)  # the process groups that the graph names
+        yield _CAPTURED[key].copy()
 
 
 def collective_calls(graph: TrainGraph) -> list[tuple[Any, ...]]:

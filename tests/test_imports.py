@@ -1,0 +1,114 @@
+"""What importing graphpasses loads, and where it touches torch's private parts."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import graphpasses
+
+ROOT = Path(next(iter(graphpasses.__path__)))
+OPTIONAL = ("torchtitan", "torchrec", "fbgemm_gpu", "rich", "tyro")
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["graphpasses"],
+        [
+            "graphpasses.passes",
+            "graphpasses.capture",
+            "graphpasses.fsdp",
+            "graphpasses.fsdp.graph_layout",
+            "graphpasses.pipeline",
+            "graphpasses.parity",
+            "graphpasses.simulate",
+        ],
+    ],
+)
+def test_core_imports_torch_alone(modules: list[str]) -> None:
+    code = (
+        f"import sys; import {', '.join(modules)}; "
+        f"print([name for name in {OPTIONAL} if name in sys.modules], 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["[]", str(modules != ["graphpasses"])]
+
+
+def test_every_public_name_is_there() -> None:
+    for name in graphpasses.__all__:
+        assert getattr(graphpasses, name) is not None
+    with pytest.raises(AttributeError, match="module 'graphpasses' has no attribute 'nothing'"):
+        graphpasses.nothing  # noqa: B018
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields imports and attributes of torch with a private part; ``torch.ops`` holds operators, not API."""
+    # What a module calls torch or a part of it: `import torch.distributed as dist`, `from torch import fx`.
+    names = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "torch":
+                    names[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    yield from (
+                        (node.lineno, alias.name) for part in alias.name.split(".") if is_private(part)
+                    )
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            for alias in node.names:
+                path = f"{node.module}.{alias.name}"
+                names[alias.asname or alias.name] = path
+                if any(is_private(part) for part in path.split(".")):
+                    yield node.lineno, path
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            path = dotted(node, names)
+            if path is not None and is_private(path.rsplit(".", 1)[1]) and not path.startswith("torch.ops."):
+                yield node.lineno, path
+
+
+def dotted(node: ast.expr, names: dict[str, str]) -> str | None:
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value, names)
+        return None if base is None else f"{base}.{node.attr}"
+    return None
+
+
+def test_scan_finds_private_uses() -> None:
+    code = """
+import torch, torch._dynamo
+import torch.distributed as dist
+from torch import fx
+from torch.utils import _pytree
+from torch.testing._internal.common_utils import run_tests
+torch._C._jit; torch.ops._c10d_functional.all_reduce; dist._group; fx.Graph; torch.__version__
+"""
+    assert sorted({path for _, path in private_uses(ast.parse(code))}) == [
+        "torch._C",
+        "torch._C._jit",
+        "torch._dynamo",
+        "torch.distributed._group",
+        "torch.testing._internal.common_utils.run_tests",
+        "torch.utils._pytree",
+    ]
+
+
+def test_private_torch_is_used_in_one_folder() -> None:
+    uses = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if "_torch" not in path.relative_to(ROOT).parts
+        for line, name in private_uses(ast.parse(path.read_text()))
+    ]
+    assert uses == []
