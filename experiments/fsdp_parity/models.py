@@ -26,17 +26,21 @@ class Attention(nn.Module):
         return self.out(attend(self.q(x), self.k(x), self.v(x)))
 
 
-class PackedAttention(nn.Module):
-    """Owns a parameter *and* a child with parameters: FSDP2's post-order puts the child's first."""
+class PackedBlock(nn.Module):
+    """Owns parameters *and* children with parameters: FSDP2's post-order puts the children's first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.in_proj_weight = nn.Parameter(torch.randn(3 * DIM, DIM) * 0.05)
         self.in_proj_bias = nn.Parameter(torch.zeros(3 * DIM))
-        self.out = nn.Linear(DIM, DIM)
+        self.norm1, self.out, self.norm2 = nn.LayerNorm(DIM), nn.Linear(DIM, DIM), nn.LayerNorm(DIM)
+        self.mlp = mlp(3 * DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(attend(*F.linear(x, self.in_proj_weight, self.in_proj_bias).chunk(3, -1)))
+        x = x + self.out(
+            attend(*F.linear(self.norm1(x), self.in_proj_weight, self.in_proj_bias).chunk(3, -1))
+        )
+        return x + self.mlp(self.norm2(x))
 
 
 class SwiGLU(nn.Module):
@@ -151,8 +155,7 @@ def reordered() -> nn.Module:
 
 def nested() -> nn.Module:
     """Modules with parameters of their own and children with parameters."""
-    blocks = [Block(nn.LayerNorm(DIM), PackedAttention(), nn.LayerNorm(DIM), mlp(3 * DIM)) for _ in range(2)]
-    return Decoder(blocks, nn.LayerNorm(DIM))
+    return Decoder([PackedBlock() for _ in range(2)], nn.LayerNorm(DIM))
 
 
 def reused() -> nn.Module:
