@@ -7,7 +7,7 @@ import time
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from experiments.fsdp_bench.steps import Transformer, loss_fn
+from experiments.fsdp_bench.steps import loss_fn, transformer
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.fsdp.plan import BucketPlan
@@ -26,7 +26,7 @@ def time_pipeline(num_layers: int, num_rounds: int = 3) -> tuple[int, float, dic
     """
     with fake_process_group(64):
         mesh = init_device_mesh("cpu", (64,))
-        model = simple_fsdp(Transformer(num_layers, 64, 256), mesh, param_dtype=torch.bfloat16)
+        model = simple_fsdp(transformer(num_layers, 64, 256), mesh, param_dtype=torch.bfloat16)
         captured = capture_train_step(loss_fn, model, torch.zeros(2, 17, dtype=torch.long))
         pipeline = default_pipeline(BucketPlan.per_block(model))
         best: tuple[float, dict[str, float]] | None = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from experiments.fsdp_parity.models import Decoder, loss_fn
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.fsdp.layout import eager_layout
 from graphpasses.fsdp.plan import BucketPlan
@@ -21,22 +22,10 @@ from graphpasses.passes import default_pipeline
 EAGER, UNBUCKETED, DEFAULT = "eager FSDP2", "captured, no passes", "captured, default pipeline"
 
 
-class Transformer(nn.Module):
-    """A GPT-like model of torch's own encoder layers; (batch, sequence) tokens to logits."""
-
-    def __init__(self, num_layers: int, dim: int, vocab: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(Layer(dim) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, vocab, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+def transformer(num_layers: int, dim: int, vocab: int) -> nn.Module:
+    """Returns a GPT-like model; (batch, sequence) tokens to logits."""
+    blocks: list[nn.Module] = [Layer(dim) for _ in range(num_layers)]
+    return Decoder(blocks, nn.LayerNorm(dim), vocab, tied=True, dim=dim)
 
 
 class Layer(nn.Module):
@@ -50,11 +39,6 @@ class Layer(nn.Module):
         q, k, v = (h.unflatten(-1, (4, -1)).transpose(1, 2) for h in self.qkv(self.norm1(x)).chunk(3, -1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
-    logits = model(tokens[:, :-1]).float()
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, list[float]]:
@@ -72,11 +56,11 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, list[flo
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     torch.manual_seed(0)
-    eager = Transformer(num_layers, dim, vocab)
+    eager = transformer(num_layers, dim, vocab)
     for module in [*eager.layers, eager]:
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
     torch.manual_seed(0)
-    model = simple_fsdp(Transformer(num_layers, dim, vocab), mesh, **dtypes)
+    model = simple_fsdp(transformer(num_layers, dim, vocab), mesh, **dtypes)
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randint(0, vocab, (4, 65), generator=generator) for _ in range(num_rounds + 2)]
     captured = capture_train_step(loss_fn, model, batches[0])

@@ -75,13 +75,13 @@ class Decoder(nn.Module):
     """Embedding, blocks, norm, head."""
 
     def __init__(
-        self, blocks: list[nn.Module], norm: nn.Module, vocab: int = VOCAB, tied: bool = False
+        self, blocks: list[nn.Module], norm: nn.Module, vocab: int = VOCAB, tied: bool = False, dim: int = DIM
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocab, DIM)
+        self.embedding = nn.Embedding(vocab, dim)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
-        self.head = nn.Linear(DIM, vocab, bias=False)
+        self.head = nn.Linear(dim, vocab, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
 

@@ -3,7 +3,7 @@
     import graphpasses.simulate
     dist.init_process_group("nccl_sim")
 
-CPU tensors only. Reductions finish before they return, also with ``async_op=True``; the rest is gloo's.
+CPU tensors only. Collectives finish before they return, also with ``async_op=True``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from graphpasses._torch.gloo_process_group import GlooProcessGroup
+from graphpasses._torch.gloo_process_group import FinishedWork, GlooProcessGroup, split_evenly
 from graphpasses.errors import TopologyError, UnsupportedError
 from graphpasses.simulate.arithmetic import ReduceOpName
 from graphpasses.simulate.collectives import reduce_parts
@@ -97,9 +97,9 @@ class NCCLSimProcessGroup(GlooProcessGroup):
                 f"reduce_scatter needs an input of {self.size()} times the output's {output.numel()} "
                 f"{output.dtype} elements, got {input.numel()} {input.dtype} elements"
             )
-        shards = self._exchange(input.detach().reshape(-1))
+        shards = self._shards(input.detach().reshape(-1))
         _assign(output, self._reduce(shards, "reduce_scatter", output.numel(), opts, self.rank()))
-        return _Done([output])
+        return FinishedWork([output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -107,7 +107,7 @@ class NCCLSimProcessGroup(GlooProcessGroup):
         """Reduces several inputs, one after the other."""
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts)
-        return _Done(outputs)
+        return FinishedWork(outputs)
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -122,7 +122,7 @@ class NCCLSimProcessGroup(GlooProcessGroup):
                 total = self._reduce_to(root, shard, opts)
                 if root == self.rank():
                     _assign(output, total)
-        return _Done(outputs)
+        return FinishedWork(outputs)
 
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor] | Tensor, opts: Any = None
@@ -131,7 +131,7 @@ class NCCLSimProcessGroup(GlooProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         for tensor in tensors:
             self._all_reduce(tensor, opts)
-        return _Done(tensors)
+        return FinishedWork(tensors)
 
     allreduce_coalesced = allreduce
 
@@ -141,7 +141,7 @@ class NCCLSimProcessGroup(GlooProcessGroup):
             total = self._reduce_to(opts.rootRank, tensor, opts)
             if opts.rootRank == self.rank():
                 _assign(tensor, total)
-        return _Done(tensors)
+        return FinishedWork(tensors)
 
     def _all_reduce(self, tensor: Tensor, opts: Any) -> None:
         flat = tensor.detach().reshape(-1)
@@ -149,24 +149,23 @@ class NCCLSimProcessGroup(GlooProcessGroup):
         padded = flat.new_zeros(stretch * self.size())
         padded[: flat.numel()] = flat
         mine = self._reduce(
-            self._exchange(padded), "all_reduce", flat.numel(), opts, offset=stretch * self.rank()
+            self._shards(padded), "all_reduce", flat.numel(), opts, offset=stretch * self.rank()
         )
-        self.gloo.all_gather_single(_as_bytes(padded), _as_bytes(mine)).wait()
+        self.all_gather_single(padded, mine)
         _assign(tensor, padded[: flat.numel()])
 
     def _reduce_to(self, root: int, tensor: Tensor, opts: Any) -> Tensor:
         flat = tensor.detach().reshape(-1)
         gathered = flat.new_empty(self.size() * flat.numel())
-        self.gloo.all_gather_single(_as_bytes(gathered), _as_bytes(flat)).wait()
-        contributions = gathered.view(self.size(), -1).unbind()
+        self.all_gather_single(gathered, flat)
+        contributions = list(split_evenly(gathered, self.size()).values())
         return self._reduce(contributions, "reduce", flat.numel(), opts, root)
 
-    def _exchange(self, flat: Tensor) -> tuple[Tensor, ...]:
+    def _shards(self, flat: Tensor) -> list[Tensor]:
         """Returns every rank's contribution to this rank's stretch of the buffer, unreduced."""
-        received = torch.empty_like(flat)
-        # As bytes, since gloo does not know every dtype.
-        self.gloo.all_to_all_single(_as_bytes(received), _as_bytes(flat), [], []).wait()
-        return received.view(self.size(), -1).unbind()
+        shards = split_evenly(torch.empty_like(flat), self.size())
+        self.exchange(split_evenly(flat, self.size()), shards)
+        return list(shards.values())
 
     def _reduce(
         self,
@@ -183,40 +182,12 @@ class NCCLSimProcessGroup(GlooProcessGroup):
         return reduce_parts(contributions, parts, topology, op, factor=factor, offset=offset)
 
 
-class _Done(dist.Work):
-    """Work that was finished before it was returned."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        super().__init__()
-        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-        self._future.set_result(tensors)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> list[Tensor]:
-        return self._future.value()
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        return self._future
-
-
 def _parse_op(opts: Any) -> tuple[ReduceOpName, float]:
     op: Any = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
     for name in get_args(ReduceOpName):
         if op == getattr(dist.ReduceOp, name.upper()):
             return name, float(op.factor) if name == "premul_sum" else 1.0
     raise UnsupportedError(f"NCCL has no {op.op}; it has {', '.join(get_args(ReduceOpName))}")
-
-
-def _as_bytes(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8)
 
 
 def _assign(target: Tensor, flat: Tensor) -> None:
