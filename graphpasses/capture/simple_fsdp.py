@@ -51,6 +51,12 @@ def simple_fsdp(
         raise UnsupportedError(
             f"parameter {scalars[0]!r} is 0-d and cannot be sharded; make it 1-d (numel 1), as FSDP2 asks too"
         )
+    flat = [fqn for fqn, parameter in model.named_parameters() if not -1 < shard_dim < parameter.dim()]
+    if flat:
+        num_dims = model.get_parameter(flat[0]).dim()
+        raise UnsupportedError(
+            f"parameter {flat[0]!r} has {num_dims} dims and cannot be sharded on dim {shard_dim}; use shard_dim=0"
+        )
     titan._wrap_class_cache.clear()
     with preserve_identity(model):
         titan.data_parallel(

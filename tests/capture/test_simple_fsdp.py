@@ -74,6 +74,14 @@ def test_three_axes_are_refused() -> None:
     assert str(caught.value) == "simple_fsdp takes a mesh of one axis (FSDP) or two (HSDP), not 3"
 
 
+def test_dims_that_a_parameter_lacks_are_refused() -> None:
+    with fake_process_group(4), pytest.raises(UnsupportedError) as caught:
+        simple_fsdp(LanguageModel(), make_mesh(), shard_dim=1)
+    assert str(caught.value) == (
+        "parameter 'layers.0.gain' has 1 dims and cannot be sharded on dim 1; use shard_dim=0"
+    )
+
+
 def test_scalars_are_refused() -> None:
     model = nn.Linear(3, 2)
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
