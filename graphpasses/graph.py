@@ -6,6 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from graphpasses._torch import pytree
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import BatchMismatchError, CaptureError, UnsupportedError
+from graphpasses.gradients import accumulate_gradient, shared_values
 from graphpasses.identity import IdentityMap
 
 if TYPE_CHECKING:
@@ -348,9 +350,14 @@ class TrainGraph:
         """
         leaves = self._check_batch(batch)
         values = self._flat_inputs(leaves)
-        with torch.no_grad():
-            flat = self.module(*values)
-            return self._accumulate(flat)
+        device = next(self.model.parameters()).device.type
+        # The casts of the captured step are in its graph; autocast must not add others.
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            return self._accumulate(self.module(*values))
+
+    @cached_property
+    def _shared_values(self) -> frozenset[int]:
+        return shared_values(self.output_values)
 
     def _check_batch(self, batch: tuple[Any, ...]) -> list[Any]:
         leaves, spec = pytree.tree_flatten(batch)
@@ -361,16 +368,14 @@ class TrainGraph:
             )
         for (path, captured), leaf in zip(self.batch_leaves, leaves, strict=True):
             if isinstance(captured, torch.Tensor):
-                expected: Any = (tuple(captured.shape), captured.dtype, captured.device)
-                got: Any = (
-                    (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
-                )
+                same = isinstance(leaf, torch.Tensor) and _tensor_facts(leaf) == _tensor_facts(captured)
             else:
-                expected, got = captured, leaf
-            if got is not expected and (type(got) is not type(expected) or got != expected):
+                same = type(leaf) is type(captured) and leaf == captured
+            if not same:
+                strides = _describe(leaf) == _describe(captured)  # nothing else differs
                 raise BatchMismatchError(
-                    f"{path} differs from the captured batch: expected {_describe(expected)}, "
-                    f"got {_describe(got)}. Capture a step for it, or pad the batch"
+                    f"{path} differs from the captured batch: expected {_describe(captured, strides)}, "
+                    f"got {_describe(leaf, strides)}. Capture a step for it, or pad the batch"
                 )
         return leaves
 
@@ -387,19 +392,27 @@ class TrainGraph:
 
     def _accumulate(self, flat: Sequence[Any]) -> torch.Tensor:
         loss: torch.Tensor | None = None
-        for item, value in zip(self.outputs, flat, strict=True):
+        for index, (item, value) in enumerate(zip(self.outputs, flat, strict=True)):
             if item.kind is OutputKind.LOSS:
                 loss = value
             elif item.is_gradient and value is not None:
-                _add_gradient(find_state(self.model, self.identity.canonical(item.fqn)), value)
+                parameter = find_state(self.model, self.identity.canonical(item.fqn))
+                accumulate_gradient(parameter, value, is_shared=index in self._shared_values)
         assert loss is not None
         return loss
 
 
-def _describe(value: Any) -> str:
-    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[1], torch.dtype):
-        return f"shape {list(value[0])}, {value[1]}, on {value[2]}"
-    return repr(value)
+def _tensor_facts(tensor: torch.Tensor) -> tuple[object, ...]:
+    # The stride of a dim of size 1 means nothing.
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+    return tuple(tensor.shape), strides, tensor.dtype, tensor.device
+
+
+def _describe(value: Any, strides: bool = False) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    suffix = f", strides {list(value.stride())}" if strides else ""
+    return f"shape {list(value.shape)}, {value.dtype}, on {value.device}{suffix}"
 
 
 def find_state(model: nn.Module, fqn: str) -> torch.Tensor:
@@ -426,24 +439,6 @@ def find_state(model: nn.Module, fqn: str) -> torch.Tensor:
         f"the model has no parameter or buffer {fqn!r} any more; the captured step reads it. "
         "Capture the step again after changing the model"
     )
-
-
-def _add_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    if parameter.grad is not None:
-        total = parameter.grad
-        local = total.to_local() if isinstance(total, DTensor) else total
-        local += gradient
-    elif isinstance(parameter, DTensor):
-        parameter.grad = DTensor.from_local(
-            gradient,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    else:
-        parameter.grad = gradient
 
 
 def argument(node: fx.Node, index: int = 0) -> fx.Node:

@@ -16,7 +16,8 @@ def fake_process_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
 
     Args:
         num_ranks: world size.
-        rank: which rank this process plays.
+        rank: which rank this process plays. DTensor caches by mesh ranks and axis names, so play another rank in
+            the same process only with meshes whose axes have other names.
 
     Example:
         >>> with fake_process_group(64):

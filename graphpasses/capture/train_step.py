@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpasses._torch import pytree
 from graphpasses.errors import CaptureError, UnsupportedError
@@ -49,8 +51,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
 
     Raises:
         CaptureError: the loss is not a scalar tensor that depends on a trainable parameter, ``loss_fn``
-            calls ``backward`` or decides by a tensor's value, the batch holds something else than tensors and
-            plain values, the model is on meta, or torchtitan is not installed.
+            calls ``backward``, runs under autocast or decides by a tensor's value, the batch holds something
+            else than tensors and plain values, the model is on meta, or torchtitan is not installed.
         UnsupportedError: a parameter is sharded over several mesh axes.
 
     Example:
@@ -69,8 +71,9 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             "install graphpasses[titan]"
         ) from error
 
-    identity = IdentityMap.of(model)
-    on_meta = [fqn for fqn, tensor in model.state_dict(keep_vars=True).items() if tensor.is_meta]
+    names = _state_names(model)
+    state = (*model.named_parameters(), *model.named_buffers())
+    on_meta = [fqn for fqn, tensor in state if tensor.is_meta]
     if on_meta:
         raise CaptureError(
             f"parameter or buffer {on_meta[0]!r} is on the meta device; materialise the model "
@@ -80,21 +83,27 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     _check_batch(batch)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
-        # The tracer swaps every FQN for a tensor of its own, ties included: ask for every name's gradient.
-        named = [
-            (fqn, parameter)
+        # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
+        # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
+        named = {
+            fqn: parameter
             for fqn, parameter in model.named_parameters(remove_duplicate=False)
             if parameter.requires_grad
-        ]
-        loss = loss_fn(model, *args)
-        if any(parameter.grad is not None for _, parameter in named):
+        }
+        with _autocast_refused():
+            loss = loss_fn(model, *args)
+        if _state_names(model) != names:
+            raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
+        if any(parameter.grad is not None for parameter in named.values()):
             raise CaptureError(_CALLED_BACKWARD)
-        _check_loss(loss, [fqn for fqn, _ in named])
-        gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
-        return [loss, *gradients]
+        _check_loss(loss, list(named))
+        unique = dict.fromkeys(named.values())
+        gradients = dict(zip(unique, torch.autograd.grad(loss, [*unique], allow_unused=True), strict=True))
+        return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
     try:
-        traced = minimal_fx_tracer(step, module=model)(*batch)
+        with _state_restored(model):
+            traced = minimal_fx_tracer(step, module=model)(*batch)
     except RuntimeError as error:
         if isinstance(error, GuardOnDataDependentSymNode):
             raise CaptureError(
@@ -104,8 +113,6 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         raise
     graph = from_traced_result(traced, model=model)
     graph.fixed_signature = False
-    if graph.identity != identity:
-        raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
     _name_batch(graph, batch)
     return graph
 
@@ -114,6 +121,48 @@ _CALLED_BACKWARD = (
     "loss_fn called backward itself; return the loss and let the capture differentiate it (a loss that runs "
     "backward chunk by chunk cannot be captured: sum the chunks' losses)"
 )
+
+
+def _state_names(model: nn.Module) -> list[str]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return [fqn for fqn, _ in (*parameters, *buffers)]
+
+
+@contextmanager
+def _state_restored(model: nn.Module) -> Iterator[None]:
+    """Puts every parameter and buffer back: the tracer leaves its own in a module that has two names."""
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)
+
+
+@contextmanager
+def _autocast_refused() -> Iterator[None]:
+    def check(module: nn.Module, _: object) -> None:
+        devices = {parameter.device.type for parameter in module.parameters(recurse=False)}
+        if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices)):
+            raise CaptureError(
+                "loss_fn runs under autocast, which casts a weight once for all its uses and adds their gradients "
+                "in the low precision; a captured step cannot follow. Use simple_fsdp(param_dtype=...) and FSDP2's "
+                "MixedPrecisionPolicy, or torch.autocast(..., cache_enabled=False) in both runs"
+            )
+
+    # The tracer turns autocast's cache off, and with it what tells a default autocast from one without a cache.
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+        torch.set_autocast_cache_enabled(cached)
 
 
 def _check_batch(batch: tuple[Any, ...]) -> None:
@@ -182,6 +231,8 @@ def from_traced_result(traced: TracedResult, *, model: nn.Module) -> TrainGraph:
         inputs.extend(GraphInput(kind, fqn, attr) for attr in attrs)
 
     trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
+    if traced.num_flat_outputs == 1 + len(unique := dict.fromkeys(map(identity.canonical, trainable))):
+        trainable = list(unique)  # asked by model.parameters(), where ties still hold
     if traced.num_flat_outputs != 1 + len(trainable):
         raise CaptureError(
             f"the traced step returns {traced.num_flat_outputs} values; expected the loss and one gradient for "
@@ -216,7 +267,19 @@ def from_traced_result(traced: TracedResult, *, model: nn.Module) -> TrainGraph:
             f"the traced graph has {len(graph.placeholders)} placeholders and {len(graph.output_values)} "
             f"outputs; its metadata describes {len(inputs)} and {len(outputs)}"
         )
+    _keep_one_total(graph)
     return graph
+
+
+def _keep_one_total(graph: TrainGraph) -> None:
+    """Where the names of a tied plain tensor share one total gradient, leaves it to the first."""
+    values = graph.output_values
+    for slots in graph.gradient_slots().values():
+        seen: set[object] = set()
+        for slot in slots:
+            if values[slot] is not None and values[slot] in seen:
+                graph.set_output(slot, None)
+            seen.add(values[slot])
 
 
 def _attrs(layout: Any, what: str) -> tuple[str, ...]:

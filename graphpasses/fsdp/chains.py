@@ -157,6 +157,22 @@ def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, 
             yield source, tuple(tail)
 
 
+def is_read_inside(value: fx.Node) -> bool:
+    """Whether the step itself reads a gradient output, or a reduced summand of it.
+
+    Args:
+        value: a gradient output's node.
+    """
+    nodes: set[fx.Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        nodes.add(node)
+        if node.target in _AFTER_REDUCTION or node.target == aten.add.Tensor:
+            pending += node.all_input_nodes
+    return any(user.op != "output" and user not in nodes for node in nodes for user in node.users)
+
+
 def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
     """Returns, by canonical FQN, every reduce-scatter that contributes to the parameter's gradient.
 
@@ -226,12 +242,9 @@ def is_mutated(node: fx.Node) -> bool:
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            if not isinstance(user.target, torch._ops.OpOverload):
-                if user.target is operator.getitem:
-                    pending.append(user)
-                continue
-            if user.target._schema.is_mutable:
+            schema = getattr(user.target, "_schema", None)
+            if schema is not None and schema.is_mutable:
                 return True
-            if user.target.is_view:
+            if user.target is operator.getitem or getattr(user.target, "is_view", False):
                 pending.append(user)
     return False

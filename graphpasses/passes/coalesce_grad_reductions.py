@@ -8,7 +8,12 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from graphpasses.fsdp.chains import GradReduction, find_grad_reductions, gradient_summands
+from graphpasses.fsdp.chains import (
+    GradReduction,
+    find_grad_reductions,
+    gradient_summands,
+    is_read_inside,
+)
 from graphpasses.graph import TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
@@ -64,8 +69,7 @@ def _obstacle(
     }
     if len(facts) > 1:
         return "their dtypes, ops or process groups differ"
-    outputs = {values[slot] for slot in slots}
-    if any(set(value.users) - {value.graph.output_node()} for value in outputs):
+    if any(is_read_inside(values[slot]) for slot in slots):
         return "a reduced gradient is read inside the step"
     return None
 

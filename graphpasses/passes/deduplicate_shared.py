@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphpasses.fsdp.chains import ALL_GATHER, UNSHARD_OPS, is_backward, is_mutated
+from graphpasses.fsdp.chains import UNSHARD_OPS, is_backward, is_mutated
 from graphpasses.graph import InputKind, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
@@ -31,10 +31,11 @@ def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
     """Maps every node that repeats another unshard chain's node to that node.
 
     Forward and backward are kept apart: a parameter that is gathered again in backward was freed on purpose.
+    A parameter that the step writes has another value in each chain.
     """
     first: dict[object, fx.Node] = {}
     repeated: dict[fx.Node, fx.Node] = {}
-    chain = {node for _, node in graph.parameter_placeholders()}
+    chain = {node for _, node in graph.parameter_placeholders() if not is_mutated(node)}
     for node in graph.graph.nodes:
         if node.target not in UNSHARD_OPS:
             continue
@@ -78,14 +79,14 @@ class DeduplicateShared(GraphPass):
     numerics: ClassVar[Numerics] = Numerics.BITWISE
 
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place; returns the number of placeholders and all-gathers that went."""
+        """Rewrites ``graph`` in place; returns the number of placeholders and chains that went."""
         placeholders = graph.placeholders
         repeated_inputs = _plan_placeholders(graph)
         num_rewrites = 0
         for index, first in repeated_inputs.items():
             if placeholders[index].users:
                 placeholders[index].replace_all_uses_with(placeholders[first])
-                num_rewrites += 1
+                num_rewrites += graph.inputs[index].is_tensor
         if not graph.fixed_signature:
             graph.remove_inputs(repeated_inputs)
 
@@ -97,6 +98,6 @@ class DeduplicateShared(GraphPass):
                     f"{node.name} repeats {kept.name}, but one of them is written in place: left alone"
                 )
                 continue
-            num_rewrites += node.target == ALL_GATHER
+            num_rewrites += any(source.op == "placeholder" for source in node.all_input_nodes)
             node.replace_all_uses_with(kept)
         return num_rewrites

@@ -96,11 +96,13 @@ class PrefetchCollectives(GraphPass):
 
     def _launch_early(self, all_gathers: list[fx.Node], order: dict[fx.Node, int]) -> None:
         chains = [chain for node in all_gathers if (chain := gather_chain(node, order)) is not None]
-        for current, ahead in zip(chains, chains[self.num_ahead :], strict=False):
+        num_launched = 1
+        for index, current in enumerate(chains, start=1):
             wait = wait_of(current[-1])
-            for node in ahead:
+            for node in (node for ahead in chains[num_launched : index + self.num_ahead] for node in ahead):
                 if order[node] > order[wait]:
                     wait.prepend(node)
+            num_launched = index + self.num_ahead
 
 
 def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node, order: dict[fx.Node, int]) -> None:

@@ -53,7 +53,9 @@ def test_zeros_for_unused_parameters_are_passed_on() -> None:
     assert [bucket.reduces_unused for bucket in buckets] == [False, True, False]
 
 
-@pytest.mark.parametrize("turn_off", [FSDPModule.set_requires_gradient_sync, FSDPModule.set_requires_all_reduce])
+@pytest.mark.parametrize(
+    "turn_off", [FSDPModule.set_requires_gradient_sync, FSDPModule.set_requires_all_reduce]
+)
 def test_accumulation_without_reduction_is_refused(turn_off: Callable[[FSDPModule, bool], None]) -> None:
     model = sharded()
     turn_off(model, False)

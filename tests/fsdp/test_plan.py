@@ -47,8 +47,8 @@ def block(index: int) -> tuple[str, ...]:
 def test_own_parameters_come_after_those_of_children() -> None:
     buckets = BucketPlan.from_modules([["layers.0"], ["norm", "out"]]).resolve(Model())
     assert buckets == (
-        Bucket("layers.0", block(0)),
-        Bucket("norm, out", ("norm.weight", "norm.bias", "out.weight")),
+        Bucket("layers.0", block(0), reshard_after_forward=True),
+        Bucket("norm, out", ("norm.weight", "norm.bias", "out.weight"), reshard_after_forward=True),
         Bucket("(root)", (*block(1), "emb.weight", "temperature")),
     )
     pre_order = [f"layers.0.{name}" for name, _ in Model().layers[0].named_parameters()]
@@ -101,7 +101,9 @@ def test_cycle_of_modules_ends() -> None:
     model.child = nn.Linear(2, 2, bias=False)
     model.child.add_module("parent", model)
     assert BucketPlan(()).resolve(model) == (Bucket("(root)", ("child.weight",)),)
-    assert BucketPlan.from_modules([["child"]]).resolve(model) == (Bucket("child", ("child.weight",)),)
+    assert BucketPlan.from_modules([["child"]]).resolve(model) == (
+        Bucket("child", ("child.weight",), reshard_after_forward=True),
+    )
 
 
 def test_per_block() -> None:

@@ -1,0 +1,72 @@
+"""Put the gradients that a captured step computed where eager puts them: in ``parameter.grad``."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
+
+__all__ = ["accumulate_gradient", "shared_values"]
+
+
+def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
+    """Adds a gradient to ``parameter.grad``, or makes it that.
+
+    As autograd does, it takes the tensor as it is if nothing else holds its memory and it is laid out like the
+    parameter; else a copy. Source: ``accumulate_grad.h``, ``AccumulateGrad::accumulateGrad``.
+
+    Args:
+        parameter: a plain parameter or a DTensor.
+        gradient: gradient of the parameter, or of its local shard; the parameter's dtype.
+        is_shared: whether something else holds the gradient's memory.
+    """
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if parameter.grad is not None:
+        total = parameter.grad
+        (total.to_local() if isinstance(total, DTensor) else total).add_(gradient)
+        return
+    if is_shared or gradient.stride() != local.stride():
+        gradient = torch.empty_like(local).copy_(gradient)
+    if isinstance(parameter, DTensor):
+        gradient = DTensor.from_local(
+            gradient,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    parameter.grad = gradient
+
+
+def shared_values(values: Sequence[Any]) -> frozenset[int]:
+    """Returns the positions of output values whose memory an input or another output may hold too.
+
+    Args:
+        values: the output values of a graph.
+    """
+    bases = [_base(value) if isinstance(value, fx.Node) else None for value in values]
+    num_uses = Counter(bases)
+    return frozenset(
+        index
+        for index, base in enumerate(bases)
+        if base is not None and (num_uses[base] > 1 or base[0].op != "call_function")
+    )
+
+
+def _base(value: fx.Node) -> tuple[fx.Node, object]:
+    """Returns the node that made a value's memory and, of several disjoint parts that it made, which one."""
+    part: object = None
+    while True:
+        if value.target is operator.getitem:
+            part = (value.args[1], part)
+        elif not getattr(value.target, "is_view", False) or part is not None:
+            return value, part
+        source = value.args[0]
+        assert isinstance(source, fx.Node)
+        value = source
