@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -157,7 +158,10 @@ def check_data_movement() -> None:
     assert [t.tolist() for t in listed] == every
     dist.all_to_all(listed, [mine] * NUM_RANKS)
     assert [t.tolist() for t in listed] == every
+    for tensor in listed:
+        tensor.zero_()
     dist.gather(mine, listed if rank == 3 else None, dst=3)
+    assert [t.tolist() for t in listed] == (every if rank == 3 else [[0.0] * 2] * NUM_RANKS)
     out = torch.empty_like(mine)
     dist.scatter(out, listed if rank == 3 else None, src=3)
     assert out.tolist() == mine.tolist()
@@ -171,7 +175,57 @@ def check_data_movement() -> None:
     objects = [None] * NUM_RANKS
     dist.all_gather_object(objects, rank)
     assert objects == list(range(NUM_RANKS))
+
+    # Of other dtypes, not contiguous, of no elements, and of sizes that differ between the ranks.
+    whole = torch.zeros(NUM_RANKS, 3, dtype=torch.bool).t()
+    dist.all_gather_single(whole, torch.tensor([rank == 1, True, rank == 2]))
+    assert whole.reshape(NUM_RANKS, 3).tolist() == [[r == 1, True, r == 2] for r in range(NUM_RANKS)]
+    columns = list(torch.zeros(2, NUM_RANKS).unbind(1))
+    dist.all_gather(columns, torch.full((2,), float(rank)))
+    assert [t.tolist() for t in columns] == every
+    dist.all_gather_single(torch.empty(0), torch.empty(0))
+    dist.broadcast(torch.empty(0), src=0)
+    received = torch.zeros(NUM_RANKS * rank, 2)
+    dist.all_to_all_single(
+        received, torch.full((6, 2), float(rank)), [rank] * NUM_RANKS, list(range(NUM_RANKS))
+    )
+    assert received.tolist() == [[float(sender)] * 2 for sender in range(NUM_RANKS) for _ in range(rank)]
+    lists = [[torch.zeros(1), torch.zeros(2)] for _ in range(NUM_RANKS)]
+    dist.group.WORLD.allgather_coalesced(
+        lists, [torch.full((1,), float(rank)), torch.full((2,), float(rank))]
+    )
+    assert [[t.tolist() for t in tensors] for tensors in lists] == [[[r[0]], r] for r in every]
+    with pytest.raises(
+        ValueError, match=r"all_gather needs an output of 4 times the input's 2 torch.float32"
+    ):
+        dist.all_gather_single(torch.empty(7), torch.empty(2))
+    with pytest.raises(ValueError, match="all_to_all cannot split 5 rows evenly over 4 ranks"):
+        dist.all_to_all_single(torch.empty(5), torch.empty(5))
     dist.barrier()
+
+
+def check_collectives_keep_no_tensor() -> None:
+    """A thread of gloo that frees a Python tensor while the interpreter exits aborts the process."""
+    name, ops, wait = dist.group.WORLD.group_name, torch.ops._c10d_functional, funcol.wait_tensor
+    collectives: list[Callable[[Tensor, Tensor], object]] = [
+        lambda part, whole: dist.all_reduce(part),
+        lambda part, whole: dist.reduce_scatter_single(part, whole),
+        lambda part, whole: dist.all_gather_single(whole, part, async_op=True).wait(),
+        lambda part, whole: dist.all_gather_single(whole, part, async_op=True),
+        lambda part, whole: dist.all_gather(list(whole.chunk(NUM_RANKS)), part),
+        lambda part, whole: dist.all_to_all_single(whole, whole.clone()),
+        lambda part, whole: dist.broadcast(whole, src=1),
+        lambda part, whole: wait(ops.all_gather_into_tensor(part, NUM_RANKS, name)),
+        lambda part, whole: wait(ops.reduce_scatter_tensor(whole, "avg", NUM_RANKS, name)),
+        lambda part, whole: wait(ops.all_reduce_(whole, "avg", name)),
+    ]
+    for _ in range(20):
+        for collective in collectives:
+            part, whole = torch.ones(4), torch.ones(4 * NUM_RANKS)
+            kept = [weakref.ref(part), weakref.ref(whole)]
+            collective(part, whole)
+            del part, whole
+            assert [reference() for reference in kept] == [None, None]
 
 
 def check_groups() -> None:
@@ -255,6 +309,7 @@ CHECKS: list[Callable[[], None]] = [
     check_async,
     check_functional,
     check_data_movement,
+    check_collectives_keep_no_tensor,
     check_groups,
     check_dtensor,
     check_fully_shard,
