@@ -20,6 +20,8 @@ from graphpasses.gradients import accumulate_gradient, shared_values
 from graphpasses.identity import IdentityMap
 
 if TYPE_CHECKING:
+    from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
+
     from graphpasses.pipeline import PipelineReport
 
 __all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "ParameterInfo", "Stage", "TrainGraph"]
@@ -193,6 +195,34 @@ class TrainGraph:
             ", ".join(f"{count} {name}" for name, count in self.collectives().items()) or "no collectives"
         )
         return f"TrainGraph({self.stage.value}: {len(self.graph.nodes)} nodes, {counts})"
+
+    @classmethod
+    def from_traced_result(cls, traced: TracedResult, *, model: nn.Module) -> TrainGraph:
+        """Makes a step of what torchtitan's ``minimal_fx_tracer`` has traced.
+
+        The traced function must return the loss and then one gradient (or None) per trainable parameter, in the
+        order of ``model.named_parameters(remove_duplicate=False)``, or of ``model.parameters()``, as torchtitan's
+        graph_trainer does.
+
+        Args:
+            traced: what the tracer returned; its graph module is shared, not copied.
+            model: the module that was traced.
+
+        Returns:
+            The step. Its signature is marked fixed: passes keep every placeholder.
+
+        Raises:
+            CaptureError: the traced state or outputs do not fit the model.
+            UnsupportedError: a parameter is sharded over several mesh axes, or an input is another tensor
+                subclass than DTensor.
+
+        Example:
+            >>> traced = minimal_fx_tracer(fn, module=model)(x)  # doctest: +SKIP
+            >>> step = TrainGraph.from_traced_result(traced, model=model)  # doctest: +SKIP
+        """
+        from graphpasses.capture.traced_result import read_traced_result
+
+        return read_traced_result(traced, model=model)
 
     # ---- what passes ask -------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Capture a training step as one graph."""
 
 from graphpasses.capture.simple_fsdp import simple_fsdp
-from graphpasses.capture.train_step import capture_train_step, from_traced_result
+from graphpasses.capture.train_step import capture_train_step
 
-__all__ = ["capture_train_step", "from_traced_result", "simple_fsdp"]
+__all__ = ["capture_train_step", "simple_fsdp"]

@@ -13,22 +13,17 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpasses._torch import pytree
-from graphpasses.errors import CaptureError, UnsupportedError
+from graphpasses.errors import CaptureError
 from graphpasses.graph import (
     GraphInput,
-    GraphOutput,
     InputKind,
-    OutputKind,
     TrainGraph,
-    find_state,
-    parameter_infos,
 )
-from graphpasses.identity import IdentityMap
 
 if TYPE_CHECKING:
-    from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
+    pass
 
-__all__ = ["capture_train_step", "from_traced_result"]
+__all__ = ["capture_train_step"]
 
 
 def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any) -> TrainGraph:
@@ -111,7 +106,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
                 f"cannot; compute with torch.where, or decide outside: {str(error).splitlines()[0]}"
             ) from error
         raise
-    graph = from_traced_result(traced, model=model)
+    graph = TrainGraph.from_traced_result(traced, model=model)
     graph.fixed_signature = False
     _name_batch(graph, batch)
     return graph
@@ -191,105 +186,6 @@ def _check_loss(loss: Any, trainable: list[str]) -> None:
             "the loss does not depend on any trainable parameter (computed under no_grad, or detached?); "
             f"trainable: {', '.join(trainable[:3])}{', …' if len(trainable) > 3 else ''}"
         )
-
-
-def from_traced_result(traced: TracedResult, *, model: nn.Module) -> TrainGraph:
-    """Makes a :class:`~graphpasses.graph.TrainGraph` of a step that torchtitan's tracer has traced.
-
-    The traced function must return the loss and then one gradient (or None) per trainable parameter, in the
-    order of ``model.named_parameters(remove_duplicate=False)``, as torchtitan's graph_trainer does.
-
-    Args:
-        traced: what ``minimal_fx_tracer`` returned; its graph module is shared, not copied.
-        model: the module that was traced.
-
-    Returns:
-        The step. Its signature is marked fixed: passes keep every placeholder.
-
-    Raises:
-        CaptureError: the traced state or outputs do not fit the model.
-
-    Example:
-        >>> step = from_traced_result(minimal_fx_tracer(fn, module=model)(x), model=model)  # doctest: +SKIP
-    """
-    identity = IdentityMap.of(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    inputs: list[GraphInput] = []
-    leaf_nodes: list[int] = []
-    for index in range(traced.num_flat_inputs):
-        layout = traced.input_subclass_layouts.get(index)
-        attrs = _attrs(layout, f"flat input {index}")
-        if index < len(traced.state_fqns):
-            fqn = traced.state_fqns[index]
-            find_state(model, fqn)
-            kind = InputKind.PARAMETER if fqn in parameters else InputKind.BUFFER
-        else:
-            fqn, kind = f"batch leaf {index - len(traced.state_fqns)}", InputKind.BATCH
-            if layout is not None:
-                raise UnsupportedError(f"{fqn} is a tensor subclass; pass plain tensors in the batch")
-            leaf_nodes.append(len(inputs))
-        inputs.extend(GraphInput(kind, fqn, attr) for attr in attrs)
-
-    trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
-    if traced.num_flat_outputs == 1 + len(unique := dict.fromkeys(map(identity.canonical, trainable))):
-        trainable = list(unique)  # asked by model.parameters(), where ties still hold
-    if traced.num_flat_outputs != 1 + len(trainable):
-        raise CaptureError(
-            f"the traced step returns {traced.num_flat_outputs} values; expected the loss and one gradient for "
-            f"each of the {len(trainable)} trainable parameters (names of tied ones counted each)"
-        )
-    outputs = [GraphOutput(OutputKind.LOSS)]
-    for index, fqn in enumerate(trainable, start=1):
-        layout = traced.output_subclass_layouts.get(index)
-        parameter = parameters[fqn]
-        if layout is not None and layout.meta is not None and isinstance(parameter, DTensor):
-            placements = layout.meta.ctx[0]
-            if tuple(placements) != tuple(parameter.placements):
-                raise UnsupportedError(
-                    f"the gradient of {fqn!r} has placements {placements}, its parameter "
-                    f"{parameter.placements}; the optimizer could not use it"
-                )
-        outputs.extend(GraphOutput(OutputKind.GRADIENT, fqn, attr) for attr in _attrs(layout, fqn))
-
-    graph = TrainGraph(
-        module=traced.gm,
-        inputs=tuple(inputs),
-        outputs=tuple(outputs),
-        identity=identity,
-        parameters=parameter_infos(model, identity),
-        model=model,
-        batch_spec=traced.user_inputs_spec.child(0),
-        batch_leaves=tuple((inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes),
-        fixed_signature=True,
-    )
-    if len(graph.placeholders) != len(inputs) or len(graph.output_values) != len(outputs):
-        raise CaptureError(
-            f"the traced graph has {len(graph.placeholders)} placeholders and {len(graph.output_values)} "
-            f"outputs; its metadata describes {len(inputs)} and {len(outputs)}"
-        )
-    _keep_one_total(graph)
-    return graph
-
-
-def _keep_one_total(graph: TrainGraph) -> None:
-    """Where the names of a tied plain tensor share one total gradient, leaves it to the first."""
-    values = graph.output_values
-    for slots in graph.gradient_slots().values():
-        seen: set[object] = set()
-        for slot in slots:
-            if values[slot] is not None and values[slot] in seen:
-                graph.set_output(slot, None)
-            seen.add(values[slot])
-
-
-def _attrs(layout: Any, what: str) -> tuple[str, ...]:
-    if layout is None:
-        return ("",)
-    if layout.meta.cls is not DTensor or any(
-        meta is not None for _, meta in layout.meta.inner_metas.values()
-    ):
-        raise UnsupportedError(f"{what} is a {layout.meta.cls.__name__}; only plain tensors and DTensors are")
-    return tuple(layout.meta.attrs)
 
 
 def _name_batch(graph: TrainGraph, batch: tuple[Any, ...]) -> None:

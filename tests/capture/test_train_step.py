@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpasses.capture import capture_train_step, from_traced_result
+from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import InputKind, TrainGraph
 from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
@@ -337,7 +337,7 @@ def traced(model: nn.Module, outputs: Callable[..., list[torch.Tensor]]) -> Any:
 def test_from_traced_result() -> None:
     model = nn.Linear(3, 2)
     result = traced(model, lambda loss, gradients: [loss, *gradients])
-    step = from_traced_result(result, model=model)
+    step = TrainGraph.from_traced_result(result, model=model)
     assert step.module is result.gm
     assert step.fixed_signature
     assert [item.fqn for item in step.inputs] == ["weight", "bias", "batch leaf 0"]
@@ -356,7 +356,7 @@ def test_from_traced_result_without_gradients() -> None:
     model = nn.Linear(3, 2)
     result = traced(model, lambda loss, gradients: [loss, gradients[0]])
     with pytest.raises(CaptureError) as caught:
-        from_traced_result(result, model=model)
+        TrainGraph.from_traced_result(result, model=model)
     assert str(caught.value) == (
         "the traced step returns 2 values; expected the loss and one gradient for each of the 2 trainable "
         "parameters (names of tied ones counted each)"
@@ -366,4 +366,4 @@ def test_from_traced_result_without_gradients() -> None:
 def test_from_traced_result_of_another_model() -> None:
     result = traced(nn.Linear(3, 2), lambda loss, gradients: [loss, *gradients])
     with pytest.raises(CaptureError, match=r"^the model has no parameter or buffer 'weight' any more"):
-        from_traced_result(result, model=nn.Sequential(nn.Linear(3, 2)))
+        TrainGraph.from_traced_result(result, model=nn.Sequential(nn.Linear(3, 2)))
