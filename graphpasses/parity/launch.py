@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import sys
 import tempfile
@@ -36,6 +37,7 @@ def _rank_main(
     import graphpasses.simulate  # registers the nccl_sim backend
 
     del graphpasses
+    faulthandler.enable()  # A rank that a signal ends prints its stacks; the caller only learns that it died.
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
