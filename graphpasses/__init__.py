@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from graphpasses.capture.train_step import capture_train_step
     from graphpasses.errors import GraphPassesError
     from graphpasses.fsdp.graph_layout import graph_layout
-    from graphpasses.fsdp.layout import Layout, diff_layouts, eager_layout
+    from graphpasses.fsdp.layout import Layout, eager_layout
+    from graphpasses.fsdp.layout_diff import diff_layouts
     from graphpasses.fsdp.plan import BucketPlan, Reduction
     from graphpasses.graph import TrainGraph
     from graphpasses.identity import IdentityMap, preserve_identity
@@ -42,7 +43,7 @@ _MODULE_OF = {
     "capture_train_step": "capture.train_step",
     "compare_runs": "parity.compare",
     "default_pipeline": "passes",
-    "diff_layouts": "fsdp.layout",
+    "diff_layouts": "fsdp.layout_diff",
     "eager_layout": "fsdp.layout",
     "graph_layout": "fsdp.graph_layout",
     "preserve_identity": "identity",

@@ -11,20 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.distributed.tensor import DTensor, Shard
 
 from graphpasses._torch import pytree
-from graphpasses._torch.group_ranks import group_ranks
-from graphpasses.errors import BatchMismatchError, CaptureError, UnsupportedError
+from graphpasses.batch import check_batch
 from graphpasses.gradients import accumulate_gradient, shared_values
 from graphpasses.identity import IdentityMap
+from graphpasses.parameters import ParameterInfo, find_state
 
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
     from graphpasses.pipeline import PipelineReport
 
-__all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "ParameterInfo", "Stage", "TrainGraph"]
+__all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "Stage", "TrainGraph"]
 
 _COLLECTIVES = frozenset(
     {
@@ -104,48 +103,9 @@ class GraphOutput:
         return self.kind is OutputKind.GRADIENT and self.attr in ("", "_local_tensor")
 
 
-@dataclass(frozen=True)
-class ParameterInfo:
-    """What a pass may know of a parameter: facts that are equal on every rank.
-
-    Args:
-        fqn: canonical FQN.
-        shape: global shape.
-        dtype: dtype of the stored (sharded) parameter.
-        requires_grad: whether it is trainable.
-        shard_dim: tensor dim that FSDP shards, or None for a parameter that is not sharded.
-        shard_ranks: global ranks that hold its shards, in order; empty where it is not sharded.
-    """
-
-    fqn: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    shard_dim: int | None
-    shard_ranks: tuple[int, ...]
-
-
 def _call(node: fx.Node) -> tuple[object, ...]:
     values = (value.meta.get("val") for value in (node, *node.all_input_nodes))
     return node.target, node.args, node.kwargs, *values
-
-
-def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
-    shard_dim: int | None = None
-    ranks: tuple[int, ...] = ()
-    if isinstance(parameter, DTensor):
-        sharded = [(axis, p.dim) for axis, p in enumerate(parameter.placements) if isinstance(p, Shard)]
-        if len(sharded) > 1:
-            raise UnsupportedError(
-                f"parameter {fqn!r} is sharded over {len(sharded)} mesh axes {parameter.placements}; the FSDP "
-                "passes support one sharded axis (FSDP or HSDP). Capture it without tensor parallelism"
-            )
-        if sharded:
-            axis, shard_dim = sharded[0]
-            ranks = group_ranks(parameter.device_mesh.get_group(axis))
-    return ParameterInfo(
-        fqn, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, shard_dim, ranks
-    )
 
 
 @dataclass(repr=False)
@@ -378,7 +338,7 @@ class TrainGraph:
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
             CaptureError: the live model no longer has a parameter that the step reads.
         """
-        leaves = self._check_batch(batch)
+        leaves = check_batch(batch, self.batch_spec, self.batch_leaves)
         values = self._flat_inputs(leaves)
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
@@ -388,26 +348,6 @@ class TrainGraph:
     @cached_property
     def _shared_values(self) -> frozenset[int]:
         return shared_values(self.output_values)
-
-    def _check_batch(self, batch: tuple[Any, ...]) -> list[Any]:
-        leaves, spec = pytree.tree_flatten(batch)
-        if spec != self.batch_spec:
-            raise BatchMismatchError(
-                f"the batch's structure differs from the captured one: expected {self.batch_spec}, got {spec}. "
-                "Capture a step for this structure"
-            )
-        for (path, captured), leaf in zip(self.batch_leaves, leaves, strict=True):
-            if isinstance(captured, torch.Tensor):
-                same = isinstance(leaf, torch.Tensor) and _tensor_facts(leaf) == _tensor_facts(captured)
-            else:
-                same = type(leaf) is type(captured) and leaf == captured
-            if not same:
-                strides = _describe(leaf) == _describe(captured)  # nothing else differs
-                raise BatchMismatchError(
-                    f"{path} differs from the captured batch: expected {_describe(captured, strides)}, "
-                    f"got {_describe(leaf, strides)}. Capture a step for it, or pad the batch"
-                )
-        return leaves
 
     def _flat_inputs(self, leaves: Sequence[Any]) -> list[Any]:
         values: list[Any] = []
@@ -430,45 +370,6 @@ class TrainGraph:
                 accumulate_gradient(parameter, value, is_shared=index in self._shared_values)
         assert loss is not None
         return loss
-
-
-def _tensor_facts(tensor: torch.Tensor) -> tuple[object, ...]:
-    # The stride of a dim of size 1 means nothing.
-    strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    return tuple(tensor.shape), strides, tensor.dtype, tensor.device
-
-
-def _describe(value: Any, strides: bool = False) -> str:
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    suffix = f", strides {list(value.stride())}" if strides else ""
-    return f"shape {list(value.shape)}, {value.dtype}, on {value.device}{suffix}"
-
-
-def find_state(model: nn.Module, fqn: str) -> torch.Tensor:
-    """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization.
-
-    Args:
-        model: the live model.
-        fqn: an FQN.
-
-    Raises:
-        CaptureError: there is none.
-    """
-    path, _, name = fqn.rpartition(".")
-    module: nn.Module | None = model
-    for part in path.split(".") if path else ():
-        module = module._modules.get(part) if module is not None else None
-    if module is not None:
-        tensor: torch.Tensor | None = module._parameters.get(name)
-        if tensor is None:
-            tensor = module._buffers.get(name)
-        if tensor is not None:
-            return tensor
-    raise CaptureError(
-        f"the model has no parameter or buffer {fqn!r} any more; the captured step reads it. "
-        "Capture the step again after changing the model"
-    )
 
 
 def argument(node: fx.Node, index: int = 0) -> fx.Node:
@@ -505,20 +406,3 @@ def fake_value(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)
     with modes.pop():
         return node.target(*args, **kwargs)
-
-
-def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, ParameterInfo]:
-    """Returns facts about every parameter of ``model``, by canonical FQN.
-
-    Args:
-        model: the live model.
-        identity: its identity map.
-
-    Raises:
-        UnsupportedError: a parameter is sharded over several mesh axes.
-    """
-    return {
-        fqn: _parameter_info(fqn, parameter)
-        for fqn, parameter in model.named_parameters()
-        if identity.canonical(fqn) == fqn
-    }

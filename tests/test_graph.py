@@ -12,7 +12,8 @@ from torch import nn
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import BatchMismatchError, CaptureError, UnsupportedError
-from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph, find_state
+from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
+from graphpasses.parameters import find_state
 from graphpasses.passes import DeduplicateShared
 from graphpasses.pipeline import Pipeline
 from tests.models import LanguageModel, next_token_loss, on_fake_ranks, same_bits, token_batch

@@ -17,7 +17,8 @@ from experiments.fsdp_parity.cases import ALL_REDUCE_FIRST, DEFAULT, NO_COALESCI
 from experiments.fsdp_parity.models import MODELS, SEQ, VOCAB, loss_fn
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.fsdp.graph_layout import graph_layout
-from graphpasses.fsdp.layout import Layout, diff_layouts, eager_layout
+from graphpasses.fsdp.layout import Layout, eager_layout
+from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.parity import ParityRecorder

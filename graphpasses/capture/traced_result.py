@@ -8,16 +8,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import CaptureError, UnsupportedError
-from graphpasses.graph import (
-    GraphInput,
-    GraphOutput,
-    InputKind,
-    OutputKind,
-    TrainGraph,
-    find_state,
-    parameter_infos,
-)
+from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
 from graphpasses.identity import IdentityMap
+from graphpasses.parameters import find_state, parameter_infos
 
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpasses._torch import pytree
 from graphpasses.errors import CaptureError
-from graphpasses.graph import (
-    GraphInput,
-    InputKind,
-    TrainGraph,
-)
-
-if TYPE_CHECKING:
-    pass
+from graphpasses.graph import GraphInput, InputKind, TrainGraph
 
 __all__ = ["capture_train_step"]
 

@@ -3,14 +3,11 @@
 from graphpasses.fsdp.layout import (
     BucketLayout,
     Layout,
-    LayoutDiff,
     LayoutEntry,
-    Move,
-    Place,
-    diff_layouts,
     eager_layout,
     make_bucket_layout,
 )
+from graphpasses.fsdp.layout_diff import LayoutDiff, Move, Place, diff_layouts
 from graphpasses.fsdp.plan import Bucket, BucketPlan, PlanEntry, Reduction
 
 __all__ = [

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,11 +21,7 @@ from graphpasses.identity import IdentityMap, did_you_mean
 __all__ = [
     "BucketLayout",
     "Layout",
-    "LayoutDiff",
     "LayoutEntry",
-    "Move",
-    "Place",
-    "diff_layouts",
     "eager_layout",
     "make_bucket_layout",
 ]
@@ -224,123 +219,6 @@ def eager_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) ->
                 replace(bucket, collective="all_reduce", ranks=group.replicate_ranks, op=group.all_reduce_op)
             )
     return Layout(tuple(buckets))
-
-
-@dataclass(frozen=True)
-class Place:
-    """Everything about one gradient's place in one reduction that can change its bits.
-
-    Args:
-        collective: which reduction.
-        ranks: global ranks of its process group.
-        op: ``"avg"`` or ``"sum"``.
-        dtype: dtype on the wire.
-        offset: bytes from the start of a rank's part of the bucket.
-        padded_numel: elements in a rank's part of the bucket.
-        num_bytes: bytes of a rank's whole part of the bucket, by which NCCL divides it among rings.
-        bucket: index of the bucket in its layout; not compared, since the order of buckets changes no bits.
-    """
-
-    collective: Collective
-    ranks: tuple[int, ...]
-    op: str
-    dtype: str
-    offset: int
-    padded_numel: int
-    num_bytes: int
-    bucket: int = field(compare=False)
-
-    def __str__(self) -> str:
-        return (
-            f"bucket {self.bucket} byte {self.offset} of {self.num_bytes}, "
-            f"{self.collective} {self.op} {self.dtype} over {list(self.ranks)}"
-        )
-
-
-@dataclass(frozen=True)
-class Move:
-    """A gradient whose place differs between two layouts; None where a layout does not have it.
-
-    Args:
-        fqn: canonical FQN of the parameter.
-        before: its place in the first layout.
-        after: its place in the second layout.
-    """
-
-    fqn: str
-    before: Place | None
-    after: Place | None
-
-
-@dataclass(frozen=True)
-class LayoutDiff:
-    """What differs between two layouts; true if anything does, and printable.
-
-    Args:
-        moves: in the order of the first layout, then what only the second has.
-    """
-
-    moves: tuple[Move, ...]
-
-    def __bool__(self) -> bool:
-        return bool(self.moves)
-
-    def __str__(self) -> str:
-        if not self.moves:
-            return "layouts are equal"
-        rows = [("parameter", "before", "after")]
-        rows += [(move.fqn, str(move.before or "-"), str(move.after or "-")) for move in self.moves]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
-
-
-def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
-    """Compares two layouts place by place.
-
-    Args:
-        a: the layout that is asked for, e.g. eager's.
-        b: the layout that is there, e.g. the graph's.
-
-    Example:
-        >>> parameters = [("a", (4,), 0), ("b", (8,), 0)]
-        >>> asked, there = (
-        ...     Layout((make_bucket_layout("reduce_scatter", (0, 1), "avg", torch.float32, order),))
-        ...     for order in (parameters, parameters[::-1])
-        ... )
-        >>> print(diff_layouts(asked, asked))
-        layouts are equal
-        >>> [(move.fqn, move.before.offset, move.after.offset) for move in diff_layouts(asked, there).moves]
-        [('a', 0, 16), ('b', 8, 0)]
-    """
-    places_a, places_b = _places(a), _places(b)
-    moves = (
-        Move(key[0], places_a.get(key), places_b.get(key)) for key in dict.fromkeys([*places_a, *places_b])
-    )
-    return LayoutDiff(tuple(move for move in moves if move.before != move.after))
-
-
-def _places(layout: Layout) -> dict[tuple[str, str, int], Place]:
-    """Returns the place of each (FQN, collective, how many such reductions came before)."""
-    places: dict[tuple[str, str, int], Place] = {}
-    num_seen: defaultdict[tuple[str, str], int] = defaultdict(int)
-    for index, bucket in enumerate(layout.buckets):
-        for entry in bucket.entries:
-            key = (entry.fqn, bucket.collective)
-            places[*key, num_seen[key]] = Place(
-                bucket.collective,
-                bucket.ranks,
-                bucket.op,
-                bucket.dtype,
-                entry.offset,
-                entry.padded_numel,
-                bucket.num_bytes,
-                index,
-            )
-            num_seen[key] += 1
-    return places
 
 
 def _padded_numel(fqn: str, shape: Sequence[int], shard_dim: int, num_shards: int) -> int:

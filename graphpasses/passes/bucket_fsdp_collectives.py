@@ -22,7 +22,8 @@ from graphpasses.fsdp.chains import (
     find_unshards,
 )
 from graphpasses.fsdp.graph_layout import SPLIT, graph_layout
-from graphpasses.fsdp.layout import Layout, diff_layouts
+from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction
 from graphpasses.graph import WAIT, TrainGraph, argument
 from graphpasses.pipeline import GraphPass, Numerics
