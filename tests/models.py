@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step, simple_fsdp
@@ -86,6 +87,16 @@ class Unused(LanguageModel):
         super().__init__()
         self.layers[0].idle = nn.Linear(8, 5)
         self.idle = nn.Linear(5, 8).requires_grad_(False)
+
+
+class Recomputed(LanguageModel):
+    """Blocks whose activations backward computes again, gathering their parameters again too."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(self.norm(x))
 
 
 class Even(nn.Module):

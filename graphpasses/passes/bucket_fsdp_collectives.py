@@ -20,6 +20,7 @@ from graphpasses.fsdp.chains import (
     Unshard,
     find_grad_reductions,
     find_unshards,
+    is_backward,
 )
 from graphpasses.fsdp.graph_layout import SPLIT, graph_layout
 from graphpasses.fsdp.layout import Layout
@@ -51,26 +52,28 @@ class _Reduce:
 
 def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], list[_Reduce], list[str]]:
     """Returns what to bucket, and what was left alone and why. Reads nothing that differs between ranks."""
-    unshards: dict[str, list[Unshard]] = {}
+    # A parameter is gathered in forward and, where activations are recomputed, again in backward.
+    unshards: dict[tuple[str, bool], list[Unshard]] = {}
     for unshard in find_unshards(graph):
-        unshards.setdefault(unshard.fqn, []).append(unshard)
+        unshards.setdefault((unshard.fqn, is_backward(unshard.all_gather)), []).append(unshard)
     reductions = find_grad_reductions(graph)
     gathers: list[_Gather] = []
     reduces: list[_Reduce] = []
     for bucket in buckets:
         # FSDP2 splits a group by process group, in first-seen order (shard_placement_fn can choose one).
-        gathered = [unshards[fqn][0] for fqn in bucket.fqns if fqn in unshards]
-        for members in _by_group(gathered, lambda unshard: unshard.all_gather.args[1:]):
-            if len(members) > 1:
-                gathers.append(_Gather(members))
+        for backward in (False, True):
+            found = [unshards[fqn, backward][0] for fqn in bucket.fqns if (fqn, backward) in unshards]
+            for members in _by_group(found, lambda unshard: unshard.all_gather.args[1:]):
+                if len(members) > 1:
+                    gathers.append(_Gather(members))
         _refuse_zeros(graph, bucket, reductions)
         reduced = [reductions[fqn][0] for fqn in bucket.fqns if len(reductions.get(fqn, ())) == 1]
-        for found in _by_group(reduced, _reduce_group):
-            captured = _captured_reduction(found[0])
+        for together in _by_group(reduced, _reduce_group):
+            captured = _captured_reduction(together[0])
             reduction = bucket.reduction or captured
             reduction = replace(reduction, dtype=reduction.dtype or captured.dtype)
-            if len(found) > 1 or found[0].all_reduce or captured != reduction:
-                reduces.append(_Reduce(found, reduction))
+            if len(together) > 1 or together[0].all_reduce or captured != reduction:
+                reduces.append(_Reduce(together, reduction))
     return gathers, reduces, _notes(graph, buckets, unshards, reductions)
 
 
@@ -105,19 +108,20 @@ def _captured_reduction(reduction: GradReduction) -> Reduction:
 def _notes(
     graph: TrainGraph,
     buckets: Sequence[Bucket],
-    unshards: Mapping[str, Sequence[Unshard]],
+    unshards: Mapping[tuple[str, bool], Sequence[Unshard]],
     reductions: Mapping[str, Sequence[GradReduction]],
 ) -> list[str]:
+    gathered = {fqn for fqn, _ in unshards}
     planned = {fqn for bucket in buckets for fqn in bucket.fqns}
     trainable = {fqn for fqn, info in graph.parameters.items() if info.requires_grad}
     read = {fqn for fqn, placeholder in graph.parameter_placeholders() if placeholder.users}
     unread = set(graph.parameters) - read
     notes = []
     for message, fqns in (
-        ("in no plan entry, keep their own collectives", (set(unshards) | set(reductions)) - planned),
+        ("in no plan entry, keep their own collectives", (gathered | set(reductions)) - planned),
         (
             "gathered several times, only the first is bucketed",
-            {f for f, u in unshards.items() if len(u) > 1},
+            {f for (f, _), u in unshards.items() if len(u) > 1},
         ),
         ("reduced several times, not bucketed", {f for f, r in reductions.items() if len(r) > 1}),
         ("trainable without a gradient in this step, not reduced", trainable & graph.without_gradient),

@@ -29,6 +29,7 @@ from graphpasses.passes import default_pipeline
 from tests.models import (
     Even,
     LanguageModel,
+    Recomputed,
     Reused,
     TwoNames,
     Unused,
@@ -81,6 +82,7 @@ class Case:
 CASES = {
     "tied": Case(calls=(*LAYERS, ("emb", "norm", "head"))),
     "resharded": Case(reshard_after_forward=None),
+    "recomputed": Case(Recomputed, reshard_after_forward=None),
     "three_uses": Case(Reused, [["block"], ["mixers.0", "mixers.1", "mixers.2"]]),
     "two_names": Case(TwoNames, [["layers.0"]]),
     "frozen": Case(frozen),
