@@ -40,7 +40,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     Raises:
         CaptureError: the loss is not a scalar tensor that depends on a trainable parameter, ``loss_fn``
             calls ``backward``, runs under autocast or decides by a tensor's value, the batch holds something
-            else than tensors and plain values, the model is on meta, or torchtitan is not installed.
+            else than tensors and plain values, the model is on meta or has an LSTM that runs in oneDNN, or
+            torchtitan is not installed.
         UnsupportedError: a parameter is sharded over several mesh axes.
 
     Example:
@@ -101,6 +102,11 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         raise
     graph = TrainGraph.from_traced_result(traced, model=model)
     graph.fixed_signature = False
+    if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
+        raise CaptureError(
+            "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off "
+            "in both runs, with torch.backends.mkldnn.set_flags(False)"
+        )
     _name_batch(graph, batch)
     return graph
 
