@@ -173,8 +173,8 @@ def test_onednn_lstm_is_refused() -> None:
     if not torch.backends.mkldnn.is_available():
         pytest.skip("torch was built without oneDNN")
     assert refusal(lambda model, x: model(x)[0].square().mean(), nn.LSTM(3, 2)) == (
-        "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off in both "
-        "runs, with torch.backends.mkldnn.set_flags(False)"
+        "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off in "
+        "both runs, with torch.backends.mkldnn.set_flags(False)"
     )
 
 
