@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -56,26 +57,43 @@ def main(
         preload=PRELOAD,
         timeout=3600.0,
     )
-    table = Table("case", "variant", "must", "result", "", title="Captured step against eager FSDP2")
-    num_wrong = 0
-    for case in cases:
-        for variant in (DEFAULT, *case.controls):
-            comparison = _compare(out, case, variant)
-            right = comparison.equal == (variant == DEFAULT)
-            num_wrong += not right
-            table.add_row(
-                case.name if variant == DEFAULT else "",
-                variant,
-                "equal" if variant == DEFAULT else "differ",
-                _result(comparison),
-                "[green]ok[/]" if right else "[red]WRONG[/]",
-                end_section=variant == (case.controls or (DEFAULT,))[-1],
-            )
+    table, num_wrong = judge(cases, out, steps)
     console.print(table)
     console.print(
         f"{num_wrong} of {num_runs - len(cases)} comparisons are wrong; {time.monotonic() - start:.0f} s"
     )
     return 1 if num_wrong else 0
+
+
+def judge(cases: Sequence[Case], folder: Path, num_steps: int) -> tuple[Table, int]:
+    """Compares every recorded variant with eager's run.
+
+    Args:
+        cases: what was trained.
+        folder: where the run files are.
+        num_steps: steps that each run must have.
+
+    Returns:
+        A table with a row per variant, and how many of them are not as they must be.
+    """
+    table = Table("case", "variant", "must", "result", "", title="Captured step against eager FSDP2")
+    num_wrong = 0
+    for case in cases:
+        variants = (DEFAULT, *case.controls)
+        for variant in variants:
+            comparison = _compare(folder, case, variant)
+            must = "equal" if variant == DEFAULT else "differ"
+            right = comparison.equal == (must == "equal") and comparison.num_steps == num_steps
+            num_wrong += not right
+            table.add_row(
+                case.name if variant == DEFAULT else "",
+                variant,
+                must,
+                _result(comparison),
+                "[green]ok[/]" if right else "[red]WRONG[/]",
+                end_section=variant == variants[-1],
+            )
+    return table, num_wrong
 
 
 def _compare(folder: Path, case: Case, variant: str) -> Comparison:
