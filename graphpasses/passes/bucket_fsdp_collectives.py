@@ -314,5 +314,6 @@ def _check_contract(graph: TrainGraph, contract: Layout) -> None:
     asked = contract.without(present & graph.without_gradient)
     if diff := diff_layouts(asked, graph_layout(graph)):
         raise LayoutError(
-            f"the graph cannot meet the layout that was asked for; before: asked, after: graph\n{diff}"
+            "the graph cannot meet the layout that was asked for (before: asked, after: graph); take the plan from "
+            f"BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction\n{diff}"
         )

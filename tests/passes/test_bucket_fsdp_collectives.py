@@ -313,7 +313,10 @@ def test_contract() -> None:
         with pytest.raises(LayoutError) as caught:
             run(captured, plan, contract(captured, right[::-1]))
     lines = str(caught.value).splitlines()
-    assert lines[0] == "the graph cannot meet the layout that was asked for; before: asked, after: graph"
+    assert lines[0] == (
+        "the graph cannot meet the layout that was asked for (before: asked, after: graph); take the plan from "
+        "BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction"
+    )
     assert [line.split()[0] for line in lines[2:]] == right[::-1]
     assert caught.value.__notes__ == [
         f"raised by pass '{NAME}' (after deduplicate-shared, coalesce-grad-reductions)"
