@@ -10,7 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from graphpasses.capture.compile_report import CompileReport
     from graphpasses.capture.simple_fsdp import simple_fsdp
+    from graphpasses.capture.torch_compile import compile
     from graphpasses.capture.train_step import capture_train_step
     from graphpasses.errors import GraphPassesError
     from graphpasses.fsdp.graph_layout import graph_layout
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from graphpasses.parity.hashing import weight_hash
     from graphpasses.parity.record import ParityRecorder
     from graphpasses.parity.run_file import read_run
-    from graphpasses.passes import default_pipeline
+    from graphpasses.passes import default_pipeline, recommender_pipeline
     from graphpasses.pipeline import GraphPass, Numerics, Pipeline
 
 __version__ = "0.1.0"
@@ -31,6 +33,7 @@ __version__ = "0.1.0"
 # Loaded when first used, so that the command line starts without importing torch.
 _MODULE_OF = {
     "BucketPlan": "fsdp.plan",
+    "CompileReport": "capture.compile_report",
     "GraphPass": "pipeline",
     "GraphPassesError": "errors",
     "IdentityMap": "identity",
@@ -41,6 +44,7 @@ _MODULE_OF = {
     "Reduction": "fsdp.plan",
     "TrainGraph": "graph",
     "capture_train_step": "capture.train_step",
+    "compile": "capture.torch_compile",
     "compare_runs": "parity.compare",
     "default_pipeline": "passes",
     "diff_layouts": "fsdp.layout_diff",
@@ -49,11 +53,13 @@ _MODULE_OF = {
     "preserve_identity": "identity",
     "read_run": "parity.run_file",
     "simple_fsdp": "capture.simple_fsdp",
+    "recommender_pipeline": "passes",
     "weight_hash": "parity.hashing",
 }
 
 __all__ = [
     "BucketPlan",
+    "CompileReport",
     "GraphPass",
     "GraphPassesError",
     "IdentityMap",
@@ -65,12 +71,14 @@ __all__ = [
     "TrainGraph",
     "capture_train_step",
     "compare_runs",
+    "compile",
     "default_pipeline",
     "diff_layouts",
     "eager_layout",
     "graph_layout",
     "preserve_identity",
     "read_run",
+    "recommender_pipeline",
     "simple_fsdp",
     "weight_hash",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from torch import fx, nn
 
 from graphpasses._torch import pytree
 from graphpasses.batch import check_batch
+from graphpasses.errors import CaptureError
 from graphpasses.gradients import accumulate_gradient, shared_values
 from graphpasses.identity import IdentityMap
 from graphpasses.parameters import ParameterInfo, find_state
@@ -38,11 +40,17 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Stage(enum.Enum):
-    """The part of a training step that a graph holds."""
+    """The part of a training step that a graph holds.
+
+    A captured step is one ``STEP`` graph. Under ``torch.compile`` a model shows four: the ``MODEL`` as Dynamo traced
+    it (torch-level calls, autograd still to come), the ``JOINT`` graph of forward and backward (functional ATen
+    operators), and the ``FORWARD`` and ``BACKWARD`` graphs that the joint one is split into.
+    """
 
     STEP = "step"
-    FORWARD = "forward"
+    MODEL = "model"
     JOINT = "joint"
+    FORWARD = "forward"
     BACKWARD = "backward"
 
 
@@ -52,6 +60,7 @@ class InputKind(enum.Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     BATCH = "batch"
+    VALUE = "value"  # anything else: a module's unregistered tensor, a size, a tangent, what forward saved
 
 
 class OutputKind(enum.Enum):
@@ -59,6 +68,7 @@ class OutputKind(enum.Enum):
 
     LOSS = "loss"
     GRADIENT = "gradient"
+    VALUE = "value"  # anything else: what the model returns, what backward needs
 
 
 @dataclass(frozen=True)
@@ -66,9 +76,9 @@ class GraphInput:
     """What one placeholder carries.
 
     Args:
-        kind: parameter, buffer or a leaf of the batch.
-        fqn: FQN under which the tracer saw the tensor (an alias, where tensors are tied), or the leaf's
-            path in the batch, e.g. ``batch[0]['tokens']``.
+        kind: parameter, buffer, a leaf of the batch, or another value.
+        fqn: FQN under which the tracer saw the tensor (an alias, where tensors are tied), the leaf's
+            path in the batch, e.g. ``batch[0]['tokens']``, or what says best where the value comes from.
         attr: ``""`` for the tensor itself; for a DTensor, the part that this placeholder carries:
             ``"_local_tensor"`` or ``"device_mesh"``.
     """
@@ -78,6 +88,11 @@ class GraphInput:
     attr: str = ""
 
     @property
+    def is_state(self) -> bool:
+        """Whether the placeholder carries a parameter or buffer, or a part of one."""
+        return self.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+
+    @property
     def is_tensor(self) -> bool:
         """Whether the placeholder carries tensor data (not a device mesh)."""
         return self.attr in ("", "_local_tensor")
@@ -85,10 +100,10 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class GraphOutput:
-    """What one flat output carries: the loss, or the gradient of ``fqn``.
+    """What one flat output carries: the loss, the gradient of ``fqn``, or another value.
 
     Args:
-        kind: loss or gradient.
+        kind: loss, gradient or another value.
         fqn: FQN of the parameter whose gradient it is, as the tracer saw it; empty for the loss.
         attr: as in :class:`GraphInput`.
     """
@@ -123,9 +138,13 @@ class TrainGraph:
         identity: who is who in the model.
         parameters: facts about each parameter, by canonical FQN.
         model: the live model whose parameters the step reads and whose gradients it fills.
-        batch_spec: pytree structure of the captured ``*batch``.
+        batch_spec: pytree structure of the captured ``*batch``; None where the graph is not a ``STEP``.
         batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
         stage: the part of the step that the graph holds.
+        checks: what every call of the compiled model asks first, e.g. that tables still are where a pass put them;
+            each raises if not. ``MODEL`` stage only.
+        live: at the ``MODEL`` stage, what each placeholder was given when the model was traced: the live tensor
+            of the model or batch, or a number.
         fixed_signature: whether another runner owns the flat signature, so that inputs must stay.
         report: what the pipeline that made this graph did; None for a captured graph.
         notes: what a pass has to say (a rewrite skipped, and why); the pipeline moves them to its report.
@@ -142,9 +161,11 @@ class TrainGraph:
     identity: IdentityMap
     parameters: Mapping[str, ParameterInfo]
     model: nn.Module
-    batch_spec: pytree.TreeSpec
-    batch_leaves: tuple[tuple[str, Any], ...]
+    batch_spec: pytree.TreeSpec | None = None
+    batch_leaves: tuple[tuple[str, Any], ...] = ()
     stage: Stage = Stage.STEP
+    live: tuple[Any, ...] = ()
+    checks: list[Callable[[], None]] = field(default_factory=list)
     fixed_signature: bool = False
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
@@ -223,6 +244,26 @@ class TrainGraph:
         for index in gone:
             self.graph.erase_node(nodes[index])
         self.inputs = tuple(item for index, item in enumerate(self.inputs) if index not in gone)
+
+    def add_input(self, tensor: torch.Tensor, fqn: str) -> fx.Node:
+        """Adds a placeholder that every call gives ``tensor``, behind the others; at the ``MODEL`` stage only.
+
+        Args:
+            tensor: a live tensor that the compiled model keeps, e.g. an arena that several tables share.
+            fqn: what it is, for messages.
+
+        Returns:
+            The placeholder.
+        """
+        assert self.stage is Stage.MODEL
+        placeholders = self.placeholders
+        modes = {mode for node in placeholders if (mode := getattr(node.meta.get("val"), "fake_mode", None))}
+        with self.graph.inserting_after(placeholders[-1]):
+            node = self.graph.placeholder(re.sub(r"\W", "_", fqn))
+        node.meta["val"] = node.meta["example_value"] = modes.pop().from_tensor(tensor, static_shapes=True)
+        self.inputs += (GraphInput(InputKind.VALUE, fqn),)
+        self.live += (tensor,)
+        return node
 
     def parameter_placeholders(self) -> Iterator[tuple[str, fx.Node]]:
         """Yields ``(canonical FQN, placeholder of the local tensor)``; an alias repeats its canonical FQN."""
@@ -308,7 +349,14 @@ class TrainGraph:
         assert isinstance(result, tuple)
         values, old_output = result
         graph.output(values).meta = dict(old_output.meta)
-        copy = replace(self, module=fx.GraphModule(self.module, graph), report=None, notes=[], _known={})
+        copy = replace(
+            self,
+            module=fx.GraphModule(self.module, graph),
+            report=None,
+            notes=[],
+            checks=[*self.checks],
+            _known={},
+        )
         for node in graph.nodes:  # what was captured is taken as true
             copy.mark_value_known(node)
         return copy
@@ -336,8 +384,11 @@ class TrainGraph:
 
         Raises:
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
-            CaptureError: the live model no longer has a parameter that the step reads.
+            CaptureError: the live model no longer has a parameter that the step reads, or the graph is not a
+                whole step.
         """
+        if self.batch_spec is None:
+            raise CaptureError(f"a {self.stage.value} graph is run by the compiled model, not by itself")
         leaves = check_batch(batch, self.batch_spec, self.batch_leaves)
         values = self._flat_inputs(leaves)
         device = next(self.model.parameters()).device.type

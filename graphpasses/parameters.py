@@ -46,11 +46,7 @@ def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, Parame
     Raises:
         UnsupportedError: a parameter is sharded over several mesh axes.
     """
-    return {
-        fqn: _parameter_info(fqn, parameter)
-        for fqn, parameter in model.named_parameters()
-        if identity.canonical(fqn) == fqn
-    }
+    return {fqn: _parameter_info(fqn, find_state(model, fqn)) for fqn, *_ in identity.parameters}
 
 
 def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:

@@ -196,6 +196,22 @@ class Pipeline:
             if late:
                 raise PipelineError(f"pass {p.name!r} must run after {late[0]!r}; put it behind")
 
+    def at(self, stage: Stage) -> Pipeline:
+        """Returns the pipeline of those passes that accept graphs of a stage.
+
+        Args:
+            stage: the part of a step that a graph holds.
+        """
+        names = [p.name for p in self.passes]
+        end = len(names) if self.stop_after is None else names.index(self.stop_after) + 1
+        passes = self.passes[:end]
+        return Pipeline(tuple(p for p in passes if stage in p.stages and p.name not in self.disable))
+
+    def uuid(self) -> str:
+        """Returns a digest of the passes that run and of their options, for compilers' caches."""
+        parts = [p.uuid() for p in self.passes if p.name not in self.disable]
+        return hashlib.sha256("\n".join([*parts, str(self.stop_after)]).encode()).hexdigest()
+
     def run(self, graph: TrainGraph, *, dump: Path | str | None = None) -> TrainGraph:
         """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
 
@@ -242,7 +258,10 @@ def _run_pass(p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple
     except Exception as error:
         raise PipelineError(f"{history} failed: {type(error).__name__}: {error}") from error
     try:
-        graph.graph.eliminate_dead_code(is_impure_node=_is_kept)
+        if graph.stage is Stage.MODEL:  # fx cannot tell which torch-level calls have effects
+            graph.graph.lint()
+        else:
+            graph.graph.eliminate_dead_code(is_impure_node=_is_kept)
     except RuntimeError as error:  # it lints first
         raise VerificationError(f"{history} left a malformed graph: {error}") from error
     seconds = time.perf_counter() - start

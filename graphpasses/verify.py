@@ -42,7 +42,7 @@ class Contract:
             state=frozenset(
                 graph.identity.canonical(item.fqn)
                 for item in graph.inputs
-                if item.kind is not InputKind.BATCH
+                if item.is_state
             ),
             batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
             num_inputs=len(graph.inputs) if graph.fixed_signature else None,

@@ -16,6 +16,7 @@ __all__ = [
     "PrefetchCollectives",
     "RegatherParameters",
     "default_pipeline",
+    "recommender_pipeline",
 ]
 
 
@@ -42,3 +43,16 @@ def default_pipeline(
         ),
         disable=disable,
     )
+
+
+def recommender_pipeline(*, disable: tuple[str, ...] = ()) -> Pipeline:
+    """Returns the pipeline for models with embedding tables: what ``torch.compile(backend="graphpasses")`` runs.
+
+    Args:
+        disable: names of passes to leave out.
+
+    Example:
+        >>> [p.name for p in recommender_pipeline().passes][0]
+        'deduplicate-shared'
+    """
+    return Pipeline((DeduplicateShared(),), disable=disable)

@@ -26,7 +26,7 @@ from graphpasses.fsdp.graph_layout import SPLIT, graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction
-from graphpasses.graph import WAIT, TrainGraph, argument
+from graphpasses.graph import WAIT, Stage, TrainGraph, argument
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["BucketFSDPCollectives"]
@@ -277,6 +277,7 @@ class BucketFSDPCollectives(GraphPass):
 
     name: ClassVar[str] = "bucket-fsdp-collectives"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
     runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared", "coalesce-grad-reductions"})
 
     plan: BucketPlan

@@ -14,7 +14,7 @@ from graphpasses.fsdp.chains import (
     gradient_summands,
     is_read_inside,
 )
-from graphpasses.graph import TrainGraph
+from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["CoalesceGradReductions"]
@@ -109,6 +109,7 @@ class CoalesceGradReductions(GraphPass):
 
     name: ClassVar[str] = "coalesce-grad-reductions"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
     runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared"})
 
     def rewrite(self, graph: TrainGraph) -> int:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from graphpasses.fsdp.chains import UNSHARD_OPS, is_backward, is_mutated
-from graphpasses.graph import InputKind, TrainGraph
+from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["DeduplicateShared"]
@@ -19,7 +19,7 @@ def _plan_placeholders(graph: TrainGraph) -> dict[int, int]:
     first: dict[tuple[str, str], int] = {}
     repeated: dict[int, int] = {}
     for index, item in enumerate(graph.inputs):
-        if item.kind is InputKind.BATCH:
+        if not item.is_state:
             continue
         kept = first.setdefault((graph.identity.canonical(item.fqn), item.attr), index)
         if kept != index:
@@ -77,6 +77,7 @@ class DeduplicateShared(GraphPass):
 
     name: ClassVar[str] = "deduplicate-shared"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of placeholders and chains that went."""

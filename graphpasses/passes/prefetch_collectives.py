@@ -11,7 +11,7 @@ from torch import fx
 
 from graphpasses.errors import PipelineError
 from graphpasses.fsdp.chains import ALL_GATHER, ALL_REDUCE, CAST, REDUCE_SCATTER, calls, gather_chain, wait_of
-from graphpasses.graph import WAIT, TrainGraph, is_collective
+from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["PrefetchCollectives"]
@@ -74,6 +74,7 @@ class PrefetchCollectives(GraphPass):
 
     name: ClassVar[str] = "prefetch-collectives"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
     runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives", "regather-parameters"})
 
     num_ahead: int = 1

@@ -9,7 +9,7 @@ from torch import fx
 
 from graphpasses.fsdp.chains import ALL_GATHER, UNSHARD_OPS, gather_chain, is_backward
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph import TrainGraph
+from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["RegatherParameters"]
@@ -109,6 +109,7 @@ class RegatherParameters(GraphPass):
 
     name: ClassVar[str] = "regather-parameters"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
     runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives"})
 
     plan: BucketPlan

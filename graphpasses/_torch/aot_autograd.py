@@ -1,0 +1,187 @@
+"""AOTAutograd and Inductor: compile a Dynamo graph with passes between, and read what its graphs' values are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
+
+__all__ = ["compile_aot_eager", "compile_inductor", "describe_input", "describe_output"]
+
+Rewrite = Callable[[fx.GraphModule], None]
+Compiled = Callable[..., Any]
+
+
+def compile_aot_eager(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    joint: Rewrite,
+    forward: Rewrite,
+    backward: Rewrite,
+    inference: Rewrite,
+) -> Compiled:
+    """Compiles a Dynamo graph by AOTAutograd, and runs the rewritten ATen graphs as they are.
+
+    Args:
+        module: Dynamo's graph.
+        inputs: its (fake) inputs.
+        joint: rewrites the joint graph in place, before it is split.
+        forward: rewrites the forward graph of a training step in place.
+        backward: rewrites the backward graph in place.
+        inference: rewrites the one graph of a model compiled without gradients in place.
+    """
+
+    def partition(
+        gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        joint(gm)
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def compiler(rewrite: Rewrite) -> Callable[..., Any]:
+        def compile_graph(gm: fx.GraphModule, _: Any) -> Compiled:
+            rewrite(gm)
+            gm.recompile()
+
+            def run(args: list[Any]) -> Any:
+                values = list(args)
+                args.clear()  # so that what only this call needs is freed as soon as it is used
+                return gm.forward(*values)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+
+        return compile_graph
+
+    compiled: Compiled = aot_autograd(
+        fw_compiler=compiler(forward),
+        bw_compiler=compiler(backward),
+        inference_compiler=compiler(inference),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )(module, inputs)
+    return compiled
+
+
+class _JointPasses(CustomGraphPass):
+    def __init__(self, rewrite: Rewrite, digest: str) -> None:
+        self._rewrite, self._digest = rewrite, digest
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self._rewrite(_owner(graph))
+
+    def uuid(self) -> str:
+        return self._digest
+
+
+class _PostGradPasses(CustomInferenceAwareGraphPass):
+    def __init__(self, forward: Rewrite, backward: Rewrite, inference: Rewrite, digest: str) -> None:
+        self._forward, self._backward, self._inference = forward, backward, inference
+        self._digest = digest
+
+    def __call__(self, graph: fx.Graph, is_inference: bool) -> None:
+        module = _owner(graph)
+        if is_inference:
+            self._inference(module)
+        elif any(isinstance(_descriptor(node), descriptors.TangentAOTInput) for node in graph.nodes):
+            self._backward(module)
+        else:
+            self._forward(module)
+
+    def uuid(self) -> str:
+        return self._digest
+
+
+def compile_inductor(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    joint: Rewrite,
+    forward: Rewrite,
+    backward: Rewrite,
+    inference: Rewrite,
+    digest: str,
+) -> Compiled:
+    """Compiles a Dynamo graph with Inductor; arguments as in :func:`compile_aot_eager`.
+
+    Args:
+        module: Dynamo's graph.
+        inputs: its (fake) inputs.
+        joint: as above.
+        forward: as above.
+        backward: as above.
+        inference: as above.
+        digest: says all that the rewrites depend on beside the graph; part of the key of Inductor's caches.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    def rewrite_joint(gm: fx.GraphModule) -> None:
+        # Inductor runs this pass over graphs of inference, too.
+        if any(isinstance(_descriptor(node), descriptors.TangentAOTInput) for node in gm.graph.nodes):
+            joint(gm)
+
+    patches = {
+        "joint_custom_pre_pass": _and(config.joint_custom_pre_pass, _JointPasses(rewrite_joint, digest)),
+        "post_grad_custom_pre_pass": _and(
+            config.post_grad_custom_pre_pass, _PostGradPasses(forward, backward, inference, digest)
+        ),
+    }
+    # As an argument, since the backward graph may be compiled later, when the first backward runs.
+    compiled: Compiled = compile_fx(module, inputs, config_patches=patches)
+    return compiled
+
+
+def _and(theirs: Any, ours: CustomGraphPass) -> Any:
+    if theirs is None:
+        return ours
+    return (*theirs, ours) if isinstance(theirs, (list, tuple)) else (theirs, ours)
+
+
+def _owner(graph: fx.Graph) -> fx.GraphModule:
+    assert graph.owning_module is not None
+    return graph.owning_module
+
+
+def _descriptor(node: fx.Node) -> Any:
+    return node.meta.get("desc") if node.op == "placeholder" else None
+
+
+def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
+    """Says what a placeholder of an AOTAutograd graph is.
+
+    Args:
+        node: a placeholder.
+
+    Returns:
+        Position of the Dynamo input that it is or belongs to (None if it is something else), the attribute of a
+        tensor subclass that it carries (``""`` for the tensor itself), and a description.
+    """
+    desc, attr = node.meta.get("desc"), ""
+    text = str(desc) if desc is not None else node.name
+    while isinstance(desc, descriptors.SubclassGetAttrAOTInput):
+        desc, attr = desc.base, desc.attr
+    index = desc.idx if isinstance(desc, descriptors.PlainAOTInput) else None
+    return index, attr, text
+
+
+def describe_output(desc: Any) -> tuple[int | None, str, str]:
+    """Says what an output of an AOTAutograd graph is.
+
+    Args:
+        desc: an element of the output node's ``meta["desc"]``.
+
+    Returns:
+        Position of the Dynamo input whose gradient it is (None if it is something else), the attribute of a tensor
+        subclass that it carries, and a description.
+    """
+    attr, text = "", str(desc)
+    while isinstance(desc, descriptors.SubclassGetAttrAOTOutput):
+        desc, attr = desc.base, desc.attr
+    index = None
+    if isinstance(desc, descriptors.GradAOTOutput) and isinstance(desc.grad_of, descriptors.PlainAOTInput):
+        index = desc.grad_of.idx
+    return index, attr, text

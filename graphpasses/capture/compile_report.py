@@ -1,0 +1,58 @@
+"""What a compilation did: per graph and stage, what each pass did; and where the model could not be one graph."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from graphpasses.graph import Stage
+from graphpasses.pipeline import PipelineReport
+
+__all__ = ["CompileReport"]
+
+
+@dataclass
+class CompileReport:
+    """What the passes did to the graphs of a compiled model; it grows as the model compiles.
+
+    Args:
+        path: file to which the report is written anew after each graph; None writes none.
+
+    Example:
+        >>> report = CompileReport()
+        >>> model = torch.nn.Linear(4, 1)
+        >>> compiled = graphpasses.compile(model, inner="aot_eager", report=report)
+        >>> loss = compiled(torch.ones(2, 4)).sum()
+        >>> report.num_graphs
+        1
+    """
+
+    path: Path | None = None
+    stages: list[tuple[int, Stage, PipelineReport]] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
+    num_graphs: int = 0
+
+    def add(self, graph: int, stage: Stage, report: PipelineReport) -> None:
+        """Adds what a pipeline did to one graph.
+
+        Args:
+            graph: number of the Dynamo graph.
+            stage: which of its graphs.
+            report: what each pass did.
+        """
+        if report.passes:
+            self.stages.append((graph, stage, report))
+        self.write()
+
+    def write(self) -> None:
+        """Writes the report to its path, if it has one."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(f"{self}\n")
+
+    def __str__(self) -> str:
+        lines = [f"{self.num_graphs} graph{'s' * (self.num_graphs != 1)}"]
+        lines += [f"graph break: {line}" for line in self.graph_breaks]
+        for graph, stage, report in self.stages:
+            lines += [f"graph {graph}, {stage.value}:", *(f"  {line}" for line in str(report).splitlines())]
+        return "\n".join(lines)

@@ -1,0 +1,80 @@
+"""What happens around each call of a model that the backend ``graphpasses`` compiles."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from graphpasses._torch.dynamo import BackendCompilerFailed
+from graphpasses.errors import GraphPassesError
+
+if TYPE_CHECKING:
+    from graphpasses.capture.torch_compile import CompileOptions
+
+__all__ = ["CompiledCall"]
+
+_RUNNING: ContextVar[CompiledCall | None] = ContextVar("_RUNNING", default=None)
+
+
+class CompiledCall:
+    """Calls a compiled function; for TorchRec, in the scope in which Dynamo can trace it.
+
+    The first call of a model whose input dists are still to be made runs eager: TorchRec makes them from the first
+    batch. Every later call gives Dynamo key-jagged tensors without caches, so that batch lengths may vary.
+
+    Args:
+        options: what the user gave ``torch.compile``.
+        root: the module or function that the user compiles.
+        compiled: what Dynamo made of it.
+    """
+
+    def __init__(self, options: CompileOptions, root: Any, compiled: Callable[..., Any]) -> None:
+        self.options = options
+        self._compiled = compiled
+        self._modules = _modules(root)
+        self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+        self._eager = getattr(compiled, "_torchdynamo_orig_callable", root)
+
+    @staticmethod
+    def running() -> CompiledCall | None:
+        """Returns the innermost call that runs now."""
+        return _RUNNING.get()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled function."""
+        token = _RUNNING.set(self)
+        try:
+            if "torchrec" not in sys.modules:
+                return self._compiled(*args, **kwargs)
+            return self._call_torchrec(args, kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, GraphPassesError):
+                raise error.inner_exception from None
+            raise
+        finally:
+            _RUNNING.reset(token)
+
+    def _call_torchrec(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from graphpasses.embedding.capture import ddp_calls, needs_eager_call, prepare_inputs, tracing_scope
+
+        if needs_eager_call(self._modules):
+            return self._eager(*args, **kwargs)
+        args, kwargs = prepare_inputs(args, kwargs)
+        with tracing_scope(), ddp_calls(self._modules) as finish:
+            return finish(self._compiled(*args, **kwargs))
+
+
+def _modules(root: Any) -> list[nn.Module]:
+    """Returns the modules that a compiled function calls, as far as its names show them."""
+    if isinstance(root, nn.Module):
+        return [root]
+    if isinstance(getattr(root, "__self__", None), nn.Module):
+        return [root.__self__]
+    names = inspect.getclosurevars(inspect.unwrap(root)) if inspect.isfunction(root) else None
+    values = [] if names is None else [*names.nonlocals.values(), *names.globals.values()]
+    return [value for value in values if isinstance(value, nn.Module)]

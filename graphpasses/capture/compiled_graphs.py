@@ -1,0 +1,126 @@
+"""Make a TrainGraph of each graph that torch.compile shows: the model's, the joint one, and its two halves."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from graphpasses._torch.aot_autograd import describe_input, describe_output
+from graphpasses._torch.dynamo import live_inputs
+from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
+from graphpasses.identity import IdentityMap
+from graphpasses.parameters import parameter_infos
+
+__all__ = ["ModelInputs", "read_aot_graph", "read_model_graph"]
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What the inputs of a compiled model are; every graph made from it is described by them.
+
+    Args:
+        model: the module that the user compiles.
+        identity: who is who in it.
+        inputs: what each placeholder of the ``MODEL`` graph carries.
+    """
+
+    model: nn.Module
+    identity: IdentityMap
+    inputs: tuple[GraphInput, ...]
+
+
+def read_model_graph(module: fx.GraphModule, model: nn.Module) -> TrainGraph:
+    """Returns the graph that Dynamo traced as a ``MODEL`` graph.
+
+    Args:
+        module: what Dynamo gives its backend; shared, not copied.
+        model: the module that the user compiles.
+    """
+    identity = IdentityMap.of(model)
+    state: dict[int, tuple[InputKind, str]] = {}
+    for path, owner in model.named_modules():
+        for kind, members in ((InputKind.PARAMETER, owner._parameters), (InputKind.BUFFER, owner._buffers)):
+            for name, tensor in members.items():
+                if tensor is not None:
+                    state.setdefault(id(tensor), (kind, f"{path}.{name}" if path else name))
+    inputs, live = [], []
+    for source, value in live_inputs(module):
+        kind, fqn = state.get(id(value), (InputKind.VALUE, _path(source)))
+        inputs.append(GraphInput(kind, identity.canonical(fqn) if kind is not InputKind.VALUE else fqn))
+        live.append(value)
+    for node in module.graph.nodes:
+        if "example_value" in node.meta:
+            node.meta["val"] = node.meta["example_value"]
+    outputs = module.graph.output_node().args[0]
+    assert isinstance(outputs, Sequence)
+    return _captured(
+        TrainGraph(
+            module=module,
+            inputs=tuple(inputs),
+            outputs=tuple(GraphOutput(OutputKind.VALUE, f"output {index}") for index in range(len(outputs))),
+            identity=identity,
+            parameters=parameter_infos(model, identity),
+            model=model,
+            stage=Stage.MODEL,
+            live=tuple(live),
+        )
+    )
+
+
+def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) -> TrainGraph:
+    """Returns a graph that AOTAutograd made of a ``MODEL`` graph; its signature is fixed.
+
+    Args:
+        module: the joint, forward or backward graph; shared, not copied.
+        stage: which of them it is.
+        origin: the inputs of the ``MODEL`` graph, as AOTAutograd was given them.
+    """
+    inputs = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        index, attr, text = describe_input(node)
+        inputs.append(
+            GraphInput(InputKind.VALUE, text)
+            if index is None
+            else GraphInput(origin.inputs[index].kind, origin.inputs[index].fqn, attr)
+        )
+    output = module.graph.output_node()
+    values: Any = output.args[0]
+    described = output.meta.get("desc") or [None] * len(values)
+    outputs = []
+    for desc in described:
+        index, attr, text = describe_output(desc)
+        is_gradient = index is not None and origin.inputs[index].kind is InputKind.PARAMETER
+        outputs.append(
+            GraphOutput(OutputKind.GRADIENT, origin.inputs[index].fqn, attr)
+            if is_gradient and index is not None
+            else GraphOutput(OutputKind.VALUE, text)
+        )
+    return _captured(
+        TrainGraph(
+            module=module,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            identity=origin.identity,
+            parameters=parameter_infos(origin.model, origin.identity),
+            model=origin.model,
+            stage=stage,
+            fixed_signature=True,
+        )
+    )
+
+
+def _captured(graph: TrainGraph) -> TrainGraph:
+    for node in graph.graph.nodes:  # what was captured is taken as true
+        graph.mark_value_known(node)
+    return graph
+
+
+def _path(source: str) -> str:
+    """Returns a readable path: ``L['self']._modules['a']._buffers['b']`` is ``a.b``."""
+    path = re.sub(r"\._(?:modules|parameters|buffers)\[['\"]([^'\"]*)['\"]\]", r".\1", source)
+    path = re.sub(r"^L\[['\"](\w+)['\"]\]", r"\1", path)
+    return path.removeprefix("self.")

@@ -1,0 +1,201 @@
+"""The ``torch.compile`` backend ``graphpasses``, and :func:`compile`, its typed form."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from graphpasses._torch.aot_autograd import compile_aot_eager, compile_inductor
+from graphpasses._torch.dynamo import wrap_compiled_functions
+from graphpasses.capture.compile_report import CompileReport
+from graphpasses.capture.compiled_call import CompiledCall
+from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
+from graphpasses.errors import PipelineError
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.identity import did_you_mean
+from graphpasses.passes import recommender_pipeline
+from graphpasses.pipeline import Pipeline
+
+__all__ = ["compile", "graphpasses"]
+
+Inner = Literal["inductor", "aot_eager"]
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """The options of the backend; see :func:`compile`."""
+
+    pipeline: Pipeline = field(default_factory=recommender_pipeline)
+    inner: Inner = "inductor"
+    disable: Collection[str] = ()
+    report: CompileReport | Path | str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pipeline, Pipeline):
+            raise PipelineError(
+                f"option 'pipeline' takes a graphpasses.Pipeline, got {type(self.pipeline).__name__}; "
+                "write Pipeline((pass, ...)) or graphpasses.recommender_pipeline()"
+            )
+        if self.inner not in ("inductor", "aot_eager"):
+            raise PipelineError(f"option 'inner' is 'inductor' or 'aot_eager', got {self.inner!r}")
+        if self.disable:
+            disable = (*self.pipeline.disable, *_names(self.disable))
+            object.__setattr__(self, "pipeline", replace(self.pipeline, disable=disable))
+        if not isinstance(self.report, CompileReport):
+            path = Path(self.report) if self.report is not None else None
+            object.__setattr__(self, "report", CompileReport(path))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> CompileOptions:
+        """Checks the options that a user gave ``torch.compile``."""
+        names = [item.name for item in fields(cls)]
+        for name in options or {}:
+            if name not in names:
+                raise PipelineError(
+                    f"unknown option {name!r} of backend 'graphpasses'; it has {', '.join(names)}"
+                    + did_you_mean(name, names)
+                )
+        return cls(**(options or {}))
+
+
+def _names(disable: Collection[str]) -> Collection[str]:
+    if isinstance(disable, str):
+        raise PipelineError(f"disable takes a collection of names; write disable=[{disable!r}]")
+    return disable
+
+
+def compile(
+    model: Callable[..., Any],
+    *,
+    pipeline: Pipeline | None = None,
+    inner: Inner = "inductor",
+    disable: Collection[str] = (),
+    report: CompileReport | Path | str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+) -> Any:
+    """Compiles a model with ``torch.compile`` and graphpasses' passes.
+
+    The same as ``torch.compile(model, backend="graphpasses", options={...})``, which needs no import. TorchRec models
+    need no preparation: what makes them one graph is set during the call and undone after it.
+
+    Args:
+        model: a module, or a function that calls modules.
+        pipeline: the passes; None for :func:`~graphpasses.passes.recommender_pipeline`.
+        inner: what compiles the rewritten graphs: ``"inductor"``, or ``"aot_eager"``, which runs them operator by
+            operator and so keeps eager's bits in dense layers, too.
+        disable: names of passes to leave out.
+        report: a :class:`~graphpasses.capture.compile_report.CompileReport` to fill, or a file to write it to.
+        fullgraph: raise where the model cannot be one graph, as ``torch.compile`` does.
+        dynamic: as ``torch.compile`` has it.
+
+    Returns:
+        What ``torch.compile`` returns: a module for a module, a function for a function.
+
+    Raises:
+        PipelineError: an option is unknown or has a wrong value.
+        UnknownPassError: ``disable`` names a pass that the pipeline does not have.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> compiled = graphpasses.compile(model, inner="aot_eager")
+        >>> bool((compiled(torch.ones(2, 4)) == model(torch.ones(2, 4))).all())
+        True
+    """
+    options: dict[str, Any] = {"inner": inner, "disable": disable, "report": report}
+    if pipeline is not None:
+        options["pipeline"] = pipeline
+    return torch.compile(model, backend=graphpasses, options=options, fullgraph=fullgraph, dynamic=dynamic)
+
+
+def graphpasses(
+    module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend itself: what the entry point ``torch_dynamo_backends`` names.
+
+    Args:
+        module: the graph that Dynamo traced.
+        inputs: its fake inputs.
+        options: see :class:`CompileOptions`.
+
+    Returns:
+        The compiled graph.
+    """
+    call = CompiledCall.running()
+    if call is None:
+        return _compile(module, inputs, CompileOptions.of(options), nn.Module())
+    return _compile(module, inputs, call.options, call.model)
+
+
+def _wrap(backend: Any, root: Any, compiled: Callable[..., Any]) -> Callable[..., Any] | None:
+    if getattr(backend, "compiler_fn", backend) is not graphpasses:
+        return None
+    options = CompileOptions.of(getattr(backend, "kwargs", {}).get("options"))
+    run = CompiledCall(options, root, compiled)
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    return call
+
+
+wrap_compiled_functions(_wrap)
+
+
+def _compile(
+    module: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, model: nn.Module
+) -> Callable[..., Any]:
+    report = options.report
+    assert isinstance(report, CompileReport)
+    number = report.num_graphs
+    report.num_graphs += 1
+
+    def run(graph: TrainGraph) -> TrainGraph:
+        result = options.pipeline.at(graph.stage).run(graph)
+        assert result.report is not None
+        report.add(number, graph.stage, result.report)
+        return result
+
+    captured = read_model_graph(module, model)
+    rewritten = run(captured)
+    kept = [index for index, node in enumerate(rewritten.placeholders) if node.users]
+    rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
+    origin = ModelInputs(model, rewritten.identity, rewritten.inputs)
+
+    def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
+        gm.graph = run(read_aot_graph(gm, stage, origin)).graph
+
+    stages = {
+        "joint": functools.partial(rewrite, Stage.JOINT),
+        "forward": functools.partial(rewrite, Stage.FORWARD),
+        "backward": functools.partial(rewrite, Stage.BACKWARD),
+        "inference": functools.partial(rewrite, Stage.FORWARD),
+    }
+    num_given = len(captured.inputs)
+    given = [index for index in kept if index < num_given]
+    added = [rewritten.live[index] for index in kept if index >= num_given]
+    fakes = [inputs[index] for index in given] + [
+        node.meta["val"] for node in rewritten.placeholders[len(given) :]
+    ]
+    if options.inner == "aot_eager":
+        compiled = compile_aot_eager(rewritten.module, fakes, **stages)
+    else:
+        facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
+        digest = hashlib.sha256(facts.encode()).hexdigest()
+        compiled = compile_inductor(rewritten.module, fakes, **stages, digest=digest)
+    checks = tuple(rewritten.checks)
+
+    def call(*values: Any) -> Any:
+        for check in checks:
+            check()
+        return compiled(*[values[index] for index in given], *added)
+
+    return call
