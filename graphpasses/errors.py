@@ -9,6 +9,7 @@ __all__ = [
     "CompareError",
     "GraphPassesError",
     "IdentityError",
+    "KeyOrderError",
     "LayoutError",
     "PipelineError",
     "PlanError",
@@ -38,6 +39,10 @@ class BatchMismatchError(CaptureError):
 
 class PipelineError(GraphPassesError):
     """A pipeline was put together wrongly, or one of its passes failed."""
+
+
+class KeyOrderError(GraphPassesError, ValueError):
+    """A sharded module was called with features in another order than the one it was first called with."""
 
 
 class UnknownPassError(PipelineError, ValueError):
