@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -83,7 +83,7 @@ class _PostGradPasses(CustomInferenceAwareGraphPass):
         self._forward, self._backward, self._inference = forward, backward, inference
         self._digest = digest
 
-    def __call__(self, graph: fx.Graph, is_inference: bool) -> None:
+    def __call__(self, graph: fx.Graph, is_inference: bool) -> None:  # type: ignore[override]
         module = _owner(graph)
         if is_inference:
             self._inference(module)
@@ -131,8 +131,8 @@ def compile_inductor(
         ),
     }
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
-    compiled: Compiled = compile_fx(module, inputs, config_patches=patches)
-    return compiled
+    compiled: Any = compile_fx(module, inputs, config_patches=patches)
+    return cast(Compiled, compiled)
 
 
 def _and(theirs: Any, ours: CustomGraphPass) -> Any:
@@ -160,7 +160,8 @@ def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
         Position of the Dynamo input that it is or belongs to (None if it is something else), the attribute of a
         tensor subclass that it carries (``""`` for the tensor itself), and a description.
     """
-    desc, attr = node.meta.get("desc"), ""
+    desc: Any = node.meta.get("desc")
+    attr = ""
     text = str(desc) if desc is not None else node.name
     while isinstance(desc, descriptors.SubclassGetAttrAOTInput):
         desc, attr = desc.base, desc.attr

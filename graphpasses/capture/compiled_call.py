@@ -15,6 +15,7 @@ from graphpasses.errors import GraphPassesError
 
 if TYPE_CHECKING:
     from graphpasses.capture.torch_compile import CompileOptions
+    from graphpasses.embedding.capture import DDPCalls
 
 __all__ = ["CompiledCall"]
 
@@ -38,6 +39,7 @@ class CompiledCall:
         self._compiled = compiled
         self._modules = _modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+        self._ddp: DDPCalls | None = None  # known once the model's input dists are made
         self._eager = getattr(compiled, "_torchdynamo_orig_callable", root)
 
     @staticmethod
@@ -61,12 +63,18 @@ class CompiledCall:
 
     def _call_torchrec(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from graphpasses.embedding.capture import ddp_calls, needs_eager_call, prepare_inputs, tracing_scope
+        from graphpasses.embedding.fake_kernels import register_fake_kernels
 
-        if needs_eager_call(self._modules):
-            return self._eager(*args, **kwargs)
+        if self._ddp is None:
+            if needs_eager_call(self._modules):
+                return self._eager(*args, **kwargs)
+            register_fake_kernels()
+            self._ddp = ddp_calls(self._modules)
         args, kwargs = prepare_inputs(args, kwargs)
-        with tracing_scope(), ddp_calls(self._modules) as finish:
-            return finish(self._compiled(*args, **kwargs))
+        self._ddp.before()
+        with tracing_scope():
+            outputs = self._compiled(*args, **kwargs)
+        return self._ddp.after(outputs)
 
 
 def _modules(root: Any) -> list[nn.Module]:
