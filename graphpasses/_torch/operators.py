@@ -1,6 +1,8 @@
-"""The registry of operators: which exist, which have a kernel, and fake kernels for those that lack one."""
+"""The registry of operators: which exist, which have a kernel, and kernels for tracing where one lacks."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +11,17 @@ import torch
 # Python module (`set_python_module`) as the home of its fake kernels. torch 2.13.0.
 from torch._library import simple_registry
 
-__all__ = ["argument_defaults", "has_kernel", "operator_names", "register_fake_kernel"]
+__all__ = [
+    "Rule",
+    "below_autograd",
+    "has_kernel",
+    "operator_names",
+    "register_fake_kernel",
+    "register_traced_autograd",
+]
+
+# A kernel that reads the arguments of a call by their names in the operator's schema.
+Rule = Callable[[SimpleNamespace], Any]
 
 
 def operator_names(namespace: str) -> list[str]:
@@ -17,26 +29,56 @@ def operator_names(namespace: str) -> list[str]:
     return sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::"))
 
 
-def has_kernel(name: str, dispatch_key: str) -> bool:
-    """Returns whether an operator has a kernel for a dispatch key, e.g. ``"CPU"``, ``"Meta"``."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key)
+def has_kernel(name: str, *dispatch_keys: str) -> bool:
+    """Returns whether an operator has a kernel of its own for one of ``dispatch_keys``, e.g. ``"CPU"``."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in dispatch_keys)
 
 
-def argument_defaults(operator: torch._ops.OpOverload) -> dict[str, Any]:
-    """Returns the names of an operator's arguments, in order, with their defaults (None where there is none)."""
-    return {argument.name: argument.default_value for argument in operator._schema.arguments}
-
-
-def register_fake_kernel(library: torch.library.Library, name: str, kernel: Callable[..., Any]) -> None:
+def register_fake_kernel(library: torch.library.Library, name: str, rule: Rule) -> None:
     """Gives an operator that has no fake kernel one, for as long as ``library`` lives.
 
     Args:
         library: a fragment of the operator's library.
         name: full name, e.g. ``"fbgemm::permute_sequence_embeddings"``.
-        kernel: what makes the outputs, as for ``torch.library.register_fake``.
+        rule: makes the outputs from fake tensors, as for ``torch.library.register_fake``.
 
     Raises:
         RuntimeError: the operator has one.
     """
     holder = simple_registry.singleton.find(name).fake_impl
-    holder.register(kernel, kernel.__module__, lib=library, allow_override=False)
+    source = f"{rule.__module__}.{rule.__qualname__}"
+    holder.register(_kernel(name, rule), source, lib=library, allow_override=False)
+
+
+def register_traced_autograd(name: str, rule: Rule) -> None:
+    """Replaces an operator's autograd on CPU where a tracer looks: Dynamo, AOTAutograd, symbolic ``make_fx``.
+
+    Eager calls do not see it.
+
+    Args:
+        name: full name, e.g. ``"fbgemm::index_select_dim0"``.
+        rule: makes the differentiable outputs; it calls other operators, or this one :func:`below_autograd`.
+    """
+    # Python kernels of an overload run under the Python dispatcher only, which tracers turn on.
+    _overload(name).py_impl(torch.DispatchKey.AutogradCPU)(_kernel(name, rule))
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Returns a context in which operators skip their autograd kernels."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    namespace, _, packet = name.partition("::")
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), packet).default
+    return overload
+
+
+def _kernel(name: str, rule: Rule) -> Callable[..., Any]:
+    arguments = {argument.name: argument.default_value for argument in _overload(name)._schema.arguments}
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        # Trailing arguments that equal their default are not passed.
+        return rule(SimpleNamespace(**arguments | dict(zip(arguments, args, strict=False)) | kwargs))
+
+    return kernel

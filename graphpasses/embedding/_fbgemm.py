@@ -3,32 +3,35 @@
 import importlib
 import warnings
 
+import torch
+
 from graphpasses.errors import CaptureError
 
 __all__ = ["load_fbgemm"]
-
-# The training TBE; it imports the modules that register every op of a TorchRec training step.
-_MODULE = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 
 def load_fbgemm() -> None:
     """Imports FBGEMM, so that ``torch.ops.fbgemm`` holds every op of a TorchRec training step.
 
     Raises:
-        CaptureError: FBGEMM is not installed.
+        CaptureError: FBGEMM is not installed, or does not load with this torch.
 
     Example:
         >>> load_fbgemm()  # doctest: +SKIP
         >>> torch.ops.fbgemm.permute_2D_sparse_data  # doctest: +SKIP
     """
     with warnings.catch_warnings():
-        # FBGEMM's import warns of what FBGEMM itself does: deprecated decorators, private registrations.
+        # FBGEMM's import warns of FBGEMM's own code.
         warnings.simplefilter("ignore")
         try:
-            importlib.import_module(_MODULE)
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] != "fbgemm_gpu":
-                raise
+            importlib.import_module("fbgemm_gpu")
+            # The training TBE imports the modules that register the rest.
+            importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        except (ImportError, OSError) as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name == "fbgemm_gpu"
+            problem = (
+                "is not installed" if missing else f"does not load with torch {torch.__version__}: {error}"
+            )
             raise CaptureError(
-                "TorchRec models need FBGEMM, which is not installed: pip install 'graphpasses[torchrec]'"
+                f"TorchRec models need FBGEMM, which {problem}; install graphpasses[torchrec]"
             ) from error
