@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["group_ranks", "named_group_ranks"]
+__all__ = ["group_ranks", "named_group", "named_group_ranks"]
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -13,7 +13,12 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def named_group(name: str) -> dist.ProcessGroup:
+    """Returns the group that a functional collective calls ``name``."""
+    # Functional collectives name their group by string; only this private function maps it back. Tested: 2.13.
+    return distributed_c10d._resolve_process_group(name)  # type: ignore
+
+
 def named_group_ranks(name: str) -> tuple[int, ...]:
     """Returns the global ranks of the group that a functional collective calls ``name``."""
-    # Functional collectives name their group by string; only this private function maps it back. Tested: 2.13.
-    return group_ranks(distributed_c10d._resolve_process_group(name))  # type: ignore
+    return group_ranks(named_group(name))
