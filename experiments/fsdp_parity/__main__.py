@@ -12,9 +12,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments._parity.verdict import Must, Verdict, compare, run_path, verdict_table
 from experiments.fsdp_parity.cases import CASES, DEFAULT, Case
-from experiments.fsdp_parity.train import run_path, train_cases
-from graphpasses.parity import Comparison, compare_runs, read_run
+from experiments.fsdp_parity.train import train_cases
 from graphpasses.parity.launch import run_ranks
 
 PRELOAD = (
@@ -76,42 +76,14 @@ def judge(cases: Sequence[Case], folder: Path, num_steps: int) -> tuple[Table, i
     Returns:
         A table with a row per variant, and how many of them are not as they must be.
     """
-    table = Table("case", "variant", "must", "result", "", title="Captured step against eager FSDP2")
-    num_wrong = 0
+    verdicts = []
     for case in cases:
-        variants = (DEFAULT, *case.controls)
-        for variant in variants:
-            comparison = _compare(folder, case, variant)
-            must = "equal" if variant == DEFAULT else "differ"
-            right = comparison.equal == (must == "equal") and comparison.num_steps == num_steps
-            num_wrong += not right
-            table.add_row(
-                case.name if variant == DEFAULT else "",
-                variant,
-                must,
-                _result(comparison),
-                "[green]ok[/]" if right else "[red]WRONG[/]",
-                end_section=variant == variants[-1],
-            )
-    return table, num_wrong
-
-
-def _compare(folder: Path, case: Case, variant: str) -> Comparison:
-    a, b = (read_run(run_path(folder, case, name)) for name in ("eager", variant))
-    return compare_runs(a, b)
-
-
-def _result(comparison: Comparison) -> str:
-    parting = comparison.parting
-    if parting is None:
-        return f"equal at all {comparison.num_steps} steps"
-    tensors = parting.gradients or parting.weights
-    result = f"step {parting.step}: {parting.first}, {len(tensors)} tensors, first {tensors[0] if tensors else '-'}"
-    if parting.moves:
-        move = parting.moves[0]
-        places = [f"byte {p.offset} of {p.num_bytes}" for p in (*move.a[:1], *move.b[:1])]
-        result += f"; {move.fqn} moved: {' → '.join(places)}"
-    return result
+        for variant in (DEFAULT, *case.controls):
+            must: Must = "equal" if variant == DEFAULT else "differ"
+            eager, other = (run_path(folder, case.name, name) for name in ("eager", variant))
+            verdicts.append(Verdict(case.name, variant, must, *compare(eager, other, num_steps, must)))
+    table = verdict_table("Captured step against eager FSDP2", verdicts)
+    return table, sum(not verdict.right for verdict in verdicts)
 
 
 if __name__ == "__main__":

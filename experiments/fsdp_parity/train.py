@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from experiments._parity.progress import count_runs
+from experiments._parity.verdict import run_path
 from experiments.fsdp_parity.cases import ALL_REDUCE_FIRST, DEFAULT, NO_COALESCING, Case, wrong_plan
 from experiments.fsdp_parity.models import MODELS, SEQ, VOCAB, loss_fn
 from graphpasses.capture import capture_train_step, simple_fsdp
@@ -29,11 +30,6 @@ SEED = 0
 TOPOLOGY = {"num_ranks": 4, "gpus_per_node": 2, "mode": "rail"}
 
 
-def run_path(folder: Path, case: Case, variant: str) -> Path:
-    """Returns the run file of a variant (``"eager"`` for eager's) of ``case``."""
-    return folder / case.name / f"{variant.replace(' ', '-')}.jsonl"
-
-
 def train_cases(cases: tuple[Case, ...], num_steps: int, folder: Path) -> None:
     """Trains every case on this rank and prints on rank 0 what is done; all ranks call it alike.
 
@@ -42,7 +38,7 @@ def train_cases(cases: tuple[Case, ...], num_steps: int, folder: Path) -> None:
         num_steps: optimizer steps of each run.
         folder: where the run files go.
     """
-    start, num_done, num_runs = time.monotonic(), 0, sum(2 + len(case.controls) for case in cases)
+    done = count_runs(sum(2 + len(case.controls) for case in cases))
     configure(Topology(**TOPOLOGY))
     meshes = {
         "fsdp": init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)),
@@ -50,14 +46,11 @@ def train_cases(cases: tuple[Case, ...], num_steps: int, folder: Path) -> None:
     }
     for case in cases:
         for variant in _train_case(case, meshes[case.mesh], num_steps, folder):
-            num_done += 1
-            if dist.get_rank() == 0:
-                seconds = time.monotonic() - start
-                print(f"[{num_done:2d}/{num_runs}] {seconds:4.0f} s  {case.name}: {variant}", flush=True)
+            done(f"{case.name}: {variant}")
 
 
 def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> Iterator[str]:
-    run_path(folder, case, "eager").parent.mkdir(parents=True, exist_ok=True)
+    run_path(folder, case.name, "eager").parent.mkdir(parents=True, exist_ok=True)
     eager = _eager_model(case, mesh)
     contract = eager_layout(eager)
 
@@ -125,7 +118,7 @@ def _train(
 ) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     optimizer.zero_grad()
-    path = run_path(folder, case, variant)
+    path = run_path(folder, case.name, variant)
     with ParityRecorder(
         path,
         run=variant,

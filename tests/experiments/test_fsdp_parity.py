@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from experiments._parity.verdict import run_path
 from experiments.fsdp_parity.__main__ import judge, main
 from experiments.fsdp_parity.cases import CASES, DEFAULT, NO_COALESCING
-from experiments.fsdp_parity.train import run_path
 
 CASE = next(case for case in CASES if case.name == "reused-fsdp-fp32")
 NUM_STEPS = 2
@@ -30,7 +30,7 @@ def test_as_it_must_be(runs: Path) -> None:
 @pytest.mark.parametrize(("variant", "recorded"), [(DEFAULT, NO_COALESCING), (NO_COALESCING, "eager")])
 def test_a_variant_that_is_not_as_it_must_be(runs: Path, tmp_path: Path, variant: str, recorded: str) -> None:
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
-    shutil.copyfile(run_path(runs, CASE, recorded), run_path(tmp_path, CASE, variant))
+    shutil.copyfile(run_path(runs, CASE.name, recorded), run_path(tmp_path, CASE.name, variant))
     assert judge([CASE], tmp_path, NUM_STEPS)[1] == 1
 
 
