@@ -4,6 +4,8 @@ Each message names what is wrong (FQN, pass, rank), what was expected, and what 
 """
 
 __all__ = [
+    "AgreementError",
+    "ArenaError",
     "BatchMismatchError",
     "CaptureError",
     "CompareError",
@@ -75,3 +77,11 @@ class RunFileError(GraphPassesError, ValueError):
 
 class CompareError(GraphPassesError, ValueError):
     """Two recorded runs cannot be compared."""
+
+
+class AgreementError(GraphPassesError):
+    """Ranks that compile one model together see different collectives in it."""
+
+
+class ArenaError(GraphPassesError, ValueError):
+    """Tables cannot be put into one memory, or no longer lie where they were put."""

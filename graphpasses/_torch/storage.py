@@ -1,0 +1,34 @@
+"""The memory behind tensors: move it without touching the tensors that look at it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["is_movable", "move_storage"]
+
+
+def is_movable(tensor: Tensor) -> bool:
+    """Returns whether a tensor's memory belongs to its storage alone.
+
+    It does not if NumPy looks at it, if it was made of foreign memory or a file, or if it is shared with other
+    processes.
+    """
+    storage = tensor.untyped_storage()
+    return storage.resizable() and not storage.is_shared()
+
+
+def move_storage(tensor: Tensor, place: Tensor) -> None:
+    """Moves the whole storage of a tensor; every tensor that aliases it, seen or unseen, moves along.
+
+    The storage stays the same object; only its address changes. ``place`` lives as long as the storage.
+
+    Args:
+        tensor: a movable tensor.
+        place: 1-D, contiguous, without gradient, on the same device, of as many bytes as the tensor's storage.
+    """
+    storage = tensor.untyped_storage()
+    # A storage of its own, which begins at `place` and keeps it alive.
+    target = torch.from_dlpack(place).untyped_storage()
+    target.copy_(storage)
+    storage._swap_data_ptr_(target)

@@ -1,0 +1,146 @@
+"""One block of memory that holds the tables of several modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from graphpasses._torch.storage import is_movable, move_storage
+from graphpasses.errors import ArenaError
+
+__all__ = ["Arena"]
+
+# Where torch's CPU allocator begins a tensor.
+_ALIGNMENT = 64
+
+# The arena that each tensor was put into: its memory, and where in it the tensor begins.
+_HOMES = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Tensors of one dtype that lie in one flat tensor: an operator that reads one tensor can read them all.
+
+    Only addresses change. The tensors, their storages, and every other tensor that aliases them (TorchRec keeps
+    several views of a table) are the objects that they were and read what they read; ``torch.save``, ``deepcopy``
+    and ``load_state_dict`` do what they did. The memory is freed when neither a tensor nor an arena uses it.
+
+    Args:
+        flat: 1-D tensor that owns the memory.
+        names: what the tensors are, for messages.
+        offsets: where in ``flat`` each tensor begins, in elements.
+    """
+
+    flat: Tensor
+    names: tuple[str, ...]
+    offsets: tuple[int, ...]
+
+    @staticmethod
+    def home(tensor: Tensor) -> Tensor | None:
+        """Returns the ``flat`` of the arena in which a tensor lies; None if it lies in none.
+
+        Args:
+            tensor: the object that was given to :meth:`of`; another view of it is not recognized.
+        """
+        flat, offset = _HOMES.get(tensor, (None, 0))
+        return flat if flat is not None and _offset(tensor, flat) == offset else None
+
+    @staticmethod
+    def obstacle(tensor: Tensor) -> str | None:
+        """Returns why a tensor cannot be put into an arena; None if it can, or lies in one.
+
+        Args:
+            tensor: a table or an optimizer state.
+        """
+        if Arena.home(tensor) is not None:
+            return None
+        if not tensor.is_contiguous():
+            return "it is not contiguous"
+        if not is_movable(tensor):
+            return "its memory is not its own: NumPy, a file or another process uses it"
+        return None
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> Arena:
+        """Returns the arena that holds ``tensors``; moves them into a new one unless they lie in one.
+
+        One storage moves at a time and its old memory is freed at once, so that the peak is that of the largest.
+
+        Args:
+            tensors: of one dtype and device, contiguous; they must not overlap.
+            names: what they are, for messages.
+
+        Raises:
+            ArenaError: a tensor cannot be moved, two of them are one memory, or some lie in another arena.
+
+        Example:
+            >>> a, b = torch.nn.Parameter(torch.ones(4)), torch.zeros(2)
+            >>> arena = Arena.of([a, b], ["a", "b"])
+            >>> a.data_ptr() == arena.flat.data_ptr(), arena.offsets
+            (True, (0, 16))
+        """
+        homes = {id(flat): flat for flat in map(cls.home, tensors)}
+        if len(homes) == 1:
+            (flat,) = homes.values()
+            if flat is not None:
+                return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
+        storages: dict[int, str] = {}
+        for tensor, name in zip(tensors, names, strict=True):
+            if cls.home(tensor) is not None:
+                raise ArenaError(
+                    f"{name} already lies in one memory with the tables of another fused lookup; "
+                    "compile the models that share it together, or disable the pass for one of them"
+                )
+            if (obstacle := cls.obstacle(tensor)) is not None:
+                raise ArenaError(f"{name} cannot be put into one memory with other tables: {obstacle}")
+            first = storages.setdefault(tensor.untyped_storage().data_ptr(), name)
+            if first is not name:
+                raise ArenaError(
+                    f"{first} and {name} are the same memory: a table belongs to one fused lookup"
+                )
+        return cls._move(tensors, names)
+
+    @classmethod
+    def _move(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> Arena:
+        itemsize = tensors[0].element_size()
+        sizes = [tensor.untyped_storage().nbytes() // itemsize for tensor in tensors]
+        step = _ALIGNMENT // itemsize
+        starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
+        # Nothing is touched before a table is copied to it, so it costs no memory yet.
+        flat = torch.empty(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+        for tensor, start, size in zip(tensors, starts, sizes, strict=False):
+            move_storage(tensor, flat[start : start + size])
+            _HOMES[tensor] = (flat, _offset(tensor, flat))
+        return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Raises unless tensors lie where they were put; cheap enough for every step.
+
+        Args:
+            tensors: those of the arena, in order, as the modules hold them now.
+
+        Raises:
+            ArenaError: one was moved or replaced.
+        """
+        start, itemsize = self.flat.data_ptr(), self.flat.element_size()
+        for tensor, offset, name in zip(tensors, self.offsets, self.names, strict=True):
+            if tensor.data_ptr() != start + offset * itemsize:
+                _raise_moved(name)
+
+
+def _raise_moved(name: str) -> NoReturn:
+    raise ArenaError(
+        f"{name} was moved or replaced after the model was compiled (load_state_dict(assign=True), .to() and "
+        "share_memory_() do so), so the compiled step would update a stale copy; load in place, or call "
+        "torch.compiler.reset() and compile again"
+    )
+
+
+def _offset(tensor: Tensor, flat: Tensor) -> int:
+    return (tensor.data_ptr() - flat.data_ptr()) // flat.element_size()

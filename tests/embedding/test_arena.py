@@ -1,0 +1,150 @@
+"""Tables moved into one memory: every alias follows, nothing else changes, and what cannot move is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from graphpasses.embedding.arena import Arena
+from graphpasses.errors import ArenaError
+
+
+def table(rows: int, value: float) -> nn.Parameter:
+    return nn.Parameter(torch.full((rows, 4), value))
+
+
+def test_tensors_and_their_aliases_follow() -> None:
+    a, b = table(3, 1.0), table(5, 2.0)
+    hidden = a.detach().view(-1)[4:8]  # its base has no Python object
+    old = a.untyped_storage().data_ptr()
+    arena = Arena.of([a, b], ["a", "b"])
+    assert a.data_ptr() == arena.flat.data_ptr() != old
+    assert arena.offsets == (0, 16)  # a has 12 elements; tables begin at multiples of 64 bytes
+    arena.flat[arena.offsets[0] + 4] = 7.0
+    arena.flat[arena.offsets[1]] = 8.0
+    assert (a[1, 0].item(), hidden[0].item(), b[0, 0].item()) == (7.0, 7.0, 8.0)
+    assert hidden._base is not None
+    assert hidden._base.data_ptr() == a.data_ptr()
+    assert (a.is_leaf, a.requires_grad, a._version) == (True, True, 0)
+
+
+def test_an_arena_is_used_again() -> None:
+    tensors = [table(3, 1.0), table(5, 2.0)]
+    first = Arena.of(tensors, ["a", "b"])
+    again = Arena.of(tensors[::-1], ["b", "a"])
+    assert again.flat is first.flat
+    assert again.offsets == first.offsets[::-1]
+    assert Arena.home(tensors[0]) is first.flat
+    assert Arena.obstacle(tensors[0]) is None
+    assert Arena.home(table(1, 0.0)) is None
+
+
+def test_memory_lives_as_long_as_a_tensor() -> None:
+    a, b = table(3, 1.0), table(5, 2.0)
+    arena = Arena.of([a, b], ["a", "b"])
+    memory = torch.multiprocessing.reductions.StorageWeakRef(arena.flat.untyped_storage())
+    del arena, a
+    gc.collect()
+    assert (memory.expired(), b.sum().item()) == (False, 40.0)
+    del b
+    gc.collect()
+    assert memory.expired()
+
+
+def test_saving_loading_and_copying_are_as_before() -> None:
+    modules = [nn.Linear(4, 2), nn.Linear(4, 3)]
+
+    def size() -> int:
+        file = io.BytesIO()
+        torch.save(modules[0].state_dict(), file)
+        return file.tell()
+
+    before, saved = size(), copy.deepcopy(modules[0].state_dict())
+    arena = Arena.of([module.weight for module in modules], ["0.weight", "1.weight"])
+    assert size() == before
+    twin = copy.deepcopy(modules[0])
+    assert (twin.weight.untyped_storage().nbytes(), Arena.home(twin.weight)) == (32, None)
+    arena.flat.zero_()
+    assert twin.weight.detach().abs().sum() > 0
+    modules[0].load_state_dict(saved)
+    torch.testing.assert_close(arena.flat[:8].view(2, 4), saved["weight"], rtol=0, atol=0)
+    arena.check([module.weight for module in modules])
+
+
+def test_a_gradient_in_flight_reaches_the_moved_table() -> None:
+    a, b = table(3, 1.0), table(5, 2.0)
+    loss = (a * a).sum()
+    Arena.of([a, b], ["a", "b"])
+    loss.backward()
+    assert a.grad is not None
+    assert a.grad.eq(2.0).all()
+
+
+@pytest.mark.parametrize("how", ["assign", "data", "share"])
+def test_a_table_that_moved_is_noticed(how: str) -> None:
+    module = nn.Linear(4, 2)
+    arena = Arena.of([module.weight], ["fc.weight"])
+    arena.check([module.weight])
+    if how == "assign":
+        module.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+    elif how == "data":
+        module.weight.data = module.weight.data.clone()
+    else:
+        module.share_memory()
+    with pytest.raises(ArenaError, match=r"fc.weight was moved or replaced.*torch.compiler.reset\(\)"):
+        arena.check([module.weight])
+
+
+def foreign(kind: str, folder: Path) -> Tensor:
+    tensor = torch.ones(8)
+    if kind == "numpy":
+        tensor.numpy()
+    elif kind == "shared":
+        tensor.share_memory_()
+    elif kind == "file":
+        tensor = torch.from_file(str(folder / "table"), shared=True, size=8)
+    else:
+        tensor = torch.ones(4, 4).t()
+    return tensor
+
+
+@pytest.mark.parametrize("kind", ["numpy", "shared", "file", "strided"])
+def test_memory_that_is_not_the_tables_own_stays(kind: str, tmp_path: Path) -> None:
+    tensor, other = foreign(kind, tmp_path), table(2, 1.0)
+    places = tensor.data_ptr(), other.data_ptr()
+    with pytest.raises(ArenaError, match=r"^users cannot be put into one memory with other tables: it"):
+        Arena.of([other, tensor], ["items", "users"])
+    assert (tensor.data_ptr(), other.data_ptr()) == places
+
+
+def test_one_memory_belongs_to_one_arena() -> None:
+    a, b, c = table(2, 1.0), table(2, 2.0), table(2, 3.0)
+    with pytest.raises(ArenaError, match="users and clicks are the same memory"):
+        Arena.of([a, a.detach()], ["users", "clicks"])
+    Arena.of([a, b], ["a", "b"])
+    with pytest.raises(ArenaError, match=r"^a already lies in one memory with the tables of another fused"):
+        Arena.of([a, c], ["a", "c"])
+
+
+def test_peak_memory_is_that_of_one_table() -> None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("needs /proc")
+
+    def peak() -> int:
+        (kib,) = re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())
+        return int(kib) // 1024
+
+    mib = 64  # larger than what malloc keeps for later
+    tables = [torch.ones(mib << 18) for _ in range(6)]
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = peak()
+    Arena.of(tables, [str(index) for index in range(6)])
+    assert peak() - before < 1.5 * mib
