@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 __all__ = ["is_movable", "move_storage"]
 
@@ -29,6 +29,6 @@ def move_storage(tensor: Tensor, place: Tensor) -> None:
     """
     storage = tensor.untyped_storage()
     # A storage of its own, which begins at `place` and keeps it alive.
-    target = torch.from_dlpack(place).untyped_storage()
+    target = from_dlpack(place).untyped_storage()
     target.copy_(storage)
-    storage._swap_data_ptr_(target)
+    storage._swap_data_ptr_(target)  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NoReturn
@@ -20,7 +20,7 @@ __all__ = ["Arena"]
 _ALIGNMENT = 64
 
 # The arena that each tensor was put into: its memory, and where in it the tensor begins.
-_HOMES = WeakTensorKeyDictionary()
+_HOMES: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
