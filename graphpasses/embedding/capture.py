@@ -64,8 +64,16 @@ class DDPCalls:
 
 def ddp_calls(modules: Iterable[nn.Module]) -> DDPCalls:
     """Finds every DistributedDataParallel in ``modules``, themselves included, each once."""
-    found = (module for root in modules for module in root.modules())
+    found = (module for root in modules for module in _with_lookups(root))
     return DDPCalls(tuple(dict.fromkeys(m for m in found if isinstance(m, DistributedDataParallel))))
+
+
+def _with_lookups(root: nn.Module) -> Iterator[nn.Module]:
+    """Yields all modules, those included that sharded modules keep in a plain list."""
+    for module in root.modules():
+        yield module
+        for lookup in vars(module).get("_lookups", ()):
+            yield from lookup.modules()
 
 
 def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
