@@ -12,7 +12,7 @@ from torch import nn
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 
-DEFAULT = "default pipeline"
+DEFAULT, COMPILED = "default pipeline", "torch.compile"
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class Case:
     def name(self) -> str:
         dtype = "bf16" if self.reduce_dtype is torch.bfloat16 else "fp32"
         return f"{self.model}-{self.mesh}-{dtype}"
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """What is trained beside eager: the default pipeline, by both doors where order matters, and the controls."""
+        compiled = (COMPILED,) if self.reduce_dtype is torch.bfloat16 else ()
+        return (DEFAULT, *compiled, *self.controls)
 
 
 PER_MODULE, NAMED, EXECUTION = "per-module order", "named_parameters order", "execution order"

@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import graphpasses
 from experiments._parity.progress import count_runs
 from experiments._parity.verdict import run_path
-from experiments.fsdp_parity.cases import ALL_REDUCE_FIRST, DEFAULT, NO_COALESCING, Case, wrong_plan
+from experiments.fsdp_parity.cases import ALL_REDUCE_FIRST, COMPILED, DEFAULT, NO_COALESCING, Case, wrong_plan
 from experiments.fsdp_parity.models import MODELS, SEQ, VOCAB, loss_fn
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.fsdp.graph_layout import graph_layout
@@ -24,6 +25,7 @@ from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.parity import ParityRecorder
 from graphpasses.passes import default_pipeline
+from graphpasses.pipeline import Pipeline
 from graphpasses.simulate import Topology, configure
 
 SEED = 0
@@ -38,7 +40,7 @@ def train_cases(cases: tuple[Case, ...], num_steps: int, folder: Path) -> None:
         num_steps: optimizer steps of each run.
         folder: where the run files go.
     """
-    done = count_runs(sum(2 + len(case.controls) for case in cases))
+    done = count_runs(sum(1 + len(case.variants) for case in cases))
     configure(Topology(**TOPOLOGY))
     meshes = {
         "fsdp": init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)),
@@ -71,13 +73,30 @@ def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> I
 
     plan = BucketPlan.from_fully_shard(eager)
     initial = [_local(parameter).clone() for parameter in model.parameters()]
-    for variant in (DEFAULT, *case.controls):
-        step = _variant(variant, captured, plan, contract)
+    for variant in case.variants:
+        step: Callable[[Tensor], Tensor]
+        if variant == COMPILED:
+            step, layout = _compiled_step(model, default_pipeline(plan, contract=contract)), contract
+        else:
+            step = rewritten = _variant(variant, captured, plan, contract)
+            layout = graph_layout(rewritten)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), initial, strict=True):
                 _local(parameter).copy_(value)
-        _train(case, variant, model, step, graph_layout(step), num_steps, folder)
+        _train(case, variant, model, step, layout, num_steps, folder)
         yield variant
+
+
+def _compiled_step(model: nn.Module, pipeline: Pipeline) -> Callable[[Tensor], Tensor]:
+    torch.compiler.reset()
+    compiled = graphpasses.compile(model, pipeline=pipeline, inner="aot_eager", fullgraph=True)
+
+    def step(tokens: Tensor) -> Tensor:
+        loss = loss_fn(compiled, tokens)
+        loss.backward()
+        return loss.detach()
+
+    return step
 
 
 def _eager_model(case: Case, mesh: DeviceMesh) -> nn.Module:

@@ -11,7 +11,9 @@ from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
 
-__all__ = ["compile_aot_eager", "compile_inductor", "describe_input", "describe_output"]
+from graphpasses._torch.decompose import decompose
+
+__all__ = ["compile_aot_eager", "compile_inductor", "describe_input", "describe_output", "is_tangent"]
 
 Rewrite = Callable[[fx.GraphModule], None]
 Compiled = Callable[..., Any]
@@ -85,9 +87,12 @@ class _PostGradPasses(CustomInferenceAwareGraphPass):
 
     def __call__(self, graph: fx.Graph, is_inference: bool) -> None:  # type: ignore[override]
         module = _owner(graph)
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+        stable_topological_sort(graph)  # Inductor's own passes leave that to the end
         if is_inference:
             self._inference(module)
-        elif any(isinstance(_descriptor(node), descriptors.TangentAOTInput) for node in graph.nodes):
+        elif any(map(is_tangent, graph.nodes)):
             self._backward(module)
         else:
             self._forward(module)
@@ -121,17 +126,18 @@ def compile_inductor(
 
     def rewrite_joint(gm: fx.GraphModule) -> None:
         # Inductor runs this pass over graphs of inference, too.
-        if any(isinstance(_descriptor(node), descriptors.TangentAOTInput) for node in gm.graph.nodes):
+        if any(map(is_tangent, gm.graph.nodes)):
             joint(gm)
 
     patches = {
         "joint_custom_pre_pass": _and(config.joint_custom_pre_pass, _JointPasses(rewrite_joint, digest)),
-        "post_grad_custom_pre_pass": _and(
-            config.post_grad_custom_pre_pass, _PostGradPasses(forward, backward, inference, digest)
+        # Behind Inductor's passes: those remove clones, as if no operator wrote into its arguments.
+        "post_grad_custom_post_pass": _and(
+            config.post_grad_custom_post_pass, _PostGradPasses(forward, backward, inference, digest)
         ),
     }
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
-    compiled: Any = compile_fx(module, inputs, config_patches=patches)
+    compiled: Any = compile_fx(module, inputs, config_patches=patches, decompositions={})
     return cast(Compiled, compiled)
 
 
@@ -146,8 +152,12 @@ def _owner(graph: fx.Graph) -> fx.GraphModule:
     return graph.owning_module
 
 
-def _descriptor(node: fx.Node) -> Any:
-    return node.meta.get("desc") if node.op == "placeholder" else None
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node of an AOTAutograd graph is the placeholder of an output's gradient, or of a part of one."""
+    desc = node.meta.get("desc") if node.op == "placeholder" else None
+    while isinstance(desc, descriptors.SubclassGetAttrAOTInput):
+        desc = desc.base
+    return isinstance(desc, descriptors.TangentAOTInput)
 
 
 def describe_input(node: fx.Node) -> tuple[int | None, str, str]:

@@ -1,0 +1,71 @@
+"""Inductor's decompositions, applied to a graph that was traced without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphpasses._torch import pytree
+
+__all__ = ["decompose"]
+
+_INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", "custom", "partitioner_tag", "recompute", "ac_graph_id")
+
+
+def decompose(module: fx.GraphModule) -> None:
+    """Replaces, in place, every operator that Inductor decomposes by what it is made of.
+
+    Passes see the same graph under every inner compiler: operators as autograd calls them. Inductor then gets the
+    smaller ones that it can lower and fuse.
+
+    Args:
+        module: a functional ATen graph whose nodes have ``meta["val"]``.
+    """
+    table = select_decomp_table()
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in table:
+            _inline(graph, node, table)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _inline(graph: fx.Graph, node: fx.Node, table: dict[Any, Any]) -> None:
+    values, spec = pytree.tree_flatten((node.args, node.kwargs))
+    sources = [value for value in values if isinstance(value, fx.Node)]
+
+    def call(*given: Any) -> Any:
+        remaining = iter(given)
+        leaves = [next(remaining) if isinstance(value, fx.Node) else value for value in values]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    vals = [source.meta["val"] for source in sources]
+    modes = {mode for val in vals if (mode := getattr(val, "fake_mode", None)) is not None}
+    if not modes:
+        return  # makes a tensor from numbers
+    with modes.pop(), torch.no_grad():
+        inner = make_fx(call, decomposition_table=table, _allow_non_fake_inputs=True)(*vals).graph
+    if any(item.target is node.target for item in inner.nodes):
+        return  # the decomposition declined
+    placeholders = inner.find_nodes(op="placeholder")
+    with graph.inserting_before(node):
+        mapping = dict(zip(placeholders, sources, strict=True))
+        for item in inner.nodes:
+            if item.op in ("placeholder", "output"):
+                continue
+            new = mapping[item] = graph.node_copy(item, mapping.__getitem__)
+            new.meta.update({key: node.meta[key] for key in _INHERITED if key in node.meta})
+    result = fx.node.map_arg(inner.output_node().args[0], mapping.__getitem__)
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):  # operator.getitem
+            part = result[user.args[1]]
+            user.replace_all_uses_with(part)
+            graph.erase_node(user)
+    graph.erase_node(node)
