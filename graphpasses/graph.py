@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
+from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
 from graphpasses._torch import pytree
 from graphpasses.batch import check_batch
@@ -27,16 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "Stage", "TrainGraph"]
 
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 _COLLECTIVES = frozenset(
     {
         torch.ops._c10d_functional.all_gather_into_tensor.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,
-        torch.ops._c10d_functional.all_to_all_single.default,
+        ALL_TO_ALL,
         torch.ops._c10d_functional.broadcast.default,
     }
 )
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class Stage(enum.Enum):
@@ -60,7 +63,8 @@ class InputKind(enum.Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     BATCH = "batch"
-    VALUE = "value"  # anything else: a module's unregistered tensor, a size, a tangent, what forward saved
+    TANGENT = "tangent"  # the gradient of an output of the forward pass: there is none before that is over
+    VALUE = "value"  # anything else: a module's unregistered tensor, a size, what forward saved
 
 
 class OutputKind(enum.Enum):
@@ -455,5 +459,12 @@ def fake_value(node: fx.Node) -> Any:
     assert callable(node.target)
     if not modes:
         return node.target(*args, **kwargs)
-    with modes.pop():
-        return node.target(*args, **kwargs)
+    mode = modes.pop()
+    if "unbacked_bindings" not in node.meta:
+        with mode:
+            return node.target(*args, **kwargs)
+    # Computed again, a size that depends on data gets a new symbol, which stands for the same size.
+    with mode, mode.shape_env.ignore_fresh_unbacked_symbols():
+        value = node.target(*args, **kwargs)
+    rebind_unbacked(mode.shape_env, node, value)
+    return value

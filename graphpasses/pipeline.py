@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError, VerificationError
-from graphpasses.graph import WAIT, Stage, TrainGraph
+from graphpasses.graph import ALL_TO_ALL, WAIT, Stage, TrainGraph, argument
 from graphpasses.verify import Contract, verify
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
@@ -279,8 +279,11 @@ def _run_pass(p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple
 
 
 def _is_kept(node: fx.Node) -> bool:
-    # torch marks waits as having side effects; a wait that nobody reads has none that a step could see.
-    return node.target != WAIT and node.is_impure()
+    if node.target == WAIT:
+        # torch marks waits as having side effects. One that nobody reads has none that a step could see, except that
+        # where this rank ignores what an all-to-all brings, others do not.
+        return argument(node).target == ALL_TO_ALL
+    return node.is_impure()
 
 
 def _write(folder: Path | None, index: int, name: str, graph: TrainGraph) -> None:

@@ -147,7 +147,9 @@ def _verify_value(node: fx.Node, culprit: str) -> None:
 
 def _summary(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype, value.device)
+        return (_summary(value.shape), value.dtype, value.device)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.expr  # to compare the values themselves would guard on them
     if isinstance(value, (list, tuple)):
         return tuple(map(_summary, value))
     if isinstance(value, Mapping):

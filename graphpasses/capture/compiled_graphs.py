@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from graphpasses._torch.aot_autograd import describe_input, describe_output
+from graphpasses._torch.aot_autograd import describe_input, describe_output, is_tangent
 from graphpasses._torch.dynamo import live_inputs
 from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.identity import IdentityMap
@@ -83,7 +83,7 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
     for node in module.graph.find_nodes(op="placeholder"):
         index, attr, text = describe_input(node)
         inputs.append(
-            GraphInput(InputKind.VALUE, text)
+            GraphInput(InputKind.TANGENT if is_tangent(node) else InputKind.VALUE, text)
             if index is None
             else GraphInput(origin.inputs[index].kind, origin.inputs[index].fqn, attr)
         )

@@ -2,6 +2,7 @@
 
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.passes.bucket_all_to_all import BucketAllToAll
 from graphpasses.passes.bucket_fsdp_collectives import BucketFSDPCollectives
 from graphpasses.passes.coalesce_grad_reductions import CoalesceGradReductions
 from graphpasses.passes.deduplicate_shared import DeduplicateShared
@@ -10,6 +11,7 @@ from graphpasses.passes.regather_parameters import RegatherParameters
 from graphpasses.pipeline import Pipeline
 
 __all__ = [
+    "BucketAllToAll",
     "BucketFSDPCollectives",
     "CoalesceGradReductions",
     "DeduplicateShared",

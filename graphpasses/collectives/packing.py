@@ -1,0 +1,125 @@
+"""Operators that pack several all-to-alls' tensors into one, and unpack what arrives.
+
+::
+
+    packed   = graphpasses::pack_all_to_all(inputs, input_splits)
+    received = wait(all_to_all(packed, …))
+    outputs  = graphpasses::unpack_all_to_all(received, output_splits, row_shapes, row_dims, dtypes)
+
+The packed tensor holds, rank after rank, each member's rows for (or from) that rank. Members of one dtype travel as
+it; several dtypes travel as bytes. Both operators move data and do nothing else, so no bit changes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["PACK", "UNPACK", "packed_dtype"]
+
+torch.library.define(
+    "graphpasses::pack_all_to_all",
+    "(Tensor[] inputs, SymInt[] splits) -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "graphpasses::unpack_all_to_all",
+    "(Tensor packed, SymInt[] splits, SymInt[] row_shapes, int[] row_dims, ScalarType[] dtypes) -> Tensor[]",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+PACK = torch.ops.graphpasses.pack_all_to_all.default
+UNPACK = torch.ops.graphpasses.unpack_all_to_all.default
+
+
+def packed_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Returns the dtype in which tensors travel together: their own if they have one, else bytes.
+
+    Args:
+        dtypes: one per member.
+
+    Example:
+        >>> packed_dtype([torch.int64, torch.int64]), packed_dtype([torch.int64, torch.float32])
+        (torch.int64, torch.uint8)
+    """
+    return dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
+
+
+def _by_member(values: Sequence[int], num_members: int) -> list[Sequence[int]]:
+    num_ranks = len(values) // num_members
+    return [values[index * num_ranks : (index + 1) * num_ranks] for index in range(num_members)]
+
+
+def _row_shapes(sizes: Sequence[int], row_dims: Sequence[int]) -> Iterator[Sequence[int]]:
+    start = 0
+    for num_dims in row_dims:
+        yield sizes[start : start + num_dims]
+        start += num_dims
+
+
+def _pack(inputs: list[Tensor], splits: list[int]) -> Tensor:
+    dtype = packed_dtype([tensor.dtype for tensor in inputs])
+    pieces = []
+    for tensor, rows in zip(inputs, _by_member(splits, len(inputs)), strict=True):
+        flat = tensor.reshape(-1)
+        row_size = math.prod(tensor.shape[1:])
+        if flat.dtype != dtype:
+            row_size *= flat.element_size()
+            flat = flat.view(dtype)
+        pieces.append(flat.split_with_sizes([num_rows * row_size for num_rows in rows]))
+    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
+
+
+def _unpack(
+    packed: Tensor,
+    splits: list[int],
+    row_shapes: list[int],
+    row_dims: list[int],
+    dtypes: list[torch.dtype],
+) -> list[Tensor]:
+    num_members = len(dtypes)
+    shapes = [tuple(shape) for shape in _row_shapes(row_shapes, row_dims)]
+    sizes = []
+    for rows, shape, dtype in zip(_by_member(splits, num_members), shapes, dtypes, strict=True):
+        row_size = math.prod(shape) * (dtype.itemsize if dtype != packed.dtype else 1)
+        sizes.append([num_rows * row_size for num_rows in rows])
+    pieces = packed.split_with_sizes([size for of_rank in zip(*sizes, strict=True) for size in of_rank])
+    outputs = []
+    for index, (rows, shape, dtype) in enumerate(
+        zip(_by_member(splits, num_members), shapes, dtypes, strict=True)
+    ):
+        output = torch.cat(pieces[index::num_members])
+        if dtype != packed.dtype:
+            output = output.view(dtype)
+        outputs.append(output.view(sum(rows), *shape) if shape else output)
+    return outputs
+
+
+def _fake_pack(inputs: list[Tensor], splits: list[int]) -> Tensor:
+    dtype = packed_dtype([tensor.dtype for tensor in inputs])
+    sizes = [t.numel() * (t.element_size() if t.dtype != dtype else 1) for t in inputs]
+    return inputs[0].new_empty(torch.sym_sum(sizes), dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+def _fake_unpack(
+    packed: Tensor,
+    splits: list[int],
+    row_shapes: list[int],
+    row_dims: list[int],
+    dtypes: list[torch.dtype],
+) -> list[Tensor]:
+    shapes = _row_shapes(row_shapes, row_dims)
+    num_rows = [torch.sym_sum(rows) for rows in _by_member(splits, len(dtypes))]  # type: ignore[no-untyped-call]
+    return [
+        packed.new_empty((rows, *shape), dtype=dtype)
+        for rows, shape, dtype in zip(num_rows, shapes, dtypes, strict=True)
+    ]
+
+
+torch.library.impl("graphpasses::pack_all_to_all", "default", _pack)
+torch.library.impl("graphpasses::unpack_all_to_all", "default", _unpack)
+torch.library.register_fake("graphpasses::pack_all_to_all", _fake_pack)
+torch.library.register_fake("graphpasses::unpack_all_to_all", _fake_unpack)
