@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from graphpasses._torch.dynamo import BackendCompilerFailed
@@ -25,8 +26,9 @@ _RUNNING: ContextVar[CompiledCall | None] = ContextVar("_RUNNING", default=None)
 class CompiledCall:
     """Calls a compiled function; for TorchRec, in the scope in which Dynamo can trace it.
 
-    The first call of a model whose input dists are still to be made runs eager: TorchRec makes them from the first
-    batch. Every later call gives Dynamo key-jagged tensors without caches, so that batch lengths may vary.
+    TorchRec makes a model's input dists from the first batch, which Dynamo cannot trace: the first call of such a
+    model runs forward once without gradients before it compiles, and puts random state and buffers back. Every call
+    gives Dynamo key-jagged tensors without caches, so that batch lengths may vary.
 
     Args:
         options: what the user gave ``torch.compile``.
@@ -67,7 +69,7 @@ class CompiledCall:
 
         if self._ddp is None:
             if needs_eager_call(self._modules):
-                return self._eager(*args, **kwargs)
+                self._run_dry(args, kwargs)
             register_fake_kernels()
             self._ddp = ddp_calls(self._modules)
         args, kwargs = prepare_inputs(args, kwargs)
@@ -75,6 +77,22 @@ class CompiledCall:
         with tracing_scope():
             outputs = self._compiled(*args, **kwargs)
         return self._ddp.after(outputs)
+
+    def _run_dry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        buffers = [(buffer, buffer.clone()) for module in self._modules for buffer in _own_buffers(module)]
+        devices = {buffer.device for buffer, _ in buffers if buffer.device.type != "cpu"}
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            self._eager(*args, **kwargs)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _own_buffers(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields the buffers that a forward pass may change, TorchRec's sharded modules apart: they are what it makes."""
+    if not hasattr(module, "_has_uninitialized_input_dist"):
+        yield from (buffer for buffer in module.buffers(recurse=False))
+        for child in module.children():
+            yield from _own_buffers(child)
 
 
 def _modules(root: Any) -> list[nn.Module]:

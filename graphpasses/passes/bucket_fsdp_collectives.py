@@ -113,9 +113,10 @@ def _notes(
 ) -> list[str]:
     gathered = {fqn for fqn, _ in unshards}
     planned = {fqn for bucket in buckets for fqn in bucket.fqns}
-    trainable = {fqn for fqn, info in graph.parameters.items() if info.requires_grad}
+    sharded = {fqn: info for fqn, info in graph.parameters.items() if info.shard_dim is not None}
+    trainable = {fqn for fqn, info in sharded.items() if info.requires_grad}
     read = {fqn for fqn, placeholder in graph.parameter_placeholders() if placeholder.users}
-    unread = set(graph.parameters) - read
+    unread = sharded.keys() - read
     notes = []
     for message, fqns in (
         ("in no plan entry, keep their own collectives", (gathered | set(reductions)) - planned),
