@@ -7,15 +7,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from graphpasses._torch.aot_autograd import describe_input, describe_output, is_tangent
 from graphpasses._torch.dynamo import live_inputs
-from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, Stage, TrainGraph
+from graphpasses.graph import (
+    WAIT,
+    GraphInput,
+    GraphOutput,
+    InputKind,
+    OutputKind,
+    Stage,
+    TrainGraph,
+    argument,
+)
 from graphpasses.identity import IdentityMap
 from graphpasses.parameters import parameter_infos
 
 __all__ = ["ModelInputs", "read_aot_graph", "read_model_graph"]
+
+_SIZE = torch.ops.aten.sym_size.int
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,7 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
         stage: which of them it is.
         origin: the inputs of the ``MODEL`` graph, as AOTAutograd was given them.
     """
+    _read_sizes_behind_waits(module.graph)
     inputs = []
     for node in module.graph.find_nodes(op="placeholder"):
         index, attr, text = describe_input(node)
@@ -111,6 +124,17 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
             fixed_signature=True,
         )
     )
+
+
+def _read_sizes_behind_waits(graph: fx.Graph) -> None:
+    """Lets a collective's wait be its only user: AOTAutograd reads sizes from the launch."""
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        launch = argument(wait)
+        readers = [user for user in launch.users if user is not wait and user.target is _SIZE]
+        if readers:
+            launch.append(wait)
+            for reader in readers:
+                reader.replace_input_with(launch, wait)
 
 
 def _captured(graph: TrainGraph) -> TrainGraph:
