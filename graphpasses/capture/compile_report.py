@@ -17,6 +17,10 @@ class CompileReport:
 
     Args:
         path: file to which the report is written anew after each graph; None writes none.
+        stages: per graph that passes ran on: number of the Dynamo graph, its stage, and what each pass did.
+        notes: what the user should know beside, e.g. a pass that no compiled graph can take.
+        graph_breaks: the lines where the model could not be one graph, and why.
+        num_graphs: graphs that Dynamo traced.
 
     Example:
         >>> report = CompileReport()
@@ -29,6 +33,7 @@ class CompileReport:
 
     path: Path | None = None
     stages: list[tuple[int, Stage, PipelineReport]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     num_graphs: int = 0
 
@@ -52,6 +57,7 @@ class CompileReport:
 
     def __str__(self) -> str:
         lines = [f"{self.num_graphs} graph{'s' * (self.num_graphs != 1)}"]
+        lines += self.notes
         lines += [f"graph break: {line}" for line in self.graph_breaks]
         for graph, stage, report in self.stages:
             lines += [f"graph {graph}, {stage.value}:", *(f"  {line}" for line in str(report).splitlines())]

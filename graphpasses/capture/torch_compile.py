@@ -51,6 +51,12 @@ class CompileOptions:
         if not isinstance(self.report, CompileReport):
             path = Path(self.report) if self.report is not None else None
             object.__setattr__(self, "report", CompileReport(path))
+        assert isinstance(self.report, CompileReport)
+        self.report.notes += [
+            f"{p.name}: left out, it takes captured steps only"
+            for p in self.pipeline.passes
+            if p.stages == {Stage.STEP} and p.name not in self.pipeline.disable
+        ]
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> CompileOptions:

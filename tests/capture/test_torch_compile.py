@@ -225,6 +225,20 @@ def test_report(tmp_path: Path) -> None:
     ]
 
 
+@dataclass(frozen=True)
+class StepOnly(Refuse):
+    name: ClassVar[str] = "step-only"
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
+
+
+def test_report_says_which_pass_no_compiled_graph_can_take() -> None:
+    report = graphpasses.CompileReport()
+    graphpasses.compile(Net(), pipeline=Pipeline((StepOnly(),)), inner="aot_eager", report=report)(
+        torch.ones(2, 4)
+    )
+    assert str(report) == "1 graph\nstep-only: left out, it takes captured steps only"
+
+
 def test_wrong_options_are_refused_where_they_are_written() -> None:
     model = Net()
     with pytest.raises(
