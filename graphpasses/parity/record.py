@@ -108,7 +108,7 @@ class ParityRecorder:
         self,
         step: int,
         loss: Tensor | float | None,
-        model: nn.Module,
+        model: nn.Module | Mapping[str, Tensor],
         gradients: Mapping[str, Tensor | None] | None = None,
     ) -> None:
         """Hashes the model and its gradients as they are now, and writes the step's line.
@@ -119,8 +119,8 @@ class ParityRecorder:
         Args:
             step: its number; ascending.
             loss: one element; a plain tensor is each rank's own loss and all are kept. None if there is none.
-            model: the module, sharded or not.
-            gradients: gradient of each parameter, by FQN (default: the parameters' ``.grad``).
+            model: the module, sharded or not; or what to hash as its weights, by name.
+            gradients: gradient of each parameter, by FQN (default: the ``.grad`` of a module's parameters).
 
         Raises:
             RunFileError: ``step`` does not ascend, or the disk is full.
@@ -133,9 +133,11 @@ class ParityRecorder:
         self._last_step = step
         losses = None if loss is None else self._losses(loss)
         # One call, hence one all-reduce, for both; a FQN cannot start with these marks.
-        both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in named_weights(model).items()}
-        given = named_gradients(model) if gradients is None else gradients
-        both |= {f"gradient of {n}": t for n, t in given.items()}
+        if gradients is None:
+            gradients = named_gradients(model) if isinstance(model, nn.Module) else {}
+        state = named_weights(model) if isinstance(model, nn.Module) else model
+        both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in state.items()}
+        both |= {f"gradient of {n}": t for n, t in gradients.items()}
         per_rank = {f"{kind} of {name}" for kind in ("weight", "gradient") for name in self._per_rank}
         hashes = tensor_hashes(both, per_rank=per_rank)
         if self._rank == 0:
