@@ -1,0 +1,1 @@
+"""TorchRec compiled whole, with all passes, against TorchRec eager."""

@@ -1,0 +1,109 @@
+"""What is trained, and which comparisons must or must not be equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Optimizer = Literal["sgd", "adagrad", "row-wise adagrad"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recommender, sharded and trained one way.
+
+    Args:
+        name: what the table calls it.
+        shardings: how the tables are sharded, cycled over them; one of the keys of ``models.SHARDINGS``.
+        optimizer: of the tables and of the dense part.
+        kind: ``EmbeddingBagCollection`` or ``EmbeddingCollection``.
+        use: one module; three, each with tables of its own; or one that two parents share and that is called with
+            one batch of ids, or with one for each parent.
+        pooling: of a bag's rows.
+        weighted: whether every id has a weight.
+        vbe: whether each feature has a batch size of its own (variable batch embeddings).
+        num_ranks: 2, or 4 on two nodes of 2.
+        inductor: whether it is also compiled with Inductor, which takes long.
+        controls: variants that must differ from eager.
+    """
+
+    name: str
+    shardings: tuple[str, ...]
+    optimizer: Optimizer
+    kind: Literal["ebc", "ec"] = "ebc"
+    use: Literal["one", "several", "shared", "shared, two batches"] = "one"
+    pooling: Literal["sum", "mean"] = "sum"
+    weighted: bool = False
+    vbe: bool = False
+    num_ranks: Literal[2, 4] = 2
+    inductor: bool = False
+    controls: tuple[str, ...] = ()
+
+    @property
+    def sizes_may_differ(self) -> bool:
+        """Whether TorchRec's eager model takes batches of other sizes on other ranks; with gloo, not all do."""
+        return self.kind == "ebc" and not self.vbe and not any("row-wise" in name or name == "grid" for name in self.shardings)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """How it is trained, eager first."""
+        return (EAGER, COMPILED, *((INDUCTOR, INDUCTOR_ALONE) if self.inductor else ()), *self.controls)
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """What is compared; only tables can have eager's bits where Inductor compiles the dense part."""
+        inductor = (
+            Comparison(INDUCTOR, EAGER, "equal", only_tables=True),
+            Comparison(INDUCTOR, INDUCTOR_ALONE, "equal"),
+        )
+        return (
+            Comparison(COMPILED, EAGER, "equal"),
+            *(inductor if self.inductor else ()),
+            *(Comparison(control, EAGER, "differ") for control in self.controls),
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two variants, and what they must be; ``only_tables``: their tables and the tables' optimizer states."""
+
+    variant: str
+    other: str
+    must: Literal["equal", "differ"]
+    only_tables: bool = False
+
+
+def is_table(name: str) -> bool:
+    """Whether a recorded tensor is a table, or its optimizer's state."""
+    return ".embeddings." in name
+
+
+EAGER, COMPILED, INDUCTOR, INDUCTOR_ALONE = "eager", "aot_eager", "inductor", "inductor alone"
+OTHER_LR, SWAPPED, MERGED = "another learning rate", "two outputs swapped", "calls of a table merged"
+UNCOMPILED = (EAGER, OTHER_LR)
+
+_MIXED = ("table-wise", "row-wise", "column-wise")
+
+CASES = (
+    Case("EBC table-wise", ("table-wise",), "sgd", controls=(OTHER_LR, SWAPPED)),
+    Case("EBC row-wise", ("row-wise",), "adagrad"),
+    Case("EBC column-wise", ("column-wise",), "row-wise adagrad"),
+    Case("EBC table-column-wise", ("table-column-wise",), "sgd"),
+    Case("EBC table-row-wise", ("table-row-wise",), "row-wise adagrad", num_ranks=4),
+    Case("EBC grid", ("grid",), "adagrad", num_ranks=4),
+    Case("EBC data-parallel", ("data-parallel",), "adagrad"),
+    Case("EBC mixed, SGD", _MIXED, "sgd"),
+    Case("EBC mixed, Adagrad", _MIXED, "adagrad"),
+    Case("EBC mixed, row-wise Adagrad", _MIXED, "row-wise adagrad"),
+    Case("EC table-wise", ("table-wise",), "adagrad", kind="ec"),
+    Case("EC row-wise", ("row-wise",), "row-wise adagrad", kind="ec"),
+    Case("EC column-wise", ("column-wise",), "sgd", kind="ec"),
+    Case("EBC mixed, weighted", _MIXED, "adagrad", weighted=True),
+    Case("EBC mixed, mean pooling", _MIXED, "row-wise adagrad", pooling="mean"),
+    Case("EBC table-wise, VBE", ("table-wise",), "row-wise adagrad", vbe=True),
+    Case("several EBCs, mixed", _MIXED, "adagrad", use="several"),
+    Case("shared EBC, one batch", ("table-wise",), "adagrad", use="shared"),
+    Case(
+        "shared EBC, two batches", ("table-wise",), "adagrad", use="shared, two batches", controls=(MERGED,)
+    ),
+)

@@ -1,0 +1,101 @@
+"""Trains every variant of a case on this rank, and records every step."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import graphpasses
+from experiments._parity.progress import count_runs
+from experiments._parity.verdict import run_path
+from experiments.torchrec_parity.calls import profile_step
+from experiments.torchrec_parity.cases import EAGER, INDUCTOR, INDUCTOR_ALONE, OTHER_LR, Case
+from experiments.torchrec_parity.models import LOCAL_SIZE, OPTIMIZERS, batch, build
+from experiments.torchrec_parity.ranks import Outcome
+from experiments.torchrec_parity.state import whole_state
+from experiments.torchrec_parity.wrong_passes import wrong_pipeline
+from graphpasses.capture.compile_report import CompileReport
+from graphpasses.parity import ParityRecorder
+from graphpasses.passes import recommender_pipeline
+from graphpasses.pipeline import Pipeline
+
+SEED, LR = 0, 0.1
+
+
+def train_on_rank(cases: tuple[Case, ...], num_steps: int, folder: Path) -> dict[tuple[str, str], Outcome]:
+    """Trains every variant of every case; all ranks call it alike.
+
+    Args:
+        cases: what to train; all for this number of ranks.
+        num_steps: optimizer steps of each run.
+        folder: where the run files go.
+
+    Returns:
+        The outcome of each (case, variant).
+    """
+    logging.disable(logging.ERROR)  # TorchRec logs every module that it shards
+    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL_SIZE)
+    done = count_runs(sum(len(case.variants) for case in cases))
+    outcomes = {}
+    for case in cases:
+        run_path(folder, case.name, EAGER).parent.mkdir(parents=True, exist_ok=True)
+        for variant in case.variants:
+            torch._dynamo.reset()
+            outcome = _train(case, variant, num_steps, run_path(folder, case.name, variant))
+            outcomes[case.name, variant] = outcome
+            done(f"{case.name}: {variant}{' FAILED' * bool(outcome.failure)}")
+    return outcomes
+
+
+def _train(case: Case, variant: str, num_steps: int, path: Path) -> Outcome:
+    torch.manual_seed(SEED)
+    lr = LR * 1.01 if variant == OTHER_LR else LR
+    model = build(case, lr)
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda weights: OPTIMIZERS[case.optimizer][1](weights, lr=lr))
+    optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
+    report, calls, failure = CompileReport(), None, ""
+    run = _variant(variant, model, report)
+    with ParityRecorder(path, run=variant, model=case.name, seed=SEED, overwrite=True) as recorder:
+        for step in range(num_steps):
+            ids, labels = batch(case, step, dist.get_rank())
+            try:
+                optimizer.zero_grad()
+                if step < num_steps - 1:
+                    loss = run(ids, labels)
+                    loss.backward()
+                else:
+                    loss, calls = profile_step(lambda: run(ids, labels))
+                optimizer.step()
+                gradients = {name: weight.grad for name, weight in dense.items()}
+                recorder.record(step, loss, whole_state(model, optimizer), gradients)
+            except Exception as error:
+                failure = f"step {step}: {type(error).__name__}: {error}"
+            if failure := _first_failure(failure):
+                recorder.close(complete=False)
+                break
+    return Outcome(report.num_graphs, calls, failure)
+
+
+def _first_failure(mine: str) -> str:
+    """Returns the failure of the first rank that has one; all ranks call it, so that they end a run together."""
+    everyone = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return next((f"rank {rank}, {text}" for rank, text in enumerate(everyone) if text), "")
+
+
+def _variant(variant: str, model: DistributedModelParallel, report: CompileReport) -> Callable[..., Tensor]:
+    if variant in (EAGER, OTHER_LR):
+        return model
+    pipeline = Pipeline(()) if variant == INDUCTOR_ALONE else wrong_pipeline(variant, recommender_pipeline())
+    inner = "inductor" if variant in (INDUCTOR, INDUCTOR_ALONE) else "aot_eager"
+    return graphpasses.compile(model, pipeline=pipeline, inner=inner, report=report, fullgraph=True)
