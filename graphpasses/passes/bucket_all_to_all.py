@@ -32,7 +32,15 @@ Before = dict[fx.Node, set[fx.Node]]
 
 
 def _is_member(node: fx.Node) -> bool:
-    return node.target == ALL_TO_ALL and [user.target for user in node.users] == [WAIT]
+    return node.target == ALL_TO_ALL and _is_waited_for_once(node)
+
+
+def _is_waited_for_once(launch: fx.Node) -> bool:
+    return [user.target for user in launch.users] == [WAIT]
+
+
+def _wait(launch: fx.Node) -> fx.Node:
+    return next(iter(launch.users))
 
 
 def _plan(graph: TrainGraph, before: Before) -> list[tuple[fx.Node, ...]]:
@@ -70,6 +78,8 @@ def _needed_collectives(graph: TrainGraph, before: Before, launches: Sequence[fx
     Tangents exist once the forward pass is over, so they need all its collectives.
     """
     number = {node: index for index, node in enumerate(launches)}
+    # A bucket starts where it is packed, as an all-to-all does where it reads its input.
+    number |= {argument(node): index for node, index in number.items() if argument(node).target == PACK}
     tangents = {
         node
         for item, node in zip(graph.inputs, graph.placeholders, strict=True)
@@ -79,13 +89,13 @@ def _needed_collectives(graph: TrainGraph, before: Before, launches: Sequence[fx
     for node, needed in before.items():
         if not backward.isdisjoint(needed):
             backward.add(node)
-    forward = sum(1 << index for node, index in number.items() if node not in backward)
+    forward = sum(1 << index for index, node in enumerate(launches) if node not in backward)
     masks: dict[fx.Node, int] = {}
     for node, needed in before.items():
-        own = forward if node in tangents else 0
-        masks[node] = reduce(
-            operator.or_, (1 << number[other] if other in number else masks[other] for other in needed), own
-        )
+        masks[node] = forward if node in tangents else 0
+        for other in needed:
+            is_passed = other not in number or number[other] == number.get(node)
+            masks[node] |= masks[other] if is_passed else 1 << number[other]
     return [masks[node] for node in launches]
 
 
@@ -104,7 +114,7 @@ def _agreed(graph: TrainGraph, launches: Sequence[fx.Node], needed: list[int]) -
 def _describe(node: fx.Node, group: int) -> str:
     value = argument(node).meta["val"] if isinstance(node.args[0], fx.Node) else None
     tensor = f" of {value.dtype} on {value.device.type}" if isinstance(value, torch.Tensor) else ""
-    waits = "" if [user.target for user in node.users] == [WAIT] else " (not waited for once)"
+    waits = "" if _is_waited_for_once(node) else " (not waited for once)"
     return f"{node.target}{tensor} in process group {group}{waits}"
 
 
@@ -125,9 +135,9 @@ def _check_local(graph: TrainGraph, ordered: Sequence[tuple[int, ...]], local: S
     for index, mask in enumerate(local):
         if any(place[other] >= place[index] for other in _bits(mask)):
             raise AgreementError(
-                f"rank {dist.get_rank()} compiled the {graph.stage.value} graph again, and now its collective number "
-                f"{index} depends on one with which all ranks agreed to launch it. Disable 'bucket-all-to-all' for "
-                "this model"
+                f"rank {dist.get_rank()} compiled the {graph.stage.value} graph again, and now its collective "
+                f"number {index + 1} depends on one with which all ranks agreed to launch it. Disable "
+                "'bucket-all-to-all' for this model"
             )
 
 
@@ -161,10 +171,6 @@ def _apply(graph: TrainGraph, members: Sequence[fx.Node]) -> None:
             wait.replace_all_uses_with(output)
     for node in (*waits, *members):
         graph.graph.erase_node(node)
-
-
-def _wait(launch: fx.Node) -> fx.Node:
-    return next(iter(launch.users))
 
 
 def _flat(lists: Iterable[Any]) -> list[Size]:

@@ -1,0 +1,75 @@
+"""Ranks exchange what they know once per model and question, and refuse together."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.collectives import agreement
+from graphpasses.collectives.agreement import agree, is_alone
+from graphpasses.errors import AgreementError
+from graphpasses.parity.launch import run_ranks
+
+
+def refusal(signature: list[str], model: nn.Module) -> str:
+    with pytest.raises(AgreementError) as error:
+        agree(signature, None, model=model, group=dist.group.WORLD)
+    return str(error.value)
+
+
+def talk() -> dict[str, Any]:
+    rank, world, model = dist.get_rank(), dist.group.WORLD, nn.Module()
+    seen: dict[str, Any] = {"alone": is_alone(world)}
+    with FakeTensorMode():
+        seen["under fake tensors"] = agree(["a"], rank, model=model, group=world)
+        assert isinstance(torch.ones(1), torch._subclasses.FakeTensor)
+    if rank == 0:  # asked again by one rank: nobody else answers
+        seen["again"] = agree(["a"], "something else", model=model, group=world)
+    seen["another question"] = agree(["a", "b"], rank + 10, model=model, group=world)
+    seen["another model"] = agree(["a"], rank + 20, model=nn.Module(), group=world)
+    pair = dist.new_group([0, 1])
+    seen["another group"] = agree(["a"], rank + 30, model=model, group=pair)
+    seen["refusals"] = [refusal(["a", f"of rank {rank}"], model), refusal(["c"] * (2 - rank), model)]
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    seen["forgotten"] = reference() is None
+    return seen
+
+
+def test_two_ranks() -> None:
+    first, second = run_ranks(talk, 2)
+    assert first.pop("again") == [0, 1]
+    assert first == second
+    rule = "; every rank must run the same modules in the same order"
+    assert first == {
+        "alone": False,
+        "under fake tensors": [0, 1],
+        "another question": [10, 11],
+        "another model": [20, 21],
+        "another group": [30, 31],
+        "refusals": [
+            "ranks 0 and 1 compile different collectives: number 1 is of rank 0 on rank 0, of rank 1 on rank 1"
+            + rule,
+            "ranks 0 and 1 compile different collectives: number 1 is c on rank 0, nothing more on rank 1"
+            + rule,
+        ],
+        "forgotten": True,
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_ranks_in_name_only_know_what_they_know(num_ranks: int) -> None:
+    with fake_process_group(num_ranks), mock.patch.object(agreement, "_exchange") as exchange:
+        assert is_alone(dist.group.WORLD)
+        assert agree(["a"], "fact", model=nn.Module(), group=dist.group.WORLD) == ["fact"]
+        exchange.assert_not_called()
