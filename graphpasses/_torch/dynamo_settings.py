@@ -1,42 +1,35 @@
-"""Dynamo's settings changed for a while, and dims that Dynamo must not specialise."""
+"""Dynamo's settings, changed for a while, and dims that Dynamo must not specialise."""
 
-import logging
 from collections.abc import Callable
 
-# torch 2.13.0. The closure patcher restores a setting's override itself, so that a setting nobody set is unset
-# again afterwards; the public `config.patch` pins it to its old value, and takes three times as long.
 from torch import Tensor
 from torch._dynamo import config
 from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.exc import InternalTorchDynamoError
 
-__all__ = ["mark_length_unbacked", "trace_whole_graphs"]
+__all__ = ["InternalTorchDynamoError", "change_settings", "mark_any_length"]
 
 _SETTINGS = {
-    # `.tolist()` of received splits and ops whose output sizes depend on values stay in the graph.
+    # Sizes read from tensors (`.tolist()` of what an all-to-all brought) stay in the graph.
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
+    # A key-jagged tensor's cached lengths are no constants. They are dropped from a model's inputs, but a model may
+    # keep one with caches.
     "force_unspec_int_unbacked_size_like_on_torchrec_kjt": True,
-    # The graph is not cut at DDP's buckets: DDP stays outside, see graphpasses/embedding/capture.py.
+    # Do not cut the graph at DDP's buckets: DDP stays outside of the graph.
     "optimize_ddp": False,
 }
-_LOGGING = {
-    getattr(logging.Logger, name)
-    for name in ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
-}
+
+# Unlike `config.patch` it leaves no trace (a setting nobody set is unset again) and takes a quarter of the time.
+_change = config._make_closure_patcher(**_SETTINGS)
 
 
-def trace_whole_graphs() -> Callable[[], None]:
-    """Sets Dynamo up for data-dependent sizes and for code that logs; returns what takes it back.
-
-    Settings are per thread. Logger calls are left out of the graph, on top of those the user ignores.
-    """
-    ignored = config.ignore_logging_functions | _LOGGING
-    restore: Callable[[], None] = config._make_closure_patcher(
-        **_SETTINGS, ignore_logging_functions=ignored
-    )()
-    return restore
+def change_settings() -> Callable[[], None]:
+    """Sets Dynamo, for this thread, to trace data-dependent sizes; returns the function that undoes it."""
+    undo: Callable[[], None] = _change()
+    return undo
 
 
-def mark_length_unbacked(tensor: Tensor) -> None:
-    """Makes Dynamo trace ``tensor``'s dim 0 as any size, 0 and 1 included, so that no size recompiles."""
+def mark_any_length(tensor: Tensor) -> None:
+    """Lets dim 0 of ``tensor`` have any size, 0 and 1 too, in the graph that Dynamo traces next."""
     mark_unbacked(tensor, 0)

@@ -1,117 +1,254 @@
-"""What makes a TorchRec model trace as one graph."""
+"""What surrounds a call of a compiled TorchRec model, so that Dynamo traces it as one graph, once.
+
+A key-jagged tensor is made of what a batch holds (values, lengths, weights) and of what was computed from it and
+cached. Dynamo would read the cached Python numbers as constants and compile each batch anew.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from graphpasses._torch.dynamo_settings import mark_length_unbacked, trace_whole_graphs
+from graphpasses._torch.ddp import after_forward, before_forward
+from graphpasses._torch.dynamo_settings import InternalTorchDynamoError, change_settings, mark_any_length
 from graphpasses.embedding.torchrec_patches import apply_patches, remove_patches
-from graphpasses.errors import GraphPassesError
+from graphpasses.errors import GraphPassesError, UnsupportedError
 
 __all__ = ["DDPCalls", "ddp_calls", "needs_eager_call", "prepare_inputs", "tracing_scope"]
 
 
 @contextmanager
 def tracing_scope() -> Iterator[None]:
-    restore = trace_whole_graphs()
+    """Sets Dynamo and TorchRec up for whole graphs; after the block everything is as before.
+
+    It may be nested. In it, sharded modules refuse features in another order than the one they were made for, in
+    eager calls, too.
+
+    Raises:
+        KeyOrderError: see :func:`~graphpasses.embedding.torchrec_patches.check_key_order`.
+        UnsupportedError: this version of TorchRec was not tested.
+
+    Example:
+        >>> with tracing_scope():
+        ...     compiled(batch)  # doctest: +SKIP
+    """
     apply_patches()
+    undo_settings = change_settings()
     try:
         yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, GraphPassesError):
-            cause = cause.__cause__
-        if cause is None or cause is error:
-            raise
-        raise cause from None
+    except InternalTorchDynamoError as error:
+        # What traced code raises, Dynamo raises in its own words.
+        if isinstance(error.__context__, GraphPassesError):
+            raise error.__context__ from None
+        raise
     finally:
+        undo_settings()
         remove_patches()
-        restore()
 
 
 def needs_eager_call(modules: Iterable[nn.Module]) -> bool:
+    """Returns whether a sharded TorchRec module in ``modules`` has yet to make its input dist.
+
+    It does so in its first call, from that call's features, and checks their values; none of this can be traced.
+    """
     return any(
-        getattr(module, "_has_uninitialized_input_dist", False)
+        getattr(module, name, False)
         for root in modules
         for module in root.modules()
+        for name in ("_has_uninitialized_input_dist", "_has_uninitialized_input_dists")
     )
+
+
+# ---- DistributedDataParallel ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class DDPCalls:
-    """What each DistributedDataParallel does before and after its module's forward, done around a compiled call."""
+    """What DistributedDataParallel modules do around their forward, to be done around a compiled call.
 
-    ddps: tuple[DistributedDataParallel, ...]
+    In the graph a DistributedDataParallel is its module alone. Its reducer's hooks on the parameters are outside of
+    the graph, and reduce gradients as in eager if the reducer was told of the forward.
+
+    Args:
+        modules: the DistributedDataParallel modules that the call runs, outer ones first.
+    """
+
+    modules: tuple[DistributedDataParallel, ...]
 
     def before(self) -> None:
-        for ddp in self.ddps:
-            ddp._pre_forward()
+        """To be called before the compiled function."""
+        for ddp in self.modules:
+            before_forward(ddp)
 
     def after(self, outputs: Any) -> Any:
-        for ddp in reversed(self.ddps):
-            outputs = ddp._post_forward(outputs)
+        """To be called with what the compiled function returned; returns what to give to the user instead."""
+        for ddp in reversed(self.modules):
+            outputs = after_forward(ddp, outputs)
         return outputs
 
 
 def ddp_calls(modules: Iterable[nn.Module]) -> DDPCalls:
-    """Finds every DistributedDataParallel in ``modules``, themselves included, each once."""
-    found = (module for root in modules for module in _with_lookups(root))
-    return DDPCalls(tuple(dict.fromkeys(m for m in found if isinstance(m, DistributedDataParallel))))
+    """Finds the DistributedDataParallel modules in ``modules``, themselves and data-parallel tables included.
+
+    Raises:
+        UnsupportedError: one of them casts its parameters in hooks (``mixed_precision=``).
+
+    Example:
+        >>> calls = ddp_calls([model])  # doctest: +SKIP
+        >>> calls.before()  # doctest: +SKIP
+        >>> outputs = calls.after(compiled(batch))  # doctest: +SKIP
+    """
+    found = (module for root in modules for module in _modules_and_lookups(root))
+    ddps = tuple(dict.fromkeys(module for module in found if isinstance(module, DistributedDataParallel)))
+    for ddp in ddps:
+        if ddp.mixed_precision is not None:
+            raise UnsupportedError(
+                f"DistributedDataParallel(mixed_precision=...) around {type(ddp.module).__name__} cannot be "
+                "compiled: its hooks cast parameters outside of the graph; use torch.autocast in the module instead"
+            )
+    return DDPCalls(ddps)
 
 
-def _with_lookups(root: nn.Module) -> Iterator[nn.Module]:
-    """Yields all modules, those included that sharded modules keep in a plain list."""
+def _modules_and_lookups(root: nn.Module) -> Iterator[nn.Module]:
+    """Yields all modules; sharded ones keep their lookups in a plain list, out of sight of ``modules()``."""
     for module in root.modules():
         yield module
         for lookup in vars(module).get("_lookups", ()):
             yield from lookup.modules()
 
 
+# ---- inputs --------------------------------------------------------------------------------------------
+
+
 def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(_prepare(x) for x in args), {k: _prepare(v) for k, v in kwargs.items()}
+    """Replaces (key-)jagged tensors by ones without caches, whose number of values Dynamo does not look at.
+
+    They are found in tuples, lists, dicts, dataclasses and TorchRec's ``Pipelineable`` objects. Nothing that the
+    user holds changes: replaced objects are new, and their tensors share memory and gradients with the user's.
+
+    Args:
+        args: positional arguments of a model.
+        kwargs: its keyword arguments.
+
+    Returns:
+        What to call the compiled function with; whatever holds no jagged tensor is the same object.
+
+    Example:
+        >>> prepare_inputs((torch.ones(2), [1, 2]), {})
+        ((tensor([1., 1.]), [1, 2]), {})
+    """
+    jagged = sys.modules.get("torchrec.sparse.jagged_tensor")
+    if jagged is None:
+        return tuple(args), dict(kwargs)
+    prepare = _Prepare(jagged)
+    return tuple(map(prepare, args)), {name: prepare(value) for name, value in kwargs.items()}
 
 
-def _any_length(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    mark_length_unbacked(tensor)
-    return tensor
+class _Prepare:
+    """Maps arguments; an object that occurs twice stays one object."""
 
-
-def _prepare(x: Any) -> Any:
-    jt = sys.modules.get("torchrec.sparse.jagged_tensor")
-    if jt is not None and type(x) is jt.KeyedJaggedTensor:
-        lengths = x._lengths
-        if lengths is None:
-            lengths = x._offsets[1:] - x._offsets[:-1]
-        vbe = x.variable_stride_per_key()
-        out = jt.KeyedJaggedTensor(
-            keys=x._keys,
-            values=_any_length(x._values),
-            weights=None if x._weights is None else _any_length(x._weights),
-            lengths=_any_length(lengths) if vbe else lengths,
-            stride=None if vbe else x.stride(),
-            stride_per_key_per_rank=x._stride_per_key_per_rank if vbe else None,
-            inverse_indices=x._inverse_indices,
+    def __init__(self, jagged: Any) -> None:
+        self._kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+            (Tensor, lambda tensor: tensor),
+            (jagged.KeyedJaggedTensor, _prepare_keyed),
+            (jagged.JaggedTensor, _prepare_jagged),
+            (tuple, self._prepare_tuple),
+            (list, lambda items: self._replace(items, enumerate(items), list.__setitem__)),
+            (dict, lambda items: self._replace(items, items.items(), dict.__setitem__)),
+            (jagged.Pipelineable, self._prepare_attributes),
         )
-        return out
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return type(x)(*map(_prepare, x))
-    if isinstance(x, (list, tuple)):
-        return type(x)(map(_prepare, x))
-    if isinstance(x, dict):
-        return {k: _prepare(v) for k, v in x.items()}
-    if dataclasses.is_dataclass(x):
-        out = copy.copy(x)
-        for k, v in vars(x).items():
-            object.__setattr__(out, k, _prepare(v))
-        return out
-    return x
+        self._done: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if id(value) not in self._done:
+            self._done[id(value)] = self._prepare(value)
+        return self._done[id(value)]
+
+    def _prepare(self, value: Any) -> Any:
+        for kind, prepare in self._kinds:
+            if isinstance(value, kind):
+                return prepare(value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._prepare_attributes(value)
+        return value
+
+    def _prepare_tuple(self, value: Any) -> Any:
+        items = tuple(map(self, value))
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+
+    def _prepare_attributes(self, value: Any) -> Any:
+        names = (
+            vars(value) if hasattr(value, "__dict__") else [item.name for item in dataclasses.fields(value)]
+        )
+        items = [(name, getattr(value, name)) for name in names]
+        return self._replace(value, items, object.__setattr__)
+
+    def _replace(self, value: Any, items: Iterable[tuple[Any, Any]], set_item: Callable[..., None]) -> Any:
+        changes = [(key, new) for key, old in items if (new := self(old)) is not old]
+        if changes:
+            value = copy.copy(value)
+        for key, new in changes:
+            set_item(value, key, new)
+        return value
+
+
+class _Alias(torch.autograd.Function):
+    """The same memory and gradient as another tensor, without being its view: Dynamo looks at a view's base."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _any_length(tensor: Tensor | None) -> Tensor | None:
+    """Returns an alias of a tensor whose dim 0 Dynamo treats as unknown; the user's tensor stays unmarked."""
+    if tensor is None:
+        return None
+    alias: Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]
+    mark_any_length(alias)
+    return alias
+
+
+def _lengths(jagged: Any) -> Tensor:
+    lengths: Tensor | None = jagged.lengths_or_none()
+    return torch.diff(jagged.offsets_or_none()) if lengths is None else lengths
+
+
+def _prepare_jagged(jagged: Any) -> Any:
+    return type(jagged)(
+        values=_any_length(jagged.values()),
+        weights=_any_length(jagged.weights_or_none()),
+        lengths=_lengths(jagged),
+    )
+
+
+def _prepare_keyed(jagged: Any) -> Any:
+    # With batch sizes per key there is a length per distinct sample: their number varies, too.
+    is_variable = jagged.variable_stride_per_key()
+    prepared = type(jagged)(
+        keys=jagged.keys(),
+        values=_any_length(jagged.values()),
+        weights=_any_length(jagged.weights_or_none()),
+        lengths=_any_length(_lengths(jagged)) if is_variable else _lengths(jagged),
+        stride=None if is_variable else jagged._stride,
+        stride_per_key_per_rank=jagged._stride_per_key_per_rank if is_variable else None,
+        inverse_indices=jagged.inverse_indices_or_none(),
+    )
+    if not is_variable:
+        prepared.stride()  # Kept in it, so that Dynamo sees one number, which it guards.
+    return prepared

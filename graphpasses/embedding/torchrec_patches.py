@@ -1,53 +1,65 @@
-"""What keeps TorchRec and DDP from being traced as one graph, and the patch for each.
+"""Every patch of TorchRec and of DistributedDataParallel: what keeps Dynamo from tracing them whole and right.
 
-Tested with torchrec 1.8.0. Outside tracing a patched function does what the original does.
+Patches are in place while a compiled model is called, see :func:`~graphpasses.embedding.capture.tracing_scope`. What
+is not being traced then, in other threads, too, does what it did before, but for the check of feature orders.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from graphpasses.embedding.collectives import ReduceScatterV
 from graphpasses.errors import KeyOrderError, UnsupportedError
 
-__all__ = ["Patch", "apply_patches", "check_key_order", "patches", "remove_patches"]
+__all__ = ["Patch", "apply_patches", "check_key_order", "remove_patches"]
 
-_TESTED = ("1.8.0",)
+TORCHREC_VERSIONS = ("1.8.0",)
+
+# Takes the original function, returns the one to use instead.
+_Wrap = Callable[[Any], Callable[..., Any]]
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute of a class or module, and what replaces it while a model is traced.
+    """A function that is replaced, or added, during calls of compiled models.
 
     Args:
-        owner: class or module.
-        name: its attribute.
-        replacement: the new value.
+        target: where it is, ``"module:Class.function"`` or ``"module:function"``.
+        wrap: makes the replacement from the original (None where there is none); its docstring says why.
     """
 
-    owner: Any
-    name: str
-    replacement: Any
+    target: str
+    wrap: _Wrap
 
-    @classmethod
-    def of(cls, owner: Any, name: str, wrap: Callable[[Any], Any]) -> Patch:
-        """Returns the patch that puts ``wrap(original)`` in place of the original."""
-        original = vars(owner)[name]
-        replacement = wraps(original)(wrap(original))
-        return cls(owner, name, type(original)(replacement) if isinstance(original, staticmethod) else replacement)
+    def resolve(self) -> tuple[Any, str, Any]:
+        """Returns the class or module to patch, the attribute, and its new value."""
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        original = vars(owner).get(name)
+        if isinstance(original, staticmethod):
+            return owner, name, staticmethod(self.wrap(original.__func__))
+        return owner, name, self.wrap(original)
+
+
+# ---- DistributedDataParallel ---------------------------------------------------------------------------
 
 
 def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+    """DDP calls its C++ reducer and logger in its forward. ``DDPCalls`` does so around the graph."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self.module(*args, **kwargs)
         return original(self, *args, **kwargs)
@@ -55,7 +67,12 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+# ---- Python that Dynamo does not know ------------------------------------------------------------------
+
+
 def _without_walrus(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original assigns with := in a list comprehension, at which Dynamo breaks the graph."""
+
     def get_resize_awaitables(self: Any) -> list[Any]:
         modules = [module for module in self._emb_modules if hasattr(module, "get_rs_awaitable")]
         awaitables = [module.get_rs_awaitable() for module in modules]
@@ -64,46 +81,58 @@ def _without_walrus(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_resize_awaitables
 
 
-def check_key_order(module: nn.Module, keys: Sequence[str]) -> None:
-    if module._has_uninitialized_input_dist:
-        return
-    shardings = (
-        module._embedding_shardings
-        if hasattr(module, "_embedding_shardings")
-        else list(module._sharding_type_to_sharding.values())
-    )
-    expected = [name for sharding in shardings for name in sharding.feature_names()]
-    order = module._features_order or list(range(len(expected)))
-    given = [keys[i] if i < len(keys) else None for i in order]
-    if given != expected:
-        _refuse_keys(module._module_fqn, order, expected, keys)
+def _without_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original calls ``cast(Awaitable[KeyedJaggedTensor], ...)``; Dynamo knows no subscripted types."""
+    from torchrec.distributed.types import NoWait
 
-
-def _refuse_keys(fqn: str, order: Sequence[int], expected: Sequence[str], given: Sequence[str]) -> None:
-    raise KeyOrderError(f"{fqn} {order} {expected} {given}")
-
-
-def _with_key_check(original: Callable[..., Any]) -> Callable[..., Any]:
-    def input_dist(self: Any, ctx: Any, features: Any) -> Any:
-        check_key_order(self, features.keys())
-        return original(self, ctx, features)
-
-    return input_dist
-
-
-def _data_parallel_input(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, sparse_features: Any) -> Any:
-        from torchrec.distributed.types import NoWait
-
         return NoWait(NoWait(sparse_features))
 
     return forward
 
 
+def _on_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original's bounds check corrects ids in place, in slices of unknown length of a tensor.
+
+    AOTAutograd cannot write such a slice back. Corrected in a copy, ids that are out of range stay so in the tensor
+    that they came from, which nothing else looks up.
+    """
+
+    def prepare_inputs(
+        self: Any,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            indices = indices.clone()
+            per_sample_weights = None if per_sample_weights is None else per_sample_weights.clone()
+        return original(self, indices, offsets, per_sample_weights, *args, **kwargs)
+
+    return prepare_inputs
+
+
+def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo breaks the graph at logger calls."""
+
+    def log(self: Any, msg: str) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            original(self, msg)
+
+    return log
+
+
 # ---- batch sizes that differ between ranks -------------------------------------------------------------
+# Traced batch sizes of other ranks are unknown numbers. TorchRec then either compares them, which cannot be traced,
+# or takes them for equal, which gives wrong results where a rank's last batch is smaller. Traced here is what eager
+# does for unequal sizes; for equal ones it gives the same values.
 
 
-def _recat_any_batch_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+def _recat_by_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original's permutation, traced, takes the features of all ranks to be equally long."""
+
     def _get_recat(
         local_split: int,
         num_splits: int,
@@ -112,23 +141,27 @@ def _recat_any_batch_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
         batch_size_per_rank: list[int] | None = None,
     ) -> Tensor | None:
         if not torch.compiler.is_dynamo_compiling():
-            return original(local_split, num_splits, stagger, device, batch_size_per_rank)
-        recat = original(local_split, num_splits, stagger, device)
+            return original(local_split, num_splits, stagger, device, batch_size_per_rank)  # type: ignore[no-any-return]
+        recat: Tensor | None = original(local_split, num_splits, stagger, device)
         if recat is None or batch_size_per_rank is None:
             return recat
-        batch_sizes = torch.tensor(batch_size_per_rank, dtype=torch.int32, device=device)
-        batch_sizes = batch_sizes.view(-1, 1).expand(-1, local_split).reshape(-1)
-        return torch.ops.fbgemm.expand_into_jagged_permute(
+        sizes = torch.tensor(batch_size_per_rank, dtype=torch.int32, device=device)
+        sizes = sizes.unsqueeze(1).expand(-1, local_split).reshape(-1)
+        by_sample: Tensor = torch.ops.fbgemm.expand_into_jagged_permute(
             recat,
-            torch.ops.fbgemm.asynchronous_complete_cumsum(batch_sizes),
-            torch.ops.fbgemm.asynchronous_complete_cumsum(batch_sizes[recat]),
+            torch.ops.fbgemm.asynchronous_complete_cumsum(sizes),
+            torch.ops.fbgemm.asynchronous_complete_cumsum(sizes[recat]),
             sum(batch_size_per_rank) * local_split,
         )
+        return by_sample
 
     return _get_recat
 
 
-def _dist_init_any_batch_sizes(original: Any) -> Any:
+def _permute_by_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, traced, permutes received features as if every rank's batch had rank 0's size."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
     def dist_init(
         keys: list[str],
         tensors: list[Tensor],
@@ -138,12 +171,10 @@ def _dist_init_any_batch_sizes(original: Any) -> Any:
         stride_per_rank: list[int] | None,
         stagger: int = 1,
     ) -> Any:
-        if variable_stride_per_key or not torch.compiler.is_dynamo_compiling():
-            return original.__func__(
+        if variable_stride_per_key or stride_per_rank is None or not torch.compiler.is_dynamo_compiling():
+            return original(
                 keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
             )
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
         lengths, values = tensors[:2]
         weights = tensors[2] if len(tensors) > 2 else None
         if recat is not None:
@@ -157,7 +188,9 @@ def _dist_init_any_batch_sizes(original: Any) -> Any:
     return dist_init
 
 
-def _two_step_any_batch_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
+def _two_collectives_by_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original asks for ``len(set(batch_size_per_rank))``."""
+
     def forward(self: Any, local_embs: Tensor, sharding_ctx: Any = None) -> Any:
         if (
             sharding_ctx is None
@@ -165,18 +198,47 @@ def _two_step_any_batch_sizes(original: Callable[..., Any]) -> Callable[..., Any
             or not torch.compiler.is_dynamo_compiling()
         ):
             return original(self, local_embs, sharding_ctx)
-        num_local = self._intra_pg.size()
+        num_local_ranks = self._intra_pg.size()
         by_local_rank, sums = self._preprocess_batch_size_per_rank(
-            num_local, self._cross_pg.size(), sharding_ctx.batch_size_per_rank
+            num_local_ranks, self._cross_pg.size(), sharding_ctx.batch_size_per_rank
         )
         reduced = self._intra_dist(local_embs, input_splits=sums).wait()
-        return self._cross_dist(reduced, batch_size_per_rank=by_local_rank[self._rank % num_local])
+        return self._cross_dist(reduced, batch_size_per_rank=by_local_rank[self._rank % num_local_ranks])
+
+    return forward
+
+
+def _sequences_of_any_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original asks for ``len(set(batch_size_per_rank))``; ``_permute_sequences`` needs no answer."""
+
+    def forward(
+        self: Any,
+        local_embs: Tensor,
+        lengths: Tensor,
+        input_splits: list[int],
+        output_splits: list[int],
+        unbucketize_permute_tensor: Tensor | None = None,
+        batch_size_per_rank: list[int] | None = None,
+        sparse_features_recat: Tensor | None = None,
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            batch_size_per_rank = None
+        return original(
+            self,
+            local_embs,
+            lengths,
+            input_splits,
+            output_splits,
+            unbucketize_permute_tensor,
+            batch_size_per_rank,
+            sparse_features_recat,
+        )
 
     return forward
 
 
 class _PermuteSegments(torch.autograd.Function):
-    """fbgemm::permute_1D_sparse_data of floats, which FBGEMM itself does not differentiate."""
+    """``fbgemm::permute_1D_sparse_data`` of floats; FBGEMM has no derivative of it."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: Tensor, permute: Tensor) -> Tensor:
@@ -196,116 +258,170 @@ class _PermuteSegments(torch.autograd.Function):
         return values, None, None
 
 
-def _sequences_any_batch_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(
-        self: Any,
-        local_embs: Tensor,
-        lengths: Tensor,
-        input_splits: list[int],
-        output_splits: list[int],
-        unbucketize_permute_tensor: Tensor | None = None,
-        batch_size_per_rank: list[int] | None = None,
-        sparse_features_recat: Tensor | None = None,
-    ) -> Any:
-        # Tracing cannot compare batch sizes; it permutes as if they differed, see below.
-        if torch.compiler.is_dynamo_compiling():
-            batch_size_per_rank = None
-        return original(
-            self,
-            local_embs,
-            lengths,
-            input_splits,
-            output_splits,
-            unbucketize_permute_tensor,
-            batch_size_per_rank,
-            sparse_features_recat,
-        )
+def _permute_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original permutes sequences by feature, or by sample without a derivative."""
 
-    return forward
-
-
-def _permute_any_batch_sizes(original: Callable[..., Any]) -> Callable[..., Any]:
-    def all2all_sequence_sync(pg: Any, a2ai: Any, embeddings: Tensor) -> Tensor:
+    def all2all_sequence_sync(pg: Any, a2ai: Any, sharded_input_embeddings: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
             lengths = a2ai.lengths_after_sparse_data_all2all.view(-1) * a2ai.embedding_dim
-            embeddings = _PermuteSegments.apply(embeddings.view(-1), lengths, a2ai.forward_recat_tensor)
-            # Without lengths the original permutes nothing.
+            sharded_input_embeddings = _PermuteSegments.apply(  # type: ignore[no-untyped-call]
+                sharded_input_embeddings.view(-1), lengths, a2ai.forward_recat_tensor
+            )
+            # Without lengths the original permutes nothing more.
             a2ai.lengths_after_sparse_data_all2all = lengths.new_empty(0)
-        return original(pg, a2ai, embeddings)
+        return original(pg, a2ai, sharded_input_embeddings)  # type: ignore[no-any-return]
 
     return all2all_sequence_sync
 
 
-def _eager_reduction_order(original: Callable[..., Any]) -> Callable[..., Any]:
-    def reduce_scatter_v_sync(pg: Any, rsi: Any, input: Tensor) -> Tensor:
-        from torchrec.distributed import comm_ops
+def _reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, traced, adds what an all-to-all brought, in another order than eager's reduce-scatter.
 
+    Two numbers have but one sum, so between two ranks the all-to-all stays, which a pass can merge with others.
+    """
+    from torchrec.distributed.comm_ops import get_gradient_division, pg_name
+
+    from graphpasses.embedding.reduce_scatter_v import ReduceScatterV
+
+    def reduce_scatter_v_sync(pg: Any, rsi: Any, input: Tensor) -> Tensor:
         if pg.size() <= 2 or not torch.compiler.is_dynamo_compiling():
-            return original(pg, rsi, input)
+            return original(pg, rsi, input)  # type: ignore[no-any-return]
         if rsi.codecs is not None:
             input = rsi.codecs.forward.encode(input)
-        divisor = pg.size() if comm_ops.get_gradient_division() else 1
-        output = ReduceScatterV.apply(input, rsi.input_splits, pg.rank(), comm_ops.pg_name(pg), divisor)
+        divisor = pg.size() if get_gradient_division() else 1
+        output: Tensor = ReduceScatterV.apply(input, rsi.input_splits, pg.rank(), pg_name(pg), divisor)  # type: ignore[no-untyped-call]
         return output if rsi.codecs is None else rsi.codecs.forward.decode(output)
 
     return reduce_scatter_v_sync
 
 
-@cache
-def patches(with_torchrec: bool) -> tuple[Patch, ...]:
-    ddp = Patch.of(DistributedDataParallel, "forward", _call_module)
-    if not with_torchrec:
-        return (ddp,)
-    import torchrec
-    from torchrec.distributed import comm_ops, dist_data, embedding, embedding_lookup, embeddingbag
-    from torchrec.distributed.sharding import dp_sharding, grid_sharding, twrw_sharding
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+# ---- order of features ---------------------------------------------------------------------------------
 
-    if torchrec.__version__ not in _TESTED:
-        raise UnsupportedError(torchrec.__version__)
-    return (
-        ddp,
-        *(
-            Patch.of(owner, "get_resize_awaitables", _without_walrus)
-            for owner in (
-                embedding_lookup.GroupedPooledEmbeddingsLookup,
-                embedding_lookup.GroupedEmbeddingsLookup,
-            )
-        ),
-        Patch.of(dp_sharding.DpSparseFeaturesDist, "forward", _data_parallel_input),
-        Patch.of(dist_data, "_get_recat", _recat_any_batch_sizes),
-        Patch.of(KeyedJaggedTensor, "dist_init", _dist_init_any_batch_sizes),
-        Patch.of(twrw_sharding.TwRwPooledEmbeddingDist, "forward", _two_step_any_batch_sizes),
-        Patch.of(grid_sharding.GridPooledEmbeddingDist, "forward", _two_step_any_batch_sizes),
-        Patch.of(dist_data.SequenceEmbeddingsAllToAll, "forward", _sequences_any_batch_sizes),
-        Patch.of(comm_ops, "all2all_sequence_sync", _permute_any_batch_sizes),
-        Patch.of(comm_ops, "reduce_scatter_v_sync", _eager_reduction_order),
-        Patch.of(embedding.ShardedEmbeddingCollection, "input_dist", _with_key_check),
-        Patch.of(embeddingbag.ShardedEmbeddingBagCollection, "input_dist", _with_key_check),
+
+def check_key_order(module: nn.Module, keys: Iterable[str]) -> None:
+    """Checks that a sharded module is given its features where it looks for them.
+
+    TorchRec finds each feature's position in the first call; features that come in another order later, or are
+    missing, are looked up in the wrong tables.
+
+    Args:
+        module: a ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``.
+        keys: the features it is called with, e.g. ``kjt.keys()``.
+
+    Raises:
+        KeyOrderError: it names the module, the features it expects and those it was given.
+    """
+    sharded: Any = module
+    shardings = (
+        sharded._embedding_shardings
+        if hasattr(sharded, "_embedding_shardings")
+        else sharded._sharding_type_to_sharding.values()
     )
+    names = [name for sharding in shardings for name in sharding.feature_names()]
+    given = list(keys)
+    module_fqn = sharded._module_fqn or type(module).__name__
+    if sharded._has_uninitialized_input_dist:
+        missing = sorted(set(names) - set(given))
+        if missing:
+            raise KeyOrderError(f"{module_fqn!r} was called without features {missing}; it was given {given}")
+        return
+    positions = sharded._features_order or range(len(names))
+    expected = dict(zip(positions, names, strict=True))
+    if any(position >= len(given) or given[position] != name for position, name in expected.items()):
+        raise KeyOrderError(
+            f"{module_fqn!r} was first called with features {[expected[i] for i in sorted(expected)]}, now with "
+            f"{given}; a sharded module takes every KeyedJaggedTensor in the order of its first: "
+            "reorder it with kjt.permute(...)"
+        )
 
 
+def _check_features(original: None) -> Callable[..., Any]:
+    """A new method. As a constant it runs while Dynamo traces and leaves neither nodes nor guards."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _graphpasses_check_features(self: nn.Module, keys: tuple[str, ...]) -> None:
+        check_key_order(self, keys)
+
+    return _graphpasses_check_features  # type: ignore[no-any-return]
+
+
+def _with_checked_features(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original takes features by position and does not look at their names. Dynamo guards the names."""
+
+    def input_dist(self: Any, ctx: Any, features: Any) -> Any:
+        self._graphpasses_check_features(tuple(features.keys()))
+        return original(self, ctx, features)
+
+    return input_dist
+
+
+# ---- the patches ---------------------------------------------------------------------------------------
+
+_DDP = (Patch("torch.nn.parallel:DistributedDataParallel.forward", _call_module),)
+
+_DIST = "torchrec.distributed"
+_TBE = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen"
+_TORCHREC = (
+    Patch(f"{_DIST}.embedding_lookup:GroupedPooledEmbeddingsLookup.get_resize_awaitables", _without_walrus),
+    Patch(f"{_DIST}.embedding_lookup:GroupedEmbeddingsLookup.get_resize_awaitables", _without_walrus),
+    Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
+    Patch(f"{_TBE}.prepare_inputs", _on_copies),
+    Patch(f"{_TBE}.log", _silent),
+    Patch(f"{_DIST}.dist_data:_get_recat", _recat_by_sample),
+    Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.dist_init", _permute_by_sample),
+    Patch(f"{_DIST}.sharding.twrw_sharding:TwRwPooledEmbeddingDist.forward", _two_collectives_by_sample),
+    Patch(f"{_DIST}.sharding.grid_sharding:GridPooledEmbeddingDist.forward", _two_collectives_by_sample),
+    Patch(f"{_DIST}.dist_data:SequenceEmbeddingsAllToAll.forward", _sequences_of_any_batch),
+    Patch(f"{_DIST}.comm_ops:all2all_sequence_sync", _permute_sequences),
+    Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", _reduce_as_eager),
+    *(
+        Patch(f"{_DIST}.{module}.{name}", wrap)
+        for module in ("embeddingbag:ShardedEmbeddingBagCollection", "embedding:ShardedEmbeddingCollection")
+        for name, wrap in (
+            ("_graphpasses_check_features", _check_features),
+            ("input_dist", _with_checked_features),
+        )
+    ),
+)
+
+_MISSING = object()
 _lock = threading.Lock()
-_originals: list[tuple[Patch, Any]] = []
 _depth = 0
+_undo: list[tuple[Any, str, Any]] = []
+
+
+@cache
+def _replacements(with_torchrec: bool) -> tuple[tuple[Any, str, Any], ...]:
+    if with_torchrec:
+        version = importlib.metadata.version("torchrec").partition("+")[0]
+        if version not in TORCHREC_VERSIONS:
+            raise UnsupportedError(
+                f"TorchRec {version} was not tested with graphpasses, which changes functions inside of it to trace "
+                f"them; install torchrec {' or '.join(TORCHREC_VERSIONS)}"
+            )
+    return tuple(patch.resolve() for patch in (*_DDP, *(_TORCHREC if with_torchrec else ())))
 
 
 def apply_patches() -> None:
+    """Puts the patches in place, TorchRec's only if the program has loaded it; calls may be nested."""
     global _depth
-    todo = patches("torchrec" in sys.modules)
+    replacements = _replacements("torchrec" in sys.modules)
     with _lock:
         _depth += 1
         if _depth == 1:
-            for patch in todo:
-                _originals.append((patch, vars(patch.owner)[patch.name]))
-                setattr(patch.owner, patch.name, patch.replacement)
+            for owner, name, value in replacements:
+                _undo.append((owner, name, vars(owner).get(name, _MISSING)))
+                setattr(owner, name, value)
 
 
 def remove_patches() -> None:
+    """Takes back one :func:`apply_patches`; the last one restores what was there before the first."""
     global _depth
     with _lock:
         _depth -= 1
-        if _depth == 0:
-            while _originals:
-                patch, original = _originals.pop()
-                setattr(patch.owner, patch.name, original)
+        while _undo and _depth == 0:
+            owner, name, value = _undo.pop()
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

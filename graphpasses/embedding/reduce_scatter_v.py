@@ -1,4 +1,4 @@
-"""Reduce-scatter with splits that may differ, as one operator that can be traced."""
+"""Reduce-scatter into parts of any length, as one operator that can be traced."""
 
 from __future__ import annotations
 
@@ -15,31 +15,38 @@ __all__ = ["ReduceScatterV"]
 
 
 @torch.library.custom_op("graphpasses::reduce_scatter_v", mutates_args=())
-def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
+def _reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
     output = tensor.new_empty(splits[rank], *tensor.shape[1:])
     if len(set(splits)) == 1:
         dist.reduce_scatter_single(output, tensor, group=named_group(group))
     else:
-        dist.reduce_scatter(output, list(tensor.split(splits)), group=named_group(group))
+        dist.reduce_scatter(output, list(torch.split(tensor, splits)), group=named_group(group))
     return output
 
 
-@reduce_scatter_v.register_fake
+@_reduce_scatter_v.register_fake
 def _(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
     return tensor.new_empty(splits[rank], *tensor.shape[1:])
 
 
 class ReduceScatterV(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: list[int], rank: int, group: str, divisor: int) -> Tensor:
-        ctx.splits, ctx.group, ctx.divisor, ctx.rank = splits, group, divisor, rank
-        return torch.ops.graphpasses.reduce_scatter_v(tensor, splits, rank, group)
+    """Adds the ranks' tensors with the collective that eager TorchRec calls, which one depends on the splits.
+
+    ``apply(tensor, splits, rank, group, divisor)``: ``tensor`` of shape (sum(splits), ...) becomes this rank's
+    part, of shape (splits[rank], ...). Gradients are gathered and divided by ``divisor``.
+    """
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, tensor: Tensor, splits: list[int], rank: int, group: str, divisor: int) -> Tensor:
+        ctx.splits, ctx.rank, ctx.group, ctx.divisor = splits, rank, group, divisor
+        output: Tensor = torch.ops.graphpasses.reduce_scatter_v(tensor, splits, rank, group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         num_ranks = len(ctx.splits)
         copies = gradient.unsqueeze(0).expand(num_ranks, *gradient.shape).reshape(-1, *gradient.shape[1:])
-        # An all-gather whose parts differ in length.
+        # There is no functional all-gather of parts of different lengths; to send everyone a copy is one.
         gathered = torch.ops._c10d_functional.all_to_all_single(
             copies, ctx.splits, [ctx.splits[ctx.rank]] * num_ranks, ctx.group
         )

@@ -1,0 +1,37 @@
+"""Where Dynamo broke the graph, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch._dynamo.utils import graph_break_reasons
+
+__all__ = ["record_graph_breaks"]
+
+
+@contextmanager
+def record_graph_breaks() -> Iterator[list[str]]:
+    """Yields a list that holds, after the block, a line per graph break in it.
+
+    Example:
+        >>> with record_graph_breaks() as breaks:
+        ...     compiled(batch)  # doctest: +SKIP
+        >>> breaks  # doctest: +SKIP
+        ["model.py:12 in forward: Failed to trace builtin operator. Dynamo does not know how to trace ..."]
+    """
+    breaks: list[str] = []
+    start = len(graph_break_reasons)
+    try:
+        yield breaks
+    finally:
+        for reason in graph_break_reasons[start:]:
+            frame = reason.user_stack[-1]
+            # Where a function goes on after a break, Dynamo calls it torch_dynamo_resume_in_<function>_at_<line>.
+            function = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", frame.name)
+            what, _, details = reason.reason.partition("\n")
+            why = re.search(r"Explanation: (.*)", details)
+            breaks.append(
+                f"{frame.filename}:{frame.lineno} in {function}: {what}" + (f". {why[1]}" if why else "")
+            )
