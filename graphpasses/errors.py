@@ -10,9 +10,11 @@ __all__ = [
     "CaptureError",
     "CompareError",
     "GraphPassesError",
+    "IdError",
     "IdentityError",
     "KeyOrderError",
     "LayoutError",
+    "OptimizerError",
     "PipelineError",
     "PlanError",
     "RunFileError",
@@ -85,3 +87,11 @@ class AgreementError(GraphPassesError):
 
 class ArenaError(GraphPassesError, ValueError):
     """Tables cannot be put into one memory, or no longer lie where they were put."""
+
+
+class IdError(GraphPassesError, IndexError):
+    """A table was looked up with an id that is not one of its rows, or with offsets that make no bags."""
+
+
+class OptimizerError(GraphPassesError, ValueError):
+    """Optimizers in backward were changed to what the fused update that a step compiled cannot do."""
