@@ -8,6 +8,7 @@ from graphpasses.passes.coalesce_grad_reductions import CoalesceGradReductions
 from graphpasses.passes.deduplicate_shared import DeduplicateShared
 from graphpasses.passes.prefetch_collectives import PrefetchCollectives
 from graphpasses.passes.regather_parameters import RegatherParameters
+from graphpasses.passes.reinplace_tbe_updates import ReinplaceTBEUpdates
 from graphpasses.pipeline import Pipeline
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "DeduplicateShared",
     "PrefetchCollectives",
     "RegatherParameters",
+    "ReinplaceTBEUpdates",
     "default_pipeline",
     "recommender_pipeline",
 ]
@@ -57,4 +59,4 @@ def recommender_pipeline(*, disable: tuple[str, ...] = ()) -> Pipeline:
         >>> [p.name for p in recommender_pipeline().passes][0]
         'deduplicate-shared'
     """
-    return Pipeline((DeduplicateShared(),), disable=disable)
+    return Pipeline((DeduplicateShared(), ReinplaceTBEUpdates()), disable=disable)
