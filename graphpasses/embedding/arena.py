@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpasses._torch.storage import is_movable, move_storage
+from graphpasses.embedding.huge_pages import prefer_huge_pages
 from graphpasses.errors import ArenaError
 
 __all__ = ["Arena"]
@@ -114,6 +115,7 @@ class Arena:
         starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
         # Nothing is touched before a table is copied to it, so it costs no memory yet.
         flat = torch.empty(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+        prefer_huge_pages(flat)
         for tensor, start, size in zip(tensors, starts, sizes, strict=False):
             move_storage(tensor, flat[start : start + size])
             _HOMES[tensor] = (flat, _offset(tensor, flat))

@@ -1,0 +1,37 @@
+"""Huge pages for tables."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphpasses.embedding.huge_pages import prefer_huge_pages
+
+SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def huge_kilobytes() -> int:
+    (line,) = [
+        line for line in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHuge" in line
+    ]
+    return int(line.split()[1])
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not SETTING.exists() or "[madvise]" not in SETTING.read_text(),
+    reason="this system gives huge pages always, or never",
+)
+def test_memory_is_backed_by_huge_pages() -> None:
+    before = huge_kilobytes()
+    tensor = torch.empty(16 << 20)
+    prefer_huge_pages(tensor)
+    tensor.zero_()
+    assert huge_kilobytes() - before >= 32 << 10  # half of it, at least: the system may lack whole ones
+
+
+def test_small_and_empty_tensors_are_left_alone() -> None:
+    for tensor in (torch.empty(0), torch.ones(3), torch.empty(3, device="meta")):
+        prefer_huge_pages(tensor)
