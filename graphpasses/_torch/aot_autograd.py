@@ -7,11 +7,13 @@ from typing import Any, cast
 
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
 
 from graphpasses._torch.decompose import decompose
+from graphpasses._torch.interpret import make_cheap_to_run
 
 __all__ = ["compile_aot_eager", "compile_inductor", "describe_input", "describe_output", "is_tangent"]
 
@@ -47,7 +49,7 @@ def compile_aot_eager(
     def compiler(rewrite: Rewrite) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, _: Any) -> Compiled:
             rewrite(gm)
-            gm.recompile()
+            make_cheap_to_run(gm)
 
             def run(args: list[Any]) -> Any:
                 values = list(args)
@@ -86,10 +88,10 @@ class _PostGradPasses(CustomInferenceAwareGraphPass):
         self._digest = digest
 
     def __call__(self, graph: fx.Graph, is_inference: bool) -> None:  # type: ignore[override]
-        module = _owner(graph)
         from torch._inductor.pattern_matcher import stable_topological_sort
 
-        stable_topological_sort(graph)  # Inductor's own passes leave that to the end
+        stable_topological_sort(graph)  # Inductor does so later
+        module = _owner(graph)
         if is_inference:
             self._inference(module)
         elif any(map(is_tangent, graph.nodes)):
@@ -128,6 +130,7 @@ def compile_inductor(
         # Inductor runs this pass over graphs of inference, too.
         if any(map(is_tangent, gm.graph.nodes)):
             joint(gm)
+        decompose(gm)
 
     patches = {
         "joint_custom_pre_pass": _and(config.joint_custom_pre_pass, _JointPasses(rewrite_joint, digest)),
@@ -137,7 +140,9 @@ def compile_inductor(
         ),
     }
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
-    compiled: Any = compile_fx(module, inputs, config_patches=patches, decompositions={})
+    # AOTAutograd's own cache would skip the joint passes, on one rank and not on another: they talk to each other.
+    with functorch_config.patch(enable_autograd_cache=False):
+        compiled: Any = compile_fx(module, inputs, config_patches=patches, decompositions={})
     return cast(Compiled, compiled)
 
 

@@ -13,7 +13,15 @@ from graphpasses._torch import pytree
 
 __all__ = ["decompose"]
 
-_INHERITED = ("stack_trace", "nn_module_stack", "seq_nr", "custom", "partitioner_tag", "recompute", "ac_graph_id")
+_INHERITED = (
+    "stack_trace",
+    "nn_module_stack",
+    "seq_nr",
+    "custom",
+    "partitioner_tag",
+    "recompute",
+    "ac_graph_id",
+)
 
 
 def decompose(module: fx.GraphModule) -> None:
@@ -60,7 +68,7 @@ def _inline(graph: fx.Graph, node: fx.Node, table: dict[Any, Any]) -> None:
                 continue
             new = mapping[item] = graph.node_copy(item, mapping.__getitem__)
             new.meta.update({key: node.meta[key] for key in _INHERITED if key in node.meta})
-    result = fx.node.map_arg(inner.output_node().args[0], mapping.__getitem__)
+    result: Any = fx.node.map_arg(inner.output_node().args[0], mapping.__getitem__)
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     else:

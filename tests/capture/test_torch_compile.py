@@ -152,10 +152,11 @@ def test_inductors_cache_knows_the_pipeline(tmp_path: Path, monkeypatch: pytest.
             train(
                 model, graphpasses.compile(model, pipeline=Pipeline((Look(),)), disable=disable), num_steps=1
             )
-        inductor, aot = counters["inductor"], counters["aot_autograd"]
-        hits.append(inductor["fxgraph_cache_hit"] + aot["autograd_cache_hit"])
-    assert hits[0] == hits[2] == 0
-    assert hits[1] > 0
+        hits.append(counters["inductor"]["fxgraph_cache_hit"])
+        assert (
+            counters["aot_autograd"]["autograd_cache_hit"] == 0
+        )  # passes that ask other ranks run everywhere
+    assert hits == [0, 2, 0]  # forward and backward
 
 
 @dataclass(frozen=True)
