@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import operator
-import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -26,7 +25,6 @@ from graphpasses.graph import ALL_TO_ALL, WAIT, InputKind, Stage, TrainGraph, ar
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["BucketAllToAll"]
-
 
 Before = dict[fx.Node, set[fx.Node]]
 
@@ -75,11 +73,15 @@ def _plan(graph: TrainGraph, before: Before) -> list[tuple[fx.Node, ...]]:
 def _needed_collectives(graph: TrainGraph, before: Before, launches: Sequence[fx.Node]) -> list[int]:
     """Returns for each collective the last ones on the paths to it: bit i stands for ``launches[i]``.
 
-    Tangents exist once the forward pass is over, so they need all its collectives.
+    Tangents exist once the forward pass is over, so they need the collectives that come first and need no tangent.
     """
     number = {node: index for index, node in enumerate(launches)}
     # A bucket starts where it is packed, as an all-to-all does where it reads its input.
-    number |= {argument(node): index for node, index in number.items() if argument(node).target == PACK}
+    number |= {
+        argument(node): number[node]
+        for node in launches
+        if _is_member(node) and argument(node).target == PACK
+    }
     tangents = {
         node
         for item, node in zip(graph.inputs, graph.placeholders, strict=True)
@@ -96,7 +98,7 @@ def _needed_collectives(graph: TrainGraph, before: Before, launches: Sequence[fx
         for other in needed:
             is_passed = other not in number or number[other] == number.get(node)
             masks[node] |= masks[other] if is_passed else 1 << number[other]
-    return [masks[node] for node in launches]
+    return [masks[node] & ((1 << index) - 1) for index, node in enumerate(launches)]
 
 
 def _agreed(graph: TrainGraph, launches: Sequence[fx.Node], needed: list[int]) -> list[int]:
@@ -191,7 +193,7 @@ class BucketAllToAll(GraphPass):
 
     All ranks must compile the same model, at the same time: they exchange what depends on what, once per model and
     list of collectives (see :func:`~graphpasses.collectives.agreement.agree`), and so launch the same buckets in the
-    same order. Compiled artifacts hold what they agreed on, so compilers' caches do not outlive the process.
+    same order. Compilers' caches are not used then.
 
     Raises (from ``rewrite``):
         AgreementError: ranks see different collectives, or one compiled again what it cannot launch as agreed.
@@ -230,12 +232,9 @@ class BucketAllToAll(GraphPass):
         return len(buckets)
 
     def uuid(self) -> str:
-        """Returns a digest as :meth:`GraphPass.uuid` does; where ranks agree, one that only this process has."""
+        """Returns a digest as :meth:`GraphPass.uuid` does; with other ranks, another one each time.
+
+        A compiler that took a graph from its cache would not ask the other ranks, and leave them waiting.
+        """
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        return super().uuid() if alone else f"{super().uuid()}-{_process_id(os.getpid())}"
-
-
-@cache
-def _process_id(pid: int) -> str:
-    """Returns what no other process has, not even a later one of the same number."""
-    return uuid.uuid4().hex
+        return super().uuid() if alone else uuid.uuid4().hex

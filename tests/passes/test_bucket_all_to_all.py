@@ -344,7 +344,12 @@ def test_backward_waits_for_forward() -> None:
     """In a joint graph the gradient's exchange needs no forward value, and yet comes after all of them."""
 
     def step(x: Tensor, y: Tensor, tangent: Tensor) -> list[Tensor]:
-        return [evenly(x), evenly(y), evenly(tangent)]
+        return [
+            evenly(x),
+            evenly(y),
+            evenly(tangent),
+            evenly(x * 0),
+        ]  # the last is a gradient that is zero here
 
     with fake_process_group(2):
         inputs = [torch.arange(2) + index for index in range(3)]
@@ -353,6 +358,7 @@ def test_backward_waits_for_forward() -> None:
             graph = capture(step, *inputs, stage=Stage.JOINT, kinds=kinds)
             num_buckets, result = bucketed(graph)
             assert (num_buckets, len(launches(result))) == (1, num_left)
+            assert bucketed(result)[0] == 0
 
 
 def test_one_is_left_alone() -> None:
@@ -372,8 +378,10 @@ def test_unread_ones_stay() -> None:
         assert not result.graph.find_nodes(op="call_function", target=UNPACK)
 
 
-def test_caches_do_not_outlive_the_process() -> None:
+def test_no_cache_where_ranks_must_agree() -> None:
     alone = BucketAllToAll().uuid()
     assert alone == BucketAllToAll().uuid()
+    with fake_process_group(1):
+        assert BucketAllToAll().uuid() == alone
     with fake_process_group(2):
-        assert BucketAllToAll().uuid() == BucketAllToAll().uuid() != alone
+        assert len({alone, BucketAllToAll().uuid(), BucketAllToAll().uuid()}) == 3
