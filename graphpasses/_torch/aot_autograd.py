@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomInferenceAwareGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from graphpasses._torch.decompose import decompose
 from graphpasses._torch.interpret import make_cheap_to_run
@@ -27,7 +27,6 @@ def compile_aot_eager(
     joint: Rewrite,
     forward: Rewrite,
     backward: Rewrite,
-    inference: Rewrite,
 ) -> Compiled:
     """Compiles a Dynamo graph by AOTAutograd, and runs the rewritten ATen graphs as they are.
 
@@ -35,9 +34,10 @@ def compile_aot_eager(
         module: Dynamo's graph.
         inputs: its (fake) inputs.
         joint: rewrites the joint graph in place, before it is split.
-        forward: rewrites the forward graph of a training step in place.
+        forward: rewrites the forward graph in place.
         backward: rewrites the backward graph in place.
-        inference: rewrites the one graph of a model compiled without gradients in place.
+
+    A model compiled without gradients has one graph: ``joint`` rewrites it first, then ``forward``.
     """
 
     def partition(
@@ -46,9 +46,10 @@ def compile_aot_eager(
         joint(gm)
         return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
-    def compiler(rewrite: Rewrite) -> Callable[..., Any]:
+    def compiler(*rewrites: Rewrite) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, _: Any) -> Compiled:
-            rewrite(gm)
+            for rewrite in rewrites:
+                rewrite(gm)
             make_cheap_to_run(gm)
 
             def run(args: list[Any]) -> Any:
@@ -64,7 +65,7 @@ def compile_aot_eager(
     compiled: Compiled = aot_autograd(
         fw_compiler=compiler(forward),
         bw_compiler=compiler(backward),
-        inference_compiler=compiler(inference),
+        inference_compiler=compiler(joint, forward),
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )(module, inputs)
@@ -82,22 +83,17 @@ class _JointPasses(CustomGraphPass):
         return self._digest
 
 
-class _PostGradPasses(CustomInferenceAwareGraphPass):
-    def __init__(self, forward: Rewrite, backward: Rewrite, inference: Rewrite, digest: str) -> None:
-        self._forward, self._backward, self._inference = forward, backward, inference
-        self._digest = digest
+class _PostGradPasses(CustomGraphPass):
+    def __init__(self, forward: Rewrite, backward: Rewrite, digest: str) -> None:
+        self._forward, self._backward, self._digest = forward, backward, digest
 
-    def __call__(self, graph: fx.Graph, is_inference: bool) -> None:  # type: ignore[override]
+    def __call__(self, graph: fx.Graph) -> None:
         from torch._inductor.pattern_matcher import stable_topological_sort
 
         stable_topological_sort(graph)  # Inductor does so later
         module = _owner(graph)
-        if is_inference:
-            self._inference(module)
-        elif any(map(is_tangent, graph.nodes)):
-            self._backward(module)
-        else:
-            self._forward(module)
+        is_backward = any(map(is_tangent, graph.nodes))
+        (self._backward if is_backward else self._forward)(module)
 
     def uuid(self) -> str:
         return self._digest
@@ -109,7 +105,6 @@ def compile_inductor(
     joint: Rewrite,
     forward: Rewrite,
     backward: Rewrite,
-    inference: Rewrite,
     digest: str,
 ) -> Compiled:
     """Compiles a Dynamo graph with Inductor; arguments as in :func:`compile_aot_eager`.
@@ -120,23 +115,20 @@ def compile_inductor(
         joint: as above.
         forward: as above.
         backward: as above.
-        inference: as above.
         digest: says all that the rewrites depend on beside the graph; part of the key of Inductor's caches.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
     def rewrite_joint(gm: fx.GraphModule) -> None:
-        # Inductor runs this pass over graphs of inference, too.
-        if any(map(is_tangent, gm.graph.nodes)):
-            joint(gm)
+        joint(gm)
         decompose(gm)
 
     patches = {
         "joint_custom_pre_pass": _and(config.joint_custom_pre_pass, _JointPasses(rewrite_joint, digest)),
         # Behind Inductor's passes: those remove clones, as if no operator wrote into its arguments.
         "post_grad_custom_post_pass": _and(
-            config.post_grad_custom_post_pass, _PostGradPasses(forward, backward, inference, digest)
+            config.post_grad_custom_post_pass, _PostGradPasses(forward, backward, digest)
         ),
     }
     # As an argument, since the backward graph may be compiled later, when the first backward runs.

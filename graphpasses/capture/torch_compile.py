@@ -183,7 +183,6 @@ def _compile(
         "joint": functools.partial(rewrite, Stage.JOINT),
         "forward": functools.partial(rewrite, Stage.FORWARD),
         "backward": functools.partial(rewrite, Stage.BACKWARD),
-        "inference": functools.partial(rewrite, Stage.FORWARD),
     }
     num_given = len(captured.inputs)
     given = [index for index in kept if index < num_given]
@@ -197,11 +196,13 @@ def _compile(
         facts = "\n".join(map(repr, (options.pipeline.uuid(), *rewritten.inputs)))
         digest = hashlib.sha256(facts.encode()).hexdigest()
         compiled = compile_inductor(rewritten.module, fakes, **stages, digest=digest)
-    checks = tuple(rewritten.checks)
+    checks, input_checks = tuple(rewritten.checks), tuple(rewritten.input_checks)
 
     def call(*values: Any) -> Any:
         for check in checks:
             check()
+        for check_inputs in input_checks:
+            check_inputs(values)
         return compiled(*[values[index] for index in given], *added)
 
     return call

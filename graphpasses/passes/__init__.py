@@ -59,4 +59,4 @@ def recommender_pipeline(*, disable: tuple[str, ...] = ()) -> Pipeline:
         >>> [p.name for p in recommender_pipeline().passes][0]
         'deduplicate-shared'
     """
-    return Pipeline((DeduplicateShared(), ReinplaceTBEUpdates()), disable=disable)
+    return Pipeline((DeduplicateShared(), BucketAllToAll(), ReinplaceTBEUpdates()), disable=disable)

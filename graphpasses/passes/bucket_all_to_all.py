@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -193,7 +192,7 @@ class BucketAllToAll(GraphPass):
 
     All ranks must compile the same model, at the same time: they exchange what depends on what, once per model and
     list of collectives (see :func:`~graphpasses.collectives.agreement.agree`), and so launch the same buckets in the
-    same order. Compilers' caches are not used then.
+    same order.
 
     Raises (from ``rewrite``):
         AgreementError: ranks see different collectives, or one compiled again what it cannot launch as agreed.
@@ -205,8 +204,7 @@ class BucketAllToAll(GraphPass):
 
     name: ClassVar[str] = "bucket-all-to-all"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
-    # What a joint graph launches, its backward graph launches too.
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT, Stage.FORWARD})
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
     runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared"})
 
     def rewrite(self, graph: TrainGraph) -> int:
@@ -230,11 +228,3 @@ class BucketAllToAll(GraphPass):
         for bucket in buckets:
             _apply(graph, bucket)
         return len(buckets)
-
-    def uuid(self) -> str:
-        """Returns a digest as :meth:`GraphPass.uuid` does; with other ranks, another one each time.
-
-        A compiler that took a graph from its cache would not ask the other ranks, and leave them waiting.
-        """
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        return super().uuid() if alone else uuid.uuid4().hex

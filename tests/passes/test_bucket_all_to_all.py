@@ -376,12 +376,3 @@ def test_unread_ones_stay() -> None:
         _, result = bucketed(graph)
         assert len(launches(result)) == 1
         assert not result.graph.find_nodes(op="call_function", target=UNPACK)
-
-
-def test_no_cache_where_ranks_must_agree() -> None:
-    alone = BucketAllToAll().uuid()
-    assert alone == BucketAllToAll().uuid()
-    with fake_process_group(1):
-        assert BucketAllToAll().uuid() == alone
-    with fake_process_group(2):
-        assert len({alone, BucketAllToAll().uuid(), BucketAllToAll().uuid()}) == 3
