@@ -338,6 +338,19 @@ class TrainGraph:
         known, now = self._known.get(node, ()), _call(node)
         return len(known) == len(now) and all(a is b for a, b in zip(known, now, strict=True))
 
+    def replace_equal(self, node: fx.Node, value: fx.Node) -> None:
+        """Erases a node whose users shall read an equal value, so that what they compute is known as before.
+
+        Args:
+            node: the node.
+            value: the node that they shall read.
+        """
+        users = list(node.users)
+        node.replace_all_uses_with(value)
+        for user in users:
+            self.mark_value_known(user)
+        self.graph.erase_node(node)
+
     def note(self, message: str) -> None:
         """Records what a user should know, e.g. a rewrite that was skipped and why.
 

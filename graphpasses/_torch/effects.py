@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
 
-__all__ = ["collective_group", "has_hidden_state", "shared_inputs", "written_inputs"]
+__all__ = ["collective_group", "has_hidden_state", "shared_inputs", "storages", "written_inputs"]
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 # The operators of these libraries that take a process group are collectives.
@@ -22,6 +23,18 @@ _FUNCTIONALIZED = (
     torch.ops.higher_order.auto_functionalized,
     torch.ops.higher_order.auto_functionalized_v2,
 )
+
+
+def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
+    """Returns the memory of nodes' fake values: who shares some shares memory, also where no schema says so.
+
+    Inputs of a graph may overlap, and some operators (``_unsafe_view``) do not say that they return views.
+    """
+    return {
+        StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+        for value in pytree.tree_leaves([node.meta.get("val") for node in nodes])
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
 
 
 def shared_inputs(node: fx.Node) -> Iterator[fx.Node]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch import pytree
-from graphpasses._torch.effects import has_hidden_state, shared_inputs, written_inputs
+from graphpasses._torch.effects import has_hidden_state, shared_inputs, storages, written_inputs
 
 __all__ = ["place_nodes", "predecessors", "stable_order"]
 
@@ -61,7 +58,7 @@ class _Memory:
     def __init__(self, graph: fx.Graph) -> None:
         self._parent: dict[object, object] = {}
         for node in graph.nodes:
-            for other in (*shared_inputs(node), *_storages(node)):
+            for other in (*shared_inputs(node), *storages(node)):
                 self._parent[self._find(node)] = self._find(other)
         self._written = {self._find(value) for node in graph.nodes for value in written_inputs(node)}
 
@@ -76,13 +73,6 @@ class _Memory:
 
     def touched_by(self, node: fx.Node) -> set[object]:
         return {self._find(value) for value in node.all_input_nodes} & self._written
-
-
-def _storages(node: fx.Node) -> Iterator[StorageWeakRef]:
-    # Inputs may overlap, and some operators (`_unsafe_view`) do not say that they return views.
-    for value in pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            yield StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def stable_order(units: Sequence[tuple[T, ...]], before: Mapping[T, Iterable[T]]) -> list[tuple[T, ...]]:

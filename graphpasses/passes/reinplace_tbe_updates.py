@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
+from graphpasses._torch.effects import storages
 from graphpasses.graph import Stage, TrainGraph, argument, is_collective
 from graphpasses.pipeline import GraphPass, Numerics
 
@@ -37,18 +38,10 @@ def _nodes(value: Any) -> list[fx.Node]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
 
 
-def _storages(*nodes: fx.Node) -> set[StorageWeakRef]:
-    return {
-        StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
-        for value in pytree.tree_leaves([node.meta.get("val") for node in nodes])
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided
-    }
-
-
 def _is_view(node: fx.Node) -> bool:
     """Whether ``node`` makes a tensor without reading values (``reshape`` may copy)."""
     is_view = node.target is operator.getitem or getattr(node.target, "is_view", False)
-    return is_view and _storages(node) <= _storages(*node.all_input_nodes[:1])
+    return is_view and storages(node) <= storages(*node.all_input_nodes[:1])
 
 
 def _is_empty(node: fx.Node) -> bool:
@@ -77,27 +70,27 @@ class _Memory:
         self.written_back: set[fx.Node] = set()
         for node in self.position:
             if node.op in ("placeholder", "get_attr"):
-                for storage in _storages(node):
+                for storage in storages(node):
                     self.owners[storage].add(node)
             elif node.op == "output":
-                self.returned = _storages(*node.all_input_nodes)
+                self.returned = storages(*node.all_input_nodes)
             elif node.target is aten.copy_.default:
                 self.written_back.add(argument(node))
-                self._read(node, _storages(argument(node, 1)))
+                self._read(node, storages(argument(node, 1)))
             elif node.target not in _METADATA_OPS and not _is_view(node):
-                self._read(node, _storages(*node.all_input_nodes))
+                self._read(node, storages(*node.all_input_nodes))
 
-    def _read(self, node: fx.Node, storages: set[StorageWeakRef]) -> None:
+    def _read(self, node: fx.Node, memory: set[StorageWeakRef]) -> None:
         # A collective reads until it is waited for.
         reader = max((node, *node.users), key=self.position.__getitem__) if is_collective(node) else node
-        for storage in storages:
+        for storage in memory:
             last = self.last_reader.setdefault(storage, reader)
             self.last_reader[storage] = max(last, reader, key=self.position.__getitem__)
 
     def why_copied(self, node: fx.Node, call: FunctionalizedCall, index: int) -> str | None:
         """Returns why base ``index`` of ``call`` cannot be written in place; None if it can."""
-        base, old = call.bases[index], _storages(call.bases[index])
-        new = _storages(*_copies(node, call, index))
+        base, old = call.bases[index], storages(call.bases[index])
+        new = storages(*_copies(node, call, index))
         owners = {owner for storage in old for owner in self.owners[storage]}
         readers = [self.last_reader[storage] for storage in old if storage in self.last_reader]
         late = [reader for reader in readers if self.position[reader] > self.position[node]]
@@ -108,7 +101,7 @@ class _Memory:
             return f"{late[0].name} reads the old value afterwards"
         if not old.isdisjoint(self.returned):
             return "the graph returns the old value"
-        if not old.isdisjoint(_storages(*others)):
+        if not old.isdisjoint(storages(*others)):
             return "another argument of the call shares its memory"
         if owners and (len(owners) > 1 or not owners <= self.written_back):
             return "its owner keeps the old value"
@@ -192,13 +185,10 @@ def _apply(graph: TrainGraph, direct: DirectCall) -> None:
             output.args = (call, index)
             continue
         value = call if index < num_results else bases[index - num_results]
-        if value.op != "placeholder":
+        if value is call or index - num_results in direct.copied:
             value.meta["val"] = output.meta["val"]  # whose storage is that of the views that follow
-        users = list(output.users)
-        output.replace_all_uses_with(value)
-        for user in (value, *users):  # what they compute has not changed, nor what it was found to be
-            graph.mark_value_known(user)
-        graph.graph.erase_node(output)
+            graph.mark_value_known(value)
+        graph.replace_equal(output, value)
     graph.graph.erase_node(node)
 
 
