@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings, rebind_unbacked
 
 from graphpasses._torch import pytree
 from graphpasses.batch import check_batch
@@ -47,7 +47,9 @@ class Stage(enum.Enum):
 
     A captured step is one ``STEP`` graph. Under ``torch.compile`` a model shows four: the ``MODEL`` as Dynamo traced
     it (torch-level calls, autograd still to come), the ``JOINT`` graph of forward and backward (functional ATen
-    operators), and the ``FORWARD`` and ``BACKWARD`` graphs that the joint one is split into.
+    operators), and the ``FORWARD`` and ``BACKWARD`` graphs that the joint one is split into. Without gradients the
+    joint graph has no backward part, and the forward graph is the joint one. A pass that talks to other ranks accepts
+    no later stage than ``JOINT``: those behind it a compiler may take from its cache, on one rank and not on another.
     """
 
     STEP = "step"
@@ -147,6 +149,7 @@ class TrainGraph:
         stage: the part of the step that the graph holds.
         checks: what every call of the compiled model asks first, e.g. that tables still are where a pass put them;
             each raises if not. ``MODEL`` stage only.
+        input_checks: likewise, given what the call passes for each captured input.
         live: at the ``MODEL`` stage, what each placeholder was given when the model was traced: the live tensor
             of the model or batch, or a number.
         fixed_signature: whether another runner owns the flat signature, so that inputs must stay.
@@ -170,6 +173,7 @@ class TrainGraph:
     stage: Stage = Stage.STEP
     live: tuple[Any, ...] = ()
     checks: list[Callable[[], None]] = field(default_factory=list)
+    input_checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
     fixed_signature: bool = False
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
@@ -264,6 +268,7 @@ class TrainGraph:
         modes = {mode for node in placeholders if (mode := getattr(node.meta.get("val"), "fake_mode", None))}
         with self.graph.inserting_after(placeholders[-1]):
             node = self.graph.placeholder(re.sub(r"\W", "_", fqn))
+        node.target = node.name  # which fx makes unique; the generated code takes the target
         node.meta["val"] = node.meta["example_value"] = modes.pop().from_tensor(tensor, static_shapes=True)
         self.inputs += (GraphInput(InputKind.VALUE, fqn),)
         self.live += (tensor,)
@@ -315,6 +320,8 @@ class TrainGraph:
         """
         node = self.graph.call_function(target, args, dict(kwargs or {}))
         node.meta["val"] = fake_value(node)
+        if bindings := _new_symbols(node.meta["val"]):
+            node.meta["unbacked_bindings"] = bindings
         self.mark_value_known(node)
         for key in ("stack_trace", "custom", "autograd_backward", "nn_module_stack", "seq_nr"):
             if key in like.meta:
@@ -372,6 +379,7 @@ class TrainGraph:
             report=None,
             notes=[],
             checks=[*self.checks],
+            input_checks=[*self.input_checks],
             _known={},
         )
         for node in graph.nodes:  # what was captured is taken as true
@@ -455,6 +463,13 @@ def argument(node: fx.Node, index: int = 0) -> fx.Node:
 def is_collective(node: fx.Node) -> bool:
     """Whether ``node`` launches a functional collective."""
     return node.op == "call_function" and node.target in _COLLECTIVES
+
+
+def _new_symbols(value: Any) -> Any:
+    """Returns where in a fake value the symbols stand that it brought: sizes that depend on data."""
+    modes = (getattr(leaf, "fake_mode", None) for leaf in pytree.tree_leaves(value))
+    shape_env = next((mode.shape_env for mode in modes if mode is not None), None)
+    return compute_unbacked_bindings(shape_env, value)
 
 
 def fake_value(node: fx.Node) -> Any:

@@ -1,0 +1,279 @@
+"""Calls of FBGEMM's table-batched lookups, whose backward updates the tables (TBE)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphpasses._torch.torch_calls import named_arguments
+from graphpasses.graph import TrainGraph
+
+__all__ = ["LookupCall", "TableLayout", "add_layout", "add_states"]
+
+# Optimizers whose update of a row depends on nothing but this row, its gradient, its state, and constants.
+_OPTIMIZERS = {
+    f"fbgemm.split_embedding_codegen_lookup_{name}_function_pt2": name
+    for name in ("sgd", "adagrad", "rowwise_adagrad")
+}
+
+# FBGEMM's `EmbeddingLocation.HOST` and `PoolingMode.NONE`.
+_HOST = 3
+_NO_POOLING = 2
+
+# What FBGEMM 1.8.0's `lookup_sgd.py` and its siblings put where in the op's lists.
+_CACHE_LOCATIONS = 3  # aux_tensor: without a cache, an empty tensor
+_INFO_B = slice(1, 3)  # aux_int
+_GLOBAL_WEIGHT_DECAY, _MIXED_D = 3, 6  # aux_bool
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """Which table each feature of a lookup reads, and where the tables lie; all tables in one flat tensor.
+
+    Args:
+        dims: embedding dimension of each feature.
+        first_rows: for each feature, number of rows of the tables before its own; equal for features of one table.
+        num_rows: number of rows of all tables.
+        weights_offsets: for each feature, where in the flat tensor its table begins, in elements.
+        momentum1_offsets: likewise where its optimizer state begins; empty for SGD.
+    """
+
+    dims: tuple[int, ...]
+    first_rows: tuple[int, ...]
+    num_rows: int
+    weights_offsets: tuple[int, ...]
+    momentum1_offsets: tuple[int, ...] = ()
+
+    @classmethod
+    def join(
+        cls, layouts: Sequence[TableLayout], weights: Sequence[int], momentum1: Sequence[int] = ()
+    ) -> TableLayout:
+        """Returns the layout of the features of several lookups, one after the other.
+
+        Args:
+            layouts: of the lookups; the last table of each has a row.
+            weights: where in the common flat tensor that of each lookup begins, in elements.
+            momentum1: likewise for the optimizer states; empty for SGD.
+
+        Example:
+            >>> one = TableLayout(dims=(4, 4), first_rows=(0, 10), num_rows=30, weights_offsets=(0, 40))
+            >>> TableLayout.join([one, one], weights=[0, 128])
+            ... # doctest: +NORMALIZE_WHITESPACE
+            TableLayout(dims=(4, 4, 4, 4), first_rows=(0, 10, 30, 40), num_rows=60,
+                        weights_offsets=(0, 40, 128, 168), momentum1_offsets=())
+        """
+        rows = [0, *accumulate(layout.num_rows for layout in layouts)]
+        return cls(
+            dims=tuple(dim for layout in layouts for dim in layout.dims),
+            first_rows=_shifted([layout.first_rows for layout in layouts], rows),
+            num_rows=rows[-1],
+            weights_offsets=_shifted([layout.weights_offsets for layout in layouts], weights),
+            momentum1_offsets=_shifted([layout.momentum1_offsets for layout in layouts], momentum1),
+        )
+
+    def d_offsets(self) -> Tensor:
+        """Returns where in the output each feature begins, and the end; int32 [features + 1]."""
+        return torch.tensor([0, *accumulate(self.dims)], dtype=torch.int32)
+
+    def info_b(self) -> tuple[int, int]:
+        """Returns FBGEMM's ``info_B_num_bits`` and ``info_B_mask``: how it packs feature and sample in a number."""
+        num_bits, mask = torch.ops.fbgemm.get_infos_metadata(self.d_offsets(), 1, len(self.dims))
+        return num_bits, mask
+
+
+def _shifted(parts: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[int, ...]:
+    return tuple(value + start for values, start in zip(parts, starts, strict=False) for value in values)
+
+
+@dataclass(frozen=True)
+class LookupCall:
+    """One call in a ``MODEL`` graph of ``split_embedding_codegen_lookup_<optimizer>_function_pt2``.
+
+    Args:
+        node: the call.
+        optimizer: ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``.
+        arguments: its arguments by their names in the op's schema.
+        live: for each of them that is an input of the graph, the tensor that it was given.
+    """
+
+    node: fx.Node
+    optimizer: str
+    arguments: Mapping[str, Any]
+    live: Mapping[fx.Node, Tensor]
+
+    @classmethod
+    def of(cls, node: fx.Node, live: Mapping[fx.Node, Any]) -> LookupCall | None:
+        """Returns what a node calls; None if it is no such call, or one of another optimizer.
+
+        Args:
+            node: a node of a ``MODEL`` graph.
+            live: what each placeholder was given.
+        """
+        optimizer = _OPTIMIZERS.get(str(node.target).removesuffix(".default"))
+        if optimizer is None:
+            return None
+        return cls(
+            node, optimizer, named_arguments(node), {n: live[n] for n in node.all_input_nodes if n in live}
+        )
+
+    @property
+    def states(self) -> tuple[fx.Node, ...]:
+        """What the backward writes: the tables' flat tensor, then that of the optimizer's states, if it has one."""
+        return tuple(self.arguments[name][0] for name in ("weights", "momentum1") if name in self.arguments)
+
+    @property
+    def num_features(self) -> int:
+        """Number of features."""
+        return int(self.arguments["D_offsets"].meta["val"].numel()) - 1
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it returns a row per bag [B, total_D], not one per id [N, D]."""
+        return bool(self.arguments["pooling_mode"] != _NO_POOLING)
+
+    def obstacle(self) -> str | None:
+        """Returns why the call cannot be described by a :class:`TableLayout`; None if it can."""
+        arguments = self.arguments
+        constants = [*self.arguments["weights"], *arguments.get("momentum1", ()), arguments["D_offsets"]]
+        constants += [arguments["hash_size_cumsum"], arguments["learning_rate_tensor"]]
+        if any(node not in self.live for node in constants):
+            return "its tables are not inputs of the graph"
+        if self.live[self.states[0]].device.type != "cpu":
+            return "its tables are not on the CPU"
+        if arguments["max_B"] != -1 or arguments["vbe_output"] is not None:
+            return "its features have batch sizes of their own"
+        others = [value for index, value in enumerate(arguments["aux_tensor"]) if index != _CACHE_LOCATIONS]
+        if arguments["feature_requires_grad"] is not None or any(value is not None for value in others):
+            return "it uses FBGEMM's feature_requires_grad, a cache, or statistics"
+        if arguments["aux_bool"][_GLOBAL_WEIGHT_DECAY]:
+            return "its optimizer decays all rows, looked up or not"
+        if {arguments[name].meta["val"].dtype for name in ("indices", "offsets")} != {torch.int64}:
+            return "its ids are not int64"
+        if self.live[arguments["weights"][1]].ne(_HOST).any():
+            return "its tables lie in several memories"
+        if self.live[arguments["hash_size_cumsum"]].diff()[-1] == 0:
+            return "its last table has no rows"
+        return None
+
+    def layout(self) -> TableLayout:
+        """Returns where the tables lie; for a call without obstacle."""
+
+        def numbers(node: fx.Node) -> tuple[int, ...]:
+            return tuple(self.live[node].tolist())
+
+        *first_rows, num_rows = numbers(self.arguments["hash_size_cumsum"])
+        return TableLayout(
+            dims=tuple(end - start for start, end in pairwise(numbers(self.arguments["D_offsets"]))),
+            first_rows=tuple(first_rows),
+            num_rows=num_rows,
+            weights_offsets=numbers(self.arguments["weights"][2]),
+            momentum1_offsets=numbers(self.arguments["momentum1"][2])
+            if "momentum1" in self.arguments
+            else (),
+        )
+
+    def settings(self) -> tuple[object, ...]:
+        """Returns what two calls must have in common to be one, but for their tables, ids and batch size."""
+        arguments = self.arguments
+        aux_int, aux_bool = [list(arguments[name]) for name in ("aux_int", "aux_bool")]
+        del aux_int[_INFO_B], aux_bool[_MIXED_D]
+        lists = [
+            aux_int,
+            aux_bool,
+            *(arguments.get(name, ()) for name in ("aux_float", "optim_int", "optim_float")),
+        ]
+        return (
+            self.optimizer,
+            *(self.live[state].dtype for state in self.states),
+            arguments["pooling_mode"],
+            arguments["output_dtype"],
+            arguments["indice_weights"] is not None,
+            None if self.is_pooled else arguments["max_D"],
+            self.live[arguments["learning_rate_tensor"]].item(),
+            *map(tuple, lists),
+        )
+
+    def emit(
+        self,
+        graph: TrainGraph,
+        layout: TableLayout,
+        states: Sequence[fx.Node],
+        *,
+        indices: fx.Node,
+        offsets: fx.Node,
+        indice_weights: fx.Node | None,
+        name: str,
+    ) -> fx.Node:
+        """Emits a call like this one on other tables, at the graph's insertion point.
+
+        Args:
+            graph: the graph of the call; it gets inputs for what follows from ``layout``.
+            layout: the tables.
+            states: the flat tensor of the tables, then that of the optimizer's states, if it has one.
+            indices: ids [N].
+            offsets: where in ``indices`` each bag begins, and the end [features * B + 1].
+            indice_weights: weights of the ids [N], or None.
+            name: names the new inputs.
+
+        Returns:
+            The embeddings [B, total_D], or [N, D] without pooling.
+        """
+        aux_int, aux_bool = [list(self.arguments[key]) for key in ("aux_int", "aux_bool")]
+        aux_int[_INFO_B] = layout.info_b()
+        aux_bool[_MIXED_D] = len(set(layout.dims)) > 1
+        arguments = {
+            **self.arguments,
+            **add_layout(graph, layout, name),
+            **add_states(graph, layout, states, name),
+            "indices": indices,
+            "offsets": offsets,
+            "indice_weights": indice_weights,
+            "aux_int": aux_int,
+            "aux_bool": aux_bool,
+        }
+        assert callable(self.node.target)
+        return graph.emit(self.node.target, (), arguments, like=self.node)
+
+
+def add_layout(graph: TrainGraph, layout: TableLayout, name: str) -> dict[str, Any]:
+    """Returns the arguments that tell a lookup its features' dimensions and rows; tensors become inputs of the graph.
+
+    Args:
+        graph: a ``MODEL`` graph.
+        layout: the features and their tables.
+        name: names the inputs.
+    """
+    hash_size_cumsum = torch.tensor([*layout.first_rows, layout.num_rows])
+    return {
+        "D_offsets": graph.add_input(layout.d_offsets(), f"{name}.D_offsets"),
+        "total_D": sum(layout.dims),
+        "max_D": max(layout.dims),
+        "hash_size_cumsum": graph.add_input(hash_size_cumsum, f"{name}.hash_size_cumsum"),
+        "total_hash_size_bits": int(math.log2(layout.num_rows) + 1),
+    }
+
+
+def add_states(
+    graph: TrainGraph, layout: TableLayout, states: Sequence[fx.Node], name: str
+) -> dict[str, list[fx.Node]]:
+    """Returns the arguments that tell a lookup where its tables and optimizer states lie.
+
+    Args:
+        graph: a ``MODEL`` graph; offsets become inputs of it.
+        layout: where they lie.
+        states: the flat tensor of the tables, then that of the optimizer's states, if it has one.
+        name: names the inputs.
+    """
+    placements = torch.full((len(layout.dims),), _HOST, dtype=torch.int32)
+    placed = graph.add_input(placements, f"{name}.placements")
+    offsets = {"weights": layout.weights_offsets, "momentum1": layout.momentum1_offsets}
+    return {
+        key: [state, placed, graph.add_input(torch.tensor(values), f"{name}.{key}_offsets")]
+        for state, (key, values) in zip(states, offsets.items(), strict=False)
+    }
