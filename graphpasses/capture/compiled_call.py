@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from graphpasses._torch.dynamo import BackendCompilerFailed
+from graphpasses._torch.dynamo_breaks import record_graph_breaks
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.errors import GraphPassesError
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class CompiledCall:
 
     def __init__(self, options: CompileOptions, root: Any, compiled: Callable[..., Any]) -> None:
         self.options = options
+        assert isinstance(options.report, CompileReport)
+        self._report = options.report
         self._compiled = compiled
         self._modules = _modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
@@ -53,15 +57,19 @@ class CompiledCall:
         """Runs the compiled function."""
         token = _RUNNING.set(self)
         try:
-            if "torchrec" not in sys.modules:
-                return self._compiled(*args, **kwargs)
-            return self._call_torchrec(args, kwargs)
+            with record_graph_breaks() as graph_breaks:
+                if "torchrec" not in sys.modules:
+                    return self._compiled(*args, **kwargs)
+                return self._call_torchrec(args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, GraphPassesError):
                 raise error.inner_exception from None
             raise
         finally:
             _RUNNING.reset(token)
+            if graph_breaks:
+                self._report.graph_breaks += graph_breaks
+                self._report.write()
 
     def _call_torchrec(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from graphpasses.embedding.capture import ddp_calls, needs_eager_call, prepare_inputs, tracing_scope

@@ -226,6 +226,24 @@ def test_report(tmp_path: Path) -> None:
     ]
 
 
+class Broken(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+def test_report_names_line_and_reason_of_each_graph_break() -> None:
+    report = graphpasses.CompileReport()
+    with torch.no_grad():
+        graphpasses.compile(Broken(), inner="aot_eager", report=report)(torch.ones(2, 4))
+    assert report.num_graphs == 2
+    (line,) = report.graph_breaks
+    number = Broken.forward.__code__.co_firstlineno + 2
+    assert line.startswith(f"{__file__}:{number} in forward: Call to `torch._dynamo.graph_break()`")
+    assert f"graph break: {line}" in str(report)
+
+
 @dataclass(frozen=True)
 class StepOnly(Refuse):
     name: ClassVar[str] = "step-only"
