@@ -14,7 +14,7 @@ from rich.table import Table
 
 from experiments._parity.verdict import Verdict, compare, run_path, verdict_table
 from experiments.torchrec_parity.cases import CASES, EAGER, UNCOMPILED, Case, is_table
-from experiments.torchrec_parity.ranks import Outcome, train_cases
+from experiments.torchrec_parity.ranks import Outcome, train_cases, try_refused
 
 
 def main(
@@ -41,20 +41,25 @@ def main(
     console.print(f"{len(cases)} cases, {num_runs} runs of {steps} steps")
     start = time.monotonic()
     outcomes = train_cases(cases, steps, out)
-    table, num_wrong = judge(cases, outcomes, out, steps)
+    table, num_wrong = judge(cases, outcomes, {} if only else try_refused(), out, steps)
     console.print(table)
     console.print(f"{num_wrong} of {table.row_count} rows are wrong; {time.monotonic() - start:.0f} s")
     return 1 if num_wrong else 0
 
 
 def judge(
-    cases: Sequence[Case], outcomes: Mapping[tuple[str, str], Outcome], folder: Path, num_steps: int
+    cases: Sequence[Case],
+    outcomes: Mapping[tuple[str, str], Outcome],
+    refusals: Mapping[str, tuple[str, bool]],
+    folder: Path,
+    num_steps: int,
 ) -> tuple[Table, int]:
     """Compares every recorded variant with what it must equal, or differ from.
 
     Args:
         cases: what was trained.
         outcomes: of each (case, variant).
+        refusals: how TorchRec refuses what it cannot do on CPU, and whether for the known reason.
         folder: where the run files are.
         num_steps: steps that each run must have.
 
@@ -62,6 +67,12 @@ def judge(
         A table with a row per comparison, and how many of them are not as they must be.
     """
     verdicts = [verdict for case in cases for verdict in _verdicts(case, outcomes, folder, num_steps)]
+    verdicts += [
+        Verdict(
+            "TorchRec cannot on CPU", name, "be refused", message or "works: add a case", known, ("",) * 3
+        )
+        for name, (message, known) in refusals.items()
+    ]
     table = verdict_table(
         "TorchRec compiled with all passes, against TorchRec eager",
         verdicts,

@@ -17,21 +17,24 @@ from torchrec import (
     EmbeddingConfig,
     KeyedJaggedTensor,
     PoolingType,
+    optim,
 )
 from torchrec.distributed import sharding_plan as plans
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
-from torchrec.optim import RowWiseAdagrad
 
-from experiments.torchrec_parity.cases import Case
+from experiments.torchrec_parity.cases import LOCAL_SIZE, Case
 
-NUM_TABLES, BATCH_SIZE, MAX_LENGTH, LOCAL_SIZE = 6, 8, 3, 2
+NUM_TABLES, BATCH_SIZE, MAX_LENGTH = 6, 8, 3
 FEATURES = tuple(f"f{index}" for index in range(NUM_TABLES + 1))  # the last table reads two features
-# Of the tables, and of the dense part, which has no rows.
 OPTIMIZERS = {
-    "sgd": (torch.optim.SGD, torch.optim.SGD),
-    "adagrad": (torch.optim.Adagrad, torch.optim.Adagrad),
-    "row-wise adagrad": (RowWiseAdagrad, torch.optim.Adagrad),
+    "sgd": optim.SGD,
+    "adagrad": optim.Adagrad,
+    "row-wise adagrad": optim.RowWiseAdagrad,
+    "adam": optim.Adam,
+    "partial row-wise adam": optim.PartialRowWiseAdam,
+    "lamb": optim.LAMB,
+    "lars": optim.LarsSGD,
 }
 
 
@@ -66,12 +69,13 @@ class Recommender(nn.Module):
         return (torch.cat(scores, dim=1).sum(dim=1) - labels).square().sum() / BATCH_SIZE
 
 
-def build(case: Case, lr: float) -> DistributedModelParallel:
+def build(case: Case, lr: float, **options: Any) -> DistributedModelParallel:
     """Builds and shards the model of a case; all ranks call it alike.
 
     Args:
         case: which.
         lr: learning rate of the tables.
+        options: further ones of ``DistributedModelParallel``.
     """
     tables = list(range(NUM_TABLES))
     if case.use == "several":
@@ -84,12 +88,12 @@ def build(case: Case, lr: float) -> DistributedModelParallel:
     model = Recommender(towers)
     if case.shardings != ("data-parallel",):
         tables_of = [weight for tower in towers for weight in tower.embeddings.parameters()]
-        apply_optimizer_in_backward(OPTIMIZERS[case.optimizer][0], dict.fromkeys(tables_of), {"lr": lr})
+        apply_optimizer_in_backward(OPTIMIZERS[case.optimizer], dict.fromkeys(tables_of), {"lr": lr})
     plan = ShardingPlan(
         {f"towers.{index}.embeddings": _plan(case, tower) for index, tower in enumerate(model.towers)}
     )
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan)
+    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, **options)
 
 
 def _tower(case: Case, tables: list[int]) -> Tower:
@@ -97,9 +101,12 @@ def _tower(case: Case, tables: list[int]) -> Tower:
     for index in tables:
         features = list(FEATURES[index:] if index == NUM_TABLES - 1 else FEATURES[index : index + 1])
         dim = _dim(case, index)
-        facts: dict[str, Any] = dict(
-            name=f"t{index}", embedding_dim=dim, num_embeddings=rows_of(index), feature_names=features
-        )
+        facts: dict[str, Any] = {
+            "name": f"t{index}",
+            "embedding_dim": dim,
+            "num_embeddings": rows_of(index),
+            "feature_names": features,
+        }
         if case.kind == "ec":
             configs.append(EmbeddingConfig(**facts))
         else:
@@ -161,8 +168,8 @@ def _plan(case: Case, tower: Tower) -> Any:
 def batch(case: Case, step: int, rank: int) -> tuple[tuple[KeyedJaggedTensor, ...], Tensor]:
     """Makes one rank's batch of a step: bags of 0 to ``MAX_LENGTH`` ids.
 
-    In step 3 rank 1 has no ids, in step 5 no rank has any; where TorchRec lets ranks have batches of other sizes,
-    rank 1 has fewer samples in step 6 and rank 0 none in step 7.
+    In step 3 rank 1 has no ids, in step 5 no rank has any. Where sizes differ, rank 1 has fewer samples in step 6,
+    rank 0 none in step 7.
 
     Args:
         case: which.
@@ -173,7 +180,7 @@ def batch(case: Case, step: int, rank: int) -> tuple[tuple[KeyedJaggedTensor, ..
         The ids, as the model takes them, and the labels, [batch].
     """
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    sizes = {(6, 1): BATCH_SIZE - 3, (7, 0): 0} if case.sizes_may_differ else {}
+    sizes = {(6, 1): BATCH_SIZE - 3, (7, 0): 0} if case.sizes == "differ" else {}
     size = sizes.get((step, rank), BATCH_SIZE)
     max_length = 0 if step == 5 or (step, rank) == (3, 1) else MAX_LENGTH
     num_batches = 2 if case.use == "shared, two batches" else 1
@@ -192,10 +199,10 @@ def _ids(case: Case, generator: torch.Generator, size: int, max_length: int) -> 
     vbe: dict[str, Any] = {}
     if case.vbe:
         picks = [torch.randint(0, max(1, own), (size,), generator=generator) for own in sizes]
-        vbe = dict(
-            stride_per_key_per_rank=[[own] for own in sizes],
-            inverse_indices=(list(FEATURES), torch.stack(picks)),
-        )
+        vbe = {
+            "stride_per_key_per_rank": [[own] for own in sizes],
+            "inverse_indices": (list(FEATURES), torch.stack(picks)),
+        }
     return KeyedJaggedTensor(
         keys=list(FEATURES), values=torch.cat(values), lengths=torch.cat(lengths), weights=weights, **vbe
     )

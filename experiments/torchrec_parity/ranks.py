@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments.torchrec_parity.cases import Case
+from experiments.torchrec_parity.cases import LOCAL_SIZE, Case
 from graphpasses.parity.launch import run_ranks
 
-__all__ = ["Calls", "Outcome", "train_cases"]
+__all__ = ["Calls", "Outcome", "train_cases", "try_refused"]
 
 _PRELOAD = ("torchrec.distributed.model_parallel", "torch._inductor.compile_fx")
 
@@ -56,11 +59,36 @@ def train_cases(cases: Sequence[Case], num_steps: int, folder: Path) -> dict[tup
     outcomes: dict[tuple[str, str], Outcome] = {}
     for num_ranks in sorted({case.num_ranks for case in cases}):
         some = tuple(case for case in cases if case.num_ranks == num_ranks)
-        outcomes |= run_ranks(_on_rank, num_ranks, some, num_steps, folder, preload=_PRELOAD, timeout=1800.0)[0]
+        outcomes |= run_ranks(
+            _train_on_rank, num_ranks, some, num_steps, folder, preload=_PRELOAD, timeout=1800.0
+        )[0]
     return outcomes
 
 
-def _on_rank(cases: tuple[Case, ...], num_steps: int, folder: Path) -> dict[tuple[str, str], Outcome]:
-    from experiments.torchrec_parity.train import train_on_rank
+def try_refused() -> dict[str, tuple[str, bool]]:
+    """Tries on 2 ranks what TorchRec cannot do on CPU.
 
-    return train_on_rank(cases, num_steps, folder)
+    Returns:
+        For each, how TorchRec refuses it (empty if it does not), and whether that is the known reason.
+    """
+    return run_ranks(_try_on_rank, 2, preload=_PRELOAD)[0]
+
+
+def _train_on_rank(cases: tuple[Case, ...], num_steps: int, folder: Path) -> dict[tuple[str, str], Outcome]:
+    _set_up()
+    from experiments.torchrec_parity import train
+
+    return train.train_on_rank(cases, num_steps, folder)
+
+
+def _try_on_rank() -> dict[str, tuple[str, bool]]:
+    _set_up()
+    from experiments.torchrec_parity import refused
+
+    return refused.try_on_rank()
+
+
+def _set_up() -> None:
+    logging.disable(logging.ERROR)  # TorchRec logs every module that it shards
+    warnings.simplefilter("ignore")  # and TorchRec's and FBGEMM's imports warn of their own code
+    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL_SIZE)

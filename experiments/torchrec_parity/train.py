@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from experiments._parity.progress import count_runs
 from experiments._parity.verdict import run_path
 from experiments.torchrec_parity.calls import profile_step
 from experiments.torchrec_parity.cases import EAGER, INDUCTOR, INDUCTOR_ALONE, OTHER_LR, Case
-from experiments.torchrec_parity.models import LOCAL_SIZE, OPTIMIZERS, batch, build
+from experiments.torchrec_parity.models import batch, build
 from experiments.torchrec_parity.ranks import Outcome
 from experiments.torchrec_parity.state import whole_state
 from experiments.torchrec_parity.wrong_passes import wrong_pipeline
@@ -42,8 +41,6 @@ def train_on_rank(cases: tuple[Case, ...], num_steps: int, folder: Path) -> dict
     Returns:
         The outcome of each (case, variant).
     """
-    logging.disable(logging.ERROR)  # TorchRec logs every module that it shards
-    os.environ["LOCAL_WORLD_SIZE"] = str(LOCAL_SIZE)
     done = count_runs(sum(len(case.variants) for case in cases))
     outcomes = {}
     for case in cases:
@@ -61,7 +58,8 @@ def _train(case: Case, variant: str, num_steps: int, path: Path) -> Outcome:
     lr = LR * 1.01 if variant == OTHER_LR else LR
     model = build(case, lr)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    dense_optimizer = KeyedOptimizerWrapper(dense, lambda weights: OPTIMIZERS[case.optimizer][1](weights, lr=lr))
+    kind = torch.optim.SGD if case.optimizer == "sgd" else torch.optim.Adagrad
+    dense_optimizer = KeyedOptimizerWrapper(dense, lambda weights: kind(weights, lr=lr))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
     report, calls, failure = CompileReport(), None, ""
     run = _variant(variant, model, report)
@@ -74,7 +72,7 @@ def _train(case: Case, variant: str, num_steps: int, path: Path) -> Outcome:
                     loss = run(ids, labels)
                     loss.backward()
                 else:
-                    loss, calls = profile_step(lambda: run(ids, labels))
+                    loss, calls = profile_step(partial(run, ids, labels))
                 optimizer.step()
                 gradients = {name: weight.grad for name, weight in dense.items()}
                 recorder.record(step, loss, whole_state(model, optimizer), gradients)
