@@ -102,8 +102,6 @@ CASES = (
     Case("EBC table-wise, uneven batches", ("table-wise",), "adagrad", sizes="differ"),
     Case("several EBCs, table-wise", ("table-wise",), "sgd", use="several", controls=(SWAPPED,)),
     Case("several EBCs, mixed", _MIXED, "adagrad", use="several"),
-    Case("shared EBC, one batch", ("table-wise",), "adagrad", use="shared"),
-    Case(
-        "shared EBC, two batches", ("table-wise",), "adagrad", use="shared, two batches", controls=(MERGED,)
-    ),
+    Case("shared EBC, one batch", ("table-wise",), "adagrad", use="shared", controls=(MERGED,)),
+    Case("shared EBC, two batches", ("table-wise",), "adagrad", use="shared, two batches"),
 )

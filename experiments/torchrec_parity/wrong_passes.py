@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from torch import fx
 
-from experiments.torchrec_parity.cases import SWAPPED
+from experiments.torchrec_parity.cases import MERGED, SWAPPED
 from graphpasses.collectives.packing import UNPACK
+from graphpasses.embedding.lookup import LookupCall
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics, Pipeline
 
@@ -38,8 +39,31 @@ class SwapUnpacked(GraphPass):
         return 1
 
 
+@dataclass(frozen=True)
+class MergeLookups(GraphPass):
+    """Makes one lookup of those of one table that read the same ids, as if that were common subexpressions.
+
+    Its backward sees the sum of their gradients once, where eager updates the table once for each.
+    """
+
+    name: ClassVar[str] = "merge-lookups"
+    numerics: ClassVar[Numerics] = Numerics.ROUNDING
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.MODEL})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns 1."""
+        live = dict(zip(graph.placeholders, graph.live, strict=True))
+        calls = [LookupCall.of(node, live) for node in graph.graph.nodes]
+        first, second = (call.node for call in calls if call is not None)
+        second.replace_all_uses_with(first)
+        graph.graph.erase_node(second)
+        return 1
+
+
 def wrong_pipeline(variant: str, pipeline: Pipeline) -> Pipeline:
     """Returns what a control makes of the right pipeline; the right one for all other variants."""
     if variant == SWAPPED:
         return replace(pipeline, passes=(*pipeline.passes, SwapUnpacked()))
+    if variant == MERGED:
+        return replace(pipeline, passes=(MergeLookups(), *pipeline.passes))
     return pipeline
