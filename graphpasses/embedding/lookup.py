@@ -92,6 +92,15 @@ def _shifted(parts: Sequence[Sequence[int]], starts: Sequence[int]) -> tuple[int
 
 
 @dataclass(frozen=True)
+class LiveInput:
+    """An input of the graph: its position, what it is, and the live tensor that it was given."""
+
+    position: int
+    fqn: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
 class LookupCall:
     """One call in a ``MODEL`` graph of ``split_embedding_codegen_lookup_<optimizer>_function_pt2``.
 
@@ -99,28 +108,47 @@ class LookupCall:
         node: the call.
         optimizer: ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``.
         arguments: its arguments by their names in the op's schema.
-        live: for each of them that is an input of the graph, the tensor that it was given.
+        inputs: those of its arguments that are inputs of the graph.
     """
 
     node: fx.Node
     optimizer: str
     arguments: Mapping[str, Any]
-    live: Mapping[fx.Node, Tensor]
+    inputs: Mapping[fx.Node, LiveInput]
 
     @classmethod
-    def of(cls, node: fx.Node, live: Mapping[fx.Node, Any]) -> LookupCall | None:
-        """Returns what a node calls; None if it is no such call, or one of another optimizer.
+    def all(cls, graph: TrainGraph) -> list[LookupCall]:
+        """Returns the lookups of a graph, in order, but for those by other optimizers.
 
         Args:
-            node: a node of a ``MODEL`` graph.
-            live: what each placeholder was given.
+            graph: a ``MODEL`` graph.
         """
-        optimizer = _OPTIMIZERS.get(str(node.target).removesuffix(".default"))
-        if optimizer is None:
-            return None
-        return cls(
-            node, optimizer, named_arguments(node), {n: live[n] for n in node.all_input_nodes if n in live}
+        inputs = {
+            node: LiveInput(position, item.fqn, tensor)
+            for position, (node, item, tensor) in enumerate(
+                zip(graph.placeholders, graph.inputs, graph.live, strict=True)
+            )
+            if isinstance(tensor, Tensor)
+        }
+        calls = []
+        for node in graph.graph.nodes:
+            if (optimizer := _OPTIMIZERS.get(str(node.target).removesuffix(".default"))) is not None:
+                own = {other: inputs[other] for other in node.all_input_nodes if other in inputs}
+                calls.append(cls(node, optimizer, named_arguments(node), own))
+        return calls
+
+    @property
+    def module(self) -> str:
+        """FQN of the module that looks up, e.g. ``ebc._lookups[0]._emb_modules.0._emb_module``."""
+        weights = self.states[0]
+        return (
+            self.inputs[weights].fqn.removesuffix(".weights_host") if weights in self.inputs else weights.name
         )
+
+    @property
+    def state_tensors(self) -> tuple[Tensor, ...]:
+        """The live tensors of ``states``; of a call without obstacle."""
+        return tuple(self.inputs[node].tensor for node in self.states)
 
     @property
     def states(self) -> tuple[fx.Node, ...]:
@@ -142,9 +170,9 @@ class LookupCall:
         arguments = self.arguments
         constants = [*self.arguments["weights"], *arguments.get("momentum1", ()), arguments["D_offsets"]]
         constants += [arguments["hash_size_cumsum"], arguments["learning_rate_tensor"]]
-        if any(node not in self.live for node in constants):
+        if any(node not in self.inputs for node in constants):
             return "its tables are not inputs of the graph"
-        if self.live[self.states[0]].device.type != "cpu":
+        if self.state_tensors[0].device.type != "cpu":
             return "its tables are not on the CPU"
         if arguments["max_B"] != -1 or arguments["vbe_output"] is not None:
             return "its features have batch sizes of their own"
@@ -155,9 +183,9 @@ class LookupCall:
             return "its optimizer decays all rows, looked up or not"
         if {arguments[name].meta["val"].dtype for name in ("indices", "offsets")} != {torch.int64}:
             return "its ids are not int64"
-        if self.live[arguments["weights"][1]].ne(_HOST).any():
+        if self.inputs[arguments["weights"][1]].tensor.ne(_HOST).any():
             return "its tables lie in several memories"
-        if self.live[arguments["hash_size_cumsum"]].diff()[-1] == 0:
+        if self.inputs[arguments["hash_size_cumsum"]].tensor.diff()[-1] == 0:
             return "its last table has no rows"
         return None
 
@@ -165,7 +193,7 @@ class LookupCall:
         """Returns where the tables lie; for a call without obstacle."""
 
         def numbers(node: fx.Node) -> tuple[int, ...]:
-            return tuple(self.live[node].tolist())
+            return tuple(self.inputs[node].tensor.tolist())
 
         *first_rows, num_rows = numbers(self.arguments["hash_size_cumsum"])
         return TableLayout(
@@ -190,12 +218,12 @@ class LookupCall:
         ]
         return (
             self.optimizer,
-            *(self.live[state].dtype for state in self.states),
+            *(tensor.dtype for tensor in self.state_tensors),
             arguments["pooling_mode"],
             arguments["output_dtype"],
             arguments["indice_weights"] is not None,
             None if self.is_pooled else arguments["max_D"],
-            self.live[arguments["learning_rate_tensor"]].item(),
+            self.inputs[arguments["learning_rate_tensor"]].tensor.item(),
             *map(tuple, lists),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,41 +35,41 @@ class _Plan:
 
 
 def _plan(graph: TrainGraph) -> _Plan:
-    live = dict(zip(graph.placeholders, graph.live, strict=True))
-    found = [LookupCall.of(node, live) for node in graph.graph.nodes]
-    calls = [call for call in found if call is not None]
-    obstacles = _obstacles(graph, calls)
-    candidates = {call.node: call for call in calls if obstacles[call.node] is None}
+    calls = LookupCall.all(graph)
+    memories = Counter(map(_memory, graph.live))
+    candidates = {}
     for call in calls:
-        if len(calls) > 1 and call.node not in candidates:
-            graph.note(f"the lookup of {_name(graph, call)} is left alone: {obstacles[call.node]}")
+        obstacle = _obstacle(call, memories)
+        if obstacle is None:
+            candidates[call.node] = call
+        elif len(calls) > 1:
+            graph.note(f"the lookup of {call.module} is left alone: {obstacle}")
     ranks = rank_calls(graph.graph, odd=candidates.__contains__, in_turn=launches_collective)
     modes, trained = grad_modes(graph.graph), _with_gradient(graph)
     groups: dict[object, list[LookupCall]] = {}
     for node, call in candidates.items():
-        homes = tuple(id(home) if home is not None else None for home in map(Arena.home, _states(call)))
+        homes = tuple(map(id, map(Arena.home, call.state_tensors)))  # two arenas cannot become one
         key = (ranks[node], modes[node], node in trained, homes, call.settings())
         groups.setdefault(key, []).append(call)
+    for call, *others in groups.values():
+        if not others and len(calls) > 1 and Arena.home(call.state_tensors[0]) is not None:
+            graph.note(
+                f"the lookup of {call.module} is left alone: a model compiled before fused it with others"
+            )
     return _Plan(tuple(tuple(group) for group in groups.values() if len(group) > 1), ranks)
 
 
-def _obstacles(graph: TrainGraph, calls: Sequence[LookupCall]) -> dict[fx.Node, str | None]:
-    """Returns why each lookup cannot be part of another; None for those that can."""
-    memories = Counter(map(_memory, graph.live))
-
-    def obstacle(call: LookupCall) -> str | None:
-        if (reason := call.obstacle()) is not None:
-            return reason
-        states = _states(call)
-        if any(len(node.users) > 1 for node in call.states) or any(memories[_memory(s)] > 1 for s in states):
-            return "the model reads its tables elsewhere, too; to join two updates of a row would change the result"
-        return next(filter(None, map(Arena.obstacle, states)), None)
-
-    return {call.node: obstacle(call) for call in calls}
-
-
-def _states(call: LookupCall) -> list[Tensor]:
-    return [call.live[node] for node in call.states]
+def _obstacle(call: LookupCall, memories: Mapping[int, int]) -> str | None:
+    """Returns why a lookup cannot be part of another; None if it can."""
+    if (obstacle := call.obstacle()) is not None:
+        return obstacle
+    if any(len(node.users) > 1 for node in call.states) or any(
+        memories[_memory(tensor)] > 1 for tensor in call.state_tensors
+    ):
+        return (
+            "the model reads its tables elsewhere, too; to join two updates of a row would change the result"
+        )
+    return next(filter(None, map(Arena.obstacle, call.state_tensors)), None)
 
 
 def _memory(value: Any) -> int:
@@ -98,13 +98,6 @@ def _requires_grad(node: fx.Node) -> bool:
     )
 
 
-def _name(graph: TrainGraph, call: LookupCall) -> str:
-    """Returns the FQN of the module that looks up, e.g. ``ebc._lookups[0]._emb_modules.0._emb_module``."""
-    weights, placeholders = call.states[0], graph.placeholders
-    fqn = graph.inputs[placeholders.index(weights)].fqn if weights in placeholders else weights.name
-    return fqn.removesuffix(".weights_host")
-
-
 def _apply(graph: TrainGraph, plan: _Plan) -> int:
     order_by_rank(graph.graph, plan.ranks)
     arenas: dict[int, fx.Node] = {}
@@ -116,18 +109,19 @@ def _apply(graph: TrainGraph, plan: _Plan) -> int:
 def _fuse(graph: TrainGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.Node]) -> None:
     """Puts one call behind the last of ``calls``, which no longer depend on anything that stands behind them."""
     first, last = calls[0], calls[-1]
-    names = [_name(graph, call) for call in calls]
-    name = f"{names[0]} to {names[-1]}"
+    modules = [call.module for call in calls]
+    name = f"{modules[0]} to {modules[-1]}"
     states, starts = [], []
-    for key, *nodes in zip(("weights", "momentum1"), *(call.states for call in calls), strict=False):
-        tensors = [call.live[node] for call, node in zip(calls, nodes, strict=True)]
-        arena = Arena.of(tensors, [f"{name}.{key}_host" for name in names])
+    tensors_by_state = zip(*(call.state_tensors for call in calls), strict=True)
+    for key, tensors in zip(("weights", "momentum1"), tensors_by_state, strict=False):
+        arena = Arena.of(tensors, [f"{module}.{key}_host" for module in modules])
         if id(arena.flat) not in arenas:
             arenas[id(arena.flat)] = graph.add_input(arena.flat, f"{name}.{key}")
         states.append(arenas[id(arena.flat)])
         starts.append(arena.offsets)
-        graph.input_checks.append(_arena_check(arena, [graph.placeholders.index(node) for node in nodes]))
-    graph.input_checks.append(_rate_check(graph, calls, names))
+        positions = [call.inputs[call.arguments[key][0]].position for call in calls]
+        graph.input_checks.append(_arena_check(arena, positions))
+    graph.input_checks.append(_rate_check(calls))
 
     def inputs(key: str) -> list[fx.Node]:
         return [call.arguments[key] for call in calls]
@@ -135,7 +129,7 @@ def _fuse(graph: TrainGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.N
     with graph.graph.inserting_before(last.node.next):
         num_features = [call.num_features for call in calls]
         joined = graph.emit(
-            JOIN_BAGS, (inputs("indices"), inputs("offsets"), num_features, names), like=last.node
+            JOIN_BAGS, (inputs("indices"), inputs("offsets"), num_features, modules), like=last.node
         )
         indices, lengths = [graph.emit(operator.getitem, (joined, i), like=last.node) for i in range(2)]
         lengths = graph.emit(aten.view.default, (lengths, [-1]), like=last.node)
@@ -180,17 +174,16 @@ def _arena_check(arena: Arena, positions: Sequence[int]) -> Callable[[Sequence[A
     return lambda values: arena.check([values[position] for position in positions])
 
 
-def _rate_check(
-    graph: TrainGraph, calls: Sequence[LookupCall], names: Sequence[str]
-) -> Callable[[Sequence[Any]], None]:
-    positions = [graph.placeholders.index(call.arguments["learning_rate_tensor"]) for call in calls]
+def _rate_check(calls: Sequence[LookupCall]) -> Callable[[Sequence[Any]], None]:
+    modules = [call.module for call in calls]
+    positions = [call.inputs[call.arguments["learning_rate_tensor"]].position for call in calls]
 
     def check(values: Sequence[Any]) -> None:
         rates = [values[position].item() for position in positions]
-        for rate, name in zip(rates, names, strict=True):
+        for rate, module in zip(rates, modules, strict=True):
             if rate != rates[0]:
                 raise OptimizerError(
-                    f"{names[0]} and {name} have learning rates {rates[0]} and {rate}, but one lookup stands for "
+                    f"{modules[0]} and {module} have learning rates {rates[0]} and {rate}, but one lookup stands for "
                     "both, and its backward knows one rate: set them alike, call torch.compiler.reset() to compile "
                     "again, or disable the pass 'fuse-tbe'"
                 )
@@ -209,8 +202,8 @@ class FuseTBE(GraphPass):
 
     Lookups become one that agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
     embedding dimension, too) and do not depend on each other. Their tables and optimizer states move into one memory
-    (:class:`~graphpasses.embedding.arena.Arena`), where every tensor that looks at them follows. Each call checks that
-    they still lie there, and that the learning rates still agree.
+    (:class:`~graphpasses.embedding.arena.Arena`), where every tensor that looks at them follows. Each call checks
+    that they still lie there, and that the learning rates still agree.
 
     A table that the model looks up twice is left alone: its optimizer would see one gradient where it sees two.
     Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.
