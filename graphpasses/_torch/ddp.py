@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["after_forward", "before_forward"]
+__all__ = ["after_forward", "before_forward", "will_rebuild_buckets"]
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
     """Readies the reducer and broadcasts buffers, as ``ddp.forward`` does before it calls the module."""
-    ddp._pre_forward(
-        None
-    )  # It moves what it is given to the module's device, and takes something for granted.
+    pre_forward: Any = ddp._pre_forward
+    pre_forward(None)  # It moves what it is given to the module's device, and cannot do with nothing.
 
 
 def after_forward(ddp: DistributedDataParallel, outputs: Any) -> Any:
     """Makes the reducer expect this forward's gradients; returns the outputs to go on with."""
-    return ddp._post_forward(outputs)  # type: ignore[no-untyped-call]
+    post_forward: Any = ddp._post_forward
+    return post_forward(outputs)
+
+
+def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
+    """Returns whether the order in which gradients come in this step may become the order of its buckets."""
+    return (
+        torch.is_grad_enabled()
+        and ddp.require_backward_grad_sync
+        and not ddp._has_rebuilt_buckets
+        and (ddp.static_graph or not ddp.find_unused_parameters)
+    )

@@ -18,12 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from graphpasses._torch.ddp import after_forward, before_forward
+from graphpasses._torch.ddp import after_forward, before_forward, will_rebuild_buckets
 from graphpasses._torch.dynamo_settings import InternalTorchDynamoError, change_settings, mark_any_length
 from graphpasses.embedding.torchrec_patches import apply_patches, remove_patches
 from graphpasses.errors import GraphPassesError, UnsupportedError
 
-__all__ = ["DDPCalls", "ddp_calls", "needs_eager_call", "prepare_inputs", "tracing_scope"]
+__all__ = [
+    "DDPCalls",
+    "ddp_calls",
+    "keep_optimizer_steps",
+    "needs_eager_call",
+    "prepare_inputs",
+    "tracing_scope",
+]
 
 
 @contextmanager
@@ -68,6 +75,31 @@ def needs_eager_call(modules: Iterable[nn.Module]) -> bool:
     )
 
 
+@contextmanager
+def keep_optimizer_steps(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Sets the fused optimizers' numbers of steps back after forwards that are no steps.
+
+    A TBE counts in its forward, on its device (which checkpoints keep) and on the host. Loaded numbers reach the host
+    in its next eager forward, and so, for a model that has none, here.
+
+    Example:
+        >>> with keep_optimizer_steps([model]), torch.no_grad():
+        ...     model(batch)  # doctest: +SKIP
+    """
+    found = (module for root in modules for module in _modules_and_lookups(root))
+    tbes: list[Any] = [module for module in found if hasattr(module, "iter_cpu") and hasattr(module, "iter")]
+    for tbe in tbes:
+        if tbe.iter_cpu.item() == 0:
+            tbe.iter_cpu.copy_(tbe.iter)
+    steps = [(tbe.iter.clone(), tbe.iter_cpu.clone()) for tbe in tbes]
+    try:
+        yield
+    finally:
+        for tbe, (step, step_on_host) in zip(tbes, steps, strict=True):
+            tbe.iter.copy_(step)
+            tbe.iter_cpu.copy_(step_on_host)
+
+
 # ---- DistributedDataParallel ---------------------------------------------------------------------------
 
 
@@ -84,6 +116,14 @@ class DDPCalls:
 
     modules: tuple[DistributedDataParallel, ...]
 
+    def needs_eager_step(self) -> bool:
+        """Returns whether the next step must run eager for its bits, which is so in the first two or three.
+
+        DistributedDataParallel packs gradients in the order in which they came in an early step. An element's place
+        decides the order in which more than two ranks' gradients are added.
+        """
+        return any(ddp.process_group.size() > 2 and will_rebuild_buckets(ddp) for ddp in self.modules)
+
     def before(self) -> None:
         """To be called before the compiled function."""
         for ddp in self.modules:
@@ -94,6 +134,31 @@ class DDPCalls:
         for ddp in reversed(self.modules):
             outputs = after_forward(ddp, outputs)
         return outputs
+
+    def in_order(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps what a backend made of a graph, so that the modules' all-reduces start in one order on all ranks.
+
+        All gradients leave a compiled backward at once, and autograd accumulates them in an order that depends on
+        how many there are. Each module's gradients but the first's go through a node of their own, which autograd
+        runs after what is accumulated.
+        """
+        if len(self.modules) < 2:
+            return compiled
+        parameters = [[id(parameter) for parameter in ddp.parameters()] for ddp in self.modules[1:]]
+
+        def run(*inputs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return compiled(*inputs)
+            position = {id(value): index for index, value in enumerate(inputs)}
+            values = list(inputs)
+            for ids in reversed(parameters):  # autograd runs first what was made last
+                indices = [position[item] for item in ids if item in position]
+                aliases = _alias(*(values[index] for index in indices)) if indices else ()
+                for index, alias in zip(indices, aliases, strict=True):
+                    values[index] = alias
+            return compiled(*values)
+
+        return run
 
 
 def ddp_calls(modules: Iterable[nn.Module]) -> DDPCalls:
@@ -203,23 +268,29 @@ class _Prepare:
         return value
 
 
-class _Alias(torch.autograd.Function):
-    """The same memory and gradient as another tensor, without being its view: Dynamo looks at a view's base."""
+class _Aliases(torch.autograd.Function):
+    """The same memory and gradients as other tensors, without being their views: Dynamo looks at a view's base."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
+def _alias(*tensors: Tensor) -> tuple[Tensor, ...]:
+    aliases: tuple[Tensor, ...] = _Aliases.apply(*tensors)  # type: ignore[no-untyped-call]
+    return aliases
 
 
 def _any_length(tensor: Tensor | None) -> Tensor | None:
     """Returns an alias of a tensor whose dim 0 Dynamo treats as unknown; the user's tensor stays unmarked."""
     if tensor is None:
         return None
-    alias: Tensor = _Alias.apply(tensor) if tensor.requires_grad else tensor.detach()  # type: ignore[no-untyped-call]
+    (alias,) = _alias(tensor) if tensor.requires_grad else (tensor.detach(),)
     mark_any_length(alias)
     return alias
 

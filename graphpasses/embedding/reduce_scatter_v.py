@@ -20,7 +20,7 @@ def _reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: s
     if len(set(splits)) == 1:
         dist.reduce_scatter_single(output, tensor, group=named_group(group))
     else:
-        dist.reduce_scatter(output, list(torch.split(tensor, splits)), group=named_group(group))
+        dist.reduce_scatter(output, list(torch.split(tensor, list(splits))), group=named_group(group))
     return output
 
 

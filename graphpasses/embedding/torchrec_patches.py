@@ -10,6 +10,7 @@ import importlib
 import importlib.metadata
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -399,7 +400,9 @@ def _replacements(with_torchrec: bool) -> tuple[tuple[Any, str, Any], ...]:
                 f"TorchRec {version} was not tested with graphpasses, which changes functions inside of it to trace "
                 f"them; install torchrec {' or '.join(TORCHREC_VERSIONS)}"
             )
-    return tuple(patch.resolve() for patch in (*_DDP, *(_TORCHREC if with_torchrec else ())))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchRec's imports warn of TorchRec's own code.
+        return tuple(patch.resolve() for patch in (*_DDP, *(_TORCHREC if with_torchrec else ())))
 
 
 def apply_patches() -> None:
