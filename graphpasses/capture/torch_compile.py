@@ -172,7 +172,11 @@ def _compile(
 
     captured = read_model_graph(module, model)
     rewritten = run(captured)
-    kept = [index for index, node in enumerate(rewritten.placeholders) if node.users]
+    kept = [
+        index
+        for index, node in enumerate(rewritten.placeholders)
+        if node.users or isinstance(node.meta.get("val"), torch.SymInt)  # a symbol may be part of other sizes
+    ]
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
     origin = ModelInputs(model, rewritten.identity, rewritten.inputs)
 

@@ -6,6 +6,7 @@ from graphpasses.passes.bucket_all_to_all import BucketAllToAll
 from graphpasses.passes.bucket_fsdp_collectives import BucketFSDPCollectives
 from graphpasses.passes.coalesce_grad_reductions import CoalesceGradReductions
 from graphpasses.passes.deduplicate_shared import DeduplicateShared
+from graphpasses.passes.lower_embedding_bags import LowerEmbeddingBags
 from graphpasses.passes.prefetch_collectives import PrefetchCollectives
 from graphpasses.passes.regather_parameters import RegatherParameters
 from graphpasses.passes.reinplace_tbe_updates import ReinplaceTBEUpdates
@@ -16,6 +17,7 @@ __all__ = [
     "BucketFSDPCollectives",
     "CoalesceGradReductions",
     "DeduplicateShared",
+    "LowerEmbeddingBags",
     "PrefetchCollectives",
     "RegatherParameters",
     "ReinplaceTBEUpdates",
@@ -49,14 +51,19 @@ def default_pipeline(
     )
 
 
-def recommender_pipeline(*, disable: tuple[str, ...] = ()) -> Pipeline:
+def recommender_pipeline(*, lower_embedding_bags: bool = False, disable: tuple[str, ...] = ()) -> Pipeline:
     """Returns the pipeline for models with embedding tables: what ``torch.compile(backend="graphpasses")`` runs.
 
     Args:
+        lower_embedding_bags: make lookups of FBGEMM's TBE of a plain model's ``embedding_bag`` calls, too, which is
+            many times as fast but may round otherwise than eager.
         disable: names of passes to leave out.
 
     Example:
         >>> [p.name for p in recommender_pipeline().passes][0]
         'deduplicate-shared'
     """
-    return Pipeline((DeduplicateShared(), BucketAllToAll(), ReinplaceTBEUpdates()), disable=disable)
+    lowering = (LowerEmbeddingBags(),) if lower_embedding_bags else ()
+    return Pipeline(
+        (*lowering, DeduplicateShared(), BucketAllToAll(), ReinplaceTBEUpdates()), disable=disable
+    )

@@ -1,0 +1,106 @@
+"""Bags of ids for several tables, put end to end as one lookup reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from graphpasses.errors import IdError
+
+__all__ = ["PACK_BAGS", "pack_bags"]
+
+
+@torch.library.custom_op(
+    "graphpasses::pack_bags",
+    mutates_args=(),
+    schema="(Tensor[] ids, Tensor?[] offsets, int[] num_rows, str[] tables, bool include_last_offset)"
+    " -> (Tensor, Tensor)",
+)
+def pack_bags(
+    ids: Sequence[Tensor],
+    offsets: Sequence[Tensor | None],
+    num_rows: Sequence[int],
+    tables: Sequence[str],
+    include_last_offset: bool,
+) -> tuple[Tensor, Tensor]:
+    """Puts the bags of several ``embedding_bag`` calls end to end, and checks what those calls would have.
+
+    Args:
+        ids: per call: the ids of its bags, integer; 1-D, or [B, L] with a bag per row.
+        offsets: per call: where in 1-D ``ids`` each of the B bags begins, integer; [B], or [B + 1] with the end.
+        num_rows: per call: the rows of its table.
+        tables: per call: the table's FQN, for messages.
+        include_last_offset: whether the last offset is the end of the last bag.
+
+    Returns:
+        All ids [N], int64; where in them each bag begins, and the end [calls * B + 1], int64.
+
+    Raises:
+        IdError: an id is not a row of its table, or offsets do not divide the ids into bags.
+
+    Example:
+        >>> a, b, offsets = torch.tensor([5, 7, 7]), torch.tensor([0]), torch.tensor([0, 1])
+        >>> pack_bags([a, b], [offsets, offsets], [9, 4], ["a.weight", "b.weight"], False)
+        (tensor([5, 7, 7, 0]), tensor([0, 1, 3, 4, 4]))
+    """
+    for table, rows, values in zip(tables, num_rows, ids, strict=True):
+        _check_ids(table, rows, values)
+    sizes = torch.tensor([[values.numel()] for values in ids])
+    starts = torch.stack(list(map(_starts, ids, offsets))).long()
+    ends = torch.cat([starts, sizes], 1)
+    fits = (ends.diff() >= 0).all(1) & (starts[:, :1] == 0).all(1)
+    if include_last_offset:
+        fits &= starts[:, -1] == sizes[:, 0]
+        starts = starts[:, :-1]
+    if not fits.all():
+        index = int(fits.int().argmin())
+        _refuse_offsets(
+            tables[index], _starts(ids[index], offsets[index]), ids[index].numel(), include_last_offset
+        )
+    starts = starts + (sizes.cumsum(0) - sizes)
+    return torch.cat([values.flatten() for values in ids]).long(), torch.cat(
+        [starts.flatten(), sizes.sum()[None]]
+    )
+
+
+def _starts(ids: Tensor, offsets: Tensor | None) -> Tensor:
+    return torch.arange(ids.size(0)) * ids.size(1) if offsets is None else offsets
+
+
+def _check_ids(table: str, num_rows: int, ids: Tensor) -> None:
+    if ids.numel() == 0:
+        return
+    low, high = map(int, ids.aminmax())
+    if low < 0 or high >= num_rows:
+        wrong = low if low < 0 else high
+        raise IdError(
+            f"{table} was looked up with id {wrong}; its {num_rows} rows have ids 0 to {num_rows - 1}"
+        )
+
+
+def _refuse_offsets(table: str, offsets: Tensor, num_ids: int, include_last_offset: bool) -> NoReturn:
+    end = "end with" if include_last_offset else "not exceed"
+    raise IdError(
+        f"{table} was looked up with offsets {offsets.tolist()}; they must begin with 0, not decrease, and {end} "
+        f"the number of ids, {num_ids}"
+    )
+
+
+@pack_bags.register_fake
+def _(
+    ids: Sequence[Tensor],
+    offsets: Sequence[Tensor | None],
+    num_rows: Sequence[int],
+    tables: Sequence[str],
+    include_last_offset: bool,
+) -> tuple[Tensor, Tensor]:
+    starts = ids[0] if offsets[0] is None else offsets[0]
+    num_bags = len(ids) * (starts.size(0) - include_last_offset)
+    packed = ids[0].new_empty(sum(values.numel() for values in ids), dtype=torch.int64)
+    return packed, packed.new_empty(num_bags + 1)
+
+
+PACK_BAGS = torch.ops.graphpasses.pack_bags.default

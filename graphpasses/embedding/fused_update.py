@@ -1,0 +1,195 @@
+"""Optimizers that run in backward, and FBGEMM's fused updates that do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from graphpasses._torch.optimizer_in_backward import (
+    has_step_hooks,
+    optimizers_in_backward,
+    steps_in_backward,
+)
+from graphpasses.embedding.arena import Arena
+from graphpasses.errors import OptimizerError
+
+__all__ = ["FusedForm", "FusedUpdate", "count_steps", "learning_rate", "optimizer_states"]
+
+# The optimizers that have a fused form: its name in FBGEMM, and the options that must be off.
+_FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "torch.optim.sgd.SGD": ("sgd", ("momentum", "weight_decay", "maximize")),
+    "torch.optim.adagrad.Adagrad": ("adagrad", ("lr_decay", "weight_decay", "maximize")),
+    "torchrec.optim.rowwise_adagrad.RowWiseAdagrad": (
+        "rowwise_adagrad",
+        ("lr_decay", "weight_decay", "maximize"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class FusedForm:
+    """The fused update that does what an optimizer does.
+
+    Args:
+        name: ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``.
+        eps: what is added to the root of the accumulated squares; 0 for ``"sgd"``.
+    """
+
+    name: str
+    eps: float
+
+    @classmethod
+    def of(cls, table: Tensor) -> FusedForm | str | None:
+        """Returns the fused form of a table's optimizer in backward.
+
+        Args:
+            table: a parameter.
+
+        Returns:
+            The form; where there is none, why; None for a parameter without an optimizer in backward.
+        """
+        optimizers = optimizers_in_backward(table)
+        if not optimizers:
+            return None
+        if len(optimizers) > 1:
+            return f"{len(optimizers)} optimizers run in its backward"
+        if not steps_in_backward(table):
+            return "no hook steps its optimizer in backward"
+        kind, options = type(optimizers[0]), optimizers[0].param_groups[0]
+        name, switches = _FORMS.get(f"{kind.__module__}.{kind.__qualname__}", ("", ()))
+        if not name:
+            return f"{kind.__name__} has no fused form"
+        for option in switches:
+            if options[option]:
+                return f"{kind.__name__} with {option}={options[option]} has no fused form"
+        eps = options.get("eps", 0.0)
+        if name != "sgd" and eps == 0:  # eager divides 0 by 0 in the rows that a batch leaves out
+            return f"{kind.__name__} with eps=0 has no fused form"
+        if has_step_hooks(optimizers[0]):
+            return f"hooks watch the steps of its {kind.__name__}"
+        return cls(name, eps)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Names of the optimizer's states."""
+        return () if self.name == "sgd" else ("sum", "step")
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments that only this form's operator has, but for its states."""
+        if self.name == "sgd":
+            return {}
+        if self.name == "adagrad":
+            return {"optim_float": [self.eps]}
+        # No weight decay, no limit on a row's norm.
+        return {"optim_int": [0], "optim_float": [self.eps, 0.0, 0.0]}
+
+
+@dataclass(frozen=True)
+class FusedUpdate:
+    """The optimizers in backward of several tables, as one fused update.
+
+    They stay the user's: the update reads and writes their own state tensors, and takes the learning rate that
+    they have when a step begins.
+
+    Args:
+        form: the fused update.
+        tables: the tables, by FQN.
+        learning_rate: 0-dim, float32; the update reads it.
+        states: by name (``"sum"``, ``"step"``): the state tensors, in the order of ``tables``.
+        arenas: by name: the memory in which they lie.
+    """
+
+    form: FusedForm
+    tables: Mapping[str, Tensor]
+    learning_rate: Tensor
+    states: Mapping[str, tuple[Tensor, ...]]
+    arenas: Mapping[str, Arena]
+
+    @classmethod
+    def of(cls, form: FusedForm, tables: Mapping[str, Tensor]) -> FusedUpdate:
+        """Puts the states of the tables' optimizers into one memory per name.
+
+        Args:
+            form: that of every table's optimizer.
+            tables: the tables, by FQN.
+        """
+        states = {name: tuple(_state(table)[name] for table in tables.values()) for name in form.states}
+        arenas = {
+            name: Arena.of(tensors, [f"optimizer state {name!r} of {fqn}" for fqn in tables])
+            for name, tensors in states.items()
+        }
+        return cls(form, tables, torch.tensor(0.0), states, arenas)
+
+    def refresh(self) -> None:
+        """Takes over what the user changed since the last step: the learning rate, and states that were loaded.
+
+        Raises:
+            OptimizerError: learning rates differ, or an optimizer was changed to what the update cannot do.
+            ArenaError: a state tensor was moved.
+        """
+        rates = {fqn: learning_rate(table) for fqn, table in self.tables.items()}
+        (first, rate), *_ = rates.items()
+        for fqn, table in self.tables.items():
+            if FusedForm.of(table) != self.form:
+                raise OptimizerError(
+                    f"the optimizer in backward of {fqn} was changed after the model was compiled; call "
+                    "torch.compiler.reset() to compile again"
+                )
+            if rates[fqn] != rate:
+                raise OptimizerError(
+                    f"the optimizers in backward of {first} and {fqn} have the learning rates {rate} and "
+                    f"{rates[fqn]}, but are one fused update; give them one, or call torch.compiler.reset() to "
+                    "compile again with an update for each"
+                )
+        self.learning_rate.fill_(rate)
+        for name, tensors in self.states.items():
+            for table, tensor in zip(self.tables.values(), tensors, strict=True):
+                state = _state(table)
+                if state[name] is not tensor:  # load_state_dict makes new tensors
+                    tensor.copy_(state[name])
+                    state[name] = tensor
+            self.arenas[name].check(tensors)
+
+
+def learning_rate(table: Tensor) -> float:
+    """Returns the learning rate of a table's optimizer in backward, as it is now."""
+    return float(optimizers_in_backward(table)[0].param_groups[0]["lr"])
+
+
+def optimizer_states(table: Tensor, form: FusedForm) -> tuple[Tensor, ...]:
+    """Returns the state tensors of a table's optimizer in backward, in the order of ``form.states``."""
+    return tuple(_state(table)[name] for name in form.states)
+
+
+def _state(table: Tensor) -> dict[str, Any]:
+    optimizer: Optimizer = optimizers_in_backward(table)[0]
+    state: dict[str, Any] = optimizer.state[table]
+    return state
+
+
+class _CountSteps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, steps: Tensor) -> Tensor:
+        ctx.steps = steps
+        return trigger.view_as(trigger)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.steps.add_(1)
+        return grads[0], None
+
+
+def count_steps(trigger: Tensor, steps: Tensor) -> Tensor:
+    """Returns ``trigger``; a backward that reaches it adds one to each of ``steps``.
+
+    Args:
+        trigger: the empty tensor whose gradient makes a fused lookup part of backward.
+        steps: the steps that optimizers count.
+    """
+    apply: Callable[..., Tensor] = _CountSteps.apply
+    return apply(trigger, steps)
