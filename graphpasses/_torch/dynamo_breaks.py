@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch._dynamo.utils import graph_break_reasons
 
@@ -26,12 +27,14 @@ def record_graph_breaks() -> Iterator[list[str]]:
     try:
         yield breaks
     finally:
-        for reason in graph_break_reasons[start:]:
-            frame = reason.user_stack[-1]
-            # Where a function goes on after a break, Dynamo calls it torch_dynamo_resume_in_<function>_at_<line>.
-            function = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", frame.name)
-            what, _, details = reason.reason.partition("\n")
-            why = re.search(r"Explanation: (.*)", details)
-            breaks.append(
-                f"{frame.filename}:{frame.lineno} in {function}: {what}" + (f". {why[1]}" if why else "")
-            )
+        # A break in a function breaks its callers at the same line, too.
+        breaks += dict.fromkeys(map(_describe, graph_break_reasons[start:]))
+
+
+def _describe(reason: Any) -> str:
+    frame = reason.user_stack[-1]
+    # Where a function goes on after a break, Dynamo calls it torch_dynamo_resume_in_<function>_at_<line>.
+    function = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", frame.name)
+    what, _, details = reason.reason.partition("\n")
+    why = re.search(r"Explanation: (.*)", details)
+    return f"{frame.filename}:{frame.lineno} in {function}: {what}" + (f". {why[1]}" if why else "")

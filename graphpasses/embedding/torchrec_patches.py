@@ -115,6 +115,31 @@ def _on_copies(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_inputs
 
 
+def _without_caches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An unsharded collection caches in its batch what it computes per feature.
+
+    The cache would be outputs of the graph, which are made anew at each call and read by nobody: the batch that is
+    traced is a copy. So is this, whose cache stays in the graph.
+    """
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    def maybe_td_to_kjt(features: Any, keys: list[str] | None = None) -> Any:
+        features = original(features, keys)
+        if not torch.compiler.is_dynamo_compiling() or features.variable_stride_per_key():
+            return features
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            weights=features.weights_or_none(),
+            lengths=features.lengths_or_none(),
+            offsets=features.offsets_or_none(),
+            stride=features.stride(),
+            inverse_indices=features.inverse_indices_or_none(),
+        )
+
+    return maybe_td_to_kjt
+
+
 def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
     """Dynamo breaks the graph at logger calls."""
 
@@ -370,6 +395,7 @@ _TORCHREC = (
     Patch(f"{_TBE}.log", _silent),
     Patch(f"{_DIST}.dist_data:_get_recat", _recat_by_sample),
     Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.dist_init", _permute_by_sample),
+    Patch("torchrec.modules.embedding_modules:maybe_td_to_kjt", _without_caches),
     Patch(f"{_DIST}.sharding.twrw_sharding:TwRwPooledEmbeddingDist.forward", _two_collectives_by_sample),
     Patch(f"{_DIST}.sharding.grid_sharding:GridPooledEmbeddingDist.forward", _two_collectives_by_sample),
     Patch(f"{_DIST}.dist_data:SequenceEmbeddingsAllToAll.forward", _sequences_of_any_batch),
@@ -408,7 +434,7 @@ def _replacements(with_torchrec: bool) -> tuple[tuple[Any, str, Any], ...]:
 def apply_patches() -> None:
     """Puts the patches in place, TorchRec's only if the program has loaded it; calls may be nested."""
     global _depth
-    replacements = _replacements("torchrec" in sys.modules)
+    replacements = _replacements(sys.modules.get("torchrec") is not None)
     with _lock:
         _depth += 1
         if _depth == 1:

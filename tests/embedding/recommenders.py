@@ -199,6 +199,7 @@ class Compiled:
         self.ddp = ddp_calls([model])
         self.backend = CountGraphs(self.ddp)
         self.compiled = torch.compile(model, backend=self.backend, fullgraph=True)
+        self.tells_ddp = True
 
     def __call__(self, *args: Any) -> Any:
         with tracing_scope():
@@ -208,8 +209,17 @@ class Compiled:
             if self.ddp.needs_eager_step():
                 return self.model(*args)
             args, _ = prepare_inputs(args, {})
+            if not self.tells_ddp:
+                return self.compiled(*args)
             self.ddp.before()
             return self.ddp.after(self.compiled(*args))
+
+
+def tbes(model: nn.Module) -> Iterator[nn.Module]:
+    """Yields the table-batched embeddings of a sharded model."""
+    for module in model.modules():
+        for lookup in getattr(module, "_lookups", ()):
+            yield from (child for child in lookup.modules() if hasattr(child, "iter_cpu"))
 
 
 def tensors(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
