@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -17,7 +18,7 @@ from graphpasses._torch.torch_calls import (
     written_inputs,
 )
 
-__all__ = ["order_by_rank", "rank_calls"]
+__all__ = ["grad_modes", "has_gradient", "order_by_rank", "rank_calls"]
 
 Predicate = Callable[[fx.Node], bool]
 
@@ -34,6 +35,8 @@ def rank_calls(graph: fx.Graph, *, odd: Predicate, in_turn: Predicate) -> dict[f
     - its inputs, and higher where the input is odd or it is odd itself;
     - the last call before it that writes memory which it reads or writes (a call that writes also comes behind those
       that read), or that draws random numbers, if it does;
+    - the last call before it through which a gradient comes to one of its inputs, since gradients are added in the
+      order of the calls, if one comes through it, too;
     - every call before it, where one of the two changes the context (autocast), and
     - every collective before it, where ``in_turn`` accepts it.
 
@@ -43,20 +46,25 @@ def rank_calls(graph: fx.Graph, *, odd: Predicate, in_turn: Predicate) -> dict[f
         in_turn: which calls stay behind the collectives that they come behind.
     """
     ranks: dict[fx.Node, int] = {}
+    # By memory; or by value, for the gradients that are added up for it.
     last_read: dict[object, int] = {}
     last_write: dict[object, int] = {}
     highest = lowest = of_collectives = 0
     for node in graph.nodes:
         written = set(_memory(written_inputs(node)))
-        touched = written.union(_memory((node, *node.all_input_nodes)))
+        touched = set(_memory((node, *node.all_input_nodes)))
         if draws_random_numbers(node):
             written.add(_RANDOM_STATE)
-            touched.add(_RANDOM_STATE)
+        if has_gradient(node):
+            written.update(
+                other for other in node.all_input_nodes if len(other.users) > 1 and has_gradient(other)
+            )
+        touched |= written
         rank = max(
             lowest,
             *(ranks[other] + ranks[other] % 2 for other in node.all_input_nodes),
-            *(last_write.get(memory, 0) for memory in touched),
-            *(last_read.get(memory, 0) for memory in written),
+            *(last_write.get(key, 0) for key in touched),
+            *(last_read.get(key, 0) for key in written),
             of_collectives if in_turn(node) else 0,
             highest if changes_context(node) else 0,
         )
@@ -64,10 +72,22 @@ def rank_calls(graph: fx.Graph, *, odd: Predicate, in_turn: Predicate) -> dict[f
         highest = max(highest, rank)
         lowest = rank if changes_context(node) else lowest
         of_collectives = max(of_collectives, rank) if launches_collective(node) else of_collectives
-        for memory in touched:
-            last_read[memory] = max(last_read.get(memory, 0), rank)
+        for key in touched:
+            last_read[key] = max(last_read.get(key, 0), rank)
         last_write.update(dict.fromkeys(written, rank))
     return ranks
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Whether the value of a node, or a part of it, may have a gradient.
+
+    Args:
+        node: a node of a graph that Dynamo traced.
+    """
+    if "val" not in node.meta:  # a call that returns several values, or none
+        return any(user.target is operator.getitem and has_gradient(user) for user in node.users)
+    values = pytree.tree_leaves(node.meta["val"])
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _memory(nodes: Iterable[fx.Node]) -> Iterator[object]:

@@ -20,8 +20,8 @@ __all__ = ["Arena"]
 # Where torch's CPU allocator begins a tensor.
 _ALIGNMENT = 64
 
-# The arena that each tensor was put into: its memory, and where in it the tensor begins.
-_HOMES: MutableMapping[Tensor, tuple[Tensor, int]] = WeakTensorKeyDictionary()
+# The arena that each tensor was put into: its memory, and where in it the tensor begins; None if it is that memory.
+_HOMES: MutableMapping[Tensor, tuple[Tensor | None, int]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,15 @@ class Arena:
 
     @staticmethod
     def home(tensor: Tensor) -> Tensor | None:
-        """Returns the ``flat`` of the arena in which a tensor lies; None if it lies in none.
+        """Returns the ``flat`` of the arena in which a tensor lies, or which it is; None if it lies in none.
 
         Args:
             tensor: the object that was given to :meth:`of`; another view of it is not recognized.
         """
-        flat, offset = _HOMES.get(tensor, (None, 0))
-        return flat if flat is not None and _offset(tensor, flat) == offset else None
+        if tensor not in _HOMES:
+            return None
+        flat, offset = _HOMES[tensor]
+        return tensor if flat is None else flat if _offset(tensor, flat) == offset else None
 
     @staticmethod
     def obstacle(tensor: Tensor) -> str | None:
@@ -115,6 +117,7 @@ class Arena:
         starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
         # Nothing is touched before a table is copied to it, so it costs no memory yet.
         flat = torch.empty(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
+        _HOMES[flat] = (None, 0)
         prefer_huge_pages(flat)
         for tensor, start, size in zip(tensors, starts, sizes, strict=False):
             move_storage(tensor, flat[start : start + size])

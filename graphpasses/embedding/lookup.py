@@ -30,6 +30,7 @@ _NO_POOLING = 2
 _CACHE_LOCATIONS = 3  # aux_tensor: without a cache, an empty tensor
 _INFO_B = slice(1, 3)  # aux_int
 _GLOBAL_WEIGHT_DECAY, _MIXED_D = 3, 6  # aux_bool
+_SETTINGS = ("aux_float", "optim_int", "optim_float")
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,9 @@ class LookupCall:
             return "its tables are not on the CPU"
         if arguments["max_B"] != -1 or arguments["vbe_output"] is not None:
             return "its features have batch sizes of their own"
+        lists = [value for name in _SETTINGS for value in arguments.get(name, ())]
+        if any(isinstance(value, fx.Node) for value in lists):
+            return "its hyperparameters are inputs of the graph, as torch.compile(dynamic=True) makes them"
         others = [value for index, value in enumerate(arguments["aux_tensor"]) if index != _CACHE_LOCATIONS]
         if arguments["feature_requires_grad"] is not None or any(value is not None for value in others):
             return "it uses FBGEMM's feature_requires_grad, a cache, or statistics"

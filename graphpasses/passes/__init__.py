@@ -6,6 +6,8 @@ from graphpasses.passes.bucket_all_to_all import BucketAllToAll
 from graphpasses.passes.bucket_fsdp_collectives import BucketFSDPCollectives
 from graphpasses.passes.coalesce_grad_reductions import CoalesceGradReductions
 from graphpasses.passes.deduplicate_shared import DeduplicateShared
+from graphpasses.passes.fuse_tbe import FuseTBE
+from graphpasses.passes.hoist_input_dists import HoistInputDists
 from graphpasses.passes.lower_embedding_bags import LowerEmbeddingBags
 from graphpasses.passes.prefetch_collectives import PrefetchCollectives
 from graphpasses.passes.regather_parameters import RegatherParameters
@@ -17,6 +19,8 @@ __all__ = [
     "BucketFSDPCollectives",
     "CoalesceGradReductions",
     "DeduplicateShared",
+    "FuseTBE",
+    "HoistInputDists",
     "LowerEmbeddingBags",
     "PrefetchCollectives",
     "RegatherParameters",
@@ -65,5 +69,13 @@ def recommender_pipeline(*, lower_embedding_bags: bool = False, disable: tuple[s
     """
     lowering = (LowerEmbeddingBags(),) if lower_embedding_bags else ()
     return Pipeline(
-        (*lowering, DeduplicateShared(), BucketAllToAll(), ReinplaceTBEUpdates()), disable=disable
+        (
+            *lowering,
+            DeduplicateShared(),
+            HoistInputDists(),
+            FuseTBE(),
+            BucketAllToAll(),
+            ReinplaceTBEUpdates(),
+        ),
+        disable=disable,
     )

@@ -11,14 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from graphpasses._torch import pytree
 from graphpasses._torch.torch_calls import launches_collective
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.joined_lookup import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.embedding.lookup import LookupCall, TableLayout
 from graphpasses.errors import OptimizerError
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.model_order import grad_modes, order_by_rank, rank_calls
+from graphpasses.model_order import grad_modes, has_gradient, order_by_rank, rank_calls
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["FuseTBE"]
@@ -52,7 +51,8 @@ def _plan(graph: TrainGraph) -> _Plan:
         key = (ranks[node], modes[node], node in trained, homes, call.settings())
         groups.setdefault(key, []).append(call)
     for call, *others in groups.values():
-        if not others and len(calls) > 1 and Arena.home(call.state_tensors[0]) is not None:
+        home = Arena.home(call.state_tensors[0])
+        if not others and len(calls) > 1 and home is not None and home is not call.state_tensors[0]:
             graph.note(
                 f"the lookup of {call.module} is left alone: a model compiled before fused it with others"
             )
@@ -63,12 +63,12 @@ def _obstacle(call: LookupCall, memories: Mapping[int, int]) -> str | None:
     """Returns why a lookup cannot be part of another; None if it can."""
     if (obstacle := call.obstacle()) is not None:
         return obstacle
-    if any(len(node.users) > 1 for node in call.states) or any(
-        memories[_memory(tensor)] > 1 for tensor in call.state_tensors
-    ):
-        return (
-            "the model reads its tables elsewhere, too; to join two updates of a row would change the result"
-        )
+    is_shared = any(memories[_memory(tensor)] > 1 for tensor in call.state_tensors)
+    if is_shared or any(len(node.users) > 1 for node in call.states):
+        return "the model also reads its tables elsewhere; joint updates of a row change the result"
+    weights = call.arguments["indice_weights"]
+    if weights is not None and has_gradient(weights) and sum(map(has_gradient, weights.users)) > 1:
+        return "the weights of its ids get gradients from elsewhere, too, which are added in an order"
     return next(filter(None, map(Arena.obstacle, call.state_tensors)), None)
 
 
@@ -86,16 +86,8 @@ def _with_gradient(graph: TrainGraph) -> set[fx.Node]:
     nodes: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         if node.op == "output" or node in nodes:
-            nodes.update(filter(_requires_grad, node.all_input_nodes))
+            nodes.update(filter(has_gradient, node.all_input_nodes))
     return nodes
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    # The outputs of an operator that returns several are read by nodes of their own.
-    values = pytree.tree_leaves(node.meta.get("val"))
-    return "val" not in node.meta or any(
-        isinstance(value, Tensor) and value.requires_grad for value in values
-    )
 
 
 def _apply(graph: TrainGraph, plan: _Plan) -> int:

@@ -43,6 +43,7 @@ def test_an_arena_is_used_again() -> None:
     assert again.offsets == first.offsets[::-1]
     assert Arena.home(tensors[0]) is first.flat
     assert Arena.obstacle(tensors[0]) is None
+    assert Arena.home(first.flat) is first.flat
     assert Arena.home(table(1, 0.0)) is None
 
 
