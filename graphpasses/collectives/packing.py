@@ -62,15 +62,24 @@ def _row_shapes(sizes: Sequence[int], row_dims: Sequence[int]) -> Iterator[Seque
 
 def _pack(inputs: list[Tensor], splits: list[int]) -> Tensor:
     dtype = packed_dtype([tensor.dtype for tensor in inputs])
-    pieces = []
+    for_rank: list[list[Tensor]] = [[] for _ in range(len(splits) // len(inputs))]
     for tensor, rows in zip(inputs, _by_member(splits, len(inputs)), strict=True):
-        flat = tensor.reshape(-1)
-        row_size = math.prod(tensor.shape[1:])
+        if not tensor.numel():
+            continue
+        flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
         if flat.dtype != dtype:
-            row_size *= flat.element_size()
             flat = flat.view(dtype)
-        pieces.append(flat.split_with_sizes([num_rows * row_size for num_rows in rows]))
-    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
+        num_rows = tensor.shape[0]
+        if num_rows in rows:  # all for one rank, as of a table that one rank holds
+            for_rank[rows.index(num_rows)].append(flat)
+            continue
+        row_size = flat.shape[0] // num_rows
+        pieces = flat.split_with_sizes([num_rows * row_size for num_rows in rows])
+        for rank, num_rows in enumerate(rows):
+            if num_rows:
+                for_rank[rank].append(pieces[rank])
+    packed = [piece for of_rank in for_rank for piece in of_rank]
+    return torch.cat(packed) if packed else inputs[0].new_empty(0, dtype=dtype)
 
 
 def _unpack(
@@ -81,17 +90,28 @@ def _unpack(
     dtypes: list[torch.dtype],
 ) -> list[Tensor]:
     num_members = len(dtypes)
-    shapes = [tuple(shape) for shape in _row_shapes(row_shapes, row_dims)]
+    members = list(
+        zip(_by_member(splits, num_members), _row_shapes(row_shapes, row_dims), dtypes, strict=True)
+    )
     sizes = []
-    for rows, shape, dtype in zip(_by_member(splits, num_members), shapes, dtypes, strict=True):
+    for rows, shape, dtype in members:
         row_size = math.prod(shape) * (dtype.itemsize if dtype != packed.dtype else 1)
         sizes.append([num_rows * row_size for num_rows in rows])
-    pieces = packed.split_with_sizes([size for of_rank in zip(*sizes, strict=True) for size in of_rank])
+    in_order = [
+        (index, size) for of_rank in zip(*sizes, strict=True) for index, size in enumerate(of_rank) if size
+    ]
+    pieces: list[list[Tensor]] = [[] for _ in members]
+    # Every output gets memory of its own: an operator may not return parts of what it is given.
+    is_whole = len({index for index, _ in in_order}) == len(in_order)
+    split = torch.ops.aten.split_with_sizes_copy.default if is_whole else torch.split_with_sizes
+    for (index, _), piece in zip(in_order, split(packed, [size for _, size in in_order]), strict=True):
+        pieces[index].append(piece)
     outputs = []
-    for index, (rows, shape, dtype) in enumerate(
-        zip(_by_member(splits, num_members), shapes, dtypes, strict=True)
-    ):
-        output = torch.cat(pieces[index::num_members])
+    for (rows, shape, dtype), parts in zip(members, pieces, strict=True):
+        if not parts:
+            outputs.append(packed.new_empty((sum(rows), *shape), dtype=dtype))
+            continue
+        output = parts[0] if is_whole else torch.cat(parts)
         if dtype != packed.dtype:
             output = output.view(dtype)
         outputs.append(output.view(sum(rows), *shape) if shape else output)
