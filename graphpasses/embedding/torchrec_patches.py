@@ -151,42 +151,15 @@ def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # ---- batch sizes that differ between ranks -------------------------------------------------------------
-# Traced batch sizes of other ranks are unknown numbers. TorchRec then either compares them, which cannot be traced,
-# or takes them for equal, which gives wrong results where a rank's last batch is smaller. Traced here is what eager
-# does for unequal sizes; for equal ones it gives the same values.
+# A graph does not know the batch sizes of other ranks. Traced, TorchRec either compares them, at which tracing ends,
+# or takes them to be equal, which gives wrong results where a rank's last batch is smaller.
 
 
-def _recat_by_sample(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original's permutation, traced, takes the features of all ranks to be equally long."""
-
-    def _get_recat(
-        local_split: int,
-        num_splits: int,
-        stagger: int = 1,
-        device: torch.device | None = None,
-        batch_size_per_rank: list[int] | None = None,
-    ) -> Tensor | None:
-        if not torch.compiler.is_dynamo_compiling():
-            return original(local_split, num_splits, stagger, device, batch_size_per_rank)  # type: ignore[no-any-return]
-        recat: Tensor | None = original(local_split, num_splits, stagger, device)
-        if recat is None or batch_size_per_rank is None:
-            return recat
-        sizes = torch.tensor(batch_size_per_rank, dtype=torch.int32, device=device)
-        sizes = sizes.unsqueeze(1).expand(-1, local_split).reshape(-1)
-        by_sample: Tensor = torch.ops.fbgemm.expand_into_jagged_permute(
-            recat,
-            torch.ops.fbgemm.asynchronous_complete_cumsum(sizes),
-            torch.ops.fbgemm.asynchronous_complete_cumsum(sizes[recat]),
-            sum(batch_size_per_rank) * local_split,
-        )
-        return by_sample
-
-    return _get_recat
-
-
-def _permute_by_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+def _permute_received(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original, traced, permutes received features as if every rank's batch had rank 0's size."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from graphpasses.embedding.batch_operators import permute_batches
 
     def dist_init(
         keys: list[str],
@@ -201,20 +174,20 @@ def _permute_by_sample(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(
                 keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
             )
-        lengths, values = tensors[:2]
-        weights = tensors[2] if len(tensors) > 2 else None
         if recat is not None:
-            lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-                recat, lengths.view(-1), values, weights, values.numel()
-            )
+            tensors = permute_batches(tensors, recat, stride_per_rank)
         return KeyedJaggedTensor(
-            keys=keys, values=values, weights=weights, lengths=lengths, stride=sum(stride_per_rank)
+            keys=keys,
+            values=tensors[1],
+            weights=tensors[2] if len(tensors) == 3 else None,
+            lengths=tensors[0],
+            stride=sum(stride_per_rank),
         ).sync()
 
     return dist_init
 
 
-def _two_collectives_by_sample(original: Callable[..., Any]) -> Callable[..., Any]:
+def _two_collectives(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original asks for ``len(set(batch_size_per_rank))``."""
 
     def forward(self: Any, local_embs: Tensor, sharding_ctx: Any = None) -> Any:
@@ -234,8 +207,9 @@ def _two_collectives_by_sample(original: Callable[..., Any]) -> Callable[..., An
     return forward
 
 
-def _sequences_of_any_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original asks for ``len(set(batch_size_per_rank))``; ``_permute_sequences`` needs no answer."""
+def _permute_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original asks for ``len(set(batch_size_per_rank))``, and permutes with or without a derivative by it."""
+    from graphpasses.embedding.batch_operators import PermuteSequences
 
     def forward(
         self: Any,
@@ -248,7 +222,12 @@ def _sequences_of_any_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         sparse_features_recat: Tensor | None = None,
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            batch_size_per_rank = None
+            if sparse_features_recat is not None:
+                local_embs = PermuteSequences.apply(  # type: ignore[no-untyped-call]
+                    local_embs, lengths.view(-1), sparse_features_recat, batch_size_per_rank
+                )
+            # Without lengths the original permutes nothing more.
+            lengths, batch_size_per_rank, sparse_features_recat = lengths.new_empty(0), None, None
         return original(
             self,
             local_embs,
@@ -263,38 +242,12 @@ def _sequences_of_any_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-class _PermuteSegments(torch.autograd.Function):
-    """``fbgemm::permute_1D_sparse_data`` of floats; FBGEMM has no derivative of it."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, lengths: Tensor, permute: Tensor) -> Tensor:
-        lengths, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-            permute, lengths, values, None, values.numel()
-        )
-        ctx.save_for_backward(lengths, permute)
-        return values
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        lengths, permute = ctx.saved_tensors
-        inverse = torch.ops.fbgemm.invert_permute(permute)
-        _, values, _ = torch.ops.fbgemm.permute_1D_sparse_data(
-            inverse, lengths, gradient, None, gradient.numel()
-        )
-        return values, None, None
-
-
-def _permute_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original permutes sequences by feature, or by sample without a derivative."""
+def _flatten_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original flattens embeddings only where it permutes them."""
 
     def all2all_sequence_sync(pg: Any, a2ai: Any, sharded_input_embeddings: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
-            lengths = a2ai.lengths_after_sparse_data_all2all.view(-1) * a2ai.embedding_dim
-            sharded_input_embeddings = _PermuteSegments.apply(  # type: ignore[no-untyped-call]
-                sharded_input_embeddings.view(-1), lengths, a2ai.forward_recat_tensor
-            )
-            # Without lengths the original permutes nothing more.
-            a2ai.lengths_after_sparse_data_all2all = lengths.new_empty(0)
+            sharded_input_embeddings = sharded_input_embeddings.view(-1)
         return original(pg, a2ai, sharded_input_embeddings)  # type: ignore[no-any-return]
 
     return all2all_sequence_sync
@@ -307,7 +260,7 @@ def _reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     from torchrec.distributed.comm_ops import get_gradient_division, pg_name
 
-    from graphpasses.embedding.reduce_scatter_v import ReduceScatterV
+    from graphpasses.embedding.batch_operators import ReduceScatterV
 
     def reduce_scatter_v_sync(pg: Any, rsi: Any, input: Tensor) -> Tensor:
         if pg.size() <= 2 or not torch.compiler.is_dynamo_compiling():
@@ -393,13 +346,12 @@ _TORCHREC = (
     Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
     Patch(f"{_TBE}.prepare_inputs", _on_copies),
     Patch(f"{_TBE}.log", _silent),
-    Patch(f"{_DIST}.dist_data:_get_recat", _recat_by_sample),
-    Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.dist_init", _permute_by_sample),
+    Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.dist_init", _permute_received),
     Patch("torchrec.modules.embedding_modules:maybe_td_to_kjt", _without_caches),
-    Patch(f"{_DIST}.sharding.twrw_sharding:TwRwPooledEmbeddingDist.forward", _two_collectives_by_sample),
-    Patch(f"{_DIST}.sharding.grid_sharding:GridPooledEmbeddingDist.forward", _two_collectives_by_sample),
-    Patch(f"{_DIST}.dist_data:SequenceEmbeddingsAllToAll.forward", _sequences_of_any_batch),
-    Patch(f"{_DIST}.comm_ops:all2all_sequence_sync", _permute_sequences),
+    Patch(f"{_DIST}.sharding.twrw_sharding:TwRwPooledEmbeddingDist.forward", _two_collectives),
+    Patch(f"{_DIST}.sharding.grid_sharding:GridPooledEmbeddingDist.forward", _two_collectives),
+    Patch(f"{_DIST}.dist_data:SequenceEmbeddingsAllToAll.forward", _permute_sequences),
+    Patch(f"{_DIST}.comm_ops:all2all_sequence_sync", _flatten_sequences),
     Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", _reduce_as_eager),
     *(
         Patch(f"{_DIST}.{module}.{name}", wrap)
