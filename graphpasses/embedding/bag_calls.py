@@ -33,9 +33,8 @@ class Kind:
     """What the calls of one lookup have in common.
 
     Args:
-        form: the fused update of their tables; None where autograd makes gradients, if any.
-        rate: learning rate of that update.
-        is_trained: whether the tables get gradients or updates.
+        form: the fused update of their tables.
+        rate: its learning rate.
         home: the memory in which an earlier compilation put them; None for none.
         mode: ``"sum"`` or ``"mean"``.
         is_weighted: whether there are per-sample weights.
@@ -43,9 +42,8 @@ class Kind:
         num_offsets: number of offsets, or its symbolic expression.
     """
 
-    form: FusedForm | None
+    form: FusedForm
     rate: float
-    is_trained: bool
     home: int | None
     mode: str
     is_weighted: bool
@@ -103,13 +101,11 @@ def read_bag_calls(graph: TrainGraph) -> tuple[dict[fx.Node, BagCall], dict[str,
             left_alone[node.name] = "its table is not a parameter of the model"
             continue
         assert isinstance(table, nn.Parameter)
-        form = FusedForm.of(table) if table.requires_grad else None
-        reason = _why_not_call(options) or _why_not_table(table) or _why_not_fused(table, form)
-        if reason is not None:
+        reason = _why_not_call(options) or _why_not_table(table)
+        if reason is None:
+            calls[node] = _bag_call(node, item.fqn, table, options)
+        else:
             left_alone.setdefault(item.fqn, reason)
-            continue
-        assert not isinstance(form, str)
-        calls[node] = _bag_call(node, item.fqn, table, options, form)
     owners: dict[int, str] = {}
     for call in calls.values():
         for user in call.weight.users:
@@ -138,26 +134,23 @@ def _why_not_table(table: nn.Parameter) -> str | None:
         return f"it is {table.dtype} on {table.device}, and only torch.float32 on cpu is lowered"
     if table.numel() == 0:
         return "it is empty"
-    return Arena.obstacle(table)
-
-
-def _why_not_fused(table: nn.Parameter, form: FusedForm | str | None) -> str | None:
-    if not isinstance(form, FusedForm):
+    if not table.requires_grad:
+        return "it is frozen"
+    form = FusedForm.of(table)
+    if isinstance(form, str):
         return form
     if has_gradient_hooks(table):
         return "hooks watch its gradient, which a fused update does not make"
-    return next(filter(None, map(Arena.obstacle, optimizer_states(table, form))), None)
+    return next(filter(None, map(Arena.obstacle, (table, *optimizer_states(table, form)))), None)
 
 
-def _bag_call(
-    node: fx.Node, fqn: str, table: nn.Parameter, options: dict[str, Any], form: FusedForm | None
-) -> BagCall:
+def _bag_call(node: fx.Node, fqn: str, table: nn.Parameter, options: dict[str, Any]) -> BagCall:
+    form, home = FusedForm.of(table), Arena.home(table)
     ids, offsets, weights = (options[name] for name in ("input", "offsets", "per_sample_weights"))
-    home = Arena.home(table)
+    assert isinstance(form, FusedForm)
     kind = Kind(
         form=form,
-        rate=0.0 if form is None else learning_rate(table),
-        is_trained=table.requires_grad,
+        rate=learning_rate(table),
         home=None if home is None else id(home),
         mode=options["mode"],
         is_weighted=weights is not None,

@@ -1,83 +1,24 @@
-"""Makes lookups of FBGEMM's table-batched embeddings in a graph that has none."""
+"""Makes a lookup of FBGEMM's table-batched embeddings in a graph that has none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from graphpasses.embedding.fused_update import FusedUpdate, count_steps
 from graphpasses.embedding.lookup import TableLayout, add_layout, add_states
 from graphpasses.graph import TrainGraph
 
-__all__ = ["emit_dense_lookup", "emit_fused_lookup", "join_tables"]
+__all__ = ["emit_lookup"]
 
 # FBGEMM's `SparseType.FP32`.
 _FP32 = 0
 
 
-class _JoinTables(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, flat: Tensor, offsets: Sequence[int], *tables: Tensor) -> Tensor:
-        ctx.places = [(offset, table.shape) for offset, table in zip(offsets, tables, strict=True)]
-        return flat.view_as(flat)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        parts = [grad[offset : offset + shape.numel()].view(shape) for offset, shape in ctx.places]
-        return None, None, *parts
-
-
-def join_tables(flat: Tensor, offsets: Sequence[int], *tables: Tensor) -> Tensor:
-    """Returns ``flat``; the gradients of the tables are parts of its gradient.
-
-    Args:
-        flat: the memory in which the tables lie, 1-D.
-        offsets: where in it each table begins, in elements.
-        tables: the tables.
-    """
-    apply: Callable[..., Tensor] = _JoinTables.apply
-    return apply(flat, offsets, *tables)
-
-
-def emit_dense_lookup(
-    graph: TrainGraph,
-    layout: TableLayout,
-    weights: fx.Node,
-    bags: Mapping[str, Any],
-    *,
-    name: str,
-    like: fx.Node,
-) -> fx.Node:
-    """Emits a lookup to which autograd gives a gradient as large as the tables.
-
-    Args:
-        graph: a ``MODEL`` graph.
-        layout: the features and their tables.
-        weights: the tables, as one flat tensor.
-        bags: the op's ``indices``, ``offsets``, ``indice_weights`` and ``pooling_mode``.
-        name: names the inputs that the graph gets.
-        like: a node of the same origin.
-
-    Returns:
-        The embeddings [B, total_D].
-    """
-    arguments = {
-        "dev_weights": weights,
-        "weights_offsets": graph.add_input(torch.tensor(layout.weights_offsets), f"{name}.weights_offsets"),
-        **add_layout(graph, layout, name),
-        **bags,
-        "feature_requires_grad": None,
-    }
-    return graph.emit(
-        torch.ops.fbgemm.dense_embedding_codegen_lookup_function.default, (), arguments, like=like
-    )
-
-
-def emit_fused_lookup(
+def emit_lookup(
     graph: TrainGraph,
     layout: TableLayout,
     weights: fx.Node,
@@ -87,16 +28,19 @@ def emit_fused_lookup(
     name: str,
     like: fx.Node,
 ) -> fx.Node:
-    """Emits a lookup whose backward updates the tables; arguments as in :func:`emit_dense_lookup`.
+    """Emits a lookup whose backward updates the tables.
 
     Args:
-        graph: as above.
-        layout: as above.
-        weights: as above.
-        bags: as above.
+        graph: a ``MODEL`` graph.
+        layout: the features and their tables.
+        weights: the tables, as one flat tensor.
+        bags: the op's ``indices``, ``offsets``, ``indice_weights`` and ``pooling_mode``.
         update: the optimizer.
-        name: as above.
-        like: as above.
+        name: names the inputs that the graph gets.
+        like: a node of the same origin.
+
+    Returns:
+        The embeddings [B, total_D].
     """
     trigger = graph.add_input(torch.empty(0, requires_grad=True), f"{name}.trigger")
     states = [weights]

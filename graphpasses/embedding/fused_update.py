@@ -44,18 +44,15 @@ class FusedForm:
     eps: float
 
     @classmethod
-    def of(cls, table: Tensor) -> FusedForm | str | None:
-        """Returns the fused form of a table's optimizer in backward.
+    def of(cls, table: Tensor) -> FusedForm | str:
+        """Returns the fused form of a table's optimizer in backward; where there is none, why.
 
         Args:
             table: a parameter.
-
-        Returns:
-            The form; where there is none, why; None for a parameter without an optimizer in backward.
         """
         optimizers = optimizers_in_backward(table)
         if not optimizers:
-            return None
+            return "no optimizer runs in its backward"
         if len(optimizers) > 1:
             return f"{len(optimizers)} optimizers run in its backward"
         if not steps_in_backward(table):

@@ -15,7 +15,7 @@ from torch import fx
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.bags import PACK_BAGS
-from graphpasses.embedding.emit_lookup import emit_dense_lookup, emit_fused_lookup, join_tables
+from graphpasses.embedding.emit_lookup import emit_lookup
 from graphpasses.embedding.fake_kernels import register_fake_kernels
 from graphpasses.embedding.fused_update import FusedUpdate
 from graphpasses.embedding.lookup import TableLayout
@@ -71,11 +71,11 @@ def _plan(graph: TrainGraph) -> LoweringPlan:
     return LoweringPlan(tuple(lookups), ranks, left_alone | dict.fromkeys(scattered, reason))
 
 
-def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate | None) -> TableLayout:
+def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate) -> TableLayout:
     rows = {call.fqn: call.table.size(0) for call in calls}
     first_rows = dict(zip(rows, accumulate(rows.values(), initial=0), strict=False))
     weights = dict(zip(rows, arena.offsets, strict=True))
-    states = dict(zip(rows, update.arenas["sum"].offsets, strict=True)) if update and update.arenas else {}
+    states = dict(zip(rows, update.arenas["sum"].offsets, strict=True)) if update.arenas else {}
     return TableLayout(
         dims=tuple(call.table.size(1) for call in calls),
         first_rows=tuple(first_rows[call.fqn] for call in calls),
@@ -92,21 +92,14 @@ def _check_tables(graph: TrainGraph, arena: Arena) -> Callable[[], None]:
 
 def _emit_lookup(graph: TrainGraph, calls: Sequence[BagCall]) -> fx.Node:
     """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D]."""
-    kind, like, name = calls[0].kind, calls[0].node, f"lookup.{calls[0].fqn}"
     tables = {call.fqn: call.table for call in calls}
+    name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
     arena = Arena.of(list(tables.values()), list(tables))
-    graph.checks.append(_check_tables(graph, arena))
-    flat = graph.add_input(arena.flat, f"{name}.tables")
-    bags = _emit_bags(graph, calls)
-    if kind.form is not None:
-        update = FusedUpdate.of(kind.form, tables)
-        graph.checks.append(update.refresh)
-        layout = _layout(calls, arena, update)
-        return emit_fused_lookup(graph, layout, flat, bags, update, name=name, like=like)
-    if kind.is_trained:
-        weights = {call.fqn: call.weight for call in calls}
-        flat = graph.emit(join_tables, (flat, list(arena.offsets), *weights.values()), like=like)
-    return emit_dense_lookup(graph, _layout(calls, arena, None), flat, bags, name=name, like=like)
+    update = FusedUpdate.of(calls[0].kind.form, tables)
+    graph.checks += [_check_tables(graph, arena), update.refresh]
+    weights = graph.add_input(arena.flat, f"{name}.weights_host")
+    bags, layout = _emit_bags(graph, calls), _layout(calls, arena, update)
+    return emit_lookup(graph, layout, weights, bags, update, name=name, like=calls[0].node)
 
 
 def _emit_bags(graph: TrainGraph, calls: Sequence[BagCall]) -> dict[str, Any]:
@@ -197,21 +190,23 @@ class LowerEmbeddingBags(GraphPass):
         ids, offsets = graphpasses::pack_bags([ids_a, ids_b], [offsets_a, offsets_b], …)   # checks them, too
         x = split_embedding_codegen_lookup_sgd_function_pt2(tables, ids, offsets, …)
 
-    There is one lookup per optimizer and its options, pooling, and batch size, weighted or not. Tables whose SGD,
-    Adagrad or RowWiseAdagrad was put into backward by ``apply_optimizer_in_backward`` get a fused update in place of
-    a gradient. The optimizers stay true: the update reads their learning rate at each step and writes their state.
-    All other tables get gradients as in eager, for any optimizer. Parameters stay the objects that they were; their
-    memory moves, see :class:`~graphpasses.embedding.arena.Arena`.
+    It lowers tables whose SGD, Adagrad or RowWiseAdagrad was put into backward by ``apply_optimizer_in_backward``:
+    they get a fused update in place of a gradient. There is one lookup per optimizer and its options, pooling, and
+    batch size, weighted or not. The optimizers stay true: the update reads their learning rate at each step and
+    writes their state. Parameters stay the objects that they were; their memory moves, see
+    :class:`~graphpasses.embedding.arena.Arena`.
 
     Against eager, what is looked up has the same bits if bags are summed, weighted or not, and is rounded otherwise
     if they are averaged. A row to which several ids of a batch point adds their gradients in another order. Where ids
-    are distinct, dense gradients, tables under SGD and Adagrad's sums have eager's bits; tables under Adagrad and
-    RowWiseAdagrad, the latter's sums, and gradients of per-sample weights are rounded otherwise.
+    are distinct, tables under SGD and Adagrad's sums have eager's bits; tables under Adagrad and RowWiseAdagrad, the
+    latter's sums, and gradients of per-sample weights are rounded otherwise.
 
-    Left alone and noted are calls with ``padding_idx``, ``max_norm``, ``scale_grad_by_freq``, ``sparse`` or
-    ``mode="max"``; tables that are not float32 parameters on the CPU; optimizers in backward without a fused form;
-    and tables that the model reads otherwise, too, or whose calls cannot be one lookup: eager makes one update of
-    all. What a step does with a table outside of the graph is not seen: its gradient makes a second update.
+    Left alone and noted are tables without an optimizer in backward, or with one that has no fused form; those that
+    are not float32 parameters on the CPU; calls with ``padding_idx``, ``max_norm``, ``scale_grad_by_freq``,
+    ``sparse`` or ``mode="max"``; and tables that the model reads otherwise, too, or whose calls cannot be one lookup:
+    eager makes one update of all. As with TorchRec's fused modules, a backward over several calls of the compiled
+    model makes one update for each where eager makes one of their sum; so does a backward through two graphs, or
+    through a use of the table outside of the graph.
 
     Raises, at a step:
         IdError: an id is not a row of its table, or offsets make no bags.
