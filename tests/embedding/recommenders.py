@@ -46,7 +46,13 @@ DIM, NUM_ROWS, BATCH_SIZE = 16, 40, 5
 CPU = torch.device("cpu")
 
 
-def bags(num_tables: int, prefix: str = "", dim: int = DIM, pooling: Any = None, **options: Any) -> nn.Module:
+def bags(
+    num_tables: int,
+    prefix: str = "",
+    dim: int = DIM,
+    poolings: Sequence[Any] = (PoolingType.SUM,),
+    **options: Any,
+) -> nn.Module:
     """Returns an EmbeddingBagCollection of tables ``<prefix>t0`` on features ``<prefix>f0``."""
     tables = [
         EmbeddingBagConfig(
@@ -54,7 +60,7 @@ def bags(num_tables: int, prefix: str = "", dim: int = DIM, pooling: Any = None,
             feature_names=[f"{prefix}f{index}"],
             num_embeddings=NUM_ROWS,
             embedding_dim=dim,
-            pooling=pooling or PoolingType.SUM,
+            pooling=poolings[index % len(poolings)],
         )
         for index in range(num_tables)
     ]
@@ -95,6 +101,22 @@ def ids(
         values=torch.randint(0, NUM_ROWS, (num_ids,), generator=generator).to(dtype),
         lengths=lengths.to(dtype),
         weights=torch.rand(num_ids, generator=generator) if is_weighted else None,
+    )
+
+
+def batch_sizes_per_feature(rank: int, step: int) -> KeyedJaggedTensor:
+    """Returns a batch of two features, each with a row per distinct sample."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    sizes = torch.randint(1, BATCH_SIZE, (2,), generator=generator).tolist()
+    lengths = torch.randint(0, 3, (sum(sizes),), generator=generator)
+    keys = ["f0", "f1"]
+    inverse = [torch.randint(0, size, (BATCH_SIZE,), generator=generator) for size in sizes]
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator),
+        lengths=lengths,
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(keys, torch.stack(inverse)),
     )
 
 
@@ -252,10 +274,10 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     )
 
 
-def differences(case: Case) -> list[str]:
+def differences(case: Case, compile: Callable[[nn.Module], Any] = Compiled) -> list[str]:
     """Trains a model twice, eager and compiled, on all ranks; returns what differs on this rank."""
     eager, model = case.sharded(), case.sharded()
-    compiled = Compiled(model)
+    compiled = compile(model)
     sgd = [
         torch.optim.SGD([p for _, p in in_backward_optimizer_filter(m.named_parameters())], lr=0.1)
         for m in (eager, model)
