@@ -18,6 +18,7 @@ __all__ = [
     "SET_GRAD_ENABLED",
     "changes_context",
     "draws_random_numbers",
+    "is_higher_order",
     "launches_collective",
     "named_arguments",
     "written_inputs",
@@ -42,10 +43,15 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     return defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether a call is given graphs to run, as that of an ``autograd.Function`` is."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
 def written_inputs(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the inputs that a call may write in place; a higher-order operator does not say, so it may write all."""
     target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if is_higher_order(node):
         yield from node.all_input_nodes
     elif schemas := _schemas(target):
         for schema in schemas:
@@ -62,7 +68,7 @@ def written_inputs(node: fx.Node) -> Iterator[fx.Node]:
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether a call, or one inside the graphs that it is given, draws random numbers."""
     target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if is_higher_order(node):
         return any(map(draws_random_numbers, _inner_nodes(node)))
     if isinstance(target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in target.tags
@@ -75,7 +81,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
 def launches_collective(node: fx.Node) -> bool:
     """Whether a call, or one inside the graphs that it is given, communicates; any call on a DTensor may."""
     target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if is_higher_order(node):
         return any(map(launches_collective, _inner_nodes(node)))
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         namespace, _, name = str(target).partition(".")

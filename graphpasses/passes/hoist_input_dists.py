@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 
-from graphpasses._torch.torch_calls import launches_collective
+from graphpasses._torch.torch_calls import is_higher_order, launches_collective
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.model_order import order_by_rank, rank_calls
 from graphpasses.pipeline import GraphPass, Numerics
@@ -18,7 +17,7 @@ __all__ = ["HoistInputDists"]
 
 def _brings_output(node: fx.Node) -> bool:
     """Whether a node is a differentiable collective: TorchRec sends ids without gradients, embeddings with."""
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and launches_collective(node)
+    return is_higher_order(node) and launches_collective(node)
 
 
 @dataclass(frozen=True)
