@@ -26,7 +26,7 @@ __all__ = [
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 
-_COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+_GROUPS = ("group", "group_name", "process_group")  # what collectives call their group
 _IN_PLACE_OPERATORS = frozenset(
     {"setitem", "delitem"}
     | {name for name in dir(operator) if name[0] == "i" and {name[1:], f"{name[1:]}_"} & {*dir(operator)}}
@@ -83,15 +83,14 @@ def launches_collective(node: fx.Node) -> bool:
     target = node.target
     if is_higher_order(node):
         return any(map(launches_collective, _inner_nodes(node)))
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        namespace, _, name = str(target).partition(".")
-        if namespace in _COLLECTIVE_NAMESPACES:
-            return not name.startswith("wait_tensor")
+    if schemas := _schemas(target):
+        arguments = (argument for schema in schemas for argument in schema.arguments)
+        return any(argument.name in _GROUPS and str(argument.type) != "int" for argument in arguments)
     return any(
         is_traceable_wrapper_subclass(value)
         for other in (node, *node.all_input_nodes)
         for value in pytree.tree_leaves(other.meta.get("val"))
-        if node.op not in ("placeholder", "get_attr", "output")
+        if node.op in ("call_function", "call_method")
     )
 
 
