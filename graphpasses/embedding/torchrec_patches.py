@@ -1,57 +1,25 @@
 """Every patch of TorchRec and of DistributedDataParallel: what keeps Dynamo from tracing them whole and right.
 
 Patches are in place while a compiled model is called, see :func:`~graphpasses.embedding.capture.tracing_scope`. What
-is not being traced then, in other threads, too, does what it did before, but for the check of feature orders.
+is not traced meanwhile, in other threads, too, does what it did before, but for the check of the order of features.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphpasses.errors import KeyOrderError, UnsupportedError
+from graphpasses.embedding.key_order import check_key_order
+from graphpasses.embedding.patching import Patch, PatchSet
+from graphpasses.errors import UnsupportedError
 
-__all__ = ["Patch", "apply_patches", "check_key_order", "remove_patches"]
+__all__ = ["DDP_PATCHES", "TORCHREC_PATCHES"]
 
 TORCHREC_VERSIONS = ("1.8.0",)
-
-# Takes the original function, returns the one to use instead.
-_Wrap = Callable[[Any], Callable[..., Any]]
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A function that is replaced, or added, during calls of compiled models.
-
-    Args:
-        target: where it is, ``"module:Class.function"`` or ``"module:function"``.
-        wrap: makes the replacement from the original (None where there is none); its docstring says why.
-    """
-
-    target: str
-    wrap: _Wrap
-
-    def resolve(self) -> tuple[Any, str, Any]:
-        """Returns the class or module to patch, the attribute, and its new value."""
-        module, _, path = self.target.partition(":")
-        *owners, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for part in owners:
-            owner = getattr(owner, part)
-        original = vars(owner).get(name)
-        if isinstance(original, staticmethod):
-            return owner, name, staticmethod(self.wrap(original.__func__))
-        return owner, name, self.wrap(original)
 
 
 # ---- DistributedDataParallel ---------------------------------------------------------------------------
@@ -277,43 +245,6 @@ def _reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---- order of features ---------------------------------------------------------------------------------
 
 
-def check_key_order(module: nn.Module, keys: Iterable[str]) -> None:
-    """Checks that a sharded module is given its features where it looks for them.
-
-    TorchRec finds each feature's position in the first call; features that come in another order later, or are
-    missing, are looked up in the wrong tables.
-
-    Args:
-        module: a ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``.
-        keys: the features it is called with, e.g. ``kjt.keys()``.
-
-    Raises:
-        KeyOrderError: it names the module, the features it expects and those it was given.
-    """
-    sharded: Any = module
-    shardings = (
-        sharded._embedding_shardings
-        if hasattr(sharded, "_embedding_shardings")
-        else sharded._sharding_type_to_sharding.values()
-    )
-    names = [name for sharding in shardings for name in sharding.feature_names()]
-    given = list(keys)
-    module_fqn = sharded._module_fqn or type(module).__name__
-    if sharded._has_uninitialized_input_dist:
-        missing = sorted(set(names) - set(given))
-        if missing:
-            raise KeyOrderError(f"{module_fqn!r} was called without features {missing}; it was given {given}")
-        return
-    positions = sharded._features_order or range(len(names))
-    expected = dict(zip(positions, names, strict=True))
-    if any(position >= len(given) or given[position] != name for position, name in expected.items()):
-        raise KeyOrderError(
-            f"{module_fqn!r} was first called with features {[expected[i] for i in sorted(expected)]}, now with "
-            f"{given}; a sharded module takes every KeyedJaggedTensor in the order of its first: "
-            "reorder it with kjt.permute(...)"
-        )
-
-
 def _check_features(original: None) -> Callable[..., Any]:
     """A new method. As a constant it runs while Dynamo traces and leaves neither nodes nor guards."""
 
@@ -336,11 +267,21 @@ def _with_checked_features(original: Callable[..., Any]) -> Callable[..., Any]:
 
 # ---- the patches ---------------------------------------------------------------------------------------
 
-_DDP = (Patch("torch.nn.parallel:DistributedDataParallel.forward", _call_module),)
+
+def _check_version() -> None:
+    version = importlib.metadata.version("torchrec").partition("+")[0]
+    if version not in TORCHREC_VERSIONS:
+        raise UnsupportedError(
+            f"TorchRec {version} was not tested with graphpasses, which traces it with patches; "
+            f"install torchrec {' or '.join(TORCHREC_VERSIONS)}"
+        )
+
+
+DDP_PATCHES = PatchSet(Patch("torch.nn.parallel:DistributedDataParallel.forward", _call_module))
 
 _DIST = "torchrec.distributed"
 _TBE = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen"
-_TORCHREC = (
+TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.embedding_lookup:GroupedPooledEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.embedding_lookup:GroupedEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
@@ -361,48 +302,5 @@ _TORCHREC = (
             ("input_dist", _with_checked_features),
         )
     ),
+    check=_check_version,
 )
-
-_MISSING = object()
-_lock = threading.Lock()
-_depth = 0
-_undo: list[tuple[Any, str, Any]] = []
-
-
-@cache
-def _replacements(with_torchrec: bool) -> tuple[tuple[Any, str, Any], ...]:
-    if with_torchrec:
-        version = importlib.metadata.version("torchrec").partition("+")[0]
-        if version not in TORCHREC_VERSIONS:
-            raise UnsupportedError(
-                f"TorchRec {version} was not tested with graphpasses, which changes functions inside of it to trace "
-                f"them; install torchrec {' or '.join(TORCHREC_VERSIONS)}"
-            )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchRec's imports warn of TorchRec's own code.
-        return tuple(patch.resolve() for patch in (*_DDP, *(_TORCHREC if with_torchrec else ())))
-
-
-def apply_patches() -> None:
-    """Puts the patches in place, TorchRec's only if the program has loaded it; calls may be nested."""
-    global _depth
-    replacements = _replacements(sys.modules.get("torchrec") is not None)
-    with _lock:
-        _depth += 1
-        if _depth == 1:
-            for owner, name, value in replacements:
-                _undo.append((owner, name, vars(owner).get(name, _MISSING)))
-                setattr(owner, name, value)
-
-
-def remove_patches() -> None:
-    """Takes back one :func:`apply_patches`; the last one restores what was there before the first."""
-    global _depth
-    with _lock:
-        _depth -= 1
-        while _undo and _depth == 0:
-            owner, name, value = _undo.pop()
-            if value is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)

@@ -1,0 +1,36 @@
+"""Other tensor objects for the same memory and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["alias_tensors"]
+
+
+class _Aliases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
+def alias_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns tensors with the same memory, whose gradients go to the given ones through one node of autograd.
+
+    They are no views: Dynamo would look at a view's base, too.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> (alias,) = alias_tensors(weight)
+        >>> alias._is_view(), alias.data_ptr() == weight.data_ptr(), alias.requires_grad
+        (False, True, True)
+    """
+    aliases: tuple[Tensor, ...] = _Aliases.apply(*tensors)  # type: ignore[no-untyped-call]
+    return aliases

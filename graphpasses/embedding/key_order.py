@@ -1,0 +1,49 @@
+"""Whether a sharded module is given its features where it looks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from graphpasses.errors import KeyOrderError
+
+__all__ = ["check_key_order"]
+
+
+def check_key_order(module: nn.Module, keys: Iterable[str]) -> None:
+    """Checks that a sharded module is given its features where it looks for them.
+
+    TorchRec finds each feature's position in the first call; features that come in another order later, or are
+    missing, are looked up in the wrong tables.
+
+    Args:
+        module: a ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``.
+        keys: the features it is called with, e.g. ``kjt.keys()``.
+
+    Raises:
+        KeyOrderError: it names the module, the features it expects and those it was given.
+    """
+    sharded: Any = module
+    shardings = (
+        sharded._embedding_shardings
+        if hasattr(sharded, "_embedding_shardings")
+        else sharded._sharding_type_to_sharding.values()
+    )
+    names = [name for sharding in shardings for name in sharding.feature_names()]
+    given = list(keys)
+    module_fqn = sharded._module_fqn or type(module).__name__
+    if sharded._has_uninitialized_input_dist:
+        missing = sorted(set(names) - set(given))
+        if missing:
+            raise KeyOrderError(f"{module_fqn!r} was called without features {missing}; it was given {given}")
+        return
+    positions = sharded._features_order or range(len(names))
+    expected = dict(zip(positions, names, strict=True))
+    if any(position >= len(given) or given[position] != name for position, name in expected.items()):
+        raise KeyOrderError(
+            f"{module_fqn!r} was first called with features {[expected[i] for i in sorted(expected)]}, now with "
+            f"{given}; a sharded module takes every KeyedJaggedTensor in the order of its first: "
+            "reorder it with kjt.permute(...)"
+        )

@@ -1,0 +1,97 @@
+"""Functions of other packages, replaced for a while."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Patch", "PatchSet"]
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function that is replaced, or added.
+
+    Args:
+        target: where it is, ``"module:Class.function"`` or ``"module:function"``.
+        wrap: makes the replacement from the original (None where there is none); its docstring says why.
+
+    Example:
+        >>> Patch("colorsys:rgb_to_hsv", lambda original: lambda r, g, b: original(b, g, r)).resolve()[1]
+        'rgb_to_hsv'
+    """
+
+    target: str
+    wrap: Callable[[Any], Callable[..., Any]]
+
+    def resolve(self) -> tuple[Any, str, Any]:
+        """Returns the class or module to patch, the attribute, and its new value."""
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        owner: Any = importlib.import_module(module)
+        for part in owners:
+            owner = getattr(owner, part)
+        original = vars(owner).get(name)
+        if isinstance(original, staticmethod):
+            return owner, name, staticmethod(self.wrap(original.__func__))
+        return owner, name, self.wrap(original)
+
+
+class PatchSet:
+    """Patches that are in place while at least one thread is in the ``with`` block; blocks may be nested.
+
+    Args:
+        patches: what to patch; their modules are imported when the set is first entered.
+        check: called before that; raises where the patches do not fit.
+
+    Example:
+        >>> import colorsys
+        >>> with PatchSet(Patch("colorsys:rgb_to_hsv", lambda original: lambda *rgb: (0, 0, 0))):
+        ...     colorsys.rgb_to_hsv(1, 1, 1)
+        (0, 0, 0)
+        >>> colorsys.rgb_to_hsv(1, 1, 1)
+        (0.0, 0.0, 1)
+    """
+
+    def __init__(self, *patches: Patch, check: Callable[[], None] | None = None) -> None:
+        self.patches = patches
+        self._check = check
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._replacements: tuple[tuple[Any, str, Any], ...] | None = None
+        self._originals: list[Any] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._replacements is None:
+                self._replacements = self._resolve()
+            if self._depth == 0:
+                self._originals = [vars(owner).get(name, _MISSING) for owner, name, _ in self._replacements]
+                for owner, name, replacement in self._replacements:
+                    setattr(owner, name, replacement)
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0 and self._replacements is not None:
+                for (owner, name, _replacement), original in zip(
+                    self._replacements, self._originals, strict=True
+                ):
+                    if original is _MISSING:
+                        delattr(owner, name)
+                    else:
+                        setattr(owner, name, original)
+
+    def _resolve(self) -> tuple[tuple[Any, str, Any], ...]:
+        if self._check is not None:
+            self._check()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Imports warn of the imported package's own code.
+            return tuple(patch.resolve() for patch in self.patches)
