@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 from torch._dynamo import eval_frame
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.guards import GuardBuilder, install_guard
 
-__all__ = ["BackendCompilerFailed", "live_inputs", "wrap_compiled_functions"]
+__all__ = ["BackendCompilerFailed", "guard_identity", "live_inputs", "wrap_compiled_functions"]
 
 Call = Callable[..., Any]
 # Given the backend object, the function or module that is compiled, and what Dynamo made of it; or None.
@@ -70,3 +71,15 @@ def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
             value = None
         inputs.append((name, value))
     return inputs
+
+
+def guard_identity(placeholder: fx.Node) -> None:
+    """Has Dynamo compile again where an input is another object than it was for this graph.
+
+    Dynamo gives one graph to all instances of a module, in which a pass may have bound the tensors of one. To be
+    called while the graph is being compiled.
+
+    Args:
+        placeholder: a placeholder of the graph that Dynamo traced.
+    """
+    install_guard(placeholder.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from graphpasses._torch.dynamo import guard_identity
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.bags import PACK_BAGS
@@ -21,7 +22,6 @@ from graphpasses.embedding.fused_update import FusedUpdate
 from graphpasses.embedding.lookup import TableLayout
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.model_order import grad_modes, order_by_rank, rank_calls
-from graphpasses.parameters import find_state
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["LowerEmbeddingBags"]
@@ -85,9 +85,13 @@ def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate) -> Tabl
     )
 
 
-def _check_tables(graph: TrainGraph, arena: Arena) -> Callable[[], None]:
-    model = graph.model
-    return lambda: arena.check([find_state(model, fqn) for fqn in arena.names])
+def _check_tables(graph: TrainGraph, arena: Arena, weights: Sequence[fx.Node]) -> None:
+    """Lets each call check that it reads the tables that lie in ``arena``; for others it is another graph."""
+    position = {node: index for index, node in enumerate(graph.placeholders)}
+    positions = [position[weight] for weight in weights]
+    for weight in weights:
+        guard_identity(weight)
+    graph.input_checks.append(lambda values: arena.check([values[position] for position in positions]))
 
 
 def _emit_lookup(graph: TrainGraph, calls: Sequence[BagCall]) -> fx.Node:
@@ -96,7 +100,8 @@ def _emit_lookup(graph: TrainGraph, calls: Sequence[BagCall]) -> fx.Node:
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
     arena = Arena.of(list(tables.values()), list(tables))
     update = FusedUpdate.of(calls[0].kind.form, tables)
-    graph.checks += [_check_tables(graph, arena), update.refresh]
+    _check_tables(graph, arena, list({call.fqn: call.weight for call in calls}.values()))
+    graph.checks.append(update.refresh)
     weights = graph.add_input(arena.flat, f"{name}.weights_host")
     bags, layout = _emit_bags(graph, calls), _layout(calls, arena, update)
     return emit_lookup(graph, layout, weights, bags, update, name=name, like=calls[0].node)

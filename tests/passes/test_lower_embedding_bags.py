@@ -548,6 +548,34 @@ def test_eager_steps_between_compiled_ones() -> None:
         assert state(ours, "step").item() == 4
 
 
+def test_each_instance_of_a_model_has_its_own_graph() -> None:
+    """Dynamo would give the second one the first one's, and so its tables."""
+    models = [Bags(mode="sum"), Bags(mode="sum")]
+    with torch.no_grad():
+        for table in models[1].parameters():
+            table.neg_()
+    twins = copy.deepcopy(models)
+    for model in (*models, *twins):
+        apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+    options = {"pipeline": Pipeline((LowerEmbeddingBags(),)), "inner": "aot_eager"}
+    compiled = [torch.compile(model, backend="graphpasses", options=options) for model in models]
+    for call, model, twin in zip(compiled, models, twins, strict=True):
+        for each in (call, twin):
+            each(batch_of(0)).square().sum().backward()
+        for theirs, ours in zip(twin.parameters(), model.parameters(), strict=True):
+            assert same_bits(theirs, ours)
+
+
+def test_replaced_tables_are_compiled_again() -> None:
+    """Replaced, they have no optimizer."""
+    pair = Pair(Bags(1, mode="sum"), SGD)
+    pair.step(batch_of(0, 1))
+    pair.model.load_state_dict(copy.deepcopy(pair.eager.state_dict()), assign=True)
+    assert same_bits(*pair.step(batch_of(0, 1)))
+    assert pair.notes == ("bags.0.weight is looked up as before: no optimizer runs in its backward",)
+    assert pair.model.bags[0].weight.grad is not None
+
+
 def test_learning_rate_is_read_at_each_step() -> None:
     pair = Pair(Bags(mode="sum"), SGD)
     for step, rate in enumerate((0.1, torch.tensor(0.5), 0.0)):
@@ -602,10 +630,11 @@ def test_optimizers_that_cannot_stay_one_update() -> None:
     )
 
 
-def test_table_that_was_replaced() -> None:
+def test_table_that_was_moved() -> None:
     pair = Pair(Bags(mode="sum"), SGD)
     pair.step(batch_of(0))
-    pair.model.load_state_dict(pair.eager.state_dict(), assign=True)
+    table = pair.model.bags[0].weight
+    table.data = table.data.clone()
     with pytest.raises(
         ArenaError, match=r"^bags\.0\.weight was moved or replaced after the model was compiled"
     ):
