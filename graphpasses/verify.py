@@ -39,11 +39,7 @@ class Contract:
             graph: the step.
         """
         return cls(
-            state=frozenset(
-                graph.identity.canonical(item.fqn)
-                for item in graph.inputs
-                if item.is_state
-            ),
+            state=frozenset(graph.identity.canonical(item.fqn) for item in graph.inputs if item.is_state),
             batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
             num_inputs=len(graph.inputs) if graph.fixed_signature else None,
             gradients=frozenset(graph.parameters) - graph.without_gradient,
