@@ -44,7 +44,8 @@ def compile_aot_eager(
         gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint(gm)
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        with functorch_config.patch(cse=False):
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def compiler(*rewrites: Rewrite) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, _: Any) -> Compiled:
@@ -133,7 +134,8 @@ def compile_inductor(
     }
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
     # AOTAutograd's own cache would skip the joint passes, on one rank and not on another: they talk to each other.
-    with functorch_config.patch(enable_autograd_cache=False):
+    # Its elimination of common subexpressions merges equal collectives on ranks that see that they are equal.
+    with functorch_config.patch(enable_autograd_cache=False, cse=False):
         compiled: Any = compile_fx(module, inputs, config_patches=patches, decompositions={})
     return cast(Compiled, compiled)
 

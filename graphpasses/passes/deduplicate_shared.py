@@ -1,4 +1,4 @@
-"""One placeholder per tensor and one unshard chain per parameter."""
+"""One placeholder per tensor, one unshard chain per parameter, one lookup and input dist per module and input."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from graphpasses.embedding.repeats import merge_repeats
 from graphpasses.fsdp.chains import UNSHARD_OPS, is_backward, is_mutated
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
@@ -60,7 +61,7 @@ def _freeze(value: object) -> object:
 
 @dataclass(frozen=True)
 class DeduplicateShared(GraphPass):
-    """Gives every tensor one placeholder and every parameter one unshard chain.
+    """Computes once what a step shares: placeholders, unshard chains, lookups and input dists.
 
     A tied parameter reaches the graph once per name, and a parameter that is read twice is gathered twice::
 
@@ -71,6 +72,15 @@ class DeduplicateShared(GraphPass):
     signature the repeated placeholders stay, unread. Gradients stay as they are: see
     ``coalesce-grad-reductions``.
 
+    A module that is called twice with the same features sends and looks them up twice. In a joint graph the forward
+    pass does so once, in backward each call still updates the tables, in eager's order::
+
+        a = lookup(table, all_to_all(ids));   b = lookup(table, all_to_all(ids))
+        a = lookup(table, all_to_all(ids));   b = a
+
+    For this the pass merges all nodes of the forward pass that compute the same, all-to-alls where every rank sees
+    that they do. The compile door turns AOTAutograd's own elimination off, by which each rank decides alone.
+
     Example:
         >>> Pipeline((DeduplicateShared(),)).run(step).report  # doctest: +SKIP
     """
@@ -80,7 +90,7 @@ class DeduplicateShared(GraphPass):
     stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
 
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place; returns the number of placeholders and chains that went."""
+        """Rewrites ``graph`` in place; returns the number of placeholders, chains and repeats that went."""
         placeholders = graph.placeholders
         repeated_inputs = _plan_placeholders(graph)
         num_rewrites = 0
@@ -101,4 +111,6 @@ class DeduplicateShared(GraphPass):
                 continue
             num_rewrites += any(source.op == "placeholder" for source in node.all_input_nodes)
             node.replace_all_uses_with(kept)
+        if graph.stage is Stage.JOINT:
+            num_rewrites += merge_repeats(graph)
         return num_rewrites

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
@@ -18,8 +16,9 @@ from graphpasses.capture.torch_compile import compile
 from graphpasses.embedding.fake_kernels import register_fake_kernels
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes import ReinplaceTBEUpdates
-from graphpasses.pipeline import GraphPass, Numerics, Pipeline
+from graphpasses.pipeline import Pipeline
 from tests.models import same_bits
+from tests.passes.kept import Keep, targets, two_tables
 
 register_fake_kernels()
 
@@ -36,34 +35,14 @@ def forget_compiled_code() -> None:
     torch._dynamo.reset()
 
 
-@dataclass(frozen=True)
-class Keep(GraphPass):
-    """Keeps the graphs that it is shown."""
-
-    name = "keep"
-    numerics = Numerics.BITWISE
-    stages = frozenset({Stage.FORWARD, Stage.BACKWARD})
-    graphs: list[TrainGraph] = field(default_factory=list)
-
-    def rewrite(self, graph: TrainGraph) -> int:
-        self.graphs.append(graph.copy())
-        return 0
-
-    def uuid(self) -> str:
-        """Makes compilers' caches miss, which would skip the passes."""
-        return uuid.uuid4().hex
-
-
-def targets(graph: TrainGraph) -> list[Any]:
-    return [node.target for node in graph.graph.nodes if node.op == "call_function"]
-
-
 def is_functionalized(graph: TrainGraph) -> bool:
     return torch.ops.higher_order.auto_functionalized_v2 in targets(graph)
 
 
 def num_copies(graph: TrainGraph) -> int:
-    return sum(target in (aten.clone.default, aten.copy_.default) for target in targets(graph))
+    """Counts copies of tensors; learning rates are numbers."""
+    copies = (aten.clone.default, aten.copy_.default)
+    return sum(node.target in copies and node.meta["val"].dim() > 0 for node in graph.graph.nodes)
 
 
 def run(graph: TrainGraph) -> TrainGraph:
@@ -278,15 +257,9 @@ class Model(nn.Module):
     """Two tables of width 4 and a head; ``use`` says what else reads the tables."""
 
     def __init__(self, optimizer: str, use: str = "") -> None:
-        from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
-
         super().__init__()
         torch.manual_seed(0)
-        place = (fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU)
-        self.tbe = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
-            [(10, 4, *place), (7, 4, *place)], optimizer=fbgemm.OptimType[optimizer], learning_rate=0.1
-        )
-        self.tbe.init_embedding_weights_uniform(-1, 1)
+        self.tbe = two_tables(optimizer)
         self.head = nn.Linear(8, 1)
         self.scale = nn.Parameter(torch.ones(10, 4))
         self.use = use

@@ -1,0 +1,64 @@
+"""Sizes that only running tells: fake values name them by symbols."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, resolve_unbacked_bindings
+
+from graphpasses._torch import pytree
+
+__all__ = ["can_name_alike", "name_alike"]
+
+
+def can_name_alike(node: fx.Node, other: fx.Node) -> bool:
+    """Whether the sizes that ``node`` brings can take the names of those that ``other`` brings.
+
+    They cannot if the tracer, having found them equal, named them after ``node``'s already.
+
+    Args:
+        node: a node.
+        other: a node of equal value.
+    """
+    bindings = node.meta.get("unbacked_bindings") or {}
+    for size in _sizes(node.meta.get("val")):
+        if isinstance(size, torch.SymInt):
+            brought = resolve_unbacked_bindings(size.node.shape_env, bindings) or {}
+            return all(
+                brought.keys().isdisjoint(free_unbacked_symbols(same)) for same in _sizes(other.meta["val"])
+            )
+    return True
+
+
+def name_alike(node: fx.Node, other: fx.Node) -> None:
+    """Gives the sizes that ``node`` brings the names of those that ``other`` brings, in all fake values.
+
+    Args:
+        node: a node.
+        other: a node of equal value.
+    """
+    for size, same in zip(_sizes(node.meta.get("val")), _sizes(other.meta.get("val")), strict=True):
+        if not isinstance(size, torch.SymInt) or not free_unbacked_symbols(size):
+            continue
+        symbol, name = (
+            size.node.expr,
+            same.node.expr if isinstance(same, torch.SymInt) else sympy.Integer(same),
+        )
+        if not symbol.is_Symbol or symbol == name:
+            continue
+        if name.is_Symbol and free_unbacked_symbols(name):
+            size.node.shape_env._rename_unbacked_to(symbol, name)
+        else:
+            size.node.shape_env._set_replacement(symbol, name, "equal values")
+
+
+def _sizes(value: Any) -> Iterator[int | torch.SymInt]:
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield from leaf.shape
+        elif isinstance(leaf, (int, torch.SymInt)):
+            yield leaf
