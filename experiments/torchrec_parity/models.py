@@ -45,7 +45,8 @@ class Tower(nn.Module):
         super().__init__()
         self.embeddings = embeddings
         self.is_pooled = isinstance(embeddings, EmbeddingBagCollection)
-        self.score = nn.Sequential(nn.Linear(dim, 16), nn.ReLU(), nn.Linear(16, 1))
+        # Without biases: Inductor adds their gradients in another order, which tables would show a step later.
+        self.score = nn.Sequential(nn.Linear(dim, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False))
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """Returns the scores, [batch, 1]."""

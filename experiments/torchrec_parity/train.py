@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -41,19 +42,21 @@ def train_on_rank(cases: tuple[Case, ...], num_steps: int, folder: Path) -> dict
     Returns:
         The outcome of each (case, variant).
     """
+    # A rank that fails alone leaves the others waiting in a collective; this group's timeout ends it.
+    together = dist.new_group(timeout=timedelta(minutes=3))
     done = count_runs(sum(len(case.variants) for case in cases))
     outcomes = {}
     for case in cases:
         run_path(folder, case.name, EAGER).parent.mkdir(parents=True, exist_ok=True)
         for variant in case.variants:
             torch._dynamo.reset()
-            outcome = _train(case, variant, num_steps, run_path(folder, case.name, variant))
+            outcome = _train(case, variant, num_steps, run_path(folder, case.name, variant), together)
             outcomes[case.name, variant] = outcome
             done(f"{case.name}: {variant}{' FAILED' * bool(outcome.failure)}")
     return outcomes
 
 
-def _train(case: Case, variant: str, num_steps: int, path: Path) -> Outcome:
+def _train(case: Case, variant: str, num_steps: int, path: Path, together: dist.ProcessGroup) -> Outcome:
     torch.manual_seed(SEED)
     lr = LR * 1.01 if variant == OTHER_LR else LR
     model = build(case, lr)
@@ -61,7 +64,7 @@ def _train(case: Case, variant: str, num_steps: int, path: Path) -> Outcome:
     kind = torch.optim.SGD if case.optimizer == "sgd" else torch.optim.Adagrad
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda weights: kind(weights, lr=lr))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
-    report, calls, failure = CompileReport(), None, ""
+    report, calls, failure = CompileReport(), None, None
     run = _variant(variant, model, report)
     with ParityRecorder(path, run=variant, model=case.name, seed=SEED, overwrite=True) as recorder:
         for step in range(num_steps):
@@ -77,18 +80,21 @@ def _train(case: Case, variant: str, num_steps: int, path: Path) -> Outcome:
                 gradients = {name: weight.grad for name, weight in dense.items()}
                 recorder.record(step, loss, whole_state(model, optimizer), gradients)
             except Exception as error:
-                failure = f"step {step}: {type(error).__name__}: {error}"
-            if failure := _first_failure(failure):
+                failure = error
+            if reason := _first_failure(failure, together):
                 recorder.close(complete=False)
-                break
-    return Outcome(report.num_graphs, calls, failure)
+                return Outcome(report.num_graphs, calls, f"step {step}, {reason}")
+    return Outcome(report.num_graphs, calls)
 
 
-def _first_failure(mine: str) -> str:
+def _first_failure(mine: Exception | None, together: dist.ProcessGroup) -> str:
     """Returns the failure of the first rank that has one; all ranks call it, so that they end a run together."""
     everyone = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return next((f"rank {rank}, {text}" for rank, text in enumerate(everyone) if text), "")
+    try:
+        dist.all_gather_object(everyone, f"{type(mine).__name__}: {mine}" if mine else "", group=together)
+    except RuntimeError as error:
+        raise (mine or error) from error
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text), "")
 
 
 def _variant(variant: str, model: DistributedModelParallel, report: CompileReport) -> Callable[..., Tensor]:
