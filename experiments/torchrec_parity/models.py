@@ -169,8 +169,7 @@ def _plan(case: Case, tower: Tower) -> Any:
 def batch(case: Case, step: int, rank: int) -> tuple[tuple[KeyedJaggedTensor, ...], Tensor]:
     """Makes one rank's batch of a step: bags of 0 to ``MAX_LENGTH`` ids.
 
-    In step 3 rank 1 has no ids, in step 5 no rank has any. Where sizes differ, rank 1 has fewer samples in step 6,
-    rank 0 none in step 7.
+    In step 3 rank 1 has no ids, in step 5 no rank has any.
 
     Args:
         case: which.
@@ -181,16 +180,14 @@ def batch(case: Case, step: int, rank: int) -> tuple[tuple[KeyedJaggedTensor, ..
         The ids, as the model takes them, and the labels, [batch].
     """
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    sizes = {(6, 1): BATCH_SIZE - 3, (7, 0): 0} if case.sizes == "differ" else {}
-    size = sizes.get((step, rank), BATCH_SIZE)
     max_length = 0 if step == 5 or (step, rank) == (3, 1) else MAX_LENGTH
     num_batches = 2 if case.use == "shared, two batches" else 1
-    ids = tuple(_ids(case, generator, size, max_length) for _ in range(num_batches))
-    return ids, torch.rand(size, generator=generator)
+    ids = tuple(_ids(case, generator, max_length) for _ in range(num_batches))
+    return ids, torch.rand(BATCH_SIZE, generator=generator)
 
 
-def _ids(case: Case, generator: torch.Generator, size: int, max_length: int) -> KeyedJaggedTensor:
-    sizes = [min(size, 1 + 2 * (index % 4)) if case.vbe else size for index in range(len(FEATURES))]
+def _ids(case: Case, generator: torch.Generator, max_length: int) -> KeyedJaggedTensor:
+    sizes = [1 + 2 * (index % 4) if case.vbe else BATCH_SIZE for index in range(len(FEATURES))]
     lengths = [torch.randint(0, max_length + 1, (own,), generator=generator) for own in sizes]
     values = [
         torch.randint(0, rows_of(min(index, NUM_TABLES - 1)), (int(counts.sum()),), generator=generator)
@@ -199,7 +196,7 @@ def _ids(case: Case, generator: torch.Generator, size: int, max_length: int) -> 
     weights = torch.rand(sum(map(len, values)), generator=generator) if case.weighted else None
     vbe: dict[str, Any] = {}
     if case.vbe:
-        picks = [torch.randint(0, max(1, own), (size,), generator=generator) for own in sizes]
+        picks = [torch.randint(0, own, (BATCH_SIZE,), generator=generator) for own in sizes]
         vbe = {
             "stride_per_key_per_rank": [[own] for own in sizes],
             "inverse_indices": (list(FEATURES), torch.stack(picks)),
