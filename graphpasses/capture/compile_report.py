@@ -23,9 +23,11 @@ class CompileReport:
         num_graphs: graphs that Dynamo traced.
 
     Example:
-        >>> report = CompileReport()
+        >>> import torch
+        >>> import graphpasses as gp
+        >>> report = gp.CompileReport()
         >>> model = torch.nn.Linear(4, 1)
-        >>> compiled = graphpasses.compile(model, inner="aot_eager", report=report)
+        >>> compiled = gp.compile(model, inner="aot_eager", report=report)
         >>> loss = compiled(torch.ones(2, 4)).sum()
         >>> report.num_graphs
         1

@@ -110,8 +110,9 @@ def compile(
         UnknownPassError: ``disable`` names a pass that the pipeline does not have.
 
     Example:
+        >>> import graphpasses as gp
         >>> model = torch.nn.Linear(4, 1)
-        >>> compiled = graphpasses.compile(model, inner="aot_eager")
+        >>> compiled = gp.compile(model, inner="aot_eager")
         >>> bool((compiled(torch.ones(2, 4)) == model(torch.ones(2, 4))).all())
         True
     """
