@@ -17,7 +17,7 @@ __all__ = ["profile_step"]
 T = TypeVar("T")
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints when it starts and stops
-_COLLECTIVE = re.compile(r"c10d::\w+")
+_COLLECTIVE, _ALL_REDUCE = re.compile(r"c10d::\w+"), re.compile(r"c10d::allreduce_\w*")
 # Each lookup, and each update of the tables, goes through one of these, eagerly and in a graph.
 _LOOKUP = re.compile(r"fbgemm::(split|dense)_embedding_\w+_(pt2_wrapper|lookup_function)")
 
@@ -33,13 +33,13 @@ def profile_step(forward: Callable[[], Tensor]) -> tuple[Tensor, Calls]:
     """
     loss, in_forward = _profile(forward)
     _, in_backward = _profile(loss.backward)
-    collectives, lookups = (
+    counts = (
         tuple(
             sum(pattern.fullmatch(name) is not None for name in names) for names in (in_forward, in_backward)
         )
-        for pattern in (_COLLECTIVE, _LOOKUP)
+        for pattern in (_COLLECTIVE, _LOOKUP, _ALL_REDUCE)
     )
-    return loss, Calls(collectives, lookups)
+    return loss, Calls(*counts)
 
 
 def _profile(function: Callable[[], T]) -> tuple[T, list[str]]:

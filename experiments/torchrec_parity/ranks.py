@@ -24,10 +24,12 @@ class Calls:
     Args:
         collectives: those that reached a process group.
         lookups: calls of FBGEMM's table-batched kernels (TBE).
+        all_reduces: the collectives that are all-reduces, as DistributedDataParallel's of dense gradients are.
     """
 
     collectives: tuple[int, int]
     lookups: tuple[int, int]
+    all_reduces: tuple[int, int]
 
 
 @dataclass(frozen=True)

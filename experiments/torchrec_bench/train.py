@@ -1,0 +1,98 @@
+"""Trains one variant on this rank, whenever it is its turn."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+import graphpasses
+from experiments.torchrec_bench.models import LR, build, make_batch
+from experiments.torchrec_bench.turns import Measured
+from experiments.torchrec_bench.works import Variant, Work
+from experiments.torchrec_parity.calls import profile_step
+from graphpasses.passes import recommender_pipeline
+
+NUM_WARM_UPS = 4  # behind the first step; torch.compile as shipped compiles again in some
+
+
+def train_on_rank(work: Work, variant: Variant, num_rounds: int, turns: Connection) -> Measured:
+    """Builds, compiles and trains a variant; all ranks call it alike.
+
+    Args:
+        work: what to train.
+        variant: how.
+        num_rounds: counted steps.
+        turns: says when the variant may take a step, and is told when it has.
+
+    Returns:
+        What it cost.
+    """
+    logging.disable(logging.ERROR)  # TorchRec logs every module that it shards
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // work.num_ranks))
+    with tempfile.TemporaryDirectory(prefix="graphpasses-") as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # an empty one, so that compile times are of compiling
+        return _train(work, variant, num_rounds, turns)
+
+
+def _train(work: Work, variant: Variant, num_rounds: int, turns: Connection) -> Measured:
+    base = _peak_mib()
+    with _turn(turns):
+        model = build(work, variant)
+        run = _compile(variant, model)
+        dense = [weight for _, weight in in_backward_optimizer_filter(model.named_parameters())]
+        optimizer = torch.optim.SGD(dense, lr=LR) if dense else None
+    seconds = []
+    for step in range(1 + NUM_WARM_UPS + num_rounds):
+        batch = make_batch(work, step, dist.get_rank())
+        with _turn(turns) as say:
+            start = time.perf_counter()
+            run(*batch).backward()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+            dist.barrier()
+            seconds.append(time.perf_counter() - start)
+            if step == 0:
+                say.append(f"first step {seconds[0]:.1f} s")
+    peak = torch.tensor(_peak_mib() - base)
+    dist.all_reduce(peak)
+    with _turn(turns):
+        _, calls = profile_step(lambda: run(*batch))
+    return Measured(tuple(seconds[-num_rounds:]), seconds[0], float(peak), calls)
+
+
+def _compile(variant: Variant, model: nn.Module) -> Callable[..., Tensor]:
+    if variant.how == "eager":
+        return model
+    if variant.how == "torch.compile":
+        return torch.compile(model)
+    pipeline = recommender_pipeline(lower_embedding_bags=variant.layout == "plain EBC")
+    return graphpasses.compile(model, inner=variant.how, pipeline=pipeline, fullgraph=True)
+
+
+@contextmanager
+def _turn(turns: Connection) -> Iterator[list[str]]:
+    """Waits for the variant's turn; gives a list for what to say at its end."""
+    say: list[str] = []
+    if dist.get_rank() == 0:
+        turns.recv()
+    dist.barrier()
+    yield say
+    dist.barrier()
+    if dist.get_rank() == 0:
+        turns.send(say)
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
