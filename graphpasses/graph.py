@@ -15,6 +15,7 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings, rebind_unbacked
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses.batch import check_batch
 from graphpasses.errors import CaptureError
 from graphpasses.gradients import accumulate_gradient, shared_values
@@ -265,11 +266,12 @@ class TrainGraph:
         """
         assert self.stage is Stage.MODEL
         placeholders = self.placeholders
-        modes = {mode for node in placeholders if (mode := getattr(node.meta.get("val"), "fake_mode", None))}
+        mode = fake_mode_of([node.meta.get("val") for node in placeholders])
+        assert mode is not None
         with self.graph.inserting_after(placeholders[-1]):
             node = self.graph.placeholder(re.sub(r"\W", "_", fqn))
         node.target = node.name  # which fx makes unique; the generated code takes the target
-        node.meta["val"] = node.meta["example_value"] = modes.pop().from_tensor(tensor, static_shapes=True)
+        node.meta["val"] = node.meta["example_value"] = mode.from_tensor(tensor, static_shapes=True)
         self.inputs += (GraphInput(InputKind.VALUE, fqn),)
         self.live += (tensor,)
         return node
@@ -467,9 +469,8 @@ def is_collective(node: fx.Node) -> bool:
 
 def _new_symbols(value: Any) -> Any:
     """Returns where in a fake value the symbols stand that it brought: sizes that depend on data."""
-    modes = (getattr(leaf, "fake_mode", None) for leaf in pytree.tree_leaves(value))
-    shape_env = next((mode.shape_env for mode in modes if mode is not None), None)
-    return compute_unbacked_bindings(shape_env, value)
+    mode = fake_mode_of(value)
+    return compute_unbacked_bindings(None if mode is None else mode.shape_env, value)
 
 
 def fake_value(node: fx.Node) -> Any:
@@ -479,19 +480,15 @@ def fake_value(node: fx.Node) -> Any:
         node: a ``call_function`` node.
     """
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    modes = {
-        mode
-        for value in pytree.tree_leaves((args, kwargs))
-        if (mode := getattr(value, "fake_mode", None)) is not None
-    }
+    mode = fake_mode_of(args, kwargs)
     assert callable(node.target)
-    if not modes:
+    if mode is None:
         return node.target(*args, **kwargs)
-    mode = modes.pop()
     if "unbacked_bindings" not in node.meta:
         with mode:
             return node.target(*args, **kwargs)
     # Computed again, a size that depends on data gets a new symbol, which stands for the same size.
+    assert mode.shape_env is not None
     with mode, mode.shape_env.ignore_fresh_unbacked_symbols():
         value = node.target(*args, **kwargs)
     rebind_unbacked(mode.shape_env, node, value)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import fake_mode_of
 
 __all__ = ["decompose"]
 
@@ -35,14 +38,16 @@ def decompose(module: fx.GraphModule) -> None:
     """
     table = select_decomp_table()
     graph = module.graph
-    for node in list(graph.nodes):
+    nodes = list(graph.nodes)
+    mode = fake_mode_of([node.meta.get("val") for node in nodes])  # also for what makes tensors from numbers
+    for node in nodes:
         if node.op == "call_function" and node.target in table:
-            _inline(graph, node, table)
+            _inline(graph, node, table, mode)
     graph.eliminate_dead_code()
     module.recompile()
 
 
-def _inline(graph: fx.Graph, node: fx.Node, table: dict[Any, Any]) -> None:
+def _inline(graph: fx.Graph, node: fx.Node, table: dict[Any, Any], mode: FakeTensorMode | None) -> None:
     values, spec = pytree.tree_flatten((node.args, node.kwargs))
     sources = [value for value in values if isinstance(value, fx.Node)]
 
@@ -53,10 +58,7 @@ def _inline(graph: fx.Graph, node: fx.Node, table: dict[Any, Any]) -> None:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
     vals = [source.meta["val"] for source in sources]
-    modes = {mode for val in vals if (mode := getattr(val, "fake_mode", None)) is not None}
-    if not modes:
-        return  # makes a tensor from numbers
-    with modes.pop(), torch.no_grad():
+    with mode or nullcontext(), torch.no_grad():
         inner = make_fx(call, decomposition_table=table, _allow_non_fake_inputs=True)(*vals).graph
     if any(item.target is node.target for item in inner.nodes):
         return  # the decomposition declined
