@@ -26,6 +26,7 @@ $(READY): $(LOCK) pyproject.toml
 
 parity: $(READY)
 	$(RUN) -m experiments.fsdp_parity
+	$(RUN) -m experiments.torchrec_parity
 
 test: lint types
 	$(RUN) -m pytest

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from experiments._parity.plans import reorder
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 
@@ -73,12 +74,6 @@ CASES = tuple(
     for model, coalescing in (("llama", ()), ("gpt", (NO_COALESCING,)), ("uneven", ()))
     for dtype in _DTYPES
 )
-
-
-def reorder(plan: BucketPlan, key: Callable[[str], object]) -> BucketPlan:
-    """Returns ``plan`` with the parameters of every entry sorted by ``key``; buckets stay what they are."""
-    entries = (replace(entry, fqns=tuple(sorted(entry.fqns, key=key))) for entry in plan.entries)  # type: ignore[type-var,arg-type]
-    return replace(plan, entries=tuple(entries))
 
 
 def wrong_plan(variant: str, plan: BucketPlan, model: nn.Module, captured: Layout) -> BucketPlan:

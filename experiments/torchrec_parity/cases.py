@@ -22,6 +22,8 @@ class Case:
         pooling: of a bag's rows.
         weighted: whether every id has a weight.
         vbe: whether each feature has a batch size of its own (variable batch embeddings).
+        dense: how the dense part of a tower is trained: replicated by DistributedDataParallel; or in bf16 by FSDP2,
+            over all ranks, or on a mesh of 2 replicas of 2 shards (HSDP).
         num_ranks: 2, or 4 on two nodes of 2.
         inductor: whether it is also compiled with Inductor, which takes long.
         controls: variants that must differ from eager.
@@ -35,6 +37,7 @@ class Case:
     pooling: Literal["sum", "mean"] = "sum"
     weighted: bool = False
     vbe: bool = False
+    dense: Literal["ddp", "fsdp", "hsdp"] = "ddp"
     num_ranks: Literal[2, 4] = 2
     inductor: bool = False
     controls: tuple[str, ...] = ()
@@ -75,6 +78,7 @@ def is_table(name: str) -> bool:
 
 EAGER, COMPILED, INDUCTOR, INDUCTOR_ALONE = "eager", "aot_eager", "inductor", "inductor alone"
 OTHER_LR, SWAPPED, MERGED = "another learning rate", "two outputs swapped", "calls of a table merged"
+BY_NAME, ALL_REDUCE_FIRST = "parameters packed by name", "all-reduce first"
 UNCOMPILED = (EAGER, OTHER_LR)
 
 _MIXED = ("table-wise", "row-wise", "column-wise")
@@ -100,4 +104,15 @@ CASES = (
     Case("several EBCs, mixed", _MIXED, "adagrad", use="several"),
     Case("shared EBC, one batch", ("table-wise",), "adagrad", use="shared", controls=(MERGED,)),
     Case("shared EBC, two batches", ("table-wise",), "adagrad", use="shared, two batches"),
+    Case("beside FSDP, mixed", _MIXED, "adagrad", dense="fsdp", num_ranks=4, controls=(BY_NAME,)),
+    # Two ranks, as in the groups of a 2×2 mesh, add in one order only: how buckets are packed cannot matter.
+    Case(
+        "beside HSDP, several EBCs",
+        (*_MIXED, "table-row-wise"),
+        "row-wise adagrad",
+        use="several",
+        dense="hsdp",
+        num_ranks=4,
+        controls=(ALL_REDUCE_FIRST,),
+    ),
 )

@@ -38,15 +38,42 @@ OPTIMIZERS = {
 }
 
 
+class Block(nn.Module):
+    """Backward yields its biases' gradients before its weights', which FSDP2 packs first."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 512), nn.GELU(), nn.Linear(512, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns ``x`` with what the block makes of it added."""
+        return x + self.mlp(self.norm(x))
+
+
+class BlockScore(nn.Sequential):
+    """Scores in bf16, in which the order of addition shows, with blocks that take several of NCCL's channels."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(nn.Linear(dim, 64), Block(64), Block(64), nn.Linear(64, 1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Returns the scores, [batch, 1]."""
+        return super().forward(rows.bfloat16()).float()
+
+
+def plain_score(dim: int) -> nn.Module:
+    """Has no biases: Inductor adds their gradients in another order, which tables would show a step later."""
+    return nn.Sequential(nn.Linear(dim, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False))
+
+
 class Tower(nn.Module):
     """Looks up, pools what is not pooled, and scores."""
 
-    def __init__(self, embeddings: EmbeddingBagCollection | EmbeddingCollection, dim: int) -> None:
+    def __init__(self, embeddings: EmbeddingBagCollection | EmbeddingCollection, score: nn.Module) -> None:
         super().__init__()
-        self.embeddings = embeddings
+        self.embeddings, self.score = embeddings, score
         self.is_pooled = isinstance(embeddings, EmbeddingBagCollection)
-        # Without biases: Inductor adds their gradients in another order, which tables would show a step later.
-        self.score = nn.Sequential(nn.Linear(dim, 16, bias=False), nn.ReLU(), nn.Linear(16, 1, bias=False))
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """Returns the scores, [batch, 1]."""
@@ -70,12 +97,15 @@ class Recommender(nn.Module):
         return (torch.cat(scores, dim=1).sum(dim=1) - labels).square().sum() / BATCH_SIZE
 
 
-def build(case: Case, lr: float, **options: Any) -> DistributedModelParallel:
+def build(
+    case: Case, lr: float, shard_dense: Callable[[nn.Module], object] | None = None, **options: Any
+) -> DistributedModelParallel:
     """Builds and shards the model of a case; all ranks call it alike.
 
     Args:
         case: which.
         lr: learning rate of the tables.
+        shard_dense: shards the dense part of a tower in place; None leaves it to DistributedDataParallel.
         options: further ones of ``DistributedModelParallel``.
     """
     tables = list(range(NUM_TABLES))
@@ -84,8 +114,7 @@ def build(case: Case, lr: float, **options: Any) -> DistributedModelParallel:
     else:
         towers = [_tower(case, tables)]
     if case.use.startswith("shared"):
-        dim = towers[0].score[0].in_features
-        towers.append(Tower(towers[0].embeddings, dim))
+        towers.append(Tower(towers[0].embeddings, plain_score(towers[0].score[0].in_features)))
     model = Recommender(towers)
     if case.shardings != ("data-parallel",):
         tables_of = [weight for tower in towers for weight in tower.embeddings.parameters()]
@@ -93,6 +122,10 @@ def build(case: Case, lr: float, **options: Any) -> DistributedModelParallel:
     plan = ShardingPlan(
         {f"towers.{index}.embeddings": _plan(case, tower) for index, tower in enumerate(model.towers)}
     )
+    if shard_dense is not None:
+        for tower in towers:
+            shard_dense(tower.score)
+        options["init_data_parallel"] = False
     env = ShardingEnv.from_process_group(dist.group.WORLD)
     return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, **options)
 
@@ -113,15 +146,17 @@ def _tower(case: Case, tables: list[int]) -> Tower:
         else:
             configs.append(EmbeddingBagConfig(**facts, pooling=PoolingType[case.pooling.upper()]))
         dims += [dim] * len(features)
+    score = plain_score if case.dense == "ddp" else BlockScore
     if case.kind == "ec":
-        return Tower(EmbeddingCollection(tables=configs), sum(dims))
-    return Tower(EmbeddingBagCollection(tables=configs, is_weighted=case.weighted), sum(dims))
+        return Tower(EmbeddingCollection(tables=configs), score(sum(dims)))
+    return Tower(EmbeddingBagCollection(tables=configs, is_weighted=case.weighted), score(sum(dims)))
 
 
 def _dim(case: Case, table: int) -> int:
     if "grid" in case.shardings:
         return 256  # TorchRec's grid halves no table that is narrower
-    return 16 if case.kind == "ec" or table % 2 else 8
+    # FBGEMM's rows are multiples of 4 wide, also where 4 ranks hold a part of each.
+    return 16 if case.kind == "ec" or case.num_ranks == 4 or table % 2 else 8
 
 
 def rows_of(table: int) -> int:

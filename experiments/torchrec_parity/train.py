@@ -18,12 +18,14 @@ import graphpasses
 from experiments._parity.progress import count_runs
 from experiments._parity.verdict import run_path
 from experiments.torchrec_parity.calls import profile_step
-from experiments.torchrec_parity.cases import EAGER, INDUCTOR, INDUCTOR_ALONE, OTHER_LR, Case
+from experiments.torchrec_parity.cases import EAGER, INDUCTOR, INDUCTOR_ALONE, OTHER_LR, UNCOMPILED, Case
+from experiments.torchrec_parity.dense import shard_dense
 from experiments.torchrec_parity.models import batch, build
 from experiments.torchrec_parity.ranks import Outcome
 from experiments.torchrec_parity.state import whole_state
 from experiments.torchrec_parity.wrong_passes import wrong_pipeline
 from graphpasses.capture.compile_report import CompileReport
+from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.parity import ParityRecorder
 from graphpasses.passes import recommender_pipeline
 from graphpasses.pipeline import Pipeline
@@ -59,13 +61,13 @@ def train_on_rank(cases: tuple[Case, ...], num_steps: int, folder: Path) -> dict
 def _train(case: Case, variant: str, num_steps: int, path: Path, together: dist.ProcessGroup) -> Outcome:
     torch.manual_seed(SEED)
     lr = LR * 1.01 if variant == OTHER_LR else LR
-    model = build(case, lr)
+    model = build(case, lr, shard_dense(case, variant))
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     kind = torch.optim.SGD if case.optimizer == "sgd" else torch.optim.Adagrad
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda weights: kind(weights, lr=lr))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
     report, calls, failure = CompileReport(), None, None
-    run = _variant(variant, model, report)
+    run = _variant(case, variant, model, report)
     with ParityRecorder(path, run=variant, model=case.name, seed=SEED, overwrite=True) as recorder:
         for step in range(num_steps):
             ids, labels = batch(case, step, dist.get_rank())
@@ -97,9 +99,18 @@ def _first_failure(mine: Exception | None, together: dist.ProcessGroup) -> str:
     return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text), "")
 
 
-def _variant(variant: str, model: DistributedModelParallel, report: CompileReport) -> Callable[..., Tensor]:
-    if variant in (EAGER, OTHER_LR):
+def _variant(
+    case: Case, variant: str, model: DistributedModelParallel, report: CompileReport
+) -> Callable[..., Tensor]:
+    if variant in UNCOMPILED:
         return model
-    pipeline = Pipeline(()) if variant == INDUCTOR_ALONE else wrong_pipeline(variant, recommender_pipeline())
+    pipeline = Pipeline(()) if variant == INDUCTOR_ALONE else wrong_pipeline(variant, _pipeline(case))
     inner = "inductor" if variant in (INDUCTOR, INDUCTOR_ALONE) else "aot_eager"
     return graphpasses.compile(model, pipeline=pipeline, inner=inner, report=report, fullgraph=True)
+
+
+def _pipeline(case: Case) -> Pipeline:
+    if case.dense == "ddp":
+        return recommender_pipeline()
+    eager = build(case, LR, shard_dense(case, EAGER))
+    return recommender_pipeline(BucketPlan.from_fully_shard(eager), contract=eager_layout(eager))

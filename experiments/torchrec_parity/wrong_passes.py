@@ -8,10 +8,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from experiments.torchrec_parity.cases import MERGED, SWAPPED
+from experiments._parity.plans import reorder
+from experiments.torchrec_parity.cases import ALL_REDUCE_FIRST, BY_NAME, MERGED, SWAPPED
 from graphpasses.collectives.packing import UNPACK
 from graphpasses.embedding.lookup import LookupCall
 from graphpasses.graph import Stage, TrainGraph
+from graphpasses.passes import BucketFSDPCollectives
 from graphpasses.pipeline import GraphPass, Numerics, Pipeline
 
 __all__ = ["wrong_pipeline"]
@@ -52,12 +54,14 @@ class MergeLookups(GraphPass):
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns 1."""
-        live = dict(zip(graph.placeholders, graph.live, strict=True))
-        calls = [LookupCall.of(node, live) for node in graph.graph.nodes]
-        first, second = (call.node for call in calls if call is not None)
+        first, second = (call.node for call in LookupCall.all(graph))
         second.replace_all_uses_with(first)
         graph.graph.erase_node(second)
         return 1
+
+
+def _pack_by_name(p: GraphPass) -> GraphPass:
+    return replace(p, plan=reorder(p.plan, str), contract=None) if isinstance(p, BucketFSDPCollectives) else p
 
 
 def wrong_pipeline(variant: str, pipeline: Pipeline) -> Pipeline:
@@ -66,4 +70,8 @@ def wrong_pipeline(variant: str, pipeline: Pipeline) -> Pipeline:
         return replace(pipeline, passes=(*pipeline.passes, SwapUnpacked()))
     if variant == MERGED:
         return replace(pipeline, passes=(MergeLookups(), *pipeline.passes))
+    if variant == BY_NAME:
+        return replace(pipeline, passes=tuple(map(_pack_by_name, pipeline.passes)))
+    if variant == ALL_REDUCE_FIRST:
+        return replace(pipeline, disable=(BucketFSDPCollectives.name,))
     return pipeline

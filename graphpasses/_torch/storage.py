@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["is_movable", "move_storage"]
+__all__ = ["addresses", "is_movable", "move_storage"]
+
+
+def addresses(value: Any) -> Iterator[int]:
+    """Yields where the memory of a tensor begins; of a wrapper such as a DTensor, that of each tensor inside.
+
+    Args:
+        value: anything; what is no strided tensor has none.
+    """
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        for name in names:
+            yield from addresses(getattr(value, name))
+    elif isinstance(value, Tensor) and value.layout is torch.strided:
+        yield value.untyped_storage().data_ptr()
 
 
 def is_movable(tensor: Tensor) -> bool:

@@ -1,5 +1,6 @@
-"""The passes, one per file, and the pipeline that makes a captured FSDP step equal to eager FSDP2's."""
+"""The passes, one per file, and the pipelines that make compiled steps equal to eager FSDP2's and TorchRec's."""
 
+from graphpasses.errors import LayoutError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.passes.bucket_all_to_all import BucketAllToAll
@@ -12,7 +13,7 @@ from graphpasses.passes.lower_embedding_bags import LowerEmbeddingBags
 from graphpasses.passes.prefetch_collectives import PrefetchCollectives
 from graphpasses.passes.regather_parameters import RegatherParameters
 from graphpasses.passes.reinplace_tbe_updates import ReinplaceTBEUpdates
-from graphpasses.pipeline import Pipeline
+from graphpasses.pipeline import GraphPass, Pipeline
 
 __all__ = [
     "BucketAllToAll",
@@ -43,39 +44,53 @@ def default_pipeline(
     Example:
         >>> step = default_pipeline(plan).run(capture_train_step(loss_fn, model, batch))  # doctest: +SKIP
     """
+    return Pipeline((DeduplicateShared(), *_fsdp_passes(plan, contract)), disable=disable)
+
+
+def recommender_pipeline(
+    plan: BucketPlan | None = None,
+    *,
+    contract: Layout | None = None,
+    lower_embedding_bags: bool = False,
+    disable: tuple[str, ...] = (),
+) -> Pipeline:
+    """Returns the pipeline for models with embedding tables: what ``torch.compile(backend="graphpasses")`` runs.
+
+    Args:
+        plan: the buckets of dense layers that SimpleFSDP shards, as in :func:`default_pipeline`; None if none are.
+        contract: layout that their reductions must have; None checks nothing.
+        lower_embedding_bags: make lookups of FBGEMM's TBE of a plain model's ``embedding_bag`` calls, too, which is
+            many times as fast but may round otherwise than eager.
+        disable: names of passes to leave out.
+
+    Raises:
+        LayoutError: there is a contract without a plan.
+
+    Example:
+        >>> [p.name for p in recommender_pipeline().passes][0]
+        'deduplicate-shared'
+        >>> compiled = graphpasses.compile(model, pipeline=recommender_pipeline(plan))  # doctest: +SKIP
+    """
+    if plan is None and contract is not None:
+        raise LayoutError("a contract is met by a plan; write recommender_pipeline(plan, contract=contract)")
     return Pipeline(
         (
+            *((LowerEmbeddingBags(),) if lower_embedding_bags else ()),
             DeduplicateShared(),
-            CoalesceGradReductions(),
-            BucketFSDPCollectives(plan, contract),
-            RegatherParameters(plan),
-            PrefetchCollectives(),
+            HoistInputDists(),
+            FuseTBE(),
+            *(_fsdp_passes(plan, contract) if plan is not None else ()),
+            BucketAllToAll(),
+            ReinplaceTBEUpdates(),
         ),
         disable=disable,
     )
 
 
-def recommender_pipeline(*, lower_embedding_bags: bool = False, disable: tuple[str, ...] = ()) -> Pipeline:
-    """Returns the pipeline for models with embedding tables: what ``torch.compile(backend="graphpasses")`` runs.
-
-    Args:
-        lower_embedding_bags: make lookups of FBGEMM's TBE of a plain model's ``embedding_bag`` calls, too, which is
-            many times as fast but may round otherwise than eager.
-        disable: names of passes to leave out.
-
-    Example:
-        >>> [p.name for p in recommender_pipeline().passes][0]
-        'deduplicate-shared'
-    """
-    lowering = (LowerEmbeddingBags(),) if lower_embedding_bags else ()
-    return Pipeline(
-        (
-            *lowering,
-            DeduplicateShared(),
-            HoistInputDists(),
-            FuseTBE(),
-            BucketAllToAll(),
-            ReinplaceTBEUpdates(),
-        ),
-        disable=disable,
+def _fsdp_passes(plan: BucketPlan, contract: Layout | None) -> tuple[GraphPass, ...]:
+    return (
+        CoalesceGradReductions(),
+        BucketFSDPCollectives(plan, contract),
+        RegatherParameters(plan),
+        PrefetchCollectives(),
     )

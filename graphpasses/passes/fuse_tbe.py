@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
+from graphpasses._torch.storage import addresses
 from graphpasses._torch.torch_calls import launches_collective
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.joined_lookup import JOIN_BAGS, SPLIT_FEATURES
@@ -35,7 +36,7 @@ class _Plan:
 
 def _plan(graph: TrainGraph) -> _Plan:
     calls = LookupCall.all(graph)
-    memories = Counter(map(_memory, graph.live))
+    memories = Counter(address for value in graph.live for address in addresses(value))
     candidates = {}
     for call in calls:
         obstacle = _obstacle(call, memories)
@@ -63,22 +64,13 @@ def _obstacle(call: LookupCall, memories: Mapping[int, int]) -> str | None:
     """Returns why a lookup cannot be part of another; None if it can."""
     if (obstacle := call.obstacle()) is not None:
         return obstacle
-    is_shared = any(memories[_memory(tensor)] > 1 for tensor in call.state_tensors)
+    is_shared = any(memories[address] > 1 for tensor in call.state_tensors for address in addresses(tensor))
     if is_shared or any(len(node.users) > 1 for node in call.states):
         return "the model also reads its tables elsewhere; joint updates of a row change the result"
     weights = call.arguments["indice_weights"]
     if weights is not None and has_gradient(weights) and sum(map(has_gradient, weights.users)) > 1:
         return "the weights of its ids get gradients from elsewhere, too, which are added in an order"
     return next(filter(None, map(Arena.obstacle, call.state_tensors)), None)
-
-
-def _memory(value: Any) -> int:
-    """Returns the address of a tensor's storage; 0 if it has none."""
-    return (
-        value.untyped_storage().data_ptr()
-        if isinstance(value, Tensor) and value.layout is torch.strided
-        else 0
-    )
 
 
 def _with_gradient(graph: TrainGraph) -> set[fx.Node]:
