@@ -17,7 +17,8 @@ __all__ = ["profile_step"]
 T = TypeVar("T")
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints when it starts and stops
-_COLLECTIVE, _ALL_REDUCE = re.compile(r"c10d::\w+"), re.compile(r"c10d::allreduce_\w*")
+# nccl_sim, which reduces FSDP's gradients, shows as the messages that it sends.
+_COLLECTIVE, _ALL_REDUCE = re.compile(r"c10d::(?!send|recv)\w+"), re.compile(r"c10d::allreduce_\w*")
 # Each lookup, and each update of the tables, goes through one of these, eagerly and in a graph.
 _LOOKUP = re.compile(r"fbgemm::(split|dense)_embedding_\w+_(pt2_wrapper|lookup_function)")
 

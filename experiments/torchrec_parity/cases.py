@@ -85,8 +85,8 @@ _MIXED = ("table-wise", "row-wise", "column-wise")
 
 CASES = (
     Case("EBC table-wise", ("table-wise",), "sgd"),
-    Case("EBC row-wise", ("row-wise",), "adagrad", controls=(OTHER_LR,)),
-    Case("EBC column-wise", ("column-wise",), "row-wise adagrad"),
+    Case("EBC row-wise", ("row-wise",), "adagrad", inductor=True, controls=(OTHER_LR,)),
+    Case("EBC column-wise", ("column-wise",), "row-wise adagrad", inductor=True),
     Case("EBC table-column-wise", ("table-column-wise",), "sgd"),
     Case("EBC table-row-wise", ("table-row-wise",), "row-wise adagrad", num_ranks=4),
     Case("EBC grid", ("grid",), "adagrad", num_ranks=4),
@@ -94,23 +94,26 @@ CASES = (
     Case("EBC mixed, SGD", _MIXED, "sgd"),
     Case("EBC mixed, Adagrad", _MIXED, "adagrad", inductor=True),
     Case("EBC mixed, row-wise Adagrad", _MIXED, "row-wise adagrad"),
-    Case("EC table-wise", ("table-wise",), "adagrad", kind="ec"),
+    Case("EC table-wise", ("table-wise",), "adagrad", kind="ec", inductor=True),
     Case("EC row-wise", ("row-wise",), "row-wise adagrad", kind="ec"),
     Case("EC column-wise", ("column-wise",), "sgd", kind="ec"),
     Case("EBC mixed, weighted", _MIXED, "adagrad", weighted=True),
     Case("EBC mixed, mean pooling", _MIXED, "row-wise adagrad", pooling="mean"),
     Case("EBC table-wise, VBE", ("table-wise",), "row-wise adagrad", vbe=True),
-    Case("several EBCs, table-wise", ("table-wise",), "sgd", use="several", controls=(SWAPPED,)),
+    Case(
+        "several EBCs, table-wise", ("table-wise",), "sgd", use="several", inductor=True, controls=(SWAPPED,)
+    ),
     Case("several EBCs, mixed", _MIXED, "adagrad", use="several"),
-    Case("shared EBC, one batch", ("table-wise",), "adagrad", use="shared", controls=(MERGED,)),
+    Case(
+        "shared EBC, one batch", ("table-wise",), "adagrad", use="shared", inductor=True, controls=(MERGED,)
+    ),
     Case("shared EBC, two batches", ("table-wise",), "adagrad", use="shared, two batches"),
     Case("beside FSDP, mixed", _MIXED, "adagrad", dense="fsdp", num_ranks=4, controls=(BY_NAME,)),
     # Two ranks, as in the groups of a 2×2 mesh, add in one order only: how buckets are packed cannot matter.
     Case(
-        "beside HSDP, several EBCs",
+        "beside HSDP, mixed",
         (*_MIXED, "table-row-wise"),
         "row-wise adagrad",
-        use="several",
         dense="hsdp",
         num_ranks=4,
         controls=(ALL_REDUCE_FIRST,),
