@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphpasses._torch.fake_process_group import fake_process_group
@@ -44,6 +45,18 @@ def talk() -> dict[str, Any]:
     gc.collect()
     seen["forgotten"] = reference() is None
     return seen
+
+
+def talk_much() -> int:
+    model = nn.Module()
+    with enable_python_dispatcher():
+        for number in range(300):
+            agree([f"question {number}"], None, model=model, group=dist.group.WORLD)
+    return number
+
+
+def test_ranks_that_trace_do_not_wait_for_gloos_threads() -> None:
+    assert run_ranks(talk_much, 2, timeout=60.0) == [299, 299]
 
 
 def test_two_ranks() -> None:
