@@ -5,15 +5,26 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from experiments._parity.verdict import run_path
 from experiments.torchrec_parity import __main__ as experiment
-from experiments.torchrec_parity.cases import CASES, COMPILED, EAGER, OTHER_LR
+from experiments.torchrec_parity.cases import CASES, COMPILED, EAGER, OTHER_LR, Case
 from experiments.torchrec_parity.ranks import Outcome, train_cases
+from experiments.torchrec_parity.wrong_passes import wrong_pipeline
+from graphpasses.fsdp import BucketPlan
+from graphpasses.passes import recommender_pipeline
 
-CASE = next(case for case in CASES if case.name == "EBC row-wise")
+
+def case_named(name: str, **changes: Any) -> Case:
+    return replace(next(case for case in CASES if case.name == name), **changes)
+
+
+CASE = case_named("EBC row-wise", inductor=False)
+# Two ranks are faster; they add in one order only, so that no control can differ.
+BESIDE = case_named("beside FSDP, mixed", num_ranks=2, controls=())
 NUM_STEPS = 2
 Runs = tuple[Path, dict[tuple[str, str], Outcome]]
 
@@ -21,7 +32,7 @@ Runs = tuple[Path, dict[tuple[str, str], Outcome]]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
-    return folder, train_cases([CASE], NUM_STEPS, folder)
+    return folder, train_cases([CASE, BESIDE], NUM_STEPS, folder)
 
 
 def _num_wrong(folder: Path, outcomes: dict[tuple[str, str], Outcome], num_steps: int = NUM_STEPS) -> int:
@@ -36,6 +47,21 @@ def test_as_it_must_be(runs: Runs) -> None:
     assert (eager.num_graphs, compiled.num_graphs) == (0, 1)
     assert eager.calls.lookups == (1, 1)
     assert sum(compiled.calls.collectives) <= sum(eager.calls.collectives)
+
+
+def test_tables_beside_fsdp_layers(runs: Runs) -> None:
+    folder, outcomes = runs
+    table, num_wrong = experiment.judge([BESIDE], outcomes, {}, folder, NUM_STEPS)
+    assert (table.row_count, num_wrong) == (1, 0)
+    assert outcomes[BESIDE.name, COMPILED].calls.lookups == (1, 1)
+
+
+def test_controls_are_other_pipelines() -> None:
+    right = recommender_pipeline(BucketPlan.from_parameters([["b", "a"]]))
+    controls = {control for case in CASES for control in case.controls} - {OTHER_LR}
+    wrong = [wrong_pipeline(control, right) for control in controls]
+    assert all(pipeline != right for pipeline in wrong)
+    assert wrong_pipeline(COMPILED, right) == right
 
 
 @pytest.mark.parametrize(("variant", "recorded"), [(COMPILED, OTHER_LR), (OTHER_LR, EAGER)])
