@@ -108,7 +108,9 @@ CASES = (
         "shared EBC, one batch", ("table-wise",), "adagrad", use="shared", inductor=True, controls=(MERGED,)
     ),
     Case("shared EBC, two batches", ("table-wise",), "adagrad", use="shared, two batches"),
-    Case("beside FSDP, mixed", _MIXED, "adagrad", dense="fsdp", num_ranks=4, controls=(BY_NAME,)),
+    Case(
+        "beside FSDP, table-wise", ("table-wise",), "adagrad", dense="fsdp", num_ranks=4, controls=(BY_NAME,)
+    ),
     # Two ranks, as in the groups of a 2×2 mesh, add in one order only: how buckets are packed cannot matter.
     Case(
         "beside HSDP, mixed",

@@ -24,7 +24,7 @@ def case_named(name: str, **changes: Any) -> Case:
 
 CASE = case_named("EBC row-wise", inductor=False)
 # Two ranks are faster; they add in one order only, so that no control can differ.
-BESIDE = case_named("beside FSDP, mixed", num_ranks=2, controls=())
+BESIDE = case_named("beside FSDP, table-wise", num_ranks=2, controls=())
 NUM_STEPS = 2
 Runs = tuple[Path, dict[tuple[str, str], Outcome]]
 
