@@ -30,7 +30,7 @@ from graphpasses.parity import ParityRecorder
 from graphpasses.passes import recommender_pipeline
 from graphpasses.pipeline import Pipeline
 
-SEED, LR = 0, 0.1
+SEED, LR = 0, 0.01
 
 
 def train_on_rank(cases: tuple[Case, ...], num_steps: int, folder: Path) -> dict[tuple[str, str], Outcome]:

@@ -89,6 +89,7 @@ def test_what_torchrec_no_longer_refuses(runs: Runs) -> None:
 
 def test_exit_code(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, outcomes = runs
+    monkeypatch.setattr(experiment, "CASES", (CASE,))
     monkeypatch.setattr(experiment, "train_cases", lambda *_: outcomes)
     assert experiment.main(steps=NUM_STEPS, out=folder, only=CASE.name) == 0
     assert experiment.main(steps=NUM_STEPS + 1, out=folder, only=CASE.name) == 1
