@@ -77,10 +77,11 @@ def _fake_join_bags(
     ids: list[Tensor], offsets: list[Tensor], num_features: list[int], names: list[str]
 ) -> tuple[Tensor, Tensor]:
     first, *others = _batch_sizes(offsets, num_features)
-    if all(statically_known_true(other == first) for other in others):
-        batch_size = first
-    elif any(free_unbacked_symbols(size) for size in (first, *others)):
+    if others and any(free_unbacked_symbols(size) for size in (first, *others)):
+        # Also where they are known to be equal: what was a size of its own when traced must be one when traced again.
         batch_size = torch.library.get_ctx().new_dynamic_size()
+    elif all(statically_known_true(other == first) for other in others):
+        batch_size = first
     else:
         batch_size = reduce(torch.sym_max, others, first)
     num_ids = torch.sym_sum([part.numel() for part in ids])  # type: ignore[no-untyped-call]
