@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import ClassVar
 
+import torch
 from torch import fx
 
 from experiments.torchrec_parity.cases import MERGED, SWAPPED
-from graphpasses.collectives.packing import UNPACK
 from graphpasses.embedding.lookup import LookupCall
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics, Pipeline
@@ -18,13 +18,15 @@ __all__ = ["wrong_pipeline"]
 
 
 def _look_alike(a: fx.Node, b: fx.Node) -> bool:
+    if a.args[0] is not b.args[0]:
+        return False
     a, b = a.meta["val"], b.meta["val"]
-    return a.is_floating_point() and a.dtype == b.dtype and [*map(str, a.shape)] == [*map(str, b.shape)]
+    return a.is_floating_point() and [*map(str, a.shape)] == [*map(str, b.shape)]
 
 
 @dataclass(frozen=True)
 class SwapUnpacked(GraphPass):
-    """Swaps the first two outputs of a bucket of all-to-alls that look alike."""
+    """Swaps the columns of two modules that arrive by one all-to-all."""
 
     name: ClassVar[str] = "swap-unpacked"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
@@ -32,9 +34,8 @@ class SwapUnpacked(GraphPass):
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns 1."""
-        unpacks = graph.graph.find_nodes(op="call_function", target=UNPACK)
-        pairs = ((a, b) for unpack in unpacks for a, b in combinations(unpack.users, 2) if _look_alike(a, b))
-        a, b = next(pairs)
+        columns = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+        a, b = next(pair for pair in combinations(columns, 2) if _look_alike(*pair))
         a.args, b.args = b.args, a.args
         return 1
 

@@ -12,7 +12,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, resolve
 
 from graphpasses._torch import pytree
 
-__all__ = ["can_name_alike", "name_alike"]
+__all__ = ["can_name_alike", "expression", "name_alike"]
+
+
+def expression(size: int | torch.SymInt) -> Any:
+    """Returns what stands for a size in arithmetic: a number, or an expression of symbols."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def can_name_alike(node: fx.Node, other: fx.Node) -> bool:

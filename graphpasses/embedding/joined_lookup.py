@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 
 from graphpasses.errors import IdError
 
-__all__ = ["JOIN_BAGS", "SPLIT_FEATURES"]
+__all__ = ["JOIN_BAGS", "JOIN_FEATURES", "SPLIT_FEATURES"]
 
 _SCHEMAS = {
     "join_bags": "(Tensor[] ids, Tensor[] offsets, int[] num_features, str[] names) -> (Tensor, Tensor)",
@@ -33,7 +33,7 @@ for _name, _schema in _SCHEMAS.items():
 
 JOIN_BAGS = torch.ops.graphpasses.join_bags.default
 SPLIT_FEATURES = torch.ops.graphpasses.split_features.default
-_JOIN_FEATURES = torch.ops.graphpasses.join_features.default
+JOIN_FEATURES = torch.ops.graphpasses.join_features.default
 
 
 def _batch_sizes(offsets: Sequence[Tensor], num_features: Sequence[int]) -> list[Any]:
@@ -116,7 +116,7 @@ def _save_num_rows(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _join_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor, None, None]:
-    return _JOIN_FEATURES(gradients, ctx.num_rows), None, None
+    return JOIN_FEATURES(gradients, ctx.num_rows), None, None
 
 
 for _name, _kernel, _fake in (

@@ -6,6 +6,7 @@ from graphpasses.passes.bucket_all_to_all import BucketAllToAll
 from graphpasses.passes.bucket_fsdp_collectives import BucketFSDPCollectives
 from graphpasses.passes.coalesce_grad_reductions import CoalesceGradReductions
 from graphpasses.passes.deduplicate_shared import DeduplicateShared
+from graphpasses.passes.fold_sizes import FoldSizes
 from graphpasses.passes.fuse_tbe import FuseTBE
 from graphpasses.passes.hoist_input_dists import HoistInputDists
 from graphpasses.passes.lower_embedding_bags import LowerEmbeddingBags
@@ -19,6 +20,7 @@ __all__ = [
     "BucketFSDPCollectives",
     "CoalesceGradReductions",
     "DeduplicateShared",
+    "FoldSizes",
     "FuseTBE",
     "HoistInputDists",
     "LowerEmbeddingBags",
@@ -74,6 +76,7 @@ def recommender_pipeline(*, lower_embedding_bags: bool = False, disable: tuple[s
             DeduplicateShared(),
             HoistInputDists(),
             FuseTBE(),
+            FoldSizes(),
             BucketAllToAll(),
             ReinplaceTBEUpdates(),
         ),

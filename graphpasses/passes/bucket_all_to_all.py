@@ -9,13 +9,12 @@ from functools import reduce
 from itertools import pairwise
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import fx
 
 from graphpasses._torch.effects import collective_group
-from graphpasses._torch.group_ranks import named_group
-from graphpasses.collectives.agreement import agree
+from graphpasses.collectives.columns import agree_on_columns, merge_columns
+from graphpasses.collectives.launches import Launches
 from graphpasses.collectives.order import place_nodes, predecessors, stable_order
 from graphpasses.collectives.packing import PACK, UNPACK, packed_dtype
 from graphpasses.collectives.sizes import Size, SizeArithmetic
@@ -28,19 +27,11 @@ __all__ = ["BucketAllToAll"]
 Before = dict[fx.Node, set[fx.Node]]
 
 
-def _is_member(node: fx.Node) -> bool:
-    return node.target == ALL_TO_ALL and _is_waited_for_once(node)
-
-
-def _is_waited_for_once(launch: fx.Node) -> bool:
-    return [user.target for user in launch.users] == [WAIT]
-
-
 def _wait(launch: fx.Node) -> fx.Node:
     return next(iter(launch.users))
 
 
-def _plan(graph: TrainGraph, before: Before) -> list[tuple[fx.Node, ...]]:
+def _plan(graph: TrainGraph, launches: Launches, before: Before) -> list[tuple[fx.Node, ...]]:
     """Returns all collectives in the order in which every rank shall launch them; those of one tuple go as one.
 
     An all-to-all's level is the number of all-to-alls on the longest path to it. Two of one level do not depend on
@@ -50,37 +41,35 @@ def _plan(graph: TrainGraph, before: Before) -> list[tuple[fx.Node, ...]]:
     ranks put together what each of their graphs shows. Their collectives come in one order, so this is no cycle
     either. Buckets and launch order follow from nothing else; each rank places its own computation around them.
     """
-    launches = [node for node in graph.graph.nodes if collective_group(node) is not None]
-    if not any(map(_is_member, launches)):
+    members = set(launches.all_to_alls)
+    if not members:
         return []
-    local = _needed_collectives(graph, before, launches)
-    needed = _agreed(graph, launches, local)
+    local = _needed_collectives(graph, before, launches.nodes, members)
+    needed = _agreed(launches, local)
     levels: list[int] = []
     buckets: dict[object, list[int]] = {}
-    for index, node in enumerate(launches):
+    for index, node in enumerate(launches.nodes):
         level = max((levels[other] for other in _bits(needed[index])), default=0)
-        levels.append(level + _is_member(node))
-        key = (levels[index], collective_group(node), _device(node)) if _is_member(node) else index
+        levels.append(level + (node in members))
+        key = (levels[index], collective_group(node), _device(node)) if node in members else index
         buckets.setdefault(key, []).append(index)
     # A bucket takes the place of its last member, where its inputs are there.
     units = sorted(map(tuple, buckets.values()), key=max)
     ordered = stable_order(units, {index: list(_bits(mask)) for index, mask in enumerate(needed)})
     _check_local(graph, ordered, local)
-    return [tuple(launches[index] for index in unit) for unit in ordered]
+    return [tuple(launches.nodes[index] for index in unit) for unit in ordered]
 
 
-def _needed_collectives(graph: TrainGraph, before: Before, launches: Sequence[fx.Node]) -> list[int]:
+def _needed_collectives(
+    graph: TrainGraph, before: Before, launches: Sequence[fx.Node], members: set[fx.Node]
+) -> list[int]:
     """Returns for each collective the last ones on the paths to it: bit i stands for ``launches[i]``.
 
     Tangents exist once the forward pass is over, so they need the collectives that come first and need no tangent.
     """
     number = {node: index for index, node in enumerate(launches)}
     # A bucket starts where it is packed, as an all-to-all does where it reads its input.
-    number |= {
-        argument(node): number[node]
-        for node in launches
-        if _is_member(node) and argument(node).target == PACK
-    }
+    number |= {argument(node): number[node] for node in members if argument(node).target == PACK}
     tangents = {
         node
         for item, node in zip(graph.inputs, graph.placeholders, strict=True)
@@ -100,23 +89,13 @@ def _needed_collectives(graph: TrainGraph, before: Before, launches: Sequence[fx
     return [masks[node] & ((1 << index) - 1) for index, node in enumerate(launches)]
 
 
-def _agreed(graph: TrainGraph, launches: Sequence[fx.Node], needed: list[int]) -> list[int]:
+def _agreed(launches: Launches, needed: list[int]) -> list[int]:
     """Returns what the collectives need on any rank, which is the same on all ranks."""
-    groups = list(dict.fromkeys(map(collective_group, launches)))
-    signature = [f"{graph.stage.value} graph"]
-    signature += [_describe(node, groups.index(collective_group(node))) for node in launches]
     # Group after group, as along the axes of a mesh, what one rank knows reaches all.
-    for group in groups:
-        everyone = agree(signature, needed, model=graph.model, group=named_group(group))
+    for group in launches.groups:
+        everyone = launches.agree("order", needed, group)
         needed = [reduce(operator.or_, masks) for masks in zip(*everyone, strict=True)]
     return needed
-
-
-def _describe(node: fx.Node, group: int) -> str:
-    value = argument(node).meta["val"] if isinstance(node.args[0], fx.Node) else None
-    tensor = f" of {value.dtype} on {value.device.type}" if isinstance(value, torch.Tensor) else ""
-    waits = "" if _is_waited_for_once(node) else " (not waited for once)"
-    return f"{node.target}{tensor} in process group {group}{waits}"
 
 
 def _device(node: fx.Node) -> str:
@@ -210,21 +189,25 @@ class BucketAllToAll(GraphPass):
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of buckets made."""
         before = predecessors(graph.graph)
-        launches = _plan(graph, before)
-        buckets = [unit for unit in launches if len(unit) > 1]
+        launches = Launches(graph)
+        units = _plan(graph, launches, before)
+        buckets = [unit for unit in units if len(unit) > 1]
         if not buckets:
             return 0
-        for unit, following in pairwise(launches):
+        for unit, following in pairwise(units):
             before[following[0]].add(unit[0])
         position = {node: index for index, node in enumerate(before)}
         waits = [tuple(map(_wait, bucket)) for bucket in buckets]
         # Launched where the last member is, waited for where the first one is, or as soon as possible.
-        units = [(max(map(position.__getitem__, bucket)), bucket) for bucket in buckets]
-        units += [(min(map(position.__getitem__, bucket)), bucket) for bucket in waits]
-        together = {node for _, unit in units for node in unit}
-        units += [(index, (node,)) for node, index in position.items() if node not in together]
-        ordered = stable_order([unit for _, unit in sorted(units, key=operator.itemgetter(0))], before)
+        placed = [(max(map(position.__getitem__, bucket)), bucket) for bucket in buckets]
+        placed += [(min(map(position.__getitem__, bucket)), bucket) for bucket in waits]
+        together = {node for _, unit in placed for node in unit}
+        placed += [(index, (node,)) for node, index in position.items() if node not in together]
+        ordered = stable_order([unit for _, unit in sorted(placed, key=operator.itemgetter(0))], before)
         place_nodes(graph.graph, [node for unit in ordered for node in unit])
+        columns = agree_on_columns(launches)
         for bucket in buckets:
-            _apply(graph, bucket)
+            members = merge_columns(graph, bucket, columns)
+            if len(members) > 1:
+                _apply(graph, members)
         return len(buckets)
