@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +33,8 @@ _change = config._make_closure_patcher(**_SETTINGS)
 @cache
 def _add_stride(dynamic_sources: str) -> Callable[[], Callable[[], None]]:
     added = f"{dynamic_sources},{_STRIDE}" if dynamic_sources else _STRIDE
-    change: Callable[[], Callable[[], None]] = torch.compiler.config._make_closure_patcher(
-        dynamic_sources=added
-    )
+    make: Any = torch.compiler.config._make_closure_patcher  # type: ignore[attr-defined]
+    change: Callable[[], Callable[[], None]] = make(dynamic_sources=added)
     return change
 
 
