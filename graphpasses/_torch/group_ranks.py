@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["group_ranks", "named_group", "named_group_ranks"]
+__all__ = ["group_ranks", "group_store", "named_group", "named_group_ranks"]
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Returns the global ranks of ``group``, in group order."""
     return tuple(dist.get_process_group_ranks(group))
+
+
+def group_store(group: dist.ProcessGroup) -> Any:
+    """Returns the store of ``group``, over a connection of its own: who waits there keeps nobody else waiting."""
+    return distributed_c10d._get_process_group_store(group).clone()  # type: ignore[attr-defined]
 
 
 def named_group(name: str) -> dist.ProcessGroup:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from graphpasses._torch.dynamo import BackendCompilerFailed
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
-from graphpasses.errors import GraphPassesError
+from graphpasses.errors import CaptureError, GraphPassesError
 
 if TYPE_CHECKING:
     from graphpasses.capture.torch_compile import CompileOptions
@@ -45,6 +45,7 @@ class CompiledCall:
         self._compiled = compiled
         self._modules = _modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+        self._is_checked = False
         self._ddp: DDPCalls | None = None  # known once the model's input dists are made
         self._eager = getattr(compiled, "_torchdynamo_orig_callable", root)
 
@@ -54,7 +55,14 @@ class CompiledCall:
         return _RUNNING.get()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the compiled function."""
+        """Runs the compiled function.
+
+        Raises:
+            CaptureError: in the first call: the model is on the meta device.
+        """
+        if not self._is_checked:
+            _check_materialised(self._modules)
+            self._is_checked = True
         token = _RUNNING.set(self)
         try:
             with record_graph_breaks() as graph_breaks:
@@ -93,6 +101,16 @@ class CompiledCall:
             self._eager(*args, **kwargs)
         for buffer, value in buffers:
             buffer.copy_(value)
+
+
+def _check_materialised(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if tensor.is_meta:
+                raise CaptureError(
+                    f"parameter or buffer {fqn!r} is on the meta device; materialise the model (to_empty, then "
+                    "initialise it) before the first call of what torch.compile returned"
+                )
 
 
 def _own_buffers(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
-from graphpasses._torch.group_ranks import group_ranks
+from graphpasses._torch.group_ranks import group_ranks, group_store
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.errors import AgreementError
 
@@ -44,7 +44,8 @@ def agree(signature: Sequence[str], facts: T, *, model: nn.Module, group: dist.P
         The facts of each rank, in group order; ``[facts]`` alone where the group has no other process.
 
     Raises:
-        AgreementError: the signatures of two ranks differ; on every rank of the group.
+        AgreementError: the signatures of two ranks differ, on every rank of the group; or a rank asks nothing within
+            the timeout of ``init_process_group``, on those that wait for it.
 
     Example:
         >>> agree(["all_to_all_single"], {"rank": dist.get_rank()}, model=model, group=dist.group.WORLD)
@@ -62,6 +63,7 @@ def agree(signature: Sequence[str], facts: T, *, model: nn.Module, group: dist.P
 
 def _exchange(signature: tuple[str, ...], facts: T, group: dist.ProcessGroup) -> list[T]:
     everyone: list[Any] = [None] * group.size()
+    _meet(signature, group)
     with outside_tracing():
         dist.all_gather_object(everyone, (signature, facts), group=group)
     ranks = group_ranks(group)
@@ -74,3 +76,27 @@ def _exchange(signature: tuple[str, ...], facts: T, group: dist.ProcessGroup) ->
                     f"{ranks[0]}, {b} on rank {rank}; every rank must run the same modules in the same order"
                 )
     return [known for _, known in everyone]
+
+
+def _meet(signature: Sequence[str], group: dist.ProcessGroup) -> None:
+    """Returns once every rank of ``group`` asks its next question.
+
+    They meet at the store: a collective that another rank does not launch waits, or meets another one there.
+    """
+    store, ranks, rank = group_store(group), group_ranks(group), dist.get_rank()
+    number = store.add(f"graphpasses/agree/{rank}", 1)
+    keys = {other: f"graphpasses/agree/{number}/{other}" for other in ranks}
+    store.set(keys[rank], "")
+    try:
+        store.wait(list(keys.values()))
+    except RuntimeError as error:
+        missing = [other for other, key in keys.items() if not store.check([key])]
+        if not missing:
+            return  # the last one came just now
+        store.delete_key(keys[rank])
+        store.add(f"graphpasses/agree/{rank}", -1)
+        raise AgreementError(
+            f"rank {rank} compiles a graph whose collectives it shares with ranks {missing}, but these compiled none "
+            f"within {store.timeout} ({'; '.join(signature[:2])}); every rank must compile the same graphs in the "
+            "same order: TORCH_LOGS=recompiles shows why a rank compiles again"
+        ) from error

@@ -117,6 +117,10 @@ def _(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
     return tensor.new_empty(splits[rank], *tensor.shape[1:])
 
 
+# Where this rank does not read its part, others wait for it all the same.
+torch.fx.node.has_side_effect(torch.ops.graphpasses.reduce_scatter_v.default)
+
+
 class ReduceScatterV(torch.autograd.Function):
     """Adds the ranks' tensors, each rank gets its part of the sum.
 

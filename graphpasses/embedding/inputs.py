@@ -15,48 +15,69 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses._torch.dynamo_settings import mark_any_length
+from graphpasses._torch.dynamo_settings import mark_any_length, mark_varying
 from graphpasses.embedding.aliases import alias_tensors
 
 __all__ = ["prepare_inputs"]
 
 
 def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replaces (key-)jagged tensors by ones without caches, whose number of values Dynamo does not look at.
+    """Replaces (key-)jagged tensors by ones without caches, whose numbers of values and samples may vary.
 
-    They are found in tuples, lists, dicts, dataclasses and TorchRec's ``Pipelineable`` objects. Nothing that the
-    user holds changes: replaced objects are new, and their tensors share memory and gradients with the user's.
+    They are found in tuples, lists, dicts, dataclasses and TorchRec's ``Pipelineable`` objects. Tensors beside them
+    whose first dim is a number of samples are replaced, too, by aliases in which it may vary. Nothing that the user
+    holds changes: replaced objects are new, and their tensors share memory and gradients with the user's.
 
     Args:
         args: positional arguments of a model.
         kwargs: its keyword arguments.
 
     Returns:
-        What to call the compiled function with; whatever holds no jagged tensor is the same object.
+        What to call the compiled function with; where no jagged tensor is, everything is the same object.
 
     Example:
         >>> prepare_inputs((torch.ones(2), [1, 2]), {})
         ((tensor([1., 1.]), [1, 2]), {})
     """
-    jagged = sys.modules.get("torchrec.sparse.jagged_tensor")
-    if jagged is None:
+    module = sys.modules.get("torchrec.sparse.jagged_tensor")
+    if module is None:
         return tuple(args), dict(kwargs)
-    prepare = _Prepare(jagged)
-    return tuple(map(prepare, args)), {name: prepare(value) for name, value in kwargs.items()}
+    jagged: Any = module
+    batch_sizes: set[int] = set()
+
+    def prepare_keyed(features: Any) -> Any:
+        prepared = _prepare_keyed(features)
+        if not prepared.variable_stride_per_key():
+            batch_sizes.add(prepared.stride())
+        return prepared
+
+    def prepare_dense(tensor: Tensor) -> Tensor:
+        is_per_sample = type(tensor) is Tensor and tensor.dim() > 0 and tensor.size(0) in batch_sizes
+        return _alias(tensor, mark_varying) if is_per_sample else tensor
+
+    def keep(value: Any) -> Any:
+        return value
+
+    keyed, other = jagged.KeyedJaggedTensor, jagged.JaggedTensor
+    value = (tuple(args), dict(kwargs))
+    for kinds in (
+        {Tensor: keep, keyed: prepare_keyed, other: _prepare_jagged},
+        {Tensor: prepare_dense, keyed: keep, other: keep},
+    ):
+        value = _Prepare(kinds, jagged.Pipelineable)(value)
+    return value
 
 
 class _Prepare:
     """Maps arguments; an object that occurs twice stays one object."""
 
-    def __init__(self, jagged: Any) -> None:
+    def __init__(self, leaves: Mapping[type, Callable[[Any], Any]], pipelineable: type) -> None:
         self._kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-            (Tensor, lambda tensor: tensor),
-            (jagged.KeyedJaggedTensor, _prepare_keyed),
-            (jagged.JaggedTensor, _prepare_jagged),
+            *leaves.items(),
             (tuple, self._prepare_tuple),
             (list, lambda items: self._replace(items, enumerate(items), list.__setitem__)),
             (dict, lambda items: self._replace(items, items.items(), dict.__setitem__)),
-            (jagged.Pipelineable, self._prepare_attributes),
+            (pipelineable, self._prepare_attributes),
         )
         self._done: dict[int, Any] = {}
 
@@ -95,13 +116,15 @@ class _Prepare:
         return value
 
 
-def _any_length(tensor: Tensor | None) -> Tensor | None:
-    """Returns an alias of a tensor whose dim 0 Dynamo treats as unknown; the user's tensor stays unmarked."""
-    if tensor is None:
-        return None
+def _alias(tensor: Tensor, mark: Callable[[Tensor], None]) -> Tensor:
+    """Returns an alias of a tensor, marked for Dynamo; the user's tensor stays unmarked."""
     (alias,) = alias_tensors(tensor) if tensor.requires_grad else (tensor.detach(),)
-    mark_any_length(alias)
+    mark(alias)
     return alias
+
+
+def _any_length(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _alias(tensor, mark_any_length)
 
 
 def _lengths(jagged: Any) -> Tensor:
@@ -113,7 +136,7 @@ def _prepare_jagged(jagged: Any) -> Any:
     return type(jagged)(
         values=_any_length(jagged.values()),
         weights=_any_length(jagged.weights_or_none()),
-        lengths=_lengths(jagged),
+        lengths=_alias(_lengths(jagged), mark_varying),
     )
 
 
@@ -124,11 +147,11 @@ def _prepare_keyed(jagged: Any) -> Any:
         keys=jagged.keys(),
         values=_any_length(jagged.values()),
         weights=_any_length(jagged.weights_or_none()),
-        lengths=_any_length(_lengths(jagged)) if is_variable else _lengths(jagged),
+        lengths=_alias(_lengths(jagged), mark_any_length if is_variable else mark_varying),
         stride=None if is_variable else jagged._stride,
         stride_per_key_per_rank=jagged._stride_per_key_per_rank if is_variable else None,
         inverse_indices=jagged.inverse_indices_or_none(),
     )
     if not is_variable:
-        prepared.stride()  # Kept in it, so that Dynamo sees one number, which it guards.
+        prepared.stride()  # Kept in it, so that Dynamo sees one number, which may vary.
     return prepared

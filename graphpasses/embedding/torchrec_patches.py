@@ -123,6 +123,30 @@ def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
 # or takes them to be equal, which gives wrong results where a rank's last batch is smaller.
 
 
+def _permute_no_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, traced, calls an operator that refuses a batch without samples."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    def permute(self: Any, indices: list[int], indices_tensor: Tensor | None = None) -> Any:
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            or self.variable_stride_per_key()
+            or not statically_known_true(self.lengths().numel() == 0)
+        ):
+            return original(self, indices, indices_tensor)
+        return KeyedJaggedTensor(
+            keys=[self.keys()[index] for index in indices],
+            values=self.values(),
+            weights=self.weights_or_none(),
+            lengths=self.lengths(),
+            stride=0,
+            length_per_key=[0] * len(indices),
+        )
+
+    return permute
+
+
 def _permute_received(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original, traced, permutes received features as if every rank's batch had rank 0's size."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -287,6 +311,7 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
     Patch(f"{_TBE}.prepare_inputs", _on_copies),
     Patch(f"{_TBE}.log", _silent),
+    Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.permute", _permute_no_samples),
     Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.dist_init", _permute_received),
     Patch("torchrec.modules.embedding_modules:maybe_td_to_kjt", _without_caches),
     Patch(f"{_DIST}.sharding.twrw_sharding:TwRwPooledEmbeddingDist.forward", _two_collectives),

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from graphpasses._torch.dynamo import guard_identity
 from graphpasses._torch.storage import addresses
 from graphpasses._torch.torch_calls import launches_collective
 from graphpasses.embedding.arena import Arena
@@ -93,6 +94,8 @@ def _apply(graph: TrainGraph, plan: _Plan) -> int:
 def _fuse(graph: TrainGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.Node]) -> None:
     """Puts one call behind the last of ``calls``, which no longer depend on anything that stands behind them."""
     first, last = calls[0], calls[-1]
+    for state in (state for call in calls for state in call.states):
+        guard_identity(state)  # other tables do not lie in the arenas: for them it is another graph
     modules = [call.module for call in calls]
     name = f"{modules[0]} to {modules[-1]}"
     states, starts = [], []
@@ -187,7 +190,8 @@ class FuseTBE(GraphPass):
     Lookups become one that agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
     embedding dimension, too) and do not depend on each other. Their tables and optimizer states move into one memory
     (:class:`~graphpasses.embedding.arena.Arena`), where every tensor that looks at them follows. Each call checks
-    that they still lie there, and that the learning rates still agree.
+    that they still lie there, and that the learning rates still agree; for other tables, those of another instance of
+    the model or ones that were put in their place, Dynamo compiles again.
 
     A table that the model looks up twice is left alone: its optimizer would see one gradient where it sees two.
     Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.

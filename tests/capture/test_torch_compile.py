@@ -274,6 +274,20 @@ def test_wrong_options_are_refused_where_they_are_written() -> None:
         graphpasses.compile(model, disable=["fuse"])
 
 
+def test_a_model_on_meta_is_refused_until_it_is_materialised() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.ReLU(), nn.Linear(4, 2))
+    compiled = graphpasses.compile(model, inner="aot_eager")
+    with pytest.raises(CaptureError) as error:
+        compiled(torch.ones(2, 4))
+    assert str(error.value) == (
+        "parameter or buffer '1.weight' is on the meta device; materialise the model (to_empty, then initialise it) "
+        "before the first call of what torch.compile returned"
+    )
+    model.to_empty(device="cpu")
+    assert compiled(torch.ones(2, 4)).shape == (2, 2)
+
+
 def test_nothing_global_stays_changed_and_other_backends_are_left_alone() -> None:
     before = dynamo_config.get_config_copy(), inductor_config.get_config_copy()
     model = Net()

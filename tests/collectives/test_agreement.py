@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses._torch.group_ranks import group_store
 from graphpasses.collectives import agreement
 from graphpasses.collectives.agreement import agree, is_alone
 from graphpasses.errors import AgreementError
@@ -78,6 +80,36 @@ def test_two_ranks() -> None:
         ],
         "forgotten": True,
     }
+
+
+def ask_alone() -> str:
+    """Rank 0 asks what rank 1 does not; then both ask the next."""
+    model, world = nn.Module(), dist.group.WORLD
+
+    def impatient(group: dist.ProcessGroup) -> dist.Store:
+        store = group_store(group)
+        store.set_timeout(timedelta(seconds=1))
+        return store
+
+    agree(["together"], None, model=model, group=world)
+    message = ""
+    if dist.get_rank() == 0:
+        with mock.patch.object(agreement, "group_store", impatient):
+            message = refusal(["joint graph", "all_to_all", "more"], model)
+    dist.barrier()
+    assert agree(["next"], dist.get_rank(), model=model, group=world) == [0, 1]
+    return message
+
+
+def test_a_rank_that_asks_alone_does_not_wait_for_ever() -> None:
+    assert run_ranks(ask_alone, 2) == [
+        (
+            "rank 0 compiles a graph whose collectives it shares with ranks [1], but these compiled none within "
+            "0:00:01 (joint graph; all_to_all); every rank must compile the same graphs in the same order: "
+            "TORCH_LOGS=recompiles shows why a rank compiles again"
+        ),
+        "",
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -189,6 +190,12 @@ def _collections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def _partition(*args: Any, **kwargs: Any) -> Any:
+    """As the backend does: with ``cse`` a rank launches once what it sees is equal, and another rank twice."""
+    with functorch_config.patch(cse=False):
+        return min_cut_rematerialization_partition(*args, **kwargs)
+
+
 class CountGraphs:
     """A backend that runs what AOTAutograd makes, operator by operator."""
 
@@ -205,7 +212,7 @@ class CountGraphs:
         compiled = aot_autograd(
             fw_compiler=run,
             bw_compiler=run,
-            partition_fn=min_cut_rematerialization_partition,
+            partition_fn=_partition,
             keep_inference_input_mutations=True,
         )(module, inputs)
         return self.ddp.in_order(compiled)

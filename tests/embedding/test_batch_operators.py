@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 pytest.importorskip("torchrec")
 
@@ -67,3 +67,13 @@ def test_operator_is_registered_whole(batch_sizes: list[int]) -> None:
     permute = dist_data._get_recat(NUM_FEATURES, 4)
     arguments = (list(received(batch_sizes)), permute, batch_sizes, False)
     torch.library.opcheck(torch.ops.graphpasses.permute_batches, arguments)
+
+
+def test_a_reduce_scatter_that_nobody_reads_stays() -> None:
+    graph = fx.Graph()
+    tensor = graph.placeholder("tensor")
+    op = torch.ops.graphpasses.reduce_scatter_v.default
+    graph.call_function(op, (tensor, [1, 2], 0, "group"))
+    graph.output(tensor)
+    graph.eliminate_dead_code()
+    assert [node.target for node in graph.find_nodes(op="call_function", target=op)] == [op]

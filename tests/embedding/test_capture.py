@@ -164,7 +164,7 @@ ON_2_RANKS: dict[str, Callable[[], Case]] = {
         lambda rank, step: (batch_sizes_per_feature(rank, step),),
     ),
     # Pooled row-wise tables are left out: gloo cannot gather tensors of different sizes, in eager either.
-    "smaller batches on a rank": lambda: Case(Both, (TW1, CW, TW0, RW), smaller_on_rank_1, max_graphs=2),
+    "smaller batches on a rank": lambda: Case(Both, (TW1, CW, TW0, RW), smaller_on_rank_1),
     "unused parameters": lambda: Case(
         partial(OnBatch, 2),
         (DP, RW),

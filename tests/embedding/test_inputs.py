@@ -83,6 +83,19 @@ def test_what_holds_no_features_stays_the_same_object() -> None:
     assert prepared(value) is value
 
 
+def test_tensors_with_a_row_per_sample_may_vary() -> None:
+    rows, other, scalar = torch.rand(BATCH_SIZE, 3, requires_grad=True), torch.rand(3), torch.tensor(1.0)
+    features, (row, same, *kept) = prepared((ids(0, 0, 2), (rows, rows, other, scalar)))
+    assert features.lengths()._dynamo_weak_dynamic_indices == row._dynamo_weak_dynamic_indices == {0}
+    assert row is same
+    assert (row is not rows, row.data_ptr() == rows.data_ptr()) == (True, True)
+    assert not hasattr(rows, "_dynamo_weak_dynamic_indices")
+    assert kept[0] is other
+    assert kept[1] is scalar
+    row.sum().backward()
+    assert torch.equal(rows.grad, torch.ones_like(rows))
+
+
 def test_one_object_stays_one() -> None:
     features = ids(0, 0, 2)
     left, right = prepared([features, features])

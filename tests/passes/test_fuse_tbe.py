@@ -16,10 +16,11 @@ pytest.importorskip("torchrec")
 import graphpasses
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.embedding.arena import Arena
+from graphpasses.embedding.lookup import LookupCall
 from graphpasses.errors import ArenaError, IdError, OptimizerError
 from graphpasses.passes import FuseTBE
 from graphpasses.pipeline import PassReport, Pipeline
-from tests.embedding.tables import Bags, Lookups, bags, model_graph, tables
+from tests.embedding.tables import Bags, Look, Lookups, bags, tables
 
 PIPELINE = Pipeline((FuseTBE(),))
 ELSEWHERE = (
@@ -220,11 +221,42 @@ def test_learning_rates_must_stay_equal() -> None:
         twins.compiled(twins.model.batch(2))
 
 
-def test_replaced_tables_are_noticed() -> None:
+def test_each_instance_of_a_model_has_its_own_graph() -> None:
+    """Dynamo would give the second one the first one's, and so its tables."""
+    torch.manual_seed(0)
+    models = [lookups(), lookups()]
+    twins = copy.deepcopy(models)
+    torch.compiler.reset()
+    report = CompileReport()
+    options = {"pipeline": PIPELINE, "inner": "aot_eager", "report": report}
+    calls = [torch.compile(model, backend="graphpasses", options=options, fullgraph=True) for model in models]
+    for _ in range(2):
+        for model, call, twin in zip(models, calls, twins, strict=True):
+            batch = twin.batch(0)
+            assert_same(step(call, model, batch), step(twin, twin, batch))
+    assert report.num_graphs == 2
+    assert len({id(Arena.home(module.weights_host)) for model in models for module in model.tables}) == 2
+
+
+def test_replaced_tables_are_compiled_again() -> None:
+    twins = Twins.of(lookups)
+    twins.step(0)
+    old = [Arena.home(module.weights_host) for module in twins.model.tables]
+    for model in (twins.eager, twins.model):
+        model.load_state_dict(copy.deepcopy(twins.eager.state_dict()), assign=True)
+    twins.step(1)
+    twins.step(2)
+    new = [Arena.home(module.weights_host) for module in twins.model.tables]
+    assert new[0] is new[1] is not None
+    assert new[0] is not old[0]
+
+
+def test_moved_tables_are_noticed() -> None:
     model = lookups()
     compiled = Compiled(model)
     compiled(model.batch(0))
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    table = model.tables[0].weights_host
+    table.data = table.data.clone()
     with pytest.raises(ArenaError, match=r"^tables.0.weights_host was moved or replaced"):
         compiled(model.batch(0))
 
@@ -259,7 +291,12 @@ def test_foreign_memory_stays_where_it_is() -> None:
 
 
 def test_a_second_run_changes_nothing() -> None:
-    once = PIPELINE.run(model_graph(lookups()))
+    model, look = lookups(), Look()
+    torch.compiler.reset()
+    pipeline = Pipeline((FuseTBE(), look))
+    graphpasses.compile(model, pipeline=pipeline, inner="aot_eager", fullgraph=True)(model.batch(0))
+    (once,) = look.seen
     twice = PIPELINE.run(once)
-    assert [graph.report["fuse-tbe"].num_rewrites for graph in (once, twice)] == [2, 0]
+    assert twice.report["fuse-tbe"].num_rewrites == 0
     assert [node.target for node in twice.graph.nodes] == [node.target for node in once.graph.nodes]
+    assert len(LookupCall.all(once)) == 1
