@@ -289,7 +289,11 @@ class _Merged:
             widths = [width for member in self.members for width in member.widths]
             self._sent = self._emit(_PACK, [member.rows for member in self.members], widths)
         elif self._own:
-            self._sent = self._emit(aten.view.default, self._joined(), [-1])
+            joined = self._joined()
+            # As a node of its own, so that AOTAutograd can give backward the symbol in the shapes that it keeps.
+            num_rows = self._emit(aten.sym_size.int, joined, 0)
+            num_dims = sum(member.num_dims for member in self._own)
+            self._sent = self._emit(aten.view.default, joined, [self._sizes.product(num_rows, num_dims)])
         else:
             self._sent = argument(self.members[0].launch)  # empty
 

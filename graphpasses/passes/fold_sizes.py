@@ -100,7 +100,8 @@ def _read_once(graph: TrainGraph, launches: Launches, held: HeldNumbers) -> int:
         group = collective_group(received.launch)
         chunks = everyone[group][received.source][number_of[received.launch]]
         own = named_group(str(group)).rank()
-        same = first.setdefault((group, received.source, chunks[own][received.index]), node)
+        number = chunks[own][received.index]
+        same = first.setdefault((group, received.source, number), node) if number >= 0 else node
         if same is node or not can_name_alike(node, same):
             continue
         # One of them may be known to be a number, of which the graph made use.
@@ -121,7 +122,7 @@ def _check_own(
         group = collective_group(launch)
         told = everyone[group][named_group(str(group)).rank()][index]
         for old, new in zip(chain.from_iterable(told), chain.from_iterable(chunks), strict=True):
-            if now.setdefault(old, new) != new:
+            if old >= 0 and now.setdefault(old, new) != new:
                 raise AgreementError(
                     f"rank {dist.get_rank()} compiled the model again, and now sends two sizes that differ where it "
                     "told the other ranks that they are equal, as the sizes of two batches may have been by chance. "
@@ -134,11 +135,18 @@ def _is_number(size: fx.Node) -> bool:
 
 
 def _chunks(launch: fx.Node, held: HeldNumbers) -> list[list[int]]:
-    """Returns the ids of the numbers that this rank sends to each rank; nothing if it does not know them."""
+    """Returns the ids of the sizes that this rank sends to each rank; nothing if it does not know them.
+
+    Constants have none (-1): another compilation, for batches of another size, may have others.
+    """
     if launch not in held:
         return []
     splits: Any = launch.args[2]
-    ids = held.ids(argument(launch))
+    tensor = argument(launch)
+    ids = [
+        -1 if isinstance(number, int) else own
+        for number, own in zip(held.numbers(tensor), held.ids(tensor), strict=True)
+    ]
     ends = list(accumulate(splits, initial=0))
     return [ids[start:end] for start, end in pairwise(ends)]
 
