@@ -166,7 +166,7 @@ def _permute_received(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(
                 keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
             )
-        if recat is not None:
+        if recat is not None and (len(keys) > 1 or stagger > 1):  # one feature lies as it came, rank by rank
             tensors = permute_batches(tensors, recat, stride_per_rank)
         return KeyedJaggedTensor(
             keys=keys,

@@ -7,6 +7,7 @@ from graphpasses.passes.bucket_all_to_all import BucketAllToAll
 from graphpasses.passes.bucket_fsdp_collectives import BucketFSDPCollectives
 from graphpasses.passes.coalesce_grad_reductions import CoalesceGradReductions
 from graphpasses.passes.deduplicate_shared import DeduplicateShared
+from graphpasses.passes.deduplicate_sizes import DeduplicateSizes
 from graphpasses.passes.fold_sizes import FoldSizes
 from graphpasses.passes.fuse_tbe import FuseTBE
 from graphpasses.passes.hoist_input_dists import HoistInputDists
@@ -21,6 +22,7 @@ __all__ = [
     "BucketFSDPCollectives",
     "CoalesceGradReductions",
     "DeduplicateShared",
+    "DeduplicateSizes",
     "FoldSizes",
     "FuseTBE",
     "HoistInputDists",
@@ -82,8 +84,9 @@ def recommender_pipeline(
             HoistInputDists(),
             FuseTBE(),
             *(_fsdp_passes(plan, contract) if plan is not None else ()),
-            FoldSizes(),
+            DeduplicateSizes(),
             BucketAllToAll(),
+            FoldSizes(),
             ReinplaceTBEUpdates(),
         ),
         disable=disable,

@@ -184,7 +184,7 @@ class BucketAllToAll(GraphPass):
     name: ClassVar[str] = "bucket-all-to-all"
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared"})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared", "deduplicate-sizes"})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of buckets made."""
