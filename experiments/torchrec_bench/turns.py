@@ -26,12 +26,15 @@ class Measured:
     Args:
         seconds: of each counted step: forward, backward, optimizers.
         first_step: seconds of the first step, which compiles.
-        peak_mib: peak memory beyond what its processes had when they began, all ranks together.
+        first_peak_mib: peak memory beyond what its processes had when they began, all ranks together, while the model
+            is built and the first steps are compiled and run.
+        peak_mib: the same, of the counted steps.
         calls: collectives and table lookups of a step on rank 0.
     """
 
     seconds: tuple[float, ...]
     first_step: float
+    first_peak_mib: float
     peak_mib: float
     calls: Calls
 
