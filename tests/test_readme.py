@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -37,6 +39,13 @@ def test_tied_example(tmp_path: Path) -> None:
     compare = (sys.executable, "-m", "graphpasses", "compare", "eager.jsonl", "captured.jsonl")
     printed = [line.rstrip() for line in run(*compare, folder=tmp_path).splitlines()]
     assert printed == block("output: compare").splitlines()[1:]
+
+
+def test_dlrm_example(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec")
+    (tmp_path / "dlrm.py").write_text(block("example: dlrm.py"))
+    printed = run(sys.executable, "dlrm.py", folder=tmp_path)
+    assert without_times(printed) == without_times(block("output: dlrm.py"))
 
 
 def test_own_pass_example(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torchrec  # noqa: F401  # its presence is what makes graphpasses trace FBGEMM's operators
     from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
-    from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
+        BoundsCheckMode,
+        EmbeddingLocation,
+        PoolingMode,
+    )
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
         ComputeDevice,
         SplitTableBatchedEmbeddingBagsCodegen,
@@ -31,6 +35,7 @@ OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
 POOLING = {"sum": PoolingMode.SUM, "mean": PoolingMode.MEAN, "none": PoolingMode.NONE}
+BOUNDS_CHECKS = {"warning": BoundsCheckMode.WARNING, "fatal": BoundsCheckMode.FATAL}
 
 
 def tables(

@@ -19,6 +19,7 @@ pytest.importorskip("torchrec")
 
 from tests.embedding.recommenders import Case  # loads TorchRec without its warnings  # isort: skip
 
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torchrec import KeyedJaggedTensor, KeyedTensor, PoolingType
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import sharding_plan as plans
@@ -28,14 +29,16 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
 
+import graphpasses
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
 from graphpasses.embedding.capture import keep_optimizer_steps, needs_eager_call, tracing_scope
-from graphpasses.errors import KeyOrderError
+from graphpasses.errors import CaptureError, KeyOrderError
 from graphpasses.parity.launch import run_ranks
 from tests.embedding.recommenders import (
     BATCH_SIZE,
     CPU,
     DIM,
+    NUM_ROWS,
     Compiled,
     Scored,
     bags,
@@ -270,7 +273,74 @@ def order_of_features() -> list[str]:
     return found
 
 
-CHECKS = {check.__name__: check for check in (untold_reducer, evaluation, optimizer_steps, order_of_features)}
+def ids_that_are_no_rows() -> list[str]:
+    """Returns where a model with all passes does not treat such ids as TBE's bounds checks do in eager.
+
+    On each rank one is wrong, or the ranks whose check does not raise would wait for the others, in eager, too.
+    """
+    case = Case(lambda: Scored(bags(2), 2 * DIM), (TW0, TW1), partial(one, 2), RowWiseAdagrad)
+    good = torch.arange(2 * BATCH_SIZE)
+    outside, no_number = good.clone(), good.float()
+    outside[[1, -1]], no_number[[1, -1]] = torch.tensor([NUM_ROWS, -2]), float("nan")
+    found = []
+    for mode, batches in (
+        (BoundsCheckMode.WARNING, (good, outside, no_number)),  # eager takes float ids, too
+        (BoundsCheckMode.FATAL, (good, outside)),
+    ):
+        results = []
+        for is_compiled in (False, True):
+            torch.compiler.reset()
+            model = case.sharded()
+            for tbe in tbes(model):
+                tbe.bounds_check_mode_int = mode.value
+            call = graphpasses.compile(model, inner="aot_eager", fullgraph=True) if is_compiled else model
+            seen: list[Any] = []
+            for values in batches:
+                features = KeyedJaggedTensor(
+                    ["f0", "f1"], values.clone(), lengths=torch.ones(len(values), dtype=torch.int64)
+                )
+                try:
+                    loss = call(features)
+                except RuntimeError as error:
+                    seen.append(str(error))
+                else:
+                    loss.backward()
+                    seen.append((loss.item(), [tbe.bounds_check_warning.item() for tbe in tbes(model)]))
+            results.append((seen, state_of(model)))
+        (eager, eager_state), (compiled, state) = results
+        if eager != compiled or not same(eager_state, state):
+            found.append(f"{mode.name}: {eager} in eager, {compiled} compiled")
+        counts = [counts for _, counts in eager] if mode is BoundsCheckMode.WARNING else []
+        if counts not in ([], [[0], [2], [2]]):  # a wrong id of each rank
+            found.append(f"warnings: {eager}")
+        if mode is BoundsCheckMode.FATAL and not str(eager[-1]).startswith("Expected idx "):
+            found.append(f"not fatal: {eager}")
+    return found
+
+
+def parameter_on_meta() -> list[str]:
+    """Returns what a sharded model with a parameter on the meta device does instead of naming it."""
+    model = small().sharded()
+    model.module.score = nn.Linear(2 * DIM, 1, device="meta")
+    try:
+        graphpasses.compile(model, inner="aot_eager")(ids(dist.get_rank(), 0, 2))
+    except CaptureError as error:
+        start = "parameter or buffer 'score.weight' is on the meta device; materialise the model "
+        return [] if str(error).startswith(start) else [str(error)]
+    return ["accepted"]
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        untold_reducer,
+        evaluation,
+        optimizer_steps,
+        order_of_features,
+        ids_that_are_no_rows,
+        parameter_on_meta,
+    )
+}
 
 
 def check_all(cases: str, checks: tuple[str, ...] = ()) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from graphpasses.embedding.lookup import LookupCall
 from graphpasses.errors import ArenaError, IdError, OptimizerError
 from graphpasses.passes import FuseTBE
 from graphpasses.pipeline import PassReport, Pipeline
-from tests.embedding.tables import Bags, Look, Lookups, bags, tables
+from tests.embedding.tables import BOUNDS_CHECKS, NUM_ROWS, Bags, Look, Lookups, bags, tables
 
 PIPELINE = Pipeline((FuseTBE(),))
 ELSEWHERE = (
@@ -266,6 +267,36 @@ def test_ids_outside_of_bags_are_refused() -> None:
     (ids, offsets, _), other = model.batch(0)
     with pytest.raises(IdError, match=r"^tables.0 was called with offsets that leave some of its ids out"):
         Compiled(model)([(ids, offsets.clamp(min=1), None), other])
+
+
+@pytest.mark.parametrize("mode", BOUNDS_CHECKS)
+def test_bounds_checks_keep_mode_and_message(mode: str, capfd: pytest.CaptureFixture[str]) -> None:
+    twins = Twins.of(lookups)
+    for module in (*twins.eager.tables, *twins.model.tables):
+        module.bounds_check_mode_int = BOUNDS_CHECKS[mode].value
+    twins.step(0)
+    results, messages = [], []
+    for call, model in ((twins.eager, twins.eager), (twins.compiled, twins.model)):
+        (first, *_), (second, *_) = batch = model.batch(1)
+        first[0], second[1] = NUM_ROWS + 2, -3
+        capfd.readouterr()
+        if mode == "fatal":
+            with pytest.raises(RuntimeError) as caught:
+                call(batch)
+            messages.append([str(caught.value)])
+        else:
+            results.append(step(call, model, batch))
+            messages.append(re.findall(r"EmbeddingBoundsCheck.*", capfd.readouterr().err))
+    assert messages[0] == messages[1]
+    if mode == "fatal":
+        assert messages[0][0].startswith("Expected idx < num_rows to be true")
+        return
+    assert [re.findall(r"idx: \S+ num_rows: \d+", text) for text in messages[0]] == [
+        ["idx: 22, num_rows: 20"],
+        ["idx: -3, num_rows: 20"],
+    ]
+    assert_same(*results)
+    assert [module.bounds_check_warning.item() for module in twins.model.tables] == [1, 1]
 
 
 def test_a_table_belongs_to_one_memory() -> None:

@@ -605,6 +605,18 @@ def test_ids_that_are_no_rows() -> None:
             pair.eager(batch)
 
 
+@pytest.mark.parametrize("value", [2.0, float("nan")])
+def test_ids_that_are_no_integers(value: float) -> None:
+    """Dynamo refuses them, as eager does, before they could be cut to integers."""
+    pair = Pair(Bags(1, mode="sum"), SGD)
+    pair.step(batch_of(0, 1))
+    batch = [(torch.tensor([1.0, value, 3.0]), *rest) for _, *rest in batch_of(0, 1)]
+    with pytest.raises(RuntimeError, match=r"expected indices to be long or int, got torch\.float32"):
+        pair.compiled(batch)
+    with pytest.raises(RuntimeError, match=r"Long, Int; but got torch\.FloatTensor"):
+        pair.eager(batch)
+
+
 def test_optimizers_that_cannot_stay_one_update() -> None:
     pair = Pair(Bags(mode="sum"), SGD)
     pair.step(batch_of(0))
