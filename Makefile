@@ -40,6 +40,7 @@ types: $(READY)
 
 bench: $(READY)
 	$(RUN) -m experiments.fsdp_bench
+	$(RUN) -m experiments.torchrec_bench
 	$(RUN) experiments/hash_bench/run.py
 
 # Needs uv (`pip install uv`). UV_FIND_LINKS or UV_EXTRA_INDEX_URL must show it the CPU build of torch.
