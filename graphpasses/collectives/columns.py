@@ -365,8 +365,17 @@ class _Merged:
             joined.replace_all_uses_with(block)
             self._graph.graph.erase_node(joined)
         for index, member in enumerate(self._own):
-            if member.tables.users:
-                self._replace(member.tables, self._columns(block, ends[index], ends[index + 1]))
+            if not member.tables.users:
+                continue
+            columns = self._columns(block, ends[index], ends[index + 1])
+            if all(user.target == JOIN_FEATURES for user in member.tables.users):
+                member.tables.replace_all_uses_with(columns)
+                continue
+            # The view stays: its shape may be told by other symbols, as the number of lengths.
+            if columns is not block:
+                columns = self._emit(aten.clone.default, columns, memory_format=torch.contiguous_format)
+            flat = self._emit(aten.view.default, columns, [-1])
+            member.tables.replace_input_with(argument(member.tables), flat)
 
     def _joins(self) -> fx.Node | None:
         """Returns the operator that only joins again what arrived joined."""
