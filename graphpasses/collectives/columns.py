@@ -1,13 +1,15 @@
 """Pooled embeddings of several modules that travel side by side: row for row as one tensor of more columns.
 
 TorchRec sends each module's embeddings on their own: ``[rows, dims]`` of this rank's tables, rows by rank that they
-are for; what arrives, ``[rows, dims]`` of each rank's tables, becomes columns. Those of modules that have the same
-batch can be columns of one tensor from the lookup that computes them to the tensor that they are joined to, and
-nothing is copied on the way; members that are packed (see :mod:`.packing`) lie one behind the other.
+are for; what arrives, ``[rows, dims]`` of each rank's tables, becomes columns, or is added, where each rank holds
+rows of the same tables. Those of modules that have the same batch can be columns of one tensor from the lookup that
+computes them to the tensor that they are joined to, and nothing is copied on the way; members that are packed (see
+:mod:`.packing`) lie one behind the other.
 
 ::
 
     split_features(pooled) -> view -> all_to_all -> wait -> _split_1d_cat_2d      for each module
+    split_features(pooled) -> all_to_all -> wait -> split_with_sizes -> +         for tables cut by rows
         ->   view(pooled) -> all_to_all -> wait -> view -> slice                  one for all
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -33,35 +35,34 @@ from graphpasses.embedding.joined_lookup import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 
-__all__ = ["Columns", "agree_on_columns", "merge_columns"]
+__all__ = ["PACK_COLUMNS", "Columns", "agree_on_columns", "merge_columns"]
 
 torch.library.define(
     "graphpasses::pack_columns",
-    "(Tensor[] members, int[] widths) -> Tensor",
+    "(Tensor[] pieces, int[] num_pieces) -> Tensor",
     tags=torch.Tag.pt2_compliant_tag,
 )
-_PACK = torch.ops.graphpasses.pack_columns.default
+PACK_COLUMNS = torch.ops.graphpasses.pack_columns.default
 aten = torch.ops.aten
 
 
-def _pack_columns(members: list[Tensor], widths: list[int]) -> Tensor:
-    """Lays the columns for each rank behind those for the one before; ``widths`` has a row per member."""
-    num_ranks, num_rows = len(widths) // len(members), members[0].shape[0]
-    parts = [
-        member.split_with_sizes(widths[index * num_ranks : (index + 1) * num_ranks], 1)
-        for index, member in enumerate(members)
-    ]
-    totals = [sum(widths[rank::num_ranks]) for rank in range(num_ranks)]
-    packed = members[0].new_empty(num_rows * sum(totals))
-    places = packed.split_with_sizes([num_rows * total for total in totals])
-    for rank, (place, total) in enumerate(zip(places, totals, strict=True)):
-        if total:
-            torch.cat([part[rank] for part in parts], 1, out=place.view(num_rows, total))
+def _pack_columns(pieces: list[Tensor], num_pieces: list[int]) -> Tensor:
+    """Lays the columns for each rank behind those for the one before; a rank gets so many of the pieces."""
+    num_rows = pieces[0].shape[0]
+    packed = pieces[0].new_empty(num_rows * sum(piece.shape[1] for piece in pieces))
+    start = piece = 0
+    for count in num_pieces:
+        of_rank = pieces[piece : piece + count]
+        piece += count
+        if total := sum(part.shape[1] for part in of_rank):
+            place = packed.narrow(0, start, num_rows * total)
+            torch.cat(of_rank, 1, out=place.view(num_rows, total))
+            start += num_rows * total
     return packed
 
 
-def _fake_pack_columns(members: list[Tensor], widths: list[int]) -> Tensor:
-    return members[0].new_empty(members[0].shape[0] * sum(widths))
+def _fake_pack_columns(pieces: list[Tensor], num_pieces: list[int]) -> Tensor:
+    return pieces[0].new_empty(pieces[0].shape[0] * sum(piece.shape[1] for piece in pieces))
 
 
 torch.library.impl("graphpasses::pack_columns", "default", _pack_columns)
@@ -75,18 +76,23 @@ class Columns:
     Args:
         launch: the all-to-all.
         is_gradient: whether gradients travel, from the columns to the tables.
-        rows: columns' side: the tensor that is received, or sent (gradients).
+        rows: columns' side: what is received, or sent (gradients); one tensor whose columns are those of all ranks'
+            tables, or a tensor per rank.
         widths: how many of the columns belong to each rank's tables.
-        scale: what received gradients are divided by; None if they are not.
         tables: tables' side: what is sent, or received (gradients), [rows of all ranks, dims of this rank].
+        num_rows: rows on the columns' side, of embeddings.
+        scale: what received gradients are divided by; None if they are not.
+        unit: elements that a split of the all-to-all counts as one.
     """
 
     launch: fx.Node
     is_gradient: bool
-    rows: fx.Node
+    rows: tuple[fx.Node, ...]
     widths: tuple[int, ...]
     tables: fx.Node
+    num_rows: Size = 0
     scale: Any = None
+    unit: int = 1
 
     @property
     def kind(self) -> object:
@@ -106,13 +112,14 @@ class Columns:
 
     @property
     def splits(self) -> tuple[Sequence[Size], Sequence[Size]]:
-        """Elements received from and sent to each rank."""
+        """What is received from and sent to each rank, in units."""
         return self.launch.args[1:3]  # type: ignore[return-value]
 
     @property
-    def rows_by_rank(self) -> Sequence[Size]:
-        """Elements on the tables' side that belong to each rank."""
-        return self.splits[0 if self.is_gradient else 1]
+    def rows_by_rank(self) -> list[Any]:
+        """Symbolic rows on the tables' side that belong to each rank; there are some if this rank has tables."""
+        sizes = self.splits[0 if self.is_gradient else 1]
+        return [_divide(_expression(size) * self.unit, self.num_dims) for size in sizes]
 
 
 def agree_on_columns(launches: Launches) -> dict[fx.Node, tuple[Columns, tuple[int, ...]]]:
@@ -155,10 +162,10 @@ def _classes(columns: Mapping[fx.Node, Columns | None]) -> dict[fx.Node, int]:
     rows_of: dict[object, list[object]] = {}
     for member in columns.values():
         if member is not None and member.num_dims:
-            rows_of.setdefault(_batches(member), _by_rank(member))
+            rows_of.setdefault(_batches(member), member.rows_by_rank)
     classes = {}
     for launch, member in columns.items():
-        if member is None or (member.num_dims and _by_rank(member) != rows_of[_batches(member)]):
+        if member is None or (member.num_dims and member.rows_by_rank != rows_of[_batches(member)]):
             classes[launch] = -1
         else:
             classes[launch] = number_of.setdefault(_batches(member), len(number_of))
@@ -167,15 +174,11 @@ def _classes(columns: Mapping[fx.Node, Columns | None]) -> dict[fx.Node, int]:
 
 def _batches(member: Columns) -> object:
     """Returns a key, equal for members whose batches have the same sizes, as far as the tables' side tells."""
-    if member.num_dims:
-        num_rows = _divide(sum(map(_expression, member.rows_by_rank)), member.num_dims)
-    else:
-        num_rows = _expression(member.tables.meta["val"].shape[0])
-    return member.kind, _expression(member.rows.meta["val"].shape[0]), num_rows
-
-
-def _by_rank(member: Columns) -> list[object]:
-    return [_divide(_expression(size), member.num_dims) for size in member.rows_by_rank]
+    own = _expression(member.rows[0].meta["val"].shape[0])
+    everyone = (
+        sum(member.rows_by_rank) if member.num_dims else _expression(member.tables.meta["val"].shape[0])
+    )
+    return member.kind, own, everyone
 
 
 def _expression(size: Any) -> Any:
@@ -188,27 +191,61 @@ def _divide(size: Any, num_dims: int) -> Any:
 
 def _read(launch: fx.Node) -> Columns | None:
     """Returns what an all-to-all carries, if it is pooled embeddings or their gradients."""
-    return _read_embeddings(launch) or _read_gradients(launch)
+    return _read_embeddings(launch) or _read_sums(launch) or _read_gradients(launch)
 
 
 def _read_embeddings(launch: fx.Node) -> Columns | None:
     rows, flat = _only_user(_only_user(launch)), argument(launch)
     if rows is None or str(rows.target) != _TO_COLUMNS or flat.target not in _VIEWS:
         return None
-    return _checked(Columns(launch, False, rows, _numbers(rows.args[2]), argument(flat)))
+    num_rows, widths = rows.args[1:3]
+    return _checked(Columns(launch, False, (rows,), _numbers(widths), argument(flat), num_rows=num_rows))  # type: ignore[arg-type]
+
+
+def _read_sums(launch: fx.Node) -> Columns | None:
+    """Reads embeddings of tables that are cut by rows: of each rank arrives a part of every sum."""
+    split = _only_user(_only_user(launch))
+    if split is None or split.target != aten.split_with_sizes.default or len(split.args) > 2:
+        return None
+    outputs = {user.args[1]: user for user in split.users}
+    sizes: Sequence[Size] = split.args[1]  # type: ignore[assignment]
+    if [*sorted(outputs)] != [*range(len(sizes))] or len(outputs) != len(split.users):  # type: ignore[type-var]
+        return None
+    parts = tuple(outputs[index] for index in range(len(sizes)))
+    return _parts(launch, False, parts, argument(launch), num_rows=sizes[0])
 
 
 def _read_gradients(launch: fx.Node) -> Columns | None:
-    flat, received = argument(launch), _only_user(_only_user(launch))
-    if str(flat.target) != _FROM_COLUMNS or received is None:
-        return None
-    tables: fx.Node | None = received
+    flat, received = argument(launch), next(iter(launch.users))
     scale = None
-    if received.target == aten.div.Tensor and not isinstance(received.args[1], fx.Node):
-        tables, scale = _only_user(received), received.args[1]
-    if tables is None or tables.target not in _VIEWS:
+    divided = _only_user(received)
+    if divided is not None and divided.target == aten.div.Tensor and not isinstance(divided.args[1], fx.Node):
+        received, scale = divided, divided.args[1]
+    if flat.target == aten.cat.default and flat.args[1:] in ((), (0,)):
+        return _parts(launch, True, tuple(flat.args[0]), received, scale=scale)  # type: ignore[arg-type]
+    tables = _only_user(received)
+    if str(flat.target) != _FROM_COLUMNS or tables is None or tables.target not in _VIEWS:
         return None
-    return _checked(Columns(launch, True, argument(flat), _numbers(flat.args[1]), tables, scale))
+    return _checked(Columns(launch, True, (argument(flat),), _numbers(flat.args[1]), tables, scale=scale))
+
+
+def _parts(
+    launch: fx.Node,
+    is_gradient: bool,
+    parts: tuple[fx.Node, ...],
+    tables: fx.Node,
+    **details: Any,
+) -> Columns | None:
+    """Returns what has a tensor of equal shape for each rank, which an all-to-all of rows sends or receives."""
+    splits: Sequence[Size] = launch.args[2 if is_gradient else 1]  # type: ignore[assignment]
+    shapes = {tuple(map(expression, part.meta["val"].shape)) for part in parts}
+    (shape, *others) = shapes
+    if others or len(shape) != 2 or not isinstance(shape[1], int):
+        return None
+    if len(parts) != len(splits) or any(_expression(size) != shape[0] for size in splits):
+        return None
+    widths = (shape[1],) * len(parts)
+    return _checked(Columns(launch, is_gradient, parts, widths, tables, unit=shape[1], **details))
 
 
 def _numbers(widths: Any) -> tuple[int, ...]:
@@ -281,13 +318,17 @@ class _Merged:
         return self._graph.emit(target, args, kwargs, like=self._like)
 
     def emit_sent(self) -> None:
+        units = [member.unit for member in self.members]
         self._splits = [
-            [self._sizes.sum(sizes) for sizes in zip(*splits, strict=True)]
+            [self._sizes.dot(sizes, units) for sizes in zip(*splits, strict=True)]
             for splits in ([member.splits[index] for member in self.members] for index in (0, 1))
         ]
         if self._is_gradient:
-            widths = [width for member in self.members for width in member.widths]
-            self._sent = self._emit(_PACK, [member.rows for member in self.members], widths)
+            by_rank = [*zip(*map(self._by_rank, self.members), strict=True)]
+            pieces = [[piece for piece in of_rank if piece is not None] for of_rank in by_rank]
+            self._sent = self._emit(
+                PACK_COLUMNS, [piece for of_rank in pieces for piece in of_rank], [*map(len, pieces)]
+            )
         elif self._own:
             joined = self._joined()
             # As a node of its own, so that AOTAutograd can give backward the symbol in the shapes that it keeps.
@@ -296,6 +337,16 @@ class _Merged:
             self._sent = self._emit(aten.view.default, joined, [self._sizes.product(num_rows, num_dims)])
         else:
             self._sent = argument(self.members[0].launch)  # empty
+
+    def _by_rank(self, member: Columns) -> list[fx.Node | None]:
+        """Returns the columns of each rank's tables, as they are sent."""
+        if len(member.rows) > 1:
+            return [*member.rows]
+        ends = [0, *accumulate(member.widths)]
+        return [
+            self._columns(member.rows[0], start, end) if start < end else None
+            for start, end in pairwise(ends)
+        ]
 
     def _joined(self) -> fx.Node:
         parts = [member.tables for member in self._own]
@@ -330,7 +381,7 @@ class _Merged:
                 aten.split_with_sizes.default, received, [self._splits[0][rank] for rank in sources]
             )
             parts = [self._emit(operator.getitem, split, index) for index in range(len(sources))]
-        num_rows = self.members[0].rows.args[1]
+        num_rows = self.members[0].num_rows
         blocks = {
             rank: self._emit(aten.view.default, part, [num_rows, totals[rank]])
             for rank, part in zip(sources, parts, strict=True)
@@ -345,8 +396,10 @@ class _Merged:
                 for rank, width in enumerate(member.widths)
                 if width
             ]
-            rows = pieces[0] if len(pieces) == 1 else self._emit(aten.cat.default, pieces, 1)
-            self._replace(member.rows, rows)
+            if len(member.rows) == 1 < len(pieces):
+                pieces = [self._emit(aten.cat.default, pieces, 1)]
+            for node, piece in zip(member.rows, pieces, strict=True):
+                self._replace(node, piece)
 
     def _give_gradients(self, received: fx.Node) -> None:
         for member in self.members:
@@ -371,9 +424,13 @@ class _Merged:
             if all(user.target == JOIN_FEATURES for user in member.tables.users):
                 member.tables.replace_all_uses_with(columns)
                 continue
-            # The view stays: its shape may be told by other symbols, as the number of lengths.
             if columns is not block:
                 columns = self._emit(aten.clone.default, columns, memory_format=torch.contiguous_format)
+            if member.tables.target not in _VIEWS:
+                columns.meta["val"] = member.tables.meta["val"]
+                member.tables.replace_all_uses_with(columns)
+                continue
+            # The view stays: its shape may be told by other symbols, as the number of lengths.
             flat = self._emit(aten.view.default, columns, [-1])
             member.tables.replace_input_with(argument(member.tables), flat)
 
@@ -400,12 +457,11 @@ class _Merged:
     def erase(self) -> None:
         for member in self.members:
             following = [member.launch]
-            while users := list(following[-1].users):
-                (user,) = users
-                following.append(user)
+            for node in following:
+                following += node.users
             for node in reversed(following):
                 self._graph.graph.erase_node(node)
 
 
 # They read what is not contiguous as well as what is.
-_TAKE_COLUMNS = (aten.cat.default, JOIN_FEATURES)
+_TAKE_COLUMNS = (aten.cat.default, aten.stack.default, JOIN_FEATURES)

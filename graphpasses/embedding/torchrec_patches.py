@@ -266,6 +266,34 @@ def _reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
     return reduce_scatter_v_sync
 
 
+# ---- order of columns ----------------------------------------------------------------------------------
+
+
+def _tell_columns(original: None) -> Callable[..., Any]:
+    """A new method. The order never changes, so it is a constant of the graph."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _graphpasses_columns(self: nn.Module) -> tuple[list[int], list[int]]:
+        widths: list[int] = self._offset_dim_list.diff().tolist()  # type: ignore[operator]
+        order: list[int] = self._permute.tolist()  # type: ignore[operator]
+        return widths, order
+
+    return _graphpasses_columns  # type: ignore[no-any-return]
+
+
+def _permute_columns(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original takes the order of columns from a tensor; as numbers, passes see it."""
+
+    def forward(self: Any, pooled_embs: Tensor) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling():
+            return original(self, pooled_embs)  # type: ignore[no-any-return]
+        widths, order = self._graphpasses_columns()
+        parts = torch.split_with_sizes(pooled_embs, widths, 1)
+        return torch.cat([parts[index] for index in order], 1)
+
+    return forward
+
+
 # ---- order of features ---------------------------------------------------------------------------------
 
 
@@ -305,6 +333,7 @@ DDP_PATCHES = PatchSet(Patch("torch.nn.parallel:DistributedDataParallel.forward"
 
 _DIST = "torchrec.distributed"
 _TBE = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen"
+_PERMUTE = "fbgemm_gpu.permute_pooled_embedding_modules_split:PermutePooledEmbeddingsSplit"
 TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.embedding_lookup:GroupedPooledEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.embedding_lookup:GroupedEmbeddingsLookup.get_resize_awaitables", _without_walrus),
@@ -316,6 +345,8 @@ TORCHREC_PATCHES = PatchSet(
     Patch("torchrec.modules.embedding_modules:maybe_td_to_kjt", _without_caches),
     Patch(f"{_DIST}.sharding.twrw_sharding:TwRwPooledEmbeddingDist.forward", _two_collectives),
     Patch(f"{_DIST}.sharding.grid_sharding:GridPooledEmbeddingDist.forward", _two_collectives),
+    Patch(f"{_PERMUTE}._graphpasses_columns", _tell_columns),
+    Patch(f"{_PERMUTE}.forward", _permute_columns),
     Patch(f"{_DIST}.dist_data:SequenceEmbeddingsAllToAll.forward", _permute_sequences),
     Patch(f"{_DIST}.comm_ops:all2all_sequence_sync", _flatten_sequences),
     Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", _reduce_as_eager),

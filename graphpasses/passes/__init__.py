@@ -8,6 +8,7 @@ from graphpasses.passes.bucket_fsdp_collectives import BucketFSDPCollectives
 from graphpasses.passes.coalesce_grad_reductions import CoalesceGradReductions
 from graphpasses.passes.deduplicate_shared import DeduplicateShared
 from graphpasses.passes.deduplicate_sizes import DeduplicateSizes
+from graphpasses.passes.fold_columns import FoldColumns
 from graphpasses.passes.fold_sizes import FoldSizes
 from graphpasses.passes.fuse_tbe import FuseTBE
 from graphpasses.passes.hoist_input_dists import HoistInputDists
@@ -23,6 +24,7 @@ __all__ = [
     "CoalesceGradReductions",
     "DeduplicateShared",
     "DeduplicateSizes",
+    "FoldColumns",
     "FoldSizes",
     "FuseTBE",
     "HoistInputDists",
@@ -87,6 +89,7 @@ def recommender_pipeline(
             DeduplicateSizes(),
             BucketAllToAll(),
             FoldSizes(),
+            FoldColumns(),
             ReinplaceTBEUpdates(),
         ),
         disable=disable,

@@ -47,6 +47,19 @@ def backward(columns: Tensor, widths: Sequence[int], rows: Sequence[int] = ROWS)
     return (received / 2).view([sum(rows), widths[rank]])
 
 
+def forward_sum(tables: Tensor, rows: Sequence[int] = ROWS) -> Tensor:
+    """Adds what the ranks looked up in their rows of the tables."""
+    own = rows[dist.get_rank()]
+    received = exchange(tables, [own] * 2, list(rows))
+    return torch.stack(aten.split_with_sizes.default(received, [own] * 2)).sum(0)
+
+
+def backward_sum(columns: Tensor, rows: Sequence[int] = ROWS) -> Tensor:
+    """Sends the gradient of a sum to each rank that added to it."""
+    own = rows[dist.get_rank()]
+    return exchange(torch.cat([*columns.expand(2, own, columns.shape[1])]), list(rows), [own] * 2) / 2
+
+
 def table(values: Tensor, num_dims: int) -> Tensor:
     """A lookup's output: its dims are numbers, where the inputs of these graphs have symbols."""
     return values.view([sum(ROWS), num_dims])
@@ -95,6 +108,37 @@ def separate_lookups() -> tuple[Step, list[Tensor]]:
     return step, [*(random(sum(ROWS), dim) for dim in dims), random(ROWS[rank], 12)]
 
 
+def cut_by_rows() -> tuple[Step, list[Tensor]]:
+    """Tables that each rank holds rows of, beside those of :func:`lookup_of_all`, in one lookup."""
+    rank, widths = dist.get_rank(), WIDTHS[2]
+
+    def step(pooled: Tensor, gradient: Tensor) -> list[Tensor]:
+        dims = [6, widths[rank]]
+        cut, whole = SPLIT_FEATURES(pooled, dims, [sum(ROWS)] * 2)
+        columns = torch.cat([forward_sum(cut), forward(whole, widths)], 1)
+        of_cut, of_whole = aten.split_with_sizes.default(gradient, [6, 8], 1)
+        received = backward(of_whole, widths)
+        return [columns, JOIN_FEATURES([backward_sum(of_cut), received], sum(ROWS))]
+
+    return step, [random(sum(ROWS), 6 + widths[rank]), random(ROWS[rank], 14)]
+
+
+def cut_by_rows_alone() -> tuple[Step, list[Tensor]]:
+    """What arrives is not divided, or read as contiguous; what is split unevenly is packed."""
+
+    def step(a: Tensor, b: Tensor, gradient: Tensor) -> list[Tensor]:
+        own = ROWS[dist.get_rank()]
+        sums = [forward_sum(table(a, 4)), forward_sum(table(b, 2))]
+        of_two = torch.cat([*gradient.expand(2, own, 4)])
+        plain = exchange(of_two, list(ROWS), [own] * 2)
+        uneven = aten.split_with_sizes.default(
+            exchange(table(a, 4), [own] * 2, list(ROWS)), [own + 1, own - 1]
+        )
+        return [*sums, plain.view(-1) + 1, backward_sum(gradient).view(-1), *uneven]
+
+    return step, [random(5, 4), random(5, 2), random(ROWS[dist.get_rank()], 4)]
+
+
 def other_batch() -> tuple[Step, list[Tensor]]:
     """Two modules have one batch, the third has another; each is a class of its own."""
     rows = (1, 4)
@@ -120,7 +164,7 @@ def near_misses() -> tuple[Step, list[Tensor]]:
     return step, [random(5, 2), random(5, 2)]
 
 
-CASES = (lookup_of_all, separate_lookups, other_batch, near_misses)
+CASES = (lookup_of_all, separate_lookups, cut_by_rows, cut_by_rows_alone, other_batch, near_misses)
 
 
 def check(graph: TrainGraph, inputs: list[Tensor]) -> tuple[bool, dict[str, int], bool]:
@@ -152,7 +196,7 @@ def check_on_ranks() -> tuple[dict[str, Any], str]:
     for case in CASES:
         step, inputs = case()
         kinds = [InputKind.VALUE] * len(inputs)
-        if case in (lookup_of_all, separate_lookups):
+        if case not in (other_batch, near_misses):
             kinds[-1] = InputKind.TANGENT
         results[case.__name__] = check(capture(step, *inputs, stage=Stage.JOINT, kinds=kinds), inputs)
     return results, compiled_again()
@@ -167,6 +211,8 @@ def test_ranks() -> None:
             # One module has no tables on this rank: its empty tensor is divided on its own.
             "lookup_of_all": (True, {"all_to_all": 2, "div": 2}, True),
             "separate_lookups": (True, {"all_to_all": 2, "join": 1, "div": 1}, True),
+            "cut_by_rows": (True, {"all_to_all": 2, "div": 1}, True),
+            "cut_by_rows_alone": (True, {"all_to_all": 2, "pack": 2, "join": 1, "div": 1}, True),
             "other_batch": (True, {"all_to_all": 1, "pack": 1, "join": 1}, True),
             "near_misses": (True, {"all_to_all": 1, "pack": 1, "columns": 2}, True),
         }
@@ -178,7 +224,7 @@ def test_ranks() -> None:
 
 def test_pack_columns() -> None:
     a, b = torch.arange(6).view(2, 3), torch.arange(10, 14).view(2, 2).t()  # not contiguous
-    packed = PACK_COLUMNS([a, b], [1, 2, 2, 0])
+    packed = PACK_COLUMNS([a[:, :1], b, a[:, 1:]], [2, 1])
     assert packed.tolist() == [0, 10, 12, 3, 11, 13, 1, 2, 4, 5]
-    assert PACK_COLUMNS([a, b], [0, 3, 0, 2]).tolist() == torch.cat([a, b], 1).view(-1).tolist()
-    torch.library.opcheck(PACK_COLUMNS, ([a, b], [1, 2, 2, 0]))
+    assert PACK_COLUMNS([a, b], [0, 2]).tolist() == torch.cat([a, b], 1).view(-1).tolist()
+    torch.library.opcheck(PACK_COLUMNS, ([a[:, :1], b, a[:, 1:]], [2, 1]))
