@@ -8,6 +8,7 @@ __all__ = [
     "ArenaError",
     "BatchMismatchError",
     "CaptureError",
+    "CheckpointError",
     "CompareError",
     "GraphPassesError",
     "IdError",
@@ -18,6 +19,7 @@ __all__ = [
     "PipelineError",
     "PlanError",
     "RunFileError",
+    "ShardingError",
     "TopologyError",
     "UnknownPassError",
     "UnsupportedError",
@@ -43,6 +45,14 @@ class BatchMismatchError(CaptureError):
 
 class PipelineError(GraphPassesError):
     """A pipeline was put together wrongly, or one of its passes failed."""
+
+
+class ShardingError(GraphPassesError, ValueError):
+    """A model with embedding tables cannot be planned or sharded as it was asked to be."""
+
+
+class CheckpointError(GraphPassesError, ValueError):
+    """A state_dict does not fit the model."""
 
 
 class KeyOrderError(GraphPassesError, ValueError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ from torch import nn
 
 from graphpasses.errors import IdentityError
 
-__all__ = ["IdentityMap", "preserve_identity"]
+__all__ = ["IdentityMap", "preserve_identity", "walk_modules"]
 
 Aliases = tuple[tuple[str, ...], ...]
 
@@ -72,7 +72,7 @@ class IdentityMap:
         modules: list[tuple[str, object]] = []
         parameters: list[tuple[str, object]] = []
         buffers: list[tuple[str, object]] = []
-        for module_fqn, module in _walk(model):
+        for module_fqn, module in walk_modules(model):
             modules.append((module_fqn, module))
             parameters += _members(module_fqn, module._parameters)
             buffers += _members(module_fqn, module._buffers)
@@ -164,7 +164,7 @@ def preserve_identity(model: nn.Module, *, check_values: bool = False) -> Iterat
         True
     """
     identity = IdentityMap.of(model)
-    modules = dict(_walk(model))
+    modules = dict(walk_modules(model))
     # Weak, so that the block can free the modules that it replaces.
     originals = {
         name: weakref.ref(modules[name]) for aliases in identity.shared_modules.values() for name in aliases
@@ -196,14 +196,28 @@ def preserve_identity(model: nn.Module, *, check_values: bool = False) -> Iterat
             parameter.requires_grad_(requires_grad[fqn])
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields what ``named_modules(remove_duplicate=False)`` does, but ends on a cycle of modules."""
+def walk_modules(
+    model: nn.Module, *, is_leaf: Callable[[nn.Module], bool] = lambda module: False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields what ``named_modules(remove_duplicate=False)`` does, but ends on a cycle of modules.
+
+    Args:
+        model: the root, yielded as ``""``.
+        is_leaf: of which modules to leave out what is in them.
+
+    Example:
+        >>> block = nn.Linear(2, 2)
+        >>> [fqn for fqn, _ in walk_modules(nn.Sequential(block, block))]
+        ['', '0', '1']
+    """
     path: set[nn.Module] = set()
 
     def visit(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if module in path:
             return
         yield fqn, module
+        if is_leaf(module):
+            return
         path.add(module)
         for name, child in module._modules.items():
             if child is not None:

@@ -1,0 +1,138 @@
+"""Which keys of a state_dict are one tensor, and whether they fit a model."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from graphpasses._torch.sharded_tensor import ShardedTensor
+from graphpasses.errors import CheckpointError
+from graphpasses.identity import did_you_mean
+
+__all__ = ["check_keys", "check_shapes", "merge_repeated_keys"]
+
+
+def merge_repeated_keys(
+    state: Mapping[str, Any], canonical: Mapping[str, str], *, group: dist.ProcessGroup | None
+) -> OrderedDict[str, Any]:
+    """Returns a state_dict in which each tensor has its module's first name.
+
+    Args:
+        state: tensors by FQN, under any names of the modules. All ranks must have the same keys.
+        canonical: first name of each module that has a second one, by that.
+        group: the ranks that hold parts of the tensors; None if there is but one.
+
+    Raises:
+        CheckpointError: names of one module have tensors that differ, on any rank.
+
+    Example:
+        >>> merge_repeated_keys({"b.w": torch.ones(1)}, {"b": "a"}, group=None)
+        OrderedDict({'a.w': tensor([1.])})
+    """
+    merged: OrderedDict[str, Any] = OrderedDict()
+    first_keys: dict[str, str] = {}
+    repeated: list[tuple[str, str]] = []
+    for key, value in state.items():
+        name = _first_name(key, canonical)
+        if name in merged:
+            repeated.append((first_keys[name], key))
+        else:
+            merged[name], first_keys[name] = value, key
+    if repeated:
+        unequal = [pair for pair in repeated if not _equal(state[pair[0]], state[pair[1]])]
+        everyone: list[list[tuple[str, str]]] = [unequal]
+        if group is not None:
+            everyone = [[]] * group.size()
+            dist.all_gather_object(everyone, unequal, group=group)
+        for rank, pairs in enumerate(everyone):
+            for one, other in pairs:
+                raise CheckpointError(
+                    f"{one!r} and {other!r} are one tensor of the model, but in the state_dict they differ (rank "
+                    f"{rank}). Delete the one that is not to be loaded"
+                )
+    return merged
+
+
+def _first_name(key: str, canonical: Mapping[str, str]) -> str:
+    """Replaces second names of modules; what is in one may have a second name, too."""
+    parts = key.split(".")
+    name = parts[0]
+    for part in parts[1:]:
+        name = f"{canonical.get(name, name)}.{part}"
+    return name
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    ours, theirs = list(_local_tensors(one)), list(_local_tensors(other))
+    return len(ours) == len(theirs) and all(map(_same_bits, ours, theirs))
+
+
+def _local_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, ShardedTensor):
+        yield from (shard.tensor for shard in value.local_shards())
+    elif isinstance(value, DTensor):
+        local: Any = value.to_local()
+        yield from local.local_shards() if hasattr(local, "local_shards") else [local]
+    else:
+        yield torch.as_tensor(value)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    one, other = (tensor.detach().contiguous().cpu().view(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
+
+
+def check_keys(given: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Returns the keys that are missing and those that are unexpected."""
+    return [key for key in expected if key not in given], [key for key in given if key not in expected]
+
+
+def keys_message(missing: list[str], unexpected: list[str], expected: Mapping[str, Any]) -> str:
+    """Returns what to say of keys that do not fit."""
+    parts = []
+    if missing:
+        parts.append(f"it lacks {', '.join(map(repr, missing))}")
+    if unexpected:
+        hint = did_you_mean(unexpected[0], list(expected))
+        parts.append(f"the model has no {', '.join(map(repr, unexpected))}{hint}")
+    return f"the state_dict does not fit the model: {'; '.join(parts)}. Pass strict=False to load the rest"
+
+
+def check_shapes(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Checks tensors that have the same key.
+
+    Raises:
+        CheckpointError: one has another shape, or is sharded otherwise.
+    """
+    for key, value in given.items():
+        if key not in expected or not isinstance(value, Tensor | ShardedTensor):
+            continue
+        own = expected[key]
+        if (shape := tuple(value.size())) != (own_shape := tuple(own.size())):
+            raise CheckpointError(f"{key!r} has shape {shape} in the state_dict and {own_shape} in the model")
+        if (
+            isinstance(value, ShardedTensor)
+            and isinstance(own, ShardedTensor)
+            and _shards(value) != _shards(own)
+        ):
+            raise CheckpointError(
+                f"{key!r} is sharded otherwise in the state_dict than in the model: {_shards(value)} and "
+                f"{_shards(own)}, as (rows and columns, offset, rank). Load it with torch.distributed.checkpoint"
+            )
+
+
+def _shards(tensor: ShardedTensor) -> list[tuple[list[int], list[int], int | None]]:
+    return [
+        (shard.shard_sizes, shard.shard_offsets, shard.placement.rank() if shard.placement else None)
+        for shard in tensor.metadata().shards_metadata
+    ]

@@ -1,0 +1,223 @@
+"""TorchRec's ``DistributedModelParallel`` for models in which one module with tables has several names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed import model_parallel as torchrec_model_parallel
+from torchrec.distributed.model_parallel import DataParallelWrapper, get_unwrapped_module
+from torchrec.distributed.model_tracker.types import ModelTrackerConfigs
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
+
+from graphpasses.embedding.checkpoint_keys import check_keys, check_shapes, keys_message, merge_repeated_keys
+from graphpasses.embedding.planner import fit_plan
+from graphpasses.embedding.planner import plan as make_plan
+from graphpasses.embedding.table_names import find_aliases, give_names, one_name_each
+from graphpasses.errors import CheckpointError
+from graphpasses.identity import IdentityMap, walk_modules
+
+__all__ = ["DistributedModelParallel"]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, ShardedModule)
+
+
+class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel):  # type: ignore[misc]
+    """Shards a model's tables; a module that has several names stays one, and is sharded, optimized and saved once.
+
+    A drop-in for ``torchrec.distributed.DistributedModelParallel``, which leaves a second name in the same parent
+    unsharded, saves a module under each name in other parents, and shards nothing that is planned under its second
+    name. Here a module's names all lead to one sharded module. What lists names once, such as ``state_dict()`` and
+    ``named_parameters()``, has the first, in the order of ``named_modules()``. Models that share nothing are sharded
+    as by TorchRec.
+
+    Args:
+        module: the model, which is sharded in place; also on device meta.
+        env: the ranks; None for all.
+        device: of the sharded tables and of what is initialized; None for CPU.
+        plan: how to shard, under any names of the modules; None for :func:`~graphpasses.embedding.plan`'s.
+        sharders: of the module types to shard; None for TorchRec's default.
+        init_data_parallel: wrap what is not sharded in DistributedDataParallel now, not when
+            :meth:`init_data_parallel` is called.
+        init_parameters: give parameters on device meta memory and values.
+        data_parallel_wrapper: wraps what is not sharded; None for TorchRec's default.
+        model_tracker_configs: see TorchRec.
+
+    Raises:
+        ShardingError: the plan does not fit the model, which is left as it was.
+
+    Example:
+        >>> model = TwoTowers(user=Tower(ebc), item=Tower(ebc))  # doctest: +SKIP
+        >>> model = DistributedModelParallel(model)  # doctest: +SKIP
+        >>> model.module.user.ebc is model.module.item.ebc  # doctest: +SKIP
+        True
+        >>> list(model.state_dict())  # doctest: +SKIP
+        ['user.ebc.embedding_bags.table.weight']
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        env: ShardingEnv | None = None,
+        device: torch.device | None = None,
+        plan: ShardingPlan | None = None,
+        sharders: list[ModuleSharder[nn.Module]] | None = None,
+        init_data_parallel: bool = True,
+        init_parameters: bool = True,
+        data_parallel_wrapper: DataParallelWrapper | None = None,
+        model_tracker_configs: ModelTrackerConfigs | None = None,
+    ) -> None:
+        sharders = get_default_sharders() if sharders is None else sharders
+        if plan is None:
+            group = None if env is None else env.process_group
+            plan = make_plan(module, sharders, process_group=group, device=device)
+        plan, planned = fit_plan(module, plan, sharders)
+        with _as_it_was_on_error(module), one_name_each(module, lambda m: m in planned or _is_sharded(m)):
+            super().__init__(
+                module,
+                env,
+                device,
+                plan,
+                sharders,
+                init_data_parallel,
+                init_parameters,
+                data_parallel_wrapper,
+                model_tracker_configs,
+            )
+
+    def init_data_parallel(self) -> None:
+        """Wraps what is not sharded; does nothing when called again."""
+        with one_name_each(self.module, _is_sharded):
+            super().init_data_parallel()
+
+    def copy(self, device: torch.device) -> DistributedModelParallel:
+        """Returns a copy on a device, whose modules have all the names that this one's have.
+
+        Args:
+            device: of the copy.
+        """
+        with one_name_each(self.module, _is_sharded) as aliases:
+            copied: DistributedModelParallel = super().copy(device)
+            give_names(aliases, copied_to=copied.module)
+        return copied
+
+    def _named(self, members: str, prefix: str, recurse: bool, once: bool) -> Iterator[tuple[str, Any]]:
+        seen: set[Any] = set()
+        for fqn, module in walk_modules(get_unwrapped_module(self), is_leaf=_is_sharded):
+            fqn = f"{prefix}.{fqn}" if prefix and fqn else prefix or fqn
+            list_members = getattr(module, members)
+            named = list_members(fqn, recurse) if _is_sharded(module) else list_members(fqn, recurse=False)
+            for name, member in named:
+                if not once or member not in seen:
+                    seen.add(member)
+                    yield name, member
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields parameters by FQN, those of sharded tables as this rank's parts.
+
+        Args:
+            prefix: put before each name.
+            recurse: whether to list those of submodules of sharded modules.
+            remove_duplicate: whether to yield each under its first name only, or under all.
+        """
+        return self._named("named_parameters", prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields buffers by FQN; see :meth:`named_parameters`."""
+        return self._named("named_buffers", prefix, recurse, remove_duplicate)
+
+    def sparse_grad_parameter_names(
+        self, destination: list[str] | None = None, prefix: str = ""
+    ) -> list[str]:
+        """Returns the first names of unsharded embeddings whose gradients are sparse.
+
+        Args:
+            destination: a list to add to.
+            prefix: put before each name.
+        """
+        identity = IdentityMap.of(self.module)
+        destination = [] if destination is None else destination
+        names = super().sparse_grad_parameter_names()
+        for name in dict.fromkeys(map(identity.canonical, names)):
+            destination.append(f"{prefix}.{name}" if prefix else name)
+        return destination
+
+    def state_dict(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Returns parameters and buffers, those of a sharded module under its first name.
+
+        Args:
+            destination: a dict to add to.
+            prefix: put before each name.
+            keep_vars: whether tensors keep their part in autograd.
+        """
+        before = set() if destination is None else {*destination}
+        state: dict[str, Any] = super().state_dict(destination, prefix, keep_vars)
+        seconds = tuple(f"{prefix}{alias.fqn}." for alias in find_aliases(self.module, _is_sharded))
+        if seconds:
+            for key in [key for key in state if key not in before and key.startswith(seconds)]:
+                del state[key]
+            for key in [key for key in getattr(state, "_metadata", {}) if f"{key}.".startswith(seconds)]:
+                del state._metadata[key]  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True) -> Any:
+        """Loads what ``state_dict()`` of this or of TorchRec's DistributedModelParallel returned.
+
+        A module may come under any of its names, or under several, if the tensors are equal. All ranks must call it
+        alike.
+
+        Args:
+            state_dict: tensors by FQN.
+            prefix: before each name in ``state_dict``.
+            strict: whether to raise if keys are missing or unexpected.
+
+        Returns:
+            The missing and the unexpected keys, each once, by first names.
+
+        Raises:
+            CheckpointError: keys are missing or unexpected (strict), names of one module have other tensors on any
+                rank, or a shape is wrong. The model is left as it was.
+        """
+        own_keys = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        canonical = {alias.fqn: alias.canonical for alias in find_aliases(self.module, _is_sharded)}
+        given = merge_repeated_keys(
+            {key.removeprefix(prefix): value for key, value in own_keys.items()},
+            canonical,
+            group=self._env.process_group,
+        )
+        expected = self.state_dict(keep_vars=True)
+        missing, unexpected = check_keys(given, expected)
+        if strict and (missing or unexpected):
+            raise CheckpointError(keys_message(missing, unexpected, expected))
+        check_shapes(given, expected)
+        with one_name_each(self.module, _is_sharded):
+            result = super().load_state_dict(given, strict=strict)
+        return result._replace(
+            missing_keys=[prefix + key for key in missing],
+            unexpected_keys=[prefix + key for key in unexpected],
+        )
+
+
+@contextmanager
+def _as_it_was_on_error(model: nn.Module) -> Iterator[None]:
+    """Gives every module its children back if the block raises."""
+    children = {module: dict(module._modules) for _, module in walk_modules(model, is_leaf=_is_sharded)}
+    try:
+        yield
+    except BaseException:
+        for module, modules in children.items():
+            module._modules.clear()
+            module._modules.update(modules)
+        raise

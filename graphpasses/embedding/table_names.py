@@ -1,0 +1,108 @@
+"""Second names of modules that hold tables, and how to hide them from code that takes each name for a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+__all__ = ["Alias", "find_aliases", "give_names", "one_name_each"]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A second name of a module that is a table's or holds one.
+
+    Args:
+        fqn: the name; that of the module it is in is a first one.
+        canonical: the module's first name, in the order of ``named_modules()``.
+        place: the module that it is in, and the name there.
+        canonical_place: the same of the first name.
+    """
+
+    fqn: str
+    canonical: str
+    place: tuple[nn.Module, str]
+    canonical_place: tuple[nn.Module, str]
+
+
+def find_aliases(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> list[Alias]:
+    """Returns all second names of modules that hold tables.
+
+    What is in a shared container has no alias of its own: the container's is enough.
+
+    Args:
+        model: any module.
+        is_table: whether a module counts as tables; what is in it does not matter.
+
+    Example:
+        >>> ebc = nn.EmbeddingBag(4, 2)
+        >>> towers = nn.ModuleDict({"a": nn.Sequential(ebc), "b": nn.Sequential(ebc)})
+        >>> [(alias.fqn, alias.canonical) for alias in find_aliases(towers, lambda m: m is ebc)]
+        [('b.0', 'a.0')]
+    """
+    places: dict[nn.Module, tuple[str, tuple[nn.Module, str]]] = {}
+    seconds: list[tuple[str, nn.Module, str, nn.Module]] = []
+    holders: set[nn.Module] = set()
+
+    def visit(fqn: str, module: nn.Module, place: tuple[nn.Module, str]) -> None:
+        places[module] = fqn, place
+        if is_table(module):
+            holders.add(module)
+            return
+        for name, child in module._modules.items():
+            if child is None:
+                continue
+            child_fqn = f"{fqn}.{name}" if fqn else name
+            if child in places:
+                seconds.append((child_fqn, module, name, child))
+            else:
+                visit(child_fqn, child, (module, name))
+            if child in holders:
+                holders.add(module)
+
+    visit("", model, (model, ""))
+    return [
+        Alias(fqn, places[child][0], (module, name), places[child][1])
+        for fqn, module, name, child in seconds
+        if child in holders
+    ]
+
+
+@contextmanager
+def one_name_each(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> Iterator[list[Alias]]:
+    """Hides second names in a block, and gives them to whatever has the first name at its end.
+
+    Args:
+        model: any module.
+        is_table: see :func:`find_aliases`.
+    """
+    aliases = find_aliases(model, is_table)
+    orders = {alias.place[0]: list(alias.place[0]._modules) for alias in aliases}
+    for parent, name in (alias.place for alias in aliases):
+        del parent._modules[name]
+    try:
+        yield aliases
+    finally:
+        give_names(aliases)
+        for parent, names in orders.items():
+            modules = dict(parent._modules)
+            parent._modules.clear()
+            parent._modules.update({name: modules.pop(name) for name in names if name in modules} | modules)
+
+
+def give_names(aliases: list[Alias], *, copied_to: nn.Module | None = None) -> None:
+    """Gives second names to the modules that have the first ones.
+
+    Args:
+        aliases: the names.
+        copied_to: a copy of the model, which gets them instead of it.
+    """
+    for alias in aliases:
+        (parent, name), (owner, first_name) = alias.place, alias.canonical_place
+        if copied_to is not None:
+            parent = copied_to.get_submodule(alias.fqn.rpartition(".")[0])
+            owner = copied_to.get_submodule(alias.canonical.rpartition(".")[0])
+        parent._modules[name] = owner._modules[first_name] if first_name else owner
