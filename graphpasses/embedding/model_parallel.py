@@ -14,6 +14,7 @@ from torchrec.distributed.model_tracker.types import ModelTrackerConfigs
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
 
+from graphpasses._torch.group_copies import groups_are_kept
 from graphpasses.embedding.checkpoint_keys import check_keys, check_shapes, keys_message, merge_repeated_keys
 from graphpasses.embedding.planner import fit_plan
 from graphpasses.embedding.planner import plan as make_plan
@@ -102,7 +103,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         Args:
             device: of the copy.
         """
-        with one_name_each(self.module, _is_sharded) as aliases:
+        with groups_are_kept(), one_name_each(self.module, _is_sharded) as aliases:
             copied: DistributedModelParallel = super().copy(device)
             give_names(aliases, copied_to=copied.module)
         return copied

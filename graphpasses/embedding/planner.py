@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -57,6 +57,7 @@ def plan(
     Raises:
         ShardingError: a part of the model is sharded already, or constraints name no table, contradict each other, or
             are given beside a planner.
+        PlannerError: TorchRec finds no plan; on all ranks.
 
     Example:
         >>> by_rows = ParameterConstraints(sharding_types=["row_wise"])
@@ -68,7 +69,9 @@ def plan(
     for fqn, module in walk_modules(model, is_leaf=lambda module: isinstance(module, ShardedModule)):
         if isinstance(module, ShardedModule):
             raise ShardingError(_is_sharded(fqn, module))
-    group = dist.group.WORLD if process_group is None else process_group
+    group = process_group or dist.group.WORLD
+    if group is None:
+        raise ShardingError("a plan is made by all ranks: call torch.distributed.init_process_group first")
     if planner is None:
         device = torch.device("cpu") if device is None else device
         topology = Topology(
@@ -82,8 +85,23 @@ def plan(
     elif constraints is not None:
         raise ShardingError("a planner has constraints of its own: give it these, or give no planner")
     with one_name_each(model, lambda module: type(module) in by_type):
-        planned = planner.collective_plan(model, sharders, group)
+        planned = _on_first_rank(lambda: planner.plan(model, sharders), group)
     return _under_all_names(planned, IdentityMap.of(model))
+
+
+def _on_first_rank(make: Callable[[], ShardingPlan], group: dist.ProcessGroup) -> ShardingPlan:
+    """Returns what one rank makes, or raises what it raises, on all; TorchRec's ``collective_plan`` would hang."""
+    made: list[Any] = [None, None]
+    if group.rank() == 0:
+        try:
+            made[0] = make()
+        except Exception as error:
+            made[1] = error
+    dist.broadcast_object_list(made, dist.get_global_rank(group, 0), group=group)
+    if made[1] is not None:
+        raise made[1]
+    planned: ShardingPlan = made[0]
+    return planned
 
 
 def _is_sharded(fqn: str, module: nn.Module) -> str:
@@ -165,7 +183,7 @@ def fit_plan(
         if fqn not in modules:
             raise ShardingError(
                 f"the plan shards {fqn!r}, but the model has no such module"
-                f"{did_you_mean(fqn, modules.keys())}. Plan this model anew with graphpasses.embedding.plan"
+                f"{did_you_mean(fqn, modules.keys()) or '.'} Plan this model anew with graphpasses.embedding.plan"
             )
         first = planned_as.setdefault(identity.canonical(fqn), fqn)
         if difference := _difference(sharding_plan.plan[first], module_plan):

@@ -23,6 +23,8 @@ __all__ = [
     "Pattern",
     "Tower",
     "TwoTowers",
+    "same_parent",
+    "two_parents",
 ]
 
 Pattern = Callable[["TwoTowers", nn.Module], tuple[str, str]]
