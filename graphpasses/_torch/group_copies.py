@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._C import _distributed_c10d
+from torch._C import _distributed_c10d as _c10d
 
 __all__ = ["groups_are_kept"]
 
@@ -15,13 +15,14 @@ __all__ = ["groups_are_kept"]
 def groups_are_kept() -> Iterator[None]:
     """Lets ``copy.deepcopy`` keep process groups as they are in a block.
 
-    TorchRec's copies do so for the classes of NCCL and gloo, the first of which builds of torch without CUDA lack; but
-    what a module holds is of the class that they wrap. Tested: 2.13.
+    TorchRec's copies do so for the classes of NCCL, which builds of torch without CUDA lack, and of gloo; but what a
+    module holds is of the class above them. Tested: 2.13.
     """
-    is_named = hasattr(_distributed_c10d, "ProcessGroupNCCL")
+    c10d: Any = _c10d
+    is_named = hasattr(c10d, "ProcessGroupNCCL")
     if not is_named:
-        _distributed_c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})
-    group_class: Any = _distributed_c10d.ProcessGroup
+        c10d.ProcessGroupNCCL = type("ProcessGroupNCCL", (), {})
+    group_class = c10d.ProcessGroup
     own = vars(group_class).get("__deepcopy__")
     group_class.__deepcopy__ = lambda group, memo: group
     try:
@@ -32,4 +33,4 @@ def groups_are_kept() -> Iterator[None]:
         else:
             group_class.__deepcopy__ = own
         if not is_named:
-            del _distributed_c10d.ProcessGroupNCCL
+            del c10d.ProcessGroupNCCL

@@ -99,13 +99,13 @@ def check_keys(given: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[l
 
 def keys_message(missing: list[str], unexpected: list[str], expected: Mapping[str, Any]) -> str:
     """Returns what to say of keys that do not fit."""
-    parts = []
+    message = ["the state_dict does not fit the model."]
     if missing:
-        parts.append(f"it lacks {', '.join(map(repr, missing))}")
+        message.append(f"It lacks {', '.join(map(repr, missing))}.")
     if unexpected:
         hint = did_you_mean(unexpected[0], list(expected))
-        parts.append(f"the model has no {', '.join(map(repr, unexpected))}{hint}")
-    return f"the state_dict does not fit the model: {'; '.join(parts)}. Pass strict=False to load the rest"
+        message.append(f"The model has no {', '.join(map(repr, unexpected))}{hint or '.'}")
+    return " ".join([*message, "Pass strict=False to load the rest"])
 
 
 def check_shapes(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from graphpasses.embedding.checkpoint_keys import check_keys, check_shapes, keys
 from graphpasses.embedding.planner import fit_plan
 from graphpasses.embedding.planner import plan as make_plan
 from graphpasses.embedding.table_names import find_aliases, give_names, one_name_each
-from graphpasses.errors import CheckpointError
+from graphpasses.errors import CheckpointError, ShardingError
 from graphpasses.identity import IdentityMap, walk_modules
 
 __all__ = ["DistributedModelParallel"]
@@ -91,6 +91,26 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
                 data_parallel_wrapper,
                 model_tracker_configs,
             )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model.
+
+        Raises:
+            ShardingError: one of TorchRec's pipelines runs the model, which calls a module more than once.
+        """
+        if torch.compiler.is_compiling():
+            return super().forward(*args, **kwargs)
+        try:
+            return super().forward(*args, **kwargs)
+        except AssertionError as error:
+            for names in IdentityMap.of(self.module).modules:
+                if f" {names[0]} is not available" in str(error) and len(names) > 1:
+                    raise ShardingError(
+                        f"the model calls {' and '.join(map(repr, names))}, which is one module, more than once per "
+                        "step; TorchRec's pipelines that start input dists early hold one per module. Use "
+                        "TrainPipelineBase, or graphpasses.compile, which makes one input dist per distinct input"
+                    ) from error
+            raise
 
     def init_data_parallel(self) -> None:
         """Wraps what is not sharded; does nothing when called again."""
