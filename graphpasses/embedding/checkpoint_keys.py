@@ -118,7 +118,7 @@ def check_shapes(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
         if key not in expected or not isinstance(value, Tensor | ShardedTensor):
             continue
         own = expected[key]
-        if (shape := tuple(value.size())) != (own_shape := tuple(own.size())):
+        if (shape := _shape(value)) != (own_shape := _shape(own)):
             raise CheckpointError(f"{key!r} has shape {shape} in the state_dict and {own_shape} in the model")
         if (
             isinstance(value, ShardedTensor)
@@ -129,6 +129,10 @@ def check_shapes(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
                 f"{key!r} is sharded otherwise in the state_dict than in the model: {_shards(value)} and "
                 f"{_shards(own)}, as (rows and columns, offset, rank). Load it with torch.distributed.checkpoint"
             )
+
+
+def _shape(tensor: Tensor | ShardedTensor) -> tuple[int, ...]:
+    return tuple(tensor.metadata().size if isinstance(tensor, ShardedTensor) else tensor.size())
 
 
 def _shards(tensor: ShardedTensor) -> list[tuple[list[int], list[int], int | None]]:

@@ -13,6 +13,7 @@ import tests.embedding.recommenders  # noqa: F401  loads TorchRec's operators wi
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchrec import KeyedJaggedTensor
+    from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
     from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "KeyedJaggedTensor",
     "Pattern",
     "Tower",
+    "TrainPipelineBase",
+    "TrainPipelineSparseDist",
     "TwoTowers",
     "same_parent",
     "two_parents",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.profiler import ProfilerActivity, profile
 
 from tests.embedding.recommenders import CPU, bags, ids, same, state_of  # isort: skip
 from torchrec.distributed import sharding_plan as plans
@@ -17,16 +22,21 @@ from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDMP
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedModule, ShardedTensor, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.streamable import Pipelineable
 
+import graphpasses as gp
 from graphpasses.embedding import DistributedModelParallel, plan
 from graphpasses.errors import CheckpointError, ShardingError
 from graphpasses.parity.launch import run_ranks
+from tests.embedding import shared_towers
 from tests.embedding.shared_towers import (
     PATTERNS,
     SAME_PARENT,
     FusedEmbeddingBagCollection,
     KeyedJaggedTensor,
     Pattern,
+    TrainPipelineBase,
+    TrainPipelineSparseDist,
     TwoTowers,
     same_parent,
     two_parents,
@@ -400,3 +410,199 @@ def test_members() -> None:
             "second name": [False, True],
             "state": sorted([*by_parent, *score]),
         }
+
+
+# ---- torch.distributed.checkpoint -----------------------------------------------------------------------
+
+
+class OneTower(nn.Module):
+    """Has the collection of :func:`two_parents` under its first name alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user, self.score = shared_towers.Tower(bags(NUM_TABLES)), nn.Linear(WIDTH, 1)
+        apply_optimizer_in_backward(torch.optim.Adagrad, self.user.parameters(), {"lr": LR})
+
+
+def everything(model: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+
+
+def whole(state: Any) -> dict[str, list[Any]]:
+    """Returns all tensors, those of all ranks put together, on rank 0."""
+    tensors = {}
+    for name, value in sorted(flattened(state)):
+        if isinstance(value, ShardedTensor):
+            out = torch.empty(value.metadata().size) if dist.get_rank() == 0 else None
+            value.gather(0, out)
+            value = out
+        if value is not None:
+            tensors[name] = value.tolist()
+    return tensors
+
+
+def flattened(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(state, ShardedTensor | Tensor):
+        yield prefix, state
+    elif isinstance(state, dict):
+        for name, value in state.items():
+            yield from flattened(value, f"{prefix}.{name}")
+
+
+def save(folder: str) -> tuple[list[str], dict[str, list[Any]]]:
+    model = sharded(two_parents, "column-wise")
+    train(model, 3)
+    checkpoint.save(everything(model), checkpoint_id=folder)
+    keys = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata
+    return sorted(key for key in keys if key.startswith("model")), whole(everything(model))
+
+
+def restore(folder: str, sharding: str) -> list[dict[str, list[Any]]]:
+    restored = []
+    for pattern in (two_parents, None):
+        model = sharded(pattern, sharding) if pattern else one_tower(sharding)
+        state = everything(model)
+        checkpoint.load(state, checkpoint_id=folder)
+        model.load_state_dict(state["model"])
+        model.fused_optimizer.load_state_dict(state["optimizer"])
+        restored.append(whole(everything(model)))
+    return restored
+
+
+def one_tower(sharding: str) -> nn.Module:
+    model = OneTower()
+    plans = ShardingPlan({"user.ebc": module_plan(sharding, model.user.ebc)})
+    return DistributedModelParallel(model, device=CPU, plan=plans)
+
+
+def test_distributed_checkpoint(tmp_path: Path) -> None:
+    preload = ("torch", "tests.embedding.recommenders")
+    folder = str(tmp_path / "checkpoint")
+    (keys, saved), _ = run_ranks(save, 2, folder, preload=preload)
+    tables = [f"model.user.ebc.embedding_bags.t{index}.weight" for index in range(NUM_TABLES)]
+    assert keys == ["model.score.bias", "model.score.weight", *tables]
+    assert len(saved) == 6  # and a state of each table
+    for restored in run_ranks(restore, 4, folder, "row-wise", preload=preload)[0]:
+        assert restored == saved
+
+
+# ---- in a graph, and in pipelines -----------------------------------------------------------------------
+
+
+class OneBatch(TwoTowers):
+    """Calls the collection twice with the same ids."""
+
+    def forward(self, user: KeyedJaggedTensor, item: KeyedJaggedTensor) -> Tensor:
+        first, second = (self.get_submodule(name)(user).values() for name in self.names)
+        return self.score(torch.cat([first[:, :8], second[:, 8:]], 1)).square().mean()
+
+
+def calls_of(step: Callable[[], Tensor]) -> tuple[int, int]:
+    """Returns how many lookups and all-to-alls a step makes."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step().backward()
+    names = [event.name for event in profiler.events()]
+    lookups = sum(
+        re.fullmatch(r"fbgemm::split_embedding_codegen_forward\w*_cpu", name) is not None for name in names
+    )
+    return lookups, names.count("c10d::alltoall_base_")
+
+
+def compiled() -> dict[str, list[object]]:
+    """Trains eager and compiled; returns whether bits are equal, and the calls of a step of each."""
+    facts: dict[str, list[object]] = {}
+    for kind in (TwoTowers, OneBatch):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            ebc = bags(NUM_TABLES)
+            apply_optimizer_in_backward(torch.optim.Adagrad, ebc.parameters(), {"lr": LR})
+            model = kind(same_parent, ebc, WIDTH)
+            models.append(
+                DistributedModelParallel(model, plan=ShardingPlan({"item": module_plan("table-wise", ebc)}))
+            )
+        eager, model = models
+        model.load_state_dict(eager.state_dict())
+        runs = eager, gp.compile(model, inner="aot_eager", fullgraph=True)
+        equal = []
+        for step in range(3):
+            losses = [run(*batch(step)) for run in runs]
+            for loss in losses:
+                loss.backward()
+            equal.append(torch.equal(*losses) and same(state_of(eager), state_of(model)))
+        facts[kind.__name__] = [equal, *(calls_of(lambda run=run: run(*batch(3))) for run in runs)]  # type: ignore[misc]
+    return facts
+
+
+def test_in_a_graph() -> None:
+    for facts in run_ranks(compiled, 2, preload=("torch", "tests.embedding.recommenders")):
+        # Bits, and lookups and all-to-alls in eager and in the graph.
+        assert facts == {
+            "TwoTowers": [[True] * 3, (2, 10), (2, 4)],
+            "OneBatch": [[True] * 3, (2, 10), (1, 4)],
+        }
+
+
+@dataclass
+class Batch(Pipelineable):
+    """What TorchRec's pipelines take."""
+
+    user: KeyedJaggedTensor
+    item: KeyedJaggedTensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return Batch(self.user.to(device), self.item.to(device))
+
+    def record_stream(self, stream: object) -> None: ...
+
+    def pin_memory(self) -> Batch:
+        return self
+
+
+class Piped(nn.Module):
+    """A model as TorchRec's pipelines call it."""
+
+    def __init__(self, inner: TwoTowers, *, calls_both: bool) -> None:
+        super().__init__()
+        self.inner, self.calls_both = inner, calls_both
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        if self.calls_both:
+            loss = self.inner(batch.user, batch.item)
+        else:  # under its second name
+            loss = self.inner.score(self.inner.item.ebc(batch.item).values()).square().mean()
+        return loss, loss.detach()
+
+
+def piped(kind: type[TrainPipelineBase], *, calls_both: bool) -> Any:
+    inner = build(two_parents)
+    model = DistributedModelParallel(
+        Piped(inner, calls_both=calls_both),
+        device=CPU,
+        plan=ShardingPlan({"inner.item.ebc": module_plan("row-wise", inner.item.ebc)}),
+    )
+    model.load_state_dict({f"inner.{name}": value for name, value in build(two_parents).state_dict().items()})
+    pipeline = kind(model, torch.optim.SGD(model.module.inner.score.parameters(), lr=LR), CPU)
+    batches = iter([Batch(*batch(step)) for step in range(6)])
+    return [pipeline.progress(batches).item() for _ in range(6)]
+
+
+def pipelined() -> list[object]:
+    refused = wrong(lambda: piped(TrainPipelineSparseDist, calls_both=True), ShardingError)
+    once, once_piped = (
+        piped(kind, calls_both=False) for kind in (TrainPipelineBase, TrainPipelineSparseDist)
+    )
+    return [refused, once == once_piped, len(set(piped(TrainPipelineBase, calls_both=True)))]
+
+
+def test_pipelines() -> None:
+    for facts in run_ranks(pipelined, 2, preload=("torch", "tests.embedding.recommenders")):
+        assert facts == [
+            (
+                "the model calls 'inner.user.ebc' and 'inner.item.ebc', which is one module, more than once per step; "
+                "TorchRec's pipelines that start input dists early hold one per module. Use TrainPipelineBase, or "
+                "graphpasses.compile, which makes one input dist per distinct input"
+            ),
+            True,
+            6,
+        ]
