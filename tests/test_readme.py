@@ -48,6 +48,13 @@ def test_dlrm_example(tmp_path: Path) -> None:
     assert without_times(printed) == without_times(block("output: dlrm.py"))
 
 
+def test_towers_example(tmp_path: Path) -> None:
+    pytest.importorskip("torchrec")
+    (tmp_path / "towers.py").write_text(block("example: towers.py"))
+    launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "towers.py")
+    assert run(*launch, folder=tmp_path) == block("output: towers.py")
+
+
 def test_own_pass_example(tmp_path: Path) -> None:
     (tmp_path / "own_pass.py").write_text(block("example: own_pass.py"))
     printed = run(sys.executable, "-W", "error", "own_pass.py", folder=tmp_path)

@@ -20,12 +20,14 @@ class Alias:
         canonical: the module's first name, in the order of ``named_modules()``.
         place: the module that it is in, and the name there.
         canonical_place: the same of the first name.
+        siblings: all names in the module that it is in, in order, which means something in ``nn.Sequential``.
     """
 
     fqn: str
     canonical: str
     place: tuple[nn.Module, str]
     canonical_place: tuple[nn.Module, str]
+    siblings: tuple[str, ...]
 
 
 def find_aliases(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> list[Alias]:
@@ -65,7 +67,7 @@ def find_aliases(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> lis
 
     visit("", model, (model, ""))
     return [
-        Alias(fqn, places[child][0], (module, name), places[child][1])
+        Alias(fqn, places[child][0], (module, name), places[child][1], tuple(module._modules))
         for fqn, module, name, child in seconds
         if child in holders
     ]
@@ -80,17 +82,12 @@ def one_name_each(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> It
         is_table: see :func:`find_aliases`.
     """
     aliases = find_aliases(model, is_table)
-    orders = {alias.place[0]: list(alias.place[0]._modules) for alias in aliases}
     for parent, name in (alias.place for alias in aliases):
         del parent._modules[name]
     try:
         yield aliases
     finally:
         give_names(aliases)
-        for parent, names in orders.items():
-            modules = dict(parent._modules)
-            parent._modules.clear()
-            parent._modules.update({name: modules.pop(name) for name in names if name in modules} | modules)
 
 
 def give_names(aliases: list[Alias], *, copied_to: nn.Module | None = None) -> None:
@@ -100,9 +97,15 @@ def give_names(aliases: list[Alias], *, copied_to: nn.Module | None = None) -> N
         aliases: the names.
         copied_to: a copy of the model, which gets them instead of it.
     """
+    siblings: dict[nn.Module, tuple[str, ...]] = {}
     for alias in aliases:
         (parent, name), (owner, first_name) = alias.place, alias.canonical_place
         if copied_to is not None:
             parent = copied_to.get_submodule(alias.fqn.rpartition(".")[0])
             owner = copied_to.get_submodule(alias.canonical.rpartition(".")[0])
         parent._modules[name] = owner._modules[first_name] if first_name else owner
+        siblings[parent] = alias.siblings
+    for parent, names in siblings.items():
+        modules = dict(parent._modules)
+        parent._modules.clear()
+        parent._modules.update({name: modules.pop(name) for name in names if name in modules} | modules)

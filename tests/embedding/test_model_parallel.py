@@ -599,9 +599,9 @@ def test_pipelines() -> None:
     for facts in run_ranks(pipelined, 2, preload=("torch", "tests.embedding.recommenders")):
         assert facts == [
             (
-                "the model calls 'inner.user.ebc' and 'inner.item.ebc', which is one module, more than once per step; "
-                "TorchRec's pipelines that start input dists early hold one per module. Use TrainPipelineBase, or "
-                "graphpasses.compile, which makes one input dist per distinct input"
+                "the model calls 'inner.user.ebc' and 'inner.item.ebc', which is one module, more than once "
+                "per step; TorchRec's pipelines that start input dists early hold one per module. Use "
+                "TrainPipelineBase, or graphpasses.compile, which makes one input dist per distinct input"
             ),
             True,
             6,
