@@ -32,8 +32,8 @@ def merge_repeated_keys(
         CheckpointError: names of one module have tensors that differ, on any rank.
 
     Example:
-        >>> merge_repeated_keys({"b.w": torch.ones(1)}, {"b": "a"}, group=None)
-        OrderedDict({'a.w': tensor([1.])})
+        >>> dict(merge_repeated_keys({"b.w": torch.ones(1)}, {"b": "a"}, group=None))
+        {'a.w': tensor([1.])}
     """
     merged: OrderedDict[str, Any] = OrderedDict()
     first_keys: dict[str, str] = {}
