@@ -12,7 +12,13 @@ from torchrec.distributed import model_parallel as torchrec_model_parallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, get_unwrapped_module
 from torchrec.distributed.model_tracker.types import ModelTrackerConfigs
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    ModuleSharder,
+    ShardedModule,
+    ShardingEnv,
+    ShardingPlan,
+)
 
 from graphpasses._torch.group_copies import groups_are_kept
 from graphpasses.embedding.checkpoint_keys import check_keys, check_shapes, keys_message, merge_repeated_keys
@@ -127,6 +133,28 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
             copied: DistributedModelParallel = super().copy(device)
             give_names(aliases, copied_to=copied.module)
         return copied
+
+    def reshard(
+        self,
+        changed_shard_to_params: dict[str, tuple[float, EmbeddingModuleShardingPlan]],
+        sharded_module_fqn: str | None = None,
+    ) -> float:
+        """Moves shards of a module, which keeps all its names; see TorchRec.
+
+        Args:
+            changed_shard_to_params: per module, under any of its names, the bytes moved and the tables' new plans.
+            sharded_module_fqn: any name of the module; None for the first that can be resharded.
+
+        Returns:
+            The bytes moved, as given.
+        """
+        identity = IdentityMap.of(self.module)
+        changed = {identity.canonical(name): change for name, change in changed_shard_to_params.items()}
+        first = None if sharded_module_fqn is None else identity.canonical(sharded_module_fqn)
+        volume: float = super().reshard(changed, first)
+        for name in changed:
+            self._plan.plan |= dict.fromkeys(identity.aliases(name), self._plan.plan[name])
+        return volume
 
     def _named(self, members: str, prefix: str, recurse: bool, once: bool) -> Iterator[tuple[str, Any]]:
         seen: set[Any] = set()

@@ -28,6 +28,7 @@ __all__ = [
     "TwoTowers",
     "same_parent",
     "two_parents",
+    "wrapper",
 ]
 
 Pattern = Callable[["TwoTowers", nn.Module], tuple[str, str]]

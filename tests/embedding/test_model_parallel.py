@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.profiler import ProfilerActivity, profile
 
-from tests.embedding.recommenders import CPU, bags, ids, same, state_of  # isort: skip
+from tests.embedding.recommenders import CPU, bags, ids, same, sequences, state_of  # isort: skip
 from torchrec.distributed import sharding_plan as plans
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDMP
@@ -40,6 +40,7 @@ from tests.embedding.shared_towers import (
     TwoTowers,
     same_parent,
     two_parents,
+    wrapper,
 )
 
 NUM_TABLES, NUM_STEPS, LR = 2, 10, 0.1
@@ -182,6 +183,51 @@ def test_training(num_ranks: int) -> None:
         assert facts == expected
 
 
+class Sequences(TwoTowers):
+    """Scores each id's row; as a sum, so that ranks with more ids count more, as in one process."""
+
+    def forward(self, user: KeyedJaggedTensor, item: KeyedJaggedTensor) -> Tensor:
+        rows = [
+            jagged.values()
+            for name, features in zip(self.names, (user, item), strict=True)
+            for jagged in self.get_submodule(name)(features).values()
+        ]
+        return self.score(torch.cat(rows)).sum() / 100
+
+
+def sequences_trained() -> dict[str, list[bool]]:
+    facts = {}
+    for pattern, sharding in itertools.product((same_parent, wrapper), SHARDINGS):
+        torch.manual_seed(0)
+        single = Sequences(pattern, sequences(NUM_TABLES), 16)
+        start = {name: value.clone() for name, value in single.state_dict().items()}
+        optimizer = torch.optim.SGD(single.parameters(), lr=LR / dist.get_world_size())
+        collection = sequences(NUM_TABLES)
+        apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": LR})
+        model = Sequences(pattern, collection, 16)
+        plans = ShardingPlan({model.names[0]: module_plan(sharding, collection)})
+        model = DistributedModelParallel(model, plan=plans)
+        model.load_state_dict(start)
+        for step in range(4):
+            optimizer.zero_grad()
+            for rank in range(dist.get_world_size()):
+                single(*batch(step, rank)).backward()
+            optimizer.step()
+        facts[f"{pattern.__name__}, {sharding}"] = [
+            not same(state_of(model), train(model, 4)),
+            is_close(model, single.state_dict()),
+        ]
+    return facts
+
+
+def test_sequences() -> None:
+    for facts in run_ranks(sequences_trained, 2, preload=("torch", "tests.embedding.recommenders")):
+        assert facts == {
+            f"{pattern}, {sharding}": [True, True]
+            for pattern, sharding in itertools.product(("same_parent", "wrapper"), SHARDINGS)
+        }
+
+
 # ---- members --------------------------------------------------------------------------------------------
 
 
@@ -320,6 +366,28 @@ def refusals() -> dict[str, Any]:
     facts["in the middle"] = wrong(lambda: DistributedModelParallel(refused, plan=plans), Exception)
     facts["as it was"] = list(refused.named_children()) == before[0] and refused.b is refused.a is before[1]
     return facts
+
+
+def resharded() -> dict[str, Any]:
+    """Moves a table to the other rank, under its module's second name."""
+    model = sharded(same_parent, "table-wise")
+    train(model, 1)
+    before = whole(model.state_dict())
+    to_rank_1 = {f"t{index}": plans.table_wise(rank=1) for index in range(NUM_TABLES)}
+    moved = plans.construct_module_sharding_plan(build(same_parent).user, to_rank_1, device_type="cpu")
+    del moved["t1"]
+    volume = model.reshard({"item": (1.5, moved)}, "item")
+    return {
+        "volume": volume,
+        "plan": [model.plan.plan[name]["t0"].ranks for name in ("user", "item")],
+        "one module": model.module.user is model.module.item,
+        "weights": whole(model.state_dict()) == before,
+    }
+
+
+def test_reshard() -> None:
+    for facts in run_ranks(resharded, 2, preload=("torch", "tests.embedding.recommenders")):
+        assert facts == {"volume": 1.5, "plan": [[1], [1]], "one module": True, "weights": True}
 
 
 def torchrec_fails() -> dict[str, Any]:
@@ -574,12 +642,20 @@ class Piped(nn.Module):
         return loss, loss.detach()
 
 
-def piped(kind: type[TrainPipelineBase], *, calls_both: bool) -> Any:
+def piped(
+    kind: type[TrainPipelineBase],
+    *,
+    calls_both: bool,
+    dmp: Callable[..., nn.Module] = DistributedModelParallel,
+) -> list[float]:
     inner = build(two_parents)
-    model = DistributedModelParallel(
+    tower = (
+        "user" if dmp is TorchRecDMP else "item"
+    )  # TorchRec shards nothing that is planned under a second name
+    model = dmp(
         Piped(inner, calls_both=calls_both),
         device=CPU,
-        plan=ShardingPlan({"inner.item.ebc": module_plan("row-wise", inner.item.ebc)}),
+        plan=ShardingPlan({f"inner.{tower}.ebc": module_plan("row-wise", inner.item.ebc)}),
     )
     model.load_state_dict({f"inner.{name}": value for name, value in build(two_parents).state_dict().items()})
     pipeline = kind(model, torch.optim.SGD(model.module.inner.score.parameters(), lr=LR), CPU)
@@ -589,10 +665,14 @@ def piped(kind: type[TrainPipelineBase], *, calls_both: bool) -> Any:
 
 def pipelined() -> list[object]:
     refused = wrong(lambda: piped(TrainPipelineSparseDist, calls_both=True), ShardingError)
+    by_torchrec = wrong(
+        lambda: piped(TrainPipelineSparseDist, calls_both=True, dmp=TorchRecDMP), AssertionError
+    )
     once, once_piped = (
         piped(kind, calls_both=False) for kind in (TrainPipelineBase, TrainPipelineSparseDist)
     )
-    return [refused, once == once_piped, len(set(piped(TrainPipelineBase, calls_both=True)))]
+    is_control = by_torchrec.startswith("Invalid PipelinedForward usage")
+    return [refused, is_control, once == once_piped, len(set(piped(TrainPipelineBase, calls_both=True)))]
 
 
 def test_pipelines() -> None:
@@ -603,6 +683,7 @@ def test_pipelines() -> None:
                 "per step; TorchRec's pipelines that start input dists early hold one per module. Use "
                 "TrainPipelineBase, or graphpasses.compile, which makes one input dist per distinct input"
             ),
+            True,
             True,
             6,
         ]
