@@ -159,7 +159,9 @@ def _read_group(
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
     )
-    reduce_scatter_op, all_reduce_op = (_op_name(op) for op in ops)
+    # What is multiplied by one before it is added keeps its bits; torchtitan divides by its number of tokens instead.
+    is_plain_sum = group.gradient_divide_factor == 1
+    reduce_scatter_op, all_reduce_op = (_op_name(op) or ("sum" if is_plain_sum else None) for op in ops)
     if reduce_scatter_op is None or all_reduce_op is None:
         raise UnsupportedError(
             f"FSDP2 group {name!r} with gradient divide factor {group.gradient_divide_factor} reduces with "

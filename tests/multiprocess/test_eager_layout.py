@@ -377,7 +377,7 @@ def check_ties_in_different_groups() -> None:
 
 
 def check_premul_sum() -> None:
-    for factor, hybrid, size in ((1.0, False, "4.0"), (4.0, True, "2.0")):
+    for factor, hybrid, size in ((3.0, False, "4.0"), (4.0, True, "2.0")):
         case = Case(sizes, hybrid=hybrid, configure=for_all("set_gradient_divide_factor", factor))
         model = shard(case, build(case))
         message = (
@@ -389,6 +389,10 @@ def check_premul_sum() -> None:
         for read in (BucketPlan.from_fully_shard, eager_layout):
             with pytest.raises(UnsupportedError, match=message):
                 read(model)
+    for hybrid in (False, True):
+        by_one = Case(sizes, hybrid=hybrid, configure=for_all("set_gradient_divide_factor", 1.0))
+        plan = BucketPlan.from_fully_shard(shard(by_one, build(by_one)))
+        assert {entry.reduction for entry in plan.entries} == {Reduction("sum", "sum", dtype=torch.float32)}
 
 
 def check_hook_and_dtypes_are_refused() -> None:

@@ -99,6 +99,8 @@ CASES = {
     "factor_world": Case(factor=4.0),
     # Long enough for two NCCL rings, whose order of addition depends on the place in the buffer.
     "nccl_order": Case(Wide, [["layers.0"]], is_nccl=True),
+    # As torchtitan shards: FSDP2 asks for PREMUL_SUM by one.
+    "nccl_factor_one": Case(Wide, [["layers.0"]], is_nccl=True, factor=1.0),
 }
 # What the comparison must be able to see.
 CONTROLS = {
