@@ -73,7 +73,9 @@ class GraphPass(abc.ABC):
         source = inspect.getsource(sys.modules[type(self).__module__])
         return hashlib.sha256(f"{self.name}\n{source}\n{self!r}".encode()).hexdigest()
 
-    def as_function(self, step: TrainGraph) -> Callable[..., fx.GraphModule]:
+    def as_function(
+        self, step: TrainGraph, reports: list[PassReport] | None = None
+    ) -> Callable[..., fx.GraphModule]:
         """Returns the pass as a plain function ``(gm, example_inputs=None) -> gm``, for other runners.
 
         The function checks the graph as the pipeline does, keeps the flat signature (no placeholder goes)
@@ -81,13 +83,16 @@ class GraphPass(abc.ABC):
 
         Args:
             step: the traced step to which the graph module belongs; it says what inputs and outputs are.
+            reports: gets what the pass did, each time it runs.
         """
 
         def run(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
             graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[], _known={})
             for node in gm.graph.nodes:
                 graph.mark_value_known(node)
-            _run_pass(self, graph, Contract.of(graph), ())
+            report = _run_pass(self, graph, Contract.of(graph), ())
+            if reports is not None:
+                reports.append(report)
             gm.recompile()
             return gm
 

@@ -1,0 +1,68 @@
+"""A CPU where torchtitan looks for an accelerator, in the Python process that asks for it."""
+
+from __future__ import annotations
+
+import os
+import types
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._utils
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+__all__ = ["use_cpu_as_accelerator"]
+
+
+class _CpuDevice(types.ModuleType):
+    """``torch.cpu`` with what torchtitan asks an accelerator's module for beside."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def set_device(self, device: object) -> None: ...
+
+    def synchronize(self, device: object = None) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def reset_peak_memory_stats(self, device: object = None) -> None: ...
+
+    def current_device(self) -> int:
+        return 0
+
+    def get_device_name(self, device: object = None) -> str:
+        return "CPU"
+
+    def get_device_properties(self, device: object = None) -> types.SimpleNamespace:
+        return types.SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+    def memory_stats(self, device: object = None) -> dict[str, int]:
+        return {}
+
+
+def use_cpu_as_accelerator(backend: str) -> None:
+    """Makes torch answer "cpu" when it is asked for its accelerator, for the rest of the process.
+
+    torchtitan asks while it is imported, so call this before. Tested: 2.13.
+
+    Args:
+        backend: of process groups on the CPU, ``"gloo"`` or ``"nccl_sim"``.
+    """
+    utils: Any = torch._utils
+    c10d: Any = dist
+    device, barrier, get_device_module = _CpuDevice("cpu"), dist.barrier, utils._get_device_module
+
+    def barrier_without_devices(group: Any = None, async_op: bool = False, device_ids: object = None) -> Any:
+        return barrier(group, async_op)
+
+    def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+        distributed_c10d._set_pg_timeout(timeout, group)
+
+    utils._get_available_device_type = lambda: "cpu"
+    utils._get_device_module = lambda kind: device if kind == "cpu" else get_device_module(kind)
+    c10d.barrier = barrier_without_devices  # gloo takes no device_ids
+    if not hasattr(c10d, "set_timeout"):
+        c10d.set_timeout = set_timeout  # torchtitan's torch is newer
+    dist.Backend.default_device_backend_map["cpu"] = backend

@@ -1,0 +1,1 @@
+"""graphpasses inside other projects' trainers; each module loads its project."""

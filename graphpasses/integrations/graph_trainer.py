@@ -1,0 +1,167 @@
+"""The passes inside torchtitan's graph_trainer: ``--compile.pass_pipeline graphpasses``.
+
+Importing this module registers the pipeline. To edit nothing of torchtitan, run it in place of ``torchtitan.train``::
+
+    torchrun … -m graphpasses.integrations.graph_trainer --module graph_trainer.llama3 --config … \\
+        --compile.pass_pipeline graphpasses
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import CompileConfig
+from torchtitan.experiments.graph_trainer import passes as titan
+from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline, register_post_init_hook
+from torchtitan.tools.logging import logger
+
+from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.layout import eager_layout
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph import TrainGraph
+from graphpasses.passes import default_pipeline
+from graphpasses.pipeline import PassReport, PipelineReport
+
+__all__ = ["PIPELINE", "eager_twin", "graph_passes", "main"]
+
+PIPELINE = "graphpasses"
+# Ours in place of torchtitan's deduplicate_fsdp_unshard_chains, bucketing and reordering.
+_BEFORE_MEMORY_POLICY = ("deduplicate-shared", "coalesce-grad-reductions")
+
+_trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+@register_post_init_hook(PIPELINE)  # type: ignore[untyped-decorator]
+def _remember(trainer: Any) -> None:
+    """The pipeline is given the configuration alone, and needs the model."""
+    _trainers[id(trainer.config)] = trainer
+
+
+def eager_twin(trainer: Any) -> nn.Module:
+    """Returns the model as torchtitan's own trainer shards it: FSDP2's groups, on device meta.
+
+    Args:
+        trainer: a graph_trainer, which has SimpleFSDP's parameters in place of groups.
+
+    Raises:
+        UnsupportedError: torchtitan has no eager model of this name.
+    """
+    config = trainer.config
+    name = config.model_spec.name.rpartition("/")[2]
+    try:
+        models = importlib.import_module(f"torchtitan.models.{name}")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the buckets of {config.model_spec.name!r} are those of torchtitan's eager model, and there is no "
+            f"torchtitan.models.{name}; use another --compile.pass_pipeline for this model"
+        ) from error
+    with torch.device("meta"):
+        model: nn.Module = trainer.model_config.build()
+    sharded: nn.Module = models.model_registry(config.model_spec.flavor).parallelize_fn(
+        model,
+        parallel_dims=trainer.parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=None,
+        dump_folder=config.dump_folder,
+    )
+    return sharded
+
+
+@register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]
+def graph_passes(
+    traced: Any, config: Any, *, parallel_dims: Any = None
+) -> list[Callable[..., fx.GraphModule]]:
+    """Returns the passes that graph_trainer runs over a traced step, in order.
+
+    Args:
+        traced: what graph_trainer traced.
+        config: of the trainer.
+        parallel_dims: its meshes.
+
+    Returns:
+        Our passes, with the buckets and the layout of the eager model; torchtitan's memory policy and
+        rematerialization, Inductor and CUDA graphs around them, on devices that have them.
+
+    Raises:
+        UnsupportedError: the loss is computed in chunks, whose gradients eager adds in another dtype, or parts of
+            the configuration have no eager twin.
+        LayoutError: (from a pass) the graph's buckets are not eager's.
+    """
+    if isinstance(config.loss, ChunkedLossWrapper.Config):
+        raise UnsupportedError(
+            "eager adds the gradients of lm_head's chunks in the reduction's dtype, and a captured step in the "
+            f"computation's; with --compile.pass_pipeline {PIPELINE} use CrossEntropyLoss instead of a chunked loss"
+        )
+    trainer = _trainers[id(config)]
+    step = TrainGraph.from_traced_result(traced, model=trainer.model_parts[0])
+    eager = eager_twin(trainer)
+    pipeline = default_pipeline(BucketPlan.from_fully_shard(eager), contract=eager_layout(eager))
+    reports: list[PassReport] = []
+    ours = {p.name: p.as_function(step, reports) for p in pipeline.passes}
+    passes: list[Callable[..., fx.GraphModule]] = [ours.pop(name) for name in _BEFORE_MEMORY_POLICY]
+    is_on_cpu = trainer.device.type == "cpu"
+    if not is_on_cpu:
+        passes += [
+            functools.partial(titan.tag_with_memory_policy_pass, config=config),
+            functools.partial(
+                titan.apply_cpu_offload_pass,
+                prefetch_lookahead=config.compile.cpu_offload_prefetch_n_layers,
+                defer_n_layers=config.compile.cpu_offload_defer_n_layers,
+            ),
+            titan.selective_activation_remat_pass,
+        ]
+    passes += [*ours.values(), functools.partial(_finish_pass, traced=traced, reports=reports)]
+    if not is_on_cpu:
+        passes += titan.final_inductor_compile_passes(config.compile, use_cudagraph=True)
+        passes.append(
+            functools.partial(
+                titan.cudagraph_pass,
+                static_input_indices=list(range(traced.num_static_inputs)),
+                tensor_input_indices=traced.tensor_input_indices,
+            )
+        )
+    names = [getattr(p, "func", p).__name__ for p in passes]
+    for name in config.compile.disable_passes:
+        if name not in names:
+            logger.warning(
+                f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
+            )
+    return passes
+
+
+def _finish_pass(
+    gm: fx.GraphModule, example_inputs: object = None, *, traced: Any, reports: list[PassReport]
+) -> fx.GraphModule:
+    """Tells torchtitan of gradients that are None, since their sum is another name's; and the user what was done."""
+    node = gm.graph.output_node()
+    flat, layouts = iter(list(node.args[0])), traced.output_subclass_layouts  # type: ignore[arg-type]
+    outputs: list[Any] = []
+    for index in range(traced.num_flat_outputs):
+        parts = [next(flat) for _ in range(layouts[index].num_tensors if index in layouts else 1)]
+        if index in layouts and parts[0] is None:
+            del layouts[index], parts[1:]
+        outputs += parts
+    node.args = (outputs,)
+    gm.recompile()
+    logger.info(f"graphpasses:\n{PipelineReport(tuple(reports))}")
+    return gm
+
+
+def main() -> None:
+    """Runs ``torchtitan.train`` with the pipeline registered."""
+    from torchtitan.train import main as train
+
+    train()
+
+
+if __name__ == "__main__":
+    main()
