@@ -19,7 +19,7 @@ from torch import nn
 
 from graphpasses.errors import IdentityError
 
-__all__ = ["IdentityMap", "preserve_identity", "walk_modules"]
+__all__ = ["IdentityMap", "preserve_identity", "same_bits", "walk_modules"]
 
 Aliases = tuple[tuple[str, ...], ...]
 
@@ -327,7 +327,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor, check_values: bool) -> str:
     for fact, value in facts_a.items():
         if value != facts_b[fact]:
             return f"{fact} is {value} and {facts_b[fact]}"
-    if check_values and a.device.type != "meta" and not _same_bits(a, b):
+    if check_values and a.device.type != "meta" and not same_bits(a, b):
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         return "values differ" + (f" on rank {torch.distributed.get_rank()}" if distributed else "")
     return ""
@@ -345,7 +345,17 @@ def _facts(tensor: torch.Tensor) -> dict[str, object]:
     }
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # Shards, not whole values, which would take a collective. Bytes, so that NaN equals itself.
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have equal dtypes, shapes and bytes, so that NaN equals itself.
+
+    Of DTensors it compares this rank's shards: whole values would take a collective.
+
+    Example:
+        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+        False
+    """
     x, y = (t.to_local() if hasattr(t, "to_local") else t for t in (a.detach(), b.detach()))
-    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+    if (x.dtype, x.shape) != (y.dtype, y.shape):
+        return False
+    x, y = (t.to(x.device).contiguous().view(-1).view(torch.uint8) for t in (x, y))
+    return torch.equal(x, y)

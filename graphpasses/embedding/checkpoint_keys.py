@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.sharded_tensor import ShardedTensor
 from graphpasses.errors import CheckpointError
-from graphpasses.identity import did_you_mean
+from graphpasses.identity import did_you_mean, same_bits
 
 __all__ = ["check_keys", "check_shapes", "merge_repeated_keys"]
 
@@ -72,7 +72,7 @@ def _equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     ours, theirs = list(_local_tensors(one)), list(_local_tensors(other))
-    return len(ours) == len(theirs) and all(map(_same_bits, ours, theirs))
+    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
 
 
 def _local_tensors(value: Any) -> Iterator[Tensor]:
@@ -83,13 +83,6 @@ def _local_tensors(value: Any) -> Iterator[Tensor]:
         yield from local.local_shards() if hasattr(local, "local_shards") else [local]
     else:
         yield torch.as_tensor(value)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    one, other = (tensor.detach().contiguous().cpu().view(-1).view(torch.uint8) for tensor in (one, other))
-    return torch.equal(one, other)
 
 
 def check_keys(given: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[list[str], list[str]]:

@@ -239,10 +239,9 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
             CheckpointError: keys are missing or unexpected (strict), names of one module have other tensors on any
                 rank, or a shape is wrong. The model is left as it was.
         """
-        own_keys = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         canonical = {alias.fqn: alias.canonical for alias in find_aliases(self.module, _is_sharded)}
         given = merge_repeated_keys(
-            {key.removeprefix(prefix): value for key, value in own_keys.items()},
+            {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)},
             canonical,
             group=self._env.process_group,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -193,8 +193,9 @@ def fit_plan(
             )
         _check_module(fqn, modules[fqn], module_plan, by_type)
     fitted = _under_all_names(sharding_plan, identity)
-    _check_nesting(identity, planned_as)
-    _check_ties(identity, planned_as)
+    owners = {name: fqn for fqn in planned_as for name in identity.aliases(fqn)}
+    _check_nesting(identity, owners)
+    _check_ties(identity, owners)
     return fitted, {modules[fqn] for fqn in planned_as}
 
 
@@ -237,9 +238,8 @@ def _check_module(
         )
 
 
-def _check_nesting(identity: IdentityMap, planned: Iterable[str]) -> None:
+def _check_nesting(identity: IdentityMap, owners: Mapping[str, str]) -> None:
     """A sharder rebuilds what is in its module, so that would no longer be the same under a name elsewhere."""
-    owners = {name: fqn for fqn in planned for name in identity.aliases(fqn)}
     for names in identity.modules:
         inside = {name: owner for name in names if (owner := _owner(name, owners)) is not None}
         outside = [name for name in names if name not in inside]
@@ -268,9 +268,8 @@ def _owner(name: str, owners: Mapping[str, str]) -> str | None:
     return None
 
 
-def _check_ties(identity: IdentityMap, planned: Iterable[str]) -> None:
+def _check_ties(identity: IdentityMap, owners: Mapping[str, str]) -> None:
     """A table becomes new memory when it is sharded, so nothing else may have the parameter."""
-    owners = {name: fqn for fqn in planned for name in identity.aliases(fqn)}
     for names in identity.parameters:
         by_place: dict[str, str] = {}
         for name in names:

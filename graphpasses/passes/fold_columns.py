@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from graphpasses._torch.symbols import expression
 from graphpasses.collectives.columns import PACK_COLUMNS
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
@@ -161,11 +162,12 @@ def _same(node: fx.Node) -> fx.Node | None:
     """Returns the tensor that a node equals: all its rows, or, for what is added, the gradient of the sum."""
     if node.target == aten.slice.Tensor:
         return _first(node) if node.args[1:] == (0, 0, sys.maxsize) else None
+    source = node
     for target in (aten.select.int, aten.expand.default, aten.unsqueeze.default):
-        if node.target != target or (target != aten.expand.default and node.args[1] != 0):
+        if source.target != target or (target != aten.expand.default and source.args[1] != 0):
             return None
-        node = _first(node)  # type: ignore[assignment]
-    return node
+        source = _first(source)  # type: ignore[assignment]
+    return source if _shape(source) == _shape(node) else None  # not repeated along rows or columns, too
 
 
 def _merged(parts: Iterable[_Part]) -> list[_Part]:
@@ -179,6 +181,10 @@ def _merged(parts: Iterable[_Part]) -> list[_Part]:
 
 def _is_cat(node: fx.Node) -> bool:
     return node.target == aten.cat.default and node.args[1:] == (1,) and _num_columns(node) is not None
+
+
+def _shape(node: fx.Node) -> list[Any]:
+    return [*map(expression, node.meta["val"].shape)]
 
 
 def _num_columns(node: fx.Node) -> int | None:

@@ -114,6 +114,17 @@ def test_gradient_of_a_sum() -> None:
     assert counts[aten.expand.default] == 0
 
 
+def test_gradient_of_another_shape() -> None:
+    """What a sum's gradient is repeated along as well has more rows or columns than the tensor that it comes from."""
+
+    def step(a: Tensor, b: Tensor) -> list[Tensor]:
+        one_row, one_column = a[:1].unsqueeze(0), b[:, :1].unsqueeze(0)
+        rows = one_row.expand(2, b.shape[0], 3)[1]
+        return [torch.cat([rows, b], 1), torch.cat([one_column.expand(2, b.shape[0], 4)[1], b], 1)]
+
+    assert fold(step, *columns(3, 2))[0] == 0
+
+
 def test_what_is_read_elsewhere_stays() -> None:
     def step(a: Tensor, b: Tensor) -> list[Tensor]:
         joined = torch.cat([a, b], 1)
