@@ -11,6 +11,7 @@ import torch
 import torch._utils
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils import _runtime_estimation
 
 __all__ = ["use_cpu_as_accelerator"]
 
@@ -51,6 +52,7 @@ def use_cpu_as_accelerator(backend: str) -> None:
         backend: of process groups on the CPU, ``"gloo"`` or ``"nccl_sim"``.
     """
     utils: Any = torch._utils
+    estimation: Any = _runtime_estimation
     c10d: Any = dist
     device, barrier, get_device_module = _CpuDevice("cpu"), dist.barrier, utils._get_device_module
 
@@ -60,6 +62,9 @@ def use_cpu_as_accelerator(backend: str) -> None:
     def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)
 
+    # torchtitan's bucketing weighs nodes by them, also where it decides nothing by weight.
+    estimation.get_gpu_dram_gbps = lambda: 100.0
+    estimation.get_device_tflops = lambda dtype: 1.0
     utils._get_available_device_type = lambda: "cpu"
     utils._get_device_module = lambda kind: device if kind == "cpu" else get_device_module(kind)
     c10d.barrier = barrier_without_devices  # gloo takes no device_ids

@@ -88,8 +88,8 @@ def graph_passes(
         parallel_dims: its meshes.
 
     Returns:
-        Our passes, with the buckets and the layout of the eager model; torchtitan's memory policy and
-        rematerialization, Inductor and CUDA graphs around them, on devices that have them.
+        Our passes, with the buckets and the layout of the eager model; torchtitan's memory policy, offloading and
+        rematerialization between them, Inductor and (on CUDA) CUDA graphs behind them.
 
     Raises:
         UnsupportedError: the loss is computed in chunks, whose gradients eager adds in another dtype, or parts of
@@ -108,20 +108,20 @@ def graph_passes(
     reports: list[PassReport] = []
     ours = {p.name: p.as_function(step, reports) for p in pipeline.passes}
     passes: list[Callable[..., fx.GraphModule]] = [ours.pop(name) for name in _BEFORE_MEMORY_POLICY]
-    is_on_cpu = trainer.device.type == "cpu"
-    if not is_on_cpu:
-        passes += [
-            functools.partial(titan.tag_with_memory_policy_pass, config=config),
-            functools.partial(
-                titan.apply_cpu_offload_pass,
-                prefetch_lookahead=config.compile.cpu_offload_prefetch_n_layers,
-                defer_n_layers=config.compile.cpu_offload_defer_n_layers,
-            ),
-            titan.selective_activation_remat_pass,
-        ]
-    passes += [*ours.values(), functools.partial(_finish_pass, traced=traced, reports=reports)]
-    if not is_on_cpu:
-        passes += titan.final_inductor_compile_passes(config.compile, use_cudagraph=True)
+    passes += [
+        functools.partial(titan.tag_with_memory_policy_pass, config=config),
+        functools.partial(
+            titan.apply_cpu_offload_pass,
+            prefetch_lookahead=config.compile.cpu_offload_prefetch_n_layers,
+            defer_n_layers=config.compile.cpu_offload_defer_n_layers,
+        ),
+        titan.selective_activation_remat_pass,
+        *ours.values(),
+        functools.partial(_finish_pass, traced=traced, reports=reports),
+    ]
+    has_cuda_graphs = trainer.device.type == "cuda" and "cudagraph_pass" not in config.compile.disable_passes
+    passes += titan.final_inductor_compile_passes(config.compile, use_cudagraph=has_cuda_graphs)
+    if trainer.device.type == "cuda":
         passes.append(
             functools.partial(
                 titan.cudagraph_pass,

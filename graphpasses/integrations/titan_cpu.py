@@ -28,6 +28,13 @@ def use_cpu() -> None:
     import graphpasses.simulate  # noqa: F401  registers nccl_sim
 
     use_cpu_as_accelerator("nccl_sim")
+    import torch
+    from torchtitan.distributed import activation_checkpoint as checkpoint
+
+    # Memory policies save what attention computes, by the names of its operators on GPUs.
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    default_save_ops = checkpoint._get_default_save_ops
+    checkpoint._get_default_save_ops = lambda: {*default_save_ops(), attention}
 
 
 def make_assets(folder: Path) -> None:

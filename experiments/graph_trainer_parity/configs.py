@@ -1,0 +1,91 @@
+"""torchtitan's debug configurations, small enough for a CPU."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.experiments.graph_trainer.common_utils import build_decoder_config_for_backend
+from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
+from torchtitan.models.common import Linear
+
+__all__ = ["Recipe", "trainer_config"]
+
+SEED = 42
+_CONFIGS = {"llama3": "llama3_configs", "qwen3": "qwen3_configs", "deepseek_v3": "deepseekv3_configs"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained: a model of torchtitan, changed as its own configurations allow."""
+
+    model: Literal["llama3", "qwen3", "deepseek_v3"]
+    flavor: str = "debugmodel"
+    tied: bool = False
+    biased: bool = False
+    chunked_loss: bool = False
+    reduce_dtype: str = "float32"
+    num_replicas: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def config_name(self) -> str:
+        return f"{self.model}_{'moe_debug' if self.flavor == 'debugmodel_moe' else self.flavor}"
+
+
+def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str | None) -> Any:
+    """Returns the configuration of a trainer.
+
+    Args:
+        recipe: what is trained.
+        folder: has ``tests/assets``, and gets what torchtitan writes.
+        num_steps: optimizer steps.
+        pipeline: of graph_trainer's passes; None for torchtitan's eager trainer.
+    """
+    models = importlib.import_module(f"torchtitan.models.{recipe.model}")
+    registry = importlib.import_module(f"torchtitan.models.{recipe.model}.config_registry")
+    config = getattr(registry, recipe.config_name)()
+    decoder = build_decoder_config_for_backend(
+        getattr(models, _CONFIGS[recipe.model])[recipe.flavor], "sdpa", **_options(recipe)
+    )
+    decoder.enable_weight_tying = recipe.tied
+    if recipe.tied:
+        decoder.tok_embeddings.param_init = models._EMBEDDING_SKIP_INIT
+    if recipe.biased:
+        for layer in decoder.layers:
+            _add_biases(layer)
+    config.model_spec = replace(config.model_spec, model=decoder)
+    if not recipe.chunked_loss and isinstance(config.loss, ChunkedLossWrapper.Config):
+        config.loss = config.loss.loss_fn
+    config.hf_assets_path = str(folder / "tests" / "assets" / "tokenizer")
+    config.dataloader.dataset_path = str(folder / "tests" / "assets" / "c4_test")
+    config.dump_folder = str(folder / "out")
+    config.training.mixed_precision_reduce = recipe.reduce_dtype
+    config.training.seq_len, config.training.local_batch_size, config.training.steps = 64, 1, num_steps
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.parallelism.data_parallel_replicate_degree = recipe.num_replicas
+    config.parallelism.tensor_parallel_degree = recipe.tensor_parallel
+    config.activation_checkpoint = None
+    config.debug.seed, config.debug.deterministic = SEED, True
+    if pipeline is None:
+        return config
+    graph_models = importlib.import_module(f"torchtitan.experiments.graph_trainer.{recipe.model}")
+    config = to_graph_trainer_config(config, graph_models.model_registry)
+    config.compile = GraphTrainerCompileConfig(enable=True, pass_pipeline=pipeline)
+    return config
+
+
+def _options(recipe: Recipe) -> dict[str, Any]:
+    return {"moe_comm_backend": "standard"} if recipe.model == "deepseek_v3" or "moe" in recipe.flavor else {}
+
+
+def _add_biases(config: Any) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Linear.Config):
+            value.bias = True
+        elif hasattr(value, "__dataclass_fields__"):
+            _add_biases(value)
