@@ -29,6 +29,7 @@ ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 CAST = aten._to_copy.default
+ADD_IN_PLACE = aten.add_.Tensor
 
 # From a parameter's placeholder to its all-gather, as traced, and as packed by bucket-fsdp-collectives.
 _BEFORE_ALL_GATHER = frozenset({CAST, aten.constant_pad_nd.default, aten.view.default})
@@ -135,7 +136,8 @@ def gather_chain(all_gather: fx.Node, order: Mapping[fx.Node, int]) -> list[fx.N
 def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
     """Yields the summands of a gradient output, leftmost first.
 
-    Autograd adds the gradients of several uses after each has been reduced; the adds form a tree.
+    Autograd adds the gradients of several uses after each has been reduced; the adds form a tree. Those of
+    several backward calls it adds in place, which comes to the same where nothing else reads that memory.
 
     Args:
         value: a gradient output's node.
@@ -151,10 +153,26 @@ def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, 
         while source.target in _AFTER_REDUCTION:
             tail.insert(0, source)
             source = argument(source)
-        if source.target == aten.add.Tensor and not source.kwargs and not tail:
-            pending += reversed(source.all_input_nodes if len(source.all_input_nodes) == 2 else [])
+        if is_add(source) and all(node.target == aten.detach.default for node in tail):
+            pending += reversed(source.all_input_nodes)
         else:
             yield source, tuple(tail)
+
+
+def is_add(node: fx.Node) -> bool:
+    """Whether ``node`` is a plain sum of two nodes, or one in place that no other reader can tell from it."""
+    if len(node.all_input_nodes) != 2 or node.kwargs:
+        return False
+    return node.target == aten.add.Tensor or (node.target == ADD_IN_PLACE and _is_alone(argument(node)))
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Whether the memory of ``node`` was made by the graph and has one reader."""
+    while len(node.users) == 1:
+        if node.target not in (aten.detach.default, ADD_IN_PLACE):
+            return node.target in (WAIT, CAST, aten.add.Tensor)
+        node = argument(node)
+    return False
 
 
 def is_read_inside(value: fx.Node) -> bool:
@@ -168,7 +186,7 @@ def is_read_inside(value: fx.Node) -> bool:
     while pending:
         node = pending.pop()
         nodes.add(node)
-        if node.target in _AFTER_REDUCTION or node.target == aten.add.Tensor:
+        if node.target in _AFTER_REDUCTION or is_add(node):
             pending += node.all_input_nodes
     return any(user.op != "output" and user not in nodes for node in nodes for user in node.users)
 

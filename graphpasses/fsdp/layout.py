@@ -87,15 +87,33 @@ class Layout:
         Raises:
             LayoutError: the layout has no such parameter.
         """
+        return self._split(fqns, (False,))
+
+    def chunked(self, fqns: Collection[str]) -> Layout:
+        """Returns the layout where some parameters are reduced in buckets of their own.
+
+        That is what FSDP2 does with parameters that have a backward of their own, see :meth:`BucketPlan.chunked`.
+
+        Args:
+            fqns: canonical FQNs.
+
+        Raises:
+            LayoutError: the layout has no such parameter.
+        """
+        return self._split(fqns, (False, True))
+
+    def _split(self, fqns: Collection[str], parts: Iterable[bool]) -> Layout:
+        """Makes of each bucket one of what is not in ``fqns`` (False) and one of what is (True)."""
         known = {entry.fqn for bucket in self.buckets for entry in bucket.entries}
         for fqn in fqns:
             if fqn not in known:
                 raise LayoutError(f"the layout has no parameter {fqn!r}{did_you_mean(fqn, known)}")
         buckets = []
         for bucket in self.buckets:
-            kept = [entry for entry in bucket.entries if entry.fqn not in fqns]
-            if kept:
-                buckets.append(replace(bucket, entries=_place(kept, _itemsize(bucket.dtype))))
+            for part in parts:
+                kept = [entry for entry in bucket.entries if (entry.fqn in fqns) == part]
+                if kept:
+                    buckets.append(replace(bucket, entries=_place(kept, _itemsize(bucket.dtype))))
         return Layout(tuple(buckets))
 
     def to_json(self) -> dict[str, Any]:

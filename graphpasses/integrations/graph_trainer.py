@@ -92,19 +92,18 @@ def graph_passes(
         rematerialization between them, Inductor and (on CUDA) CUDA graphs behind them.
 
     Raises:
-        UnsupportedError: the loss is computed in chunks, whose gradients eager adds in another dtype, or parts of
-            the configuration have no eager twin.
+        UnsupportedError: the loss is computed in chunks and lm_head is tied, or parts of the configuration have no
+            eager twin.
         LayoutError: (from a pass) the graph's buckets are not eager's.
     """
-    if isinstance(config.loss, ChunkedLossWrapper.Config):
-        raise UnsupportedError(
-            "eager adds the gradients of lm_head's chunks in the reduction's dtype, and a captured step in the "
-            f"computation's; with --compile.pass_pipeline {PIPELINE} use CrossEntropyLoss instead of a chunked loss"
-        )
     trainer = _trainers[id(config)]
     step = TrainGraph.from_traced_result(traced, model=trainer.model_parts[0])
     eager = eager_twin(trainer)
-    pipeline = default_pipeline(BucketPlan.from_fully_shard(eager), contract=eager_layout(eager))
+    plan, contract = BucketPlan.from_fully_shard(eager), eager_layout(eager)
+    if isinstance(config.loss, ChunkedLossWrapper.Config):
+        chunked = _chunked_parameters(step)
+        plan, contract = plan.chunked(chunked), contract.chunked(chunked)
+    pipeline = default_pipeline(plan, contract=contract)
     reports: list[PassReport] = []
     ours = {p.name: p.as_function(step, reports) for p in pipeline.passes}
     passes: list[Callable[..., fx.GraphModule]] = [ours.pop(name) for name in _BEFORE_MEMORY_POLICY]
@@ -136,6 +135,19 @@ def graph_passes(
                 f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
             )
     return passes
+
+
+def _chunked_parameters(step: TrainGraph) -> list[str]:
+    """Returns the FQNs of lm_head's parameters, on which a chunked loss calls backward chunk by chunk."""
+    names = [name for name, _ in step.model.get_submodule("lm_head").named_parameters(prefix="lm_head")]
+    for name in names:
+        if (fqn := step.identity.canonical(name)) != name:
+            raise UnsupportedError(
+                f"{name!r} is tied to {fqn!r}, and a chunked loss makes eager reduce its gradients twice, those of "
+                f"the chunks by themselves; with --compile.pass_pipeline {PIPELINE} use CrossEntropyLoss instead, or "
+                "do not tie them"
+            )
+    return names
 
 
 def _finish_pass(

@@ -98,7 +98,7 @@ def recommender_pipeline(
 
 def _fsdp_passes(plan: BucketPlan, contract: Layout | None) -> tuple[GraphPass, ...]:
     return (
-        CoalesceGradReductions(),
+        CoalesceGradReductions(plan),
         BucketFSDPCollectives(plan, contract),
         RegatherParameters(plan),
         PrefetchCollectives(),

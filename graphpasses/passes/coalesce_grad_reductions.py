@@ -9,15 +9,21 @@ import torch
 from torch import fx
 
 from graphpasses.fsdp.chains import (
+    ADD_IN_PLACE,
+    CAST,
     GradReduction,
     find_grad_reductions,
     gradient_summands,
+    is_add,
     is_read_inside,
 )
+from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["CoalesceGradReductions"]
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -28,9 +34,10 @@ class _Coalesce:
     reductions: tuple[GradReduction, ...]
     slot: int
     cleared: tuple[int, ...]
+    after_cast: bool
 
 
-def _plan(graph: TrainGraph) -> tuple[list[_Coalesce], list[str]]:
+def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesce], list[str]]:
     """Returns what to coalesce, and what was left alone and why."""
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     values = graph.output_values
@@ -49,7 +56,7 @@ def _plan(graph: TrainGraph) -> tuple[list[_Coalesce], list[str]]:
             continue
         # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
         in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
-        plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:])))
+        plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:]), fqn in accumulated))
     return plans, notes
 
 
@@ -75,16 +82,35 @@ def _obstacle(
 
 
 def _apply(graph: TrainGraph, plan: _Coalesce) -> None:
-    first, *rest = plan.reductions
-    last = plan.reductions[-1]
-    total = first.gradient
-    with graph.graph.inserting_before(last.gradient.next):
-        for reduction in rest:
-            total = graph.emit(torch.ops.aten.add.Tensor, (total, reduction.gradient), like=last.gradient)
-    last.entry.replace_input_with(last.gradient, total)
-    graph.set_output(plan.slot, last.reduced)
-    for slot in plan.cleared:
-        graph.set_output(slot, None)
+    first, *rest = (_summand(reduction, plan.after_cast) for reduction in plan.reductions)
+    reduction = plan.reductions[-1]
+    last = _summand(reduction, plan.after_cast)
+    readers = [reduction.entry] if last is reduction.gradient else list(last.users)
+    total = first
+    with graph.graph.inserting_before(last.next):
+        for summand in rest:
+            total = graph.emit(aten.add.Tensor, (total, summand), like=last)
+    for reader in readers:
+        reader.replace_input_with(last, total)
+    values = graph.output_values
+    for slot in (plan.slot, *plan.cleared):
+        _free(values[slot])
+        graph.set_output(slot, None if slot in plan.cleared else reduction.reduced)
+
+
+def _free(value: fx.Node) -> None:
+    """Makes sums in place plain ones, which go with the rest of what nobody reads any more."""
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        if node.target == aten.detach.default or is_add(node):
+            pending += node.all_input_nodes
+        if node.target == ADD_IN_PLACE:
+            node.target = aten.add.Tensor
+
+
+def _summand(reduction: GradReduction, after_cast: bool) -> fx.Node:
+    return reduction.entry if after_cast and reduction.entry.target == CAST else reduction.gradient
 
 
 @dataclass(frozen=True)
@@ -103,6 +129,15 @@ class CoalesceGradReductions(GraphPass):
     alone and noted. Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces
     ``unsharded_param.grad``; autograd's ``input_buffer.cpp`` accumulates in order of arrival.
 
+    Where the step calls backward several times, FSDP2 adds what each call yields after its cast::
+
+        cast(wait(reduce_scatter(add(cast(a), cast(b)))))
+
+    Source: FSDP2's ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``.
+
+    Args:
+        plan: its entries that accumulate are those with several backward calls; None: there are none.
+
     Example:
         >>> Pipeline((DeduplicateShared(), CoalesceGradReductions())).run(step)  # doctest: +SKIP
     """
@@ -112,9 +147,13 @@ class CoalesceGradReductions(GraphPass):
     stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
     runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared"})
 
+    plan: BucketPlan | None = None
+
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of reductions that went."""
-        plans, notes = _plan(graph)
+        buckets = self.plan.resolve(graph.model) if self.plan is not None else ()
+        accumulated = frozenset(fqn for bucket in buckets if bucket.accumulates for fqn in bucket.fqns)
+        plans, notes = _plan(graph, accumulated)
         for plan in plans:
             _apply(graph, plan)
         for note in notes:

@@ -73,6 +73,16 @@ def test_without_moves_later_offsets_up() -> None:
         layout.without(["alon"])
 
 
+def test_chunked_parameters_get_buckets_of_their_own() -> None:
+    layout = Layout((bucket(), bucket([("alone", (4,), 0)])))
+    first, *others = PARAMETERS
+    apart = (bucket(others), bucket([first]), bucket([("alone", (4,), 0)]))
+    assert layout.chunked([first[0], "alone"]) == Layout(apart)
+    assert layout.chunked([]) == layout
+    with pytest.raises(LayoutError, match=r"^the layout has no parameter 'alon'; did you mean 'alone'\?$"):
+        layout.chunked(["alon"])
+
+
 def test_json() -> None:
     layout = Layout((bucket(), bucket(dtype=torch.float32)))
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphpasses.fsdp.chains import REDUCE_SCATTER, find_grad_reductions
+from graphpasses.fsdp.chains import CAST, REDUCE_SCATTER, find_grad_reductions
+from graphpasses.fsdp.plan import BucketPlan, PlanEntry
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
 from graphpasses.pipeline import Pipeline
@@ -70,6 +71,55 @@ def test_three_uses_are_added_in_eagers_order() -> None:
             assert order[one] < order[two] < order[third] < order[total]
         slots = graph.gradient_slots()["mixers.0.weight"]
         assert [graph.output_values[slot] is not None for slot in slots] == [True, False, False]
+
+
+def test_gradients_of_several_backward_calls_are_added_after_their_cast() -> None:
+    plan = BucketPlan((PlanEntry(("block", "mixers"), accumulates=True),))
+    pipeline = Pipeline((DeduplicateShared(), CoalesceGradReductions(plan)))
+    with on_fake_ranks(Reused(), reduce_dtype=torch.float32) as captured:
+        found = find_grad_reductions(pipeline.run(captured))
+        for fqn in ("block.up.weight", "mixers.0.weight"):
+            (reduction,) = found[fqn]
+            assert reduction.gradient.meta["val"].dtype == torch.float32
+            both, third = reduction.gradient.all_input_nodes
+            assert {node.target for node in (*both.all_input_nodes, third)} == {CAST}
+
+
+def test_accumulating_entry_without_a_cast_adds_gradients() -> None:
+    plan = BucketPlan((PlanEntry(("",), accumulates=True),))
+    with on_fake_ranks(Reused()) as captured:
+        with_plan = Pipeline((DeduplicateShared(), CoalesceGradReductions(plan))).run(captured)
+        assert with_plan.module.code == run(captured)[1].module.code
+
+
+def test_sums_in_place_are_sums() -> None:
+    with on_fake_ranks(Reused()) as captured:
+        graph = captured.copy()
+        _, expected = run(captured)
+        value = graph.output_values[graph.gradient_slots()["block.gain"][0]]
+        for node in (value, value.args[0]):
+            node.target = aten.add_.Tensor
+        with graph.graph.inserting_after(value):
+            graph.set_output(
+                graph.gradient_slots()["block.gain"][0], graph.emit(aten.detach.default, (value,), like=value)
+            )
+        _, result = run(graph)
+        assert result.module.code == expected.module.code
+
+
+def test_sum_in_place_that_another_reader_sees_is_left_alone() -> None:
+    with on_fake_ranks(Reused()) as captured:
+        graph = captured.copy()
+        value = graph.output_values[graph.gradient_slots()["block.gain"][0]]
+        value.target = aten.add_.Tensor
+        other = graph.gradient_slots()["head.bias"][0]
+        bias = graph.output_values[other]
+        with graph.graph.inserting_before(graph.graph.output_node()):
+            norm = graph.emit(aten.sum.default, (value.args[0],), like=value)
+            graph.set_output(other, graph.emit(aten.mul.Tensor, (bias, norm), like=value))
+        _, result = run(graph)
+        after = result.output_values[result.gradient_slots()["block.gain"][0]]
+        assert after.target == aten.add_.Tensor
 
 
 def test_second_run_changes_nothing() -> None:
