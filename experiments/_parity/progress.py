@@ -11,19 +11,21 @@ from rich.console import Console
 __all__ = ["count_runs"]
 
 
-def count_runs(num_runs: int) -> Callable[[str], None]:
+def count_runs(num_runs: int, num_done: int = 0, start: float | None = None) -> Callable[[str], None]:
     """Returns what every rank calls with the name of a run that is done; rank 0 prints it.
 
     Args:
         num_runs: how many there will be.
+        num_done: how many are done already, by other processes.
+        start: ``time.monotonic()`` when the first began; None is now.
     """
-    console, start, num_done = Console(soft_wrap=True), time.monotonic(), 0
+    console, is_first = Console(soft_wrap=True), dist.get_rank() == 0
+    since = time.monotonic() if start is None else start
 
     def done(name: str) -> None:
         nonlocal num_done
         num_done += 1
-        if dist.get_rank() == 0:
-            seconds = time.monotonic() - start
-            console.print(f"\\[{num_done:2d}/{num_runs}] {seconds:4.0f} s  {name}")
+        if is_first:
+            console.print(f"\\[{num_done:2d}/{num_runs}] {time.monotonic() - since:4.0f} s  {name}")
 
     return done

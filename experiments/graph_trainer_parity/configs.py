@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.experiments.graph_trainer.common_utils import build_decoder_config_for_backend
 from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig, to_graph_trainer_config
 from torchtitan.models.common import Linear
 
-__all__ = ["Recipe", "trainer_config"]
+from experiments.graph_trainer_parity.cases import Recipe
+
+__all__ = ["trainer_config"]
 
 SEED = 42
 _CONFIGS = {"llama3": "llama3_configs", "qwen3": "qwen3_configs", "deepseek_v3": "deepseekv3_configs"}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is trained: a model of torchtitan, changed as its own configurations allow."""
-
-    model: Literal["llama3", "qwen3", "deepseek_v3"]
-    flavor: str = "debugmodel"
-    tied: bool = False
-    biased: bool = False
-    chunked_loss: bool = False
-    reduce_dtype: str = "float32"
-    num_replicas: int = 1
-    tensor_parallel: int = 1
-
-    @property
-    def config_name(self) -> str:
-        return f"{self.model}_{'moe_debug' if self.flavor == 'debugmodel_moe' else self.flavor}"
 
 
 def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str | None) -> Any:
@@ -51,6 +35,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     decoder = build_decoder_config_for_backend(
         getattr(models, _CONFIGS[recipe.model])[recipe.flavor], "sdpa", **_options(recipe)
     )
+    decoder.layers = decoder.layers[: recipe.num_layers]
     decoder.enable_weight_tying = recipe.tied
     if recipe.tied:
         decoder.tok_embeddings.param_init = models._EMBEDDING_SKIP_INIT

@@ -4,14 +4,19 @@ Importing this module registers the pipeline. To edit nothing of torchtitan, run
 
     torchrun … -m graphpasses.integrations.graph_trainer --module graph_trainer.llama3 --config … \\
         --compile.pass_pipeline graphpasses
+
+``--record FILE`` before torchtitan's arguments writes hashes of every step, for ``graphpasses compare``.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +28,15 @@ from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline
 from torchtitan.tools.logging import logger
 
 from graphpasses.errors import UnsupportedError
-from graphpasses.fsdp.layout import eager_layout
+from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
+from graphpasses.identity import IdentityMap
+from graphpasses.integrations.record_trainer import recorded
 from graphpasses.passes import default_pipeline
 from graphpasses.pipeline import PassReport, PipelineReport
 
-__all__ = ["PIPELINE", "eager_twin", "graph_passes", "main"]
+__all__ = ["PIPELINE", "eager_buckets", "eager_twin", "graph_passes", "main"]
 
 PIPELINE = "graphpasses"
 # Ours in place of torchtitan's deduplicate_fsdp_unshard_chains, bucketing and reordering.
@@ -76,6 +83,37 @@ def eager_twin(trainer: Any) -> nn.Module:
     return sharded
 
 
+def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
+    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions.
+
+    Args:
+        trainer: a graph_trainer.
+
+    Raises:
+        UnsupportedError: see :func:`eager_twin`; or the loss is computed in chunks and lm_head is tied.
+    """
+    eager = eager_twin(trainer)
+    plan, layout = BucketPlan.from_fully_shard(eager), eager_layout(eager)
+    if isinstance(trainer.config.loss, ChunkedLossWrapper.Config):
+        chunked = _chunked_parameters(eager)
+        plan, layout = plan.chunked(chunked), layout.chunked(chunked)
+    return plan, layout
+
+
+def _chunked_parameters(model: nn.Module) -> list[str]:
+    """Returns the FQNs of lm_head's parameters, on which a chunked loss calls backward chunk by chunk."""
+    identity = IdentityMap.of(model)
+    names = [name for name, _ in model.get_submodule("lm_head").named_parameters(prefix="lm_head")]
+    for name in names:
+        if (fqn := identity.canonical(name)) != name:
+            raise UnsupportedError(
+                f"{name!r} is tied to {fqn!r}, and a chunked loss makes eager reduce its gradients twice, those of "
+                f"the chunks by themselves; with --compile.pass_pipeline {PIPELINE} use CrossEntropyLoss instead, or "
+                "do not tie them"
+            )
+    return names
+
+
 @register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]
 def graph_passes(
     traced: Any, config: Any, *, parallel_dims: Any = None
@@ -92,17 +130,12 @@ def graph_passes(
         rematerialization between them, Inductor and (on CUDA) CUDA graphs behind them.
 
     Raises:
-        UnsupportedError: the loss is computed in chunks and lm_head is tied, or parts of the configuration have no
-            eager twin.
+        UnsupportedError: see :func:`eager_buckets`.
         LayoutError: (from a pass) the graph's buckets are not eager's.
     """
     trainer = _trainers[id(config)]
     step = TrainGraph.from_traced_result(traced, model=trainer.model_parts[0])
-    eager = eager_twin(trainer)
-    plan, contract = BucketPlan.from_fully_shard(eager), eager_layout(eager)
-    if isinstance(config.loss, ChunkedLossWrapper.Config):
-        chunked = _chunked_parameters(step)
-        plan, contract = plan.chunked(chunked), contract.chunked(chunked)
+    plan, contract = eager_buckets(trainer)
     pipeline = default_pipeline(plan, contract=contract)
     reports: list[PassReport] = []
     ours = {p.name: p.as_function(step, reports) for p in pipeline.passes}
@@ -137,19 +170,6 @@ def graph_passes(
     return passes
 
 
-def _chunked_parameters(step: TrainGraph) -> list[str]:
-    """Returns the FQNs of lm_head's parameters, on which a chunked loss calls backward chunk by chunk."""
-    names = [name for name, _ in step.model.get_submodule("lm_head").named_parameters(prefix="lm_head")]
-    for name in names:
-        if (fqn := step.identity.canonical(name)) != name:
-            raise UnsupportedError(
-                f"{name!r} is tied to {fqn!r}, and a chunked loss makes eager reduce its gradients twice, those of "
-                f"the chunks by themselves; with --compile.pass_pipeline {PIPELINE} use CrossEntropyLoss instead, or "
-                "do not tie them"
-            )
-    return names
-
-
 def _finish_pass(
     gm: fx.GraphModule, example_inputs: object = None, *, traced: Any, reports: list[PassReport]
 ) -> fx.GraphModule:
@@ -168,11 +188,27 @@ def _finish_pass(
     return gm
 
 
-def main() -> None:
-    """Runs ``torchtitan.train`` with the pipeline registered."""
-    from torchtitan.train import main as train
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs ``torchtitan.train`` with the pipeline registered, and records it if asked to by ``--record FILE``.
 
-    train()
+    Args:
+        args: the command line (default: ``sys.argv[1:]``); all but ``--record`` is torchtitan's.
+    """
+    from torchtitan import train, trainer
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--record", type=Path)
+    ours, theirs = parser.parse_known_args(args)
+    sys.argv[1:] = theirs
+    if ours.record is not None:
+        run = trainer.Trainer.train
+
+        def run_recorded(self: Any) -> None:
+            with recorded(self, ours.record):
+                run(self)
+
+        trainer.Trainer.train = run_recorded
+    train.main()
 
 
 if __name__ == "__main__":

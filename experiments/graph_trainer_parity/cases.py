@@ -1,0 +1,112 @@
+"""What is trained, and what must or must not give the bits of torchtitan's own trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from experiments._parity.verdict import Must
+
+__all__ = [
+    "CASES",
+    "CHECKPOINT_STEP",
+    "DEFAULTS",
+    "EAGER",
+    "OURS",
+    "RESTARTS",
+    "SORTED",
+    "TOPOLOGY",
+    "Case",
+    "Recipe",
+]
+
+EAGER, OURS, DEFAULTS, SORTED = (
+    "eager",
+    "graphpasses",
+    "graph_trainer's own passes",
+    "parameters sorted by name",
+)
+TOPOLOGY = {"num_ranks": 4, "gpus_per_node": 2, "mode": "rail"}
+CHECKPOINT_STEP = 10
+# A run of our pipeline from a checkpoint of another run.
+RESTARTS = {f"from {name}'s checkpoint of step {CHECKPOINT_STEP}": name for name in (OURS, EAGER)}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained: a model of torchtitan, changed as its own configurations allow.
+
+    Args:
+        model: its package.
+        flavor: its configuration.
+        tied: whether lm_head has the embedding's weight.
+        biased: whether the layers' linear modules have biases.
+        chunked_loss: whether the loss is torchtitan's chunked one.
+        reduce_dtype: of gradients; torchtitan's own configurations know float32 only.
+        num_layers: how many of its layers are left; None is all.
+        num_replicas: of HSDP.
+        tensor_parallel: degree of tensor parallelism.
+    """
+
+    model: Literal["llama3", "qwen3", "deepseek_v3"]
+    flavor: str = "debugmodel"
+    tied: bool = False
+    biased: bool = False
+    chunked_loss: bool = False
+    reduce_dtype: str = "float32"
+    num_layers: int | None = None
+    num_replicas: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def config_name(self) -> str:
+        return f"{self.model}_{'moe_debug' if self.flavor == 'debugmodel_moe' else self.flavor}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, trained eagerly and by graph_trainer in several ways.
+
+    Args:
+        name: for the table.
+        recipe: the model.
+        variants: of graph_trainer, and what each must be.
+    """
+
+    name: str
+    recipe: Recipe
+    variants: tuple[tuple[str, Must], ...] = ((OURS, "equal"),)
+
+    @property
+    def has_restarts(self) -> bool:
+        """Whether checkpoints are written."""
+        return any(variant in RESTARTS for variant, _ in self.variants)
+
+    def dump_folder(self, folder: Path) -> Path:
+        """Where torchtitan writes, in the folder of an experiment."""
+        return folder / "dump" / self.name
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """Trainers of equal meshes may share processes: DTensor's caches take other meshes of equal names for one."""
+        return self.recipe.num_replicas, self.recipe.tensor_parallel
+
+
+_OURS, _UNLIKE = (OURS, "equal"), (DEFAULTS, "differ")
+CASES = (
+    Case("llama3", Recipe("llama3"), (_OURS, (DEFAULTS, "equal"))),
+    Case(
+        "llama3 tied", Recipe("llama3", tied=True), (_OURS, *((name, "equal") for name in RESTARTS), _UNLIKE)
+    ),
+    # Four ranks' bf16 gradients add exactly in torchtitan's fp32, so that their order shows in bf16 only.
+    Case(
+        "llama3 biased, bf16 reduction",
+        Recipe("llama3", biased=True, reduce_dtype="bfloat16"),
+        (_OURS, _UNLIKE, (SORTED, "differ")),
+    ),
+    Case("llama3 chunked loss", Recipe("llama3", chunked_loss=True), (_OURS, _UNLIKE)),
+    Case("qwen3 tied", Recipe("qwen3", tied=True, num_layers=3), (_OURS, _UNLIKE)),
+    Case("deepseek_v3", Recipe("deepseek_v3", num_layers=3)),
+    Case("llama3 tied, 2 replicas", Recipe("llama3", tied=True, num_replicas=2), (_OURS, _UNLIKE)),
+)

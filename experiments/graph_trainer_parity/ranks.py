@@ -1,0 +1,85 @@
+"""Runs torchtitan's trainers in the processes of ``run_ranks``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from experiments._parity.progress import count_runs
+from experiments._parity.verdict import run_path
+from experiments.graph_trainer_parity.cases import EAGER, TOPOLOGY, Case
+from graphpasses.integrations.titan_cpu import use_cpu
+from graphpasses.simulate import Topology, configure
+
+__all__ = ["as_torchrun", "train_cases"]
+
+
+@contextmanager
+def as_torchrun(folder: Path, ports: Sequence[int]) -> Iterator[Callable[[], None]]:
+    """Makes this rank of ``run_ranks`` look as if torchrun had started it, for trainers with groups of their own.
+
+    Args:
+        folder: gets what Hugging Face's libraries cache.
+        ports: of ``TCPStore`` objects of the parent process, one for each trainer.
+
+    Yields:
+        What every rank calls before it builds a trainer.
+    """
+    warnings.simplefilter("ignore")  # torchtitan's
+    logging.disable(logging.WARNING)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(size) for name, size in sizes.items()})
+    os.environ.update(MASTER_ADDR="localhost", TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(
+        HF_HOME=str(folder / "huggingface"), HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1"
+    )
+    use_cpu()
+    unused = iter(ports)
+
+    def begin() -> None:
+        os.environ["MASTER_PORT"] = str(next(unused))
+
+    try:
+        yield begin
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def train_cases(
+    cases: Sequence[Case], num_steps: int, folder: Path, ports: Sequence[int], done: tuple[int, int, float]
+) -> None:
+    """Trains cases of one mesh on this rank; rank 0 prints what is done; all ranks call it alike.
+
+    Args:
+        cases: what to train.
+        num_steps: optimizer steps of each run.
+        folder: has ``tests/assets``; gets the run files.
+        ports: see :func:`as_torchrun`.
+        done: arguments of :func:`experiments._parity.progress.count_runs`.
+    """
+    tell, is_first = count_runs(*done), dist.get_rank() == 0
+    configure(Topology(**TOPOLOGY))
+    with as_torchrun(folder, ports) as begin:
+        from experiments.graph_trainer_parity.train import (
+            train,  # imports torchtitan, which asks for a device
+        )
+
+        for case in cases:
+            run_path(folder, case.name, EAGER).parent.mkdir(parents=True, exist_ok=True)
+            for variant in (EAGER, *(name for name, _ in case.variants)):
+                begin()
+                train(case, variant, num_steps, folder)
+                tell(f"{case.name}: {variant}")
+            if is_first:
+                shutil.rmtree(case.dump_folder(folder), ignore_errors=True)  # checkpoints

@@ -1,0 +1,99 @@
+"""Hashes of every step of torchtitan's trainers, in a run file that ``graphpasses compare`` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphpasses.errors import UnsupportedError
+from graphpasses.parity.hashing import named_gradients
+from graphpasses.parity.record import ParityRecorder
+
+__all__ = ["GRADIENT_NORM", "recorded"]
+
+GRADIENT_NORM = "(norm of all gradients)"
+
+
+@contextmanager
+def recorded(
+    trainer: Any,
+    path: str | os.PathLike[str],
+    *,
+    run: str = "",
+    topology: Mapping[str, object] | None = None,
+    overwrite: bool = False,
+) -> Iterator[ParityRecorder]:
+    """Records each step that a trainer makes inside: losses, clipped gradients and their norm, weights.
+
+    Args:
+        trainer: torchtitan's ``Trainer`` or one of its subclasses, built; all ranks call this.
+        path: file to write.
+        run: name of the run.
+        topology: description of the cluster; anything that JSON takes.
+        overwrite: whether to replace a file that exists.
+
+    Yields:
+        The recorder.
+
+    Raises:
+        UnsupportedError: the trainer has several model parts, as with pipeline parallelism.
+        RunFileError: see :class:`graphpasses.parity.ParityRecorder`.
+
+    Example:
+        >>> with recorded(trainer, "eager.jsonl"):  # doctest: +SKIP
+        ...     trainer.train()
+    """
+    if len(trainer.model_parts) != 1:
+        raise UnsupportedError(
+            f"this rank's trainer has {len(trainer.model_parts)} model parts; only runs without pipeline parallelism "
+            "can be recorded"
+        )
+    (model,) = trainer.model_parts
+    config, metrics = trainer.config, trainer.metrics_processor
+    losses: list[Tensor] = []
+    norms: list[float] = []
+
+    def forward_backward_step(**inputs: Any) -> Any:
+        loss = run_forward_backward(**inputs)
+        losses.append(loss.detach().clone())
+        return loss
+
+    def log(step: int, average: float, maximum: float, grad_norm: float, **more: Any) -> None:
+        norms.append(grad_norm)
+        write_log(step, average, maximum, grad_norm, **more)
+
+    def train_step(batches: Any) -> None:
+        losses.clear()
+        norms.clear()
+        run_step(batches)
+        gradients: dict[str, Tensor | None] = dict(named_gradients(model))
+        if norms:  # torchtitan's, of the steps that it logs
+            gradients[GRADIENT_NORM] = torch.tensor(norms[-1], dtype=torch.float64)
+        recorder.record(trainer.step, torch.stack(losses).sum(), model, gradients)
+
+    hooks = {
+        (trainer, "forward_backward_step"): forward_backward_step,
+        (trainer, "train_step"): train_step,
+        (metrics, "log"): log,
+    }
+    run_forward_backward, run_step, write_log = (getattr(owner, name) for owner, name in hooks)
+    with ParityRecorder(
+        path,
+        run=run,
+        model=f"{config.model_spec.name} {config.model_spec.flavor}",
+        seed=config.debug.seed,
+        topology=topology,
+        overwrite=overwrite,
+    ) as recorder:
+        for (owner, name), hook in hooks.items():
+            setattr(owner, name, hook)
+        try:
+            yield recorder
+        finally:
+            for owner, name in hooks:
+                delattr(owner, name)
