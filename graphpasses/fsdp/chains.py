@@ -62,6 +62,7 @@ class GradReduction:
 
     Args:
         fqn: canonical FQN of the parameter.
+        name: the name of the output that it goes to; a tied parameter has several.
         gradient: this rank's whole gradient, before any cast, padding or reduction.
         entry: the node of the chain that reads ``gradient``.
         reduce_scatter: the reduce-scatter.
@@ -71,6 +72,7 @@ class GradReduction:
     """
 
     fqn: str
+    name: str
     gradient: fx.Node
     entry: fx.Node
     reduce_scatter: fx.Node
@@ -207,11 +209,11 @@ def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
         for slot in slots:
             for source, tail in gradient_summands(values[slot]) if values[slot] is not None else ():
                 if source.target == WAIT and calls(source.args[0], REDUCE_SCATTER):
-                    found.setdefault(fqn, []).append(_reduction(fqn, source, tail))
+                    found.setdefault(fqn, []).append(_reduction(fqn, graph.outputs[slot].fqn, source, tail))
     return found
 
 
-def _reduction(fqn: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduction:
+def _reduction(fqn: str, name: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduction:
     reduce_scatter = argument(wait)
     gradient, entry = before_padding(reduce_scatter)
     all_reduce = None
@@ -220,7 +222,7 @@ def _reduction(fqn: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduct
         gradient, entry = before_padding(all_reduce)
     if gradient.target == CAST and set(gradient.kwargs) == {"dtype"}:
         gradient, entry = argument(gradient), gradient
-    return GradReduction(fqn, gradient, entry, reduce_scatter, wait, all_reduce, tail)
+    return GradReduction(fqn, name, gradient, entry, reduce_scatter, wait, all_reduce, tail)
 
 
 def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -7,8 +7,9 @@ order in which the ranks' contributions are added, hence its bits. An all-gather
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -87,33 +88,29 @@ class Layout:
         Raises:
             LayoutError: the layout has no such parameter.
         """
-        return self._split(fqns, (False,))
-
-    def chunked(self, fqns: Collection[str]) -> Layout:
-        """Returns the layout where some parameters are reduced in buckets of their own.
-
-        That is what FSDP2 does with parameters that have a backward of their own, see :meth:`BucketPlan.chunked`.
-
-        Args:
-            fqns: canonical FQNs.
-
-        Raises:
-            LayoutError: the layout has no such parameter.
-        """
-        return self._split(fqns, (False, True))
-
-    def _split(self, fqns: Collection[str], parts: Iterable[bool]) -> Layout:
-        """Makes of each bucket one of what is not in ``fqns`` (False) and one of what is (True)."""
         known = {entry.fqn for bucket in self.buckets for entry in bucket.entries}
         for fqn in fqns:
             if fqn not in known:
                 raise LayoutError(f"the layout has no parameter {fqn!r}{did_you_mean(fqn, known)}")
+        return self._split(lambda fqn: (fqn not in fqns,))
+
+    def apart(self, fqns: Collection[str], stay: Collection[str] = ()) -> Layout:
+        """Returns the layout where some parameters are reduced in buckets of their own, before the others'.
+
+        Args:
+            fqns: canonical FQNs.
+            stay: those of them that are reduced with the others as well.
+        """
+        return self._split(lambda fqn: (fqn in fqns, fqn not in fqns or fqn in stay))
+
+    def _split(self, parts: Callable[[str], tuple[bool, ...]]) -> Layout:
+        """Makes of each bucket several, given in which of them each parameter is."""
         buckets = []
         for bucket in self.buckets:
-            for part in parts:
-                kept = [entry for entry in bucket.entries if (entry.fqn in fqns) == part]
-                if kept:
-                    buckets.append(replace(bucket, entries=_place(kept, _itemsize(bucket.dtype))))
+            for is_in in zip(*(parts(entry.fqn) for entry in bucket.entries), strict=True):
+                kept = itertools.compress(bucket.entries, is_in)
+                if entries := _place(kept, _itemsize(bucket.dtype)):
+                    buckets.append(replace(bucket, entries=entries))
         return Layout(tuple(buckets))
 
     def to_json(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -71,7 +71,9 @@ class Bucket:
         reduction: how its gradients are reduced; None leaves what was captured.
         reshard_after_forward: whether backward gathers its parameters again.
         reduces_unused: whether eager reduces zeros for its trainable parameters without a gradient.
-        accumulates: whether eager adds the gradients of several backward calls before it reduces them.
+        accumulates: whether eager adds the gradients of several backward calls before it reduces them. The FQNs are
+            then the names under which the step has these gradients; under its others a tied parameter may be in
+            another bucket.
     """
 
     name: str
@@ -257,41 +259,6 @@ class BucketPlan:
         )
         return cls(tuple(entries), root=False)
 
-    def chunked(self, fqns: Iterable[str]) -> BucketPlan:
-        """Returns the plan of a step that runs some parameters' modules in chunks, each with its own backward.
-
-        FSDP2 then reduces these parameters after the last chunk, and the others of their group later. The chunks'
-        gradients are added in the reduction's dtype.
-        Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, and ``_fsdp_param.py``,
-        ``to_accumulated_grad_if_needed``; torchtitan's ``ChunkedLossWrapper`` does it with ``lm_head``.
-
-        Args:
-            fqns: of the parameters, as entries by parameters name them.
-
-        Raises:
-            PlanError: no entry names one of them.
-
-        Example:
-            >>> plan = BucketPlan.from_parameters([["norm.weight", "lm_head.weight"]])
-            >>> [(e.fqns, e.accumulates) for e in plan.chunked(["lm_head.weight"]).entries]
-            [(('norm.weight',), False), (('lm_head.weight',), True)]
-        """
-        apart = tuple(fqns)
-        entries: list[PlanEntry] = []
-        for entry in self.entries:
-            named = entry.fqns if entry.kind == "parameters" else ()
-            inside = tuple(fqn for fqn in named if fqn in apart)
-            others = tuple(fqn for fqn in entry.fqns if fqn not in inside)
-            if others:
-                entries.append(replace(entry, fqns=others))
-            if inside:
-                entries.append(replace(entry, fqns=inside, name=f"{entry.name} (chunked)", accumulates=True))
-        known = {fqn for entry in entries if entry.kind == "parameters" for fqn in entry.fqns}
-        for fqn in apart:
-            if fqn not in known:
-                raise PlanError(f"no plan entry names the parameter {fqn!r}{did_you_mean(fqn, known)}")
-        return replace(self, entries=tuple(entries))
-
     def resolve(self, model: nn.Module) -> tuple[Bucket, ...]:
         """Finds each bucket's parameters and puts them in the order in which eager FSDP2 packs them.
 
@@ -334,7 +301,7 @@ class BucketPlan:
                 names = _managed_parameters(roots[index], heads, module_fqns)
             fqns: dict[str, None] = {}
             for name in names:
-                canonical = identity.canonical(name)
+                canonical = name if entry.accumulates else identity.canonical(name)
                 other_name, other_entry, other_index = taken.setdefault(canonical, (name, entry.name, index))
                 if other_index != index:
                     raise PlanError(_conflict(other_name, other_entry, name, entry.name))

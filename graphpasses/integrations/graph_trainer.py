@@ -28,10 +28,10 @@ from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline
 from torchtitan.tools.logging import logger
 
 from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.chunked import chunked_buckets
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
-from graphpasses.identity import IdentityMap
 from graphpasses.integrations.record_trainer import recorded
 from graphpasses.passes import default_pipeline
 from graphpasses.pipeline import PassReport, PipelineReport
@@ -90,28 +90,13 @@ def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
         trainer: a graph_trainer.
 
     Raises:
-        UnsupportedError: see :func:`eager_twin`; or the loss is computed in chunks and lm_head is tied.
+        UnsupportedError: see :func:`eager_twin`.
     """
     eager = eager_twin(trainer)
     plan, layout = BucketPlan.from_fully_shard(eager), eager_layout(eager)
     if isinstance(trainer.config.loss, ChunkedLossWrapper.Config):
-        chunked = _chunked_parameters(eager)
-        plan, layout = plan.chunked(chunked), layout.chunked(chunked)
+        plan, layout = chunked_buckets(plan, layout, eager, "lm_head")
     return plan, layout
-
-
-def _chunked_parameters(model: nn.Module) -> list[str]:
-    """Returns the FQNs of lm_head's parameters, on which a chunked loss calls backward chunk by chunk."""
-    identity = IdentityMap.of(model)
-    names = [name for name, _ in model.get_submodule("lm_head").named_parameters(prefix="lm_head")]
-    for name in names:
-        if (fqn := identity.canonical(name)) != name:
-            raise UnsupportedError(
-                f"{name!r} is tied to {fqn!r}, and a chunked loss makes eager reduce its gradients twice, those of "
-                f"the chunks by themselves; with --compile.pass_pipeline {PIPELINE} use CrossEntropyLoss instead, or "
-                "do not tie them"
-            )
-    return names
 
 
 @register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]

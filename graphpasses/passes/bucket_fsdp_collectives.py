@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,12 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
     unshards: dict[tuple[str, bool], list[Unshard]] = {}
     for unshard in find_unshards(graph):
         unshards.setdefault((unshard.fqn, is_backward(unshard.all_gather)), []).append(unshard)
-    reductions = find_grad_reductions(graph)
+    # By the names under which buckets have them: a tied parameter may be in two, see chunked_buckets.
+    accumulated = {fqn for bucket in buckets if bucket.accumulates for fqn in bucket.fqns}
+    reductions: dict[str, list[GradReduction]] = {}
+    for reduction in itertools.chain.from_iterable(find_grad_reductions(graph).values()):
+        name = reduction.name if reduction.name in accumulated else reduction.fqn
+        reductions.setdefault(name, []).append(reduction)
     gathers: list[_Gather] = []
     reduces: list[_Reduce] = []
     for bucket in buckets:
@@ -70,15 +76,16 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
         reduced = [reductions[fqn][0] for fqn in bucket.fqns if len(reductions.get(fqn, ())) == 1]
         for together in _by_group(reduced, _reduce_group):
             captured = _captured_reduction(together[0])
-            reduction = bucket.reduction or captured
-            reduction = replace(reduction, dtype=reduction.dtype or captured.dtype)
-            if len(together) > 1 or together[0].all_reduce or captured != reduction:
-                reduces.append(_Reduce(together, reduction))
+            how = bucket.reduction or captured
+            how = replace(how, dtype=how.dtype or captured.dtype)
+            if len(together) > 1 or together[0].all_reduce or captured != how:
+                reduces.append(_Reduce(together, how))
     return gathers, reduces, _notes(graph, buckets, unshards, reductions)
 
 
 def _refuse_zeros(graph: TrainGraph, bucket: Bucket, reductions: Mapping[str, object]) -> None:
-    missing = [fqn for fqn in bucket.fqns if graph.parameters[fqn].requires_grad and fqn not in reductions]
+    parameters, canonical = graph.parameters, graph.identity.canonical
+    missing = [f for f in bucket.fqns if parameters[canonical(f)].requires_grad and f not in reductions]
     if bucket.reduces_unused and missing:
         raise UnsupportedError(
             f"eager reduces zeros for {missing[0]!r} of bucket {bucket.name!r}, which this step leaves without a "

@@ -45,18 +45,28 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
     plans: list[_Coalesce] = []
     notes: list[str] = []
     for fqn, all_slots in graph.gradient_slots().items():
-        slots = [slot for slot in all_slots if values[slot] is not None]
-        num_summands = sum(1 for slot in slots for _ in gradient_summands(values[slot]))
-        if num_summands < 2:
-            continue
-        found = reductions.get(fqn, [])
-        reason = _obstacle(found, num_summands, values, slots)
-        if reason:
-            notes.append(f"{fqn}: {num_summands} gradients are not added before their reduction: {reason}")
-            continue
-        # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
-        in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
-        plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:]), fqn in accumulated))
+        # A tied parameter's gradients of several backward calls are reduced apart from its others.
+        for after_cast in (False, True):
+            slots = [
+                slot
+                for slot in all_slots
+                if values[slot] is not None
+                and after_cast == (not accumulated.isdisjoint((fqn, graph.outputs[slot].fqn)))
+            ]
+            num_summands = sum(1 for slot in slots for _ in gradient_summands(values[slot]))
+            if num_summands < 2:
+                continue
+            names = {graph.outputs[slot].fqn for slot in slots}
+            found = [reduction for reduction in reductions.get(fqn, ()) if reduction.name in names]
+            reason = _obstacle(found, num_summands, values, slots)
+            if reason:
+                notes.append(
+                    f"{fqn}: {num_summands} gradients are not added before their reduction: {reason}"
+                )
+                continue
+            # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
+            in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
+            plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:]), after_cast))
     return plans, notes
 
 

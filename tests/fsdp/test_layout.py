@@ -73,14 +73,13 @@ def test_without_moves_later_offsets_up() -> None:
         layout.without(["alon"])
 
 
-def test_chunked_parameters_get_buckets_of_their_own() -> None:
+def test_parameters_apart_get_buckets_of_their_own() -> None:
     layout = Layout((bucket(), bucket([("alone", (4,), 0)])))
     first, *others = PARAMETERS
-    apart = (bucket(others), bucket([first]), bucket([("alone", (4,), 0)]))
-    assert layout.chunked([first[0], "alone"]) == Layout(apart)
-    assert layout.chunked([]) == layout
-    with pytest.raises(LayoutError, match=r"^the layout has no parameter 'alon'; did you mean 'alone'\?$"):
-        layout.chunked(["alon"])
+    alone = bucket([("alone", (4,), 0)])
+    assert layout.apart([first[0], "alone"]) == Layout((bucket([first]), bucket(others), alone))
+    assert layout.apart([first[0]], stay=[first[0]]) == Layout((bucket([first]), bucket(), alone))
+    assert layout.apart([]) == layout
 
 
 def test_json() -> None:

@@ -127,19 +127,6 @@ def test_from_parameters_keeps_the_order_given() -> None:
     ]
 
 
-def test_chunked_parameters_get_entries_of_their_own() -> None:
-    plan = BucketPlan.from_parameters([["norm.bias", "out.weight"], ["norm.weight"]])
-    assert plan.chunked([]) == plan
-    found = [(b.name, b.fqns, b.accumulates) for b in plan.chunked(["out.weight"]).resolve(Model())]
-    assert found == [
-        ("bucket 0", ("norm.bias",), False),
-        ("bucket 0 (chunked)", ("out.weight",), True),
-        ("bucket 1", ("norm.weight",), False),
-    ]
-    with pytest.raises(PlanError, match=r"^no plan entry names the parameter 'norm'"):
-        plan.chunked(["norm"])
-
-
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
