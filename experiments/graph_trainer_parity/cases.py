@@ -106,7 +106,11 @@ CASES = (
         (_OURS, _UNLIKE, (SORTED, "differ")),
     ),
     Case("llama3 chunked loss", Recipe("llama3", chunked_loss=True), (_OURS, _UNLIKE)),
-    Case("qwen3 tied", Recipe("qwen3", tied=True, num_layers=3), (_OURS, _UNLIKE)),
+    Case(
+        "qwen3 tied, chunked loss",
+        Recipe("qwen3", tied=True, chunked_loss=True, num_layers=3),
+        (_OURS, _UNLIKE),
+    ),
     Case("deepseek_v3", Recipe("deepseek_v3", num_layers=3)),
     Case("llama3 tied, 2 replicas", Recipe("llama3", tied=True, num_replicas=2), (_OURS, _UNLIKE)),
 )

@@ -22,12 +22,15 @@ __all__ = ["as_torchrun", "train_cases"]
 
 
 @contextmanager
-def as_torchrun(folder: Path, ports: Sequence[int]) -> Iterator[Callable[[], None]]:
+def as_torchrun(
+    folder: Path, ports: Sequence[int], backend: str = "nccl_sim"
+) -> Iterator[Callable[[], None]]:
     """Makes this rank of ``run_ranks`` look as if torchrun had started it, for trainers with groups of their own.
 
     Args:
         folder: gets what Hugging Face's libraries cache.
         ports: of ``TCPStore`` objects of the parent process, one for each trainer.
+        backend: of the trainers' process groups.
 
     Yields:
         What every rank calls before it builds a trainer.
@@ -42,7 +45,7 @@ def as_torchrun(folder: Path, ports: Sequence[int]) -> Iterator[Callable[[], Non
     os.environ.update(
         HF_HOME=str(folder / "huggingface"), HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1"
     )
-    use_cpu()
+    use_cpu(backend)
     unused = iter(ports)
 
     def begin() -> None:

@@ -23,6 +23,7 @@ from experiments.graph_trainer_parity.cases import (
 from experiments.graph_trainer_parity.configs import trainer_config
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.integrations import graph_trainer
+from graphpasses.integrations.graph_trainer import eager_buckets
 from graphpasses.integrations.record_trainer import recorded
 
 __all__ = ["train"]
@@ -63,5 +64,5 @@ def train(case: Case, variant: str, num_steps: int, folder: Path) -> None:
 
 def sorted_buckets(trainer: Any) -> tuple[BucketPlan, None]:
     """Returns eager's buckets with the parameters of each in another order, and no layout to keep to."""
-    plan, _ = graph_trainer.eager_buckets(trainer)
+    plan, _ = eager_buckets(trainer)
     return reorder(plan, str), None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,6 +42,16 @@ __all__ = ["PIPELINE", "eager_buckets", "eager_twin", "graph_passes", "main"]
 PIPELINE = "graphpasses"
 # Ours in place of torchtitan's deduplicate_fsdp_unshard_chains, bucketing and reordering.
 _BEFORE_MEMORY_POLICY = ("deduplicate-shared", "coalesce-grad-reductions")
+
+# Options of graph_trainer whose passes work on its own buckets, or on a graph that they already rewrote.
+_UNSUPPORTED = (
+    "enable_fsdp_ag_rs_overlap",
+    "enable_fsdp_dense_region_overlap",
+    "enable_async_tensor_parallel",
+    "enable_autoparallel",
+    "ep_overlap.enabled",
+    "precompile_artifact_dir",
+)
 
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -115,9 +126,14 @@ def graph_passes(
         rematerialization between them, Inductor and (on CUDA) CUDA graphs behind them.
 
     Raises:
-        UnsupportedError: see :func:`eager_buckets`.
+        UnsupportedError: see :func:`eager_buckets`; or an option asks for a pass that does not go with ours.
         LayoutError: (from a pass) the graph's buckets are not eager's.
     """
+    for option in _UNSUPPORTED:
+        if operator.attrgetter(option)(config.compile):
+            raise UnsupportedError(
+                f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
+            )
     trainer = _trainers[id(config)]
     step = TrainGraph.from_traced_result(traced, model=trainer.model_parts[0])
     plan, contract = eager_buckets(trainer)

@@ -23,11 +23,16 @@ from graphpasses._torch.cpu_as_accelerator import use_cpu_as_accelerator
 __all__ = ["main", "make_assets", "use_cpu"]
 
 
-def use_cpu() -> None:
-    """Makes torchtitan take the CPU for its accelerator in this process; call it before torchtitan is imported."""
+def use_cpu(backend: str = "nccl_sim") -> None:
+    """Makes torchtitan take the CPU for its accelerator in this process; call it before torchtitan is imported.
+
+    Args:
+        backend: of process groups. ``"gloo"`` is faster, but knows neither the order of NCCL's rings nor the
+            reduction that torchtitan asks FSDP2 for, PREMUL_SUM.
+    """
     import graphpasses.simulate  # noqa: F401  registers nccl_sim
 
-    use_cpu_as_accelerator("nccl_sim")
+    use_cpu_as_accelerator(backend)
     import torch
     from torchtitan.distributed import activation_checkpoint as checkpoint
 

@@ -1,0 +1,1 @@
+"""Step time and bytes of torchtitan's trainers, side by side."""

@@ -1,0 +1,60 @@
+"""Command line: ``python -m experiments.graph_trainer_bench --help``."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.graph_trainer_bench.steps import VARIANTS, measure
+from experiments.graph_trainer_parity.cases import EAGER, Recipe
+from graphpasses.integrations.titan_cpu import make_assets
+from graphpasses.parity.launch import run_ranks
+
+_RECIPES = {
+    "llama3 debug": Recipe("llama3"),
+    "llama3 debug, tied": Recipe("llama3", tied=True),
+    "qwen3 debug, tied": Recipe("qwen3", tied=True),
+}
+
+
+def main(rounds: int = 20, out: Path = Path("runs/graph_trainer_bench")) -> None:
+    """Times steps of torchtitan's trainers on 2 processes, and counts the bytes that they send.
+
+    Args:
+        rounds: counted rounds; each runs one step of every trainer.
+        out: folder for torchtitan's files.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    make_assets(out)
+    table = Table("model", "trainer", "ms per step (median)", "times as fast as eager (median of rounds)")
+    for column in ("MB sent per rank and step", "collectives"):
+        table.add_column(column, justify="right")
+    for name, recipe in _RECIPES.items():
+        console.print(f"{name}: {rounds} rounds …")
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        results = run_ranks(measure, 2, recipe, rounds, out.absolute(), [store.port], timeout=3600.0)[0]
+        for variant in VARIANTS:
+            cost = results[variant]
+            ratio = statistics.median(
+                theirs / ours for theirs, ours in zip(results[EAGER].seconds, cost.seconds, strict=True)
+            )
+            table.add_row(
+                name if variant == EAGER else "",
+                variant,
+                f"{cost.milliseconds:.0f}",
+                f"{ratio:.2f}",
+                f"{cost.num_bytes / 1e6:.2f}",
+                str(cost.num_collectives),
+                end_section=variant == VARIANTS[-1],
+            )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
