@@ -59,10 +59,6 @@ class Recipe:
     num_replicas: int = 1
     tensor_parallel: int = 1
 
-    @property
-    def config_name(self) -> str:
-        return f"{self.model}_{'moe_debug' if self.flavor == 'debugmodel_moe' else self.flavor}"
-
 
 @dataclass(frozen=True)
 class Case:

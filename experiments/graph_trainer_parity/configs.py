@@ -31,7 +31,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     """
     models = importlib.import_module(f"torchtitan.models.{recipe.model}")
     registry = importlib.import_module(f"torchtitan.models.{recipe.model}.config_registry")
-    config = getattr(registry, recipe.config_name)()
+    config = getattr(registry, f"{recipe.model}_debugmodel")()
     decoder = build_decoder_config_for_backend(
         getattr(models, _CONFIGS[recipe.model])[recipe.flavor], "sdpa", **_options(recipe)
     )
@@ -42,7 +42,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     if recipe.biased:
         for layer in decoder.layers:
             _add_biases(layer)
-    config.model_spec = replace(config.model_spec, model=decoder)
+    config.model_spec = replace(models.model_registry(recipe.flavor), model=decoder)
     if not recipe.chunked_loss and isinstance(config.loss, ChunkedLossWrapper.Config):
         config.loss = config.loss.loss_fn
     config.hf_assets_path = str(folder / "tests" / "assets" / "tokenizer")
