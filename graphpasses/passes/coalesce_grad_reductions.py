@@ -8,13 +8,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.chains import (
     GradReduction,
     find_grad_reductions,
     gradient_summands,
     is_read_inside,
 )
-from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph import WAIT, Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["CoalesceGradReductions"]
@@ -47,6 +48,12 @@ def _plan(graph: TrainGraph) -> tuple[list[_Coalesce], list[str]]:
         if reason:
             notes.append(f"{fqn}: {num_summands} gradients are not added before their reduction: {reason}")
             continue
+        if any(_is_reduced_already(reduction) for reduction in found):
+            raise UnsupportedError(
+                f"parameter {fqn!r} is read {num_summands} times, and tensor parallelism reduces the gradient of "
+                "each use before FSDP does; eager adds the uses first. Read it once in forward and share what was "
+                "read, or capture the step without tensor parallelism"
+            )
         # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
         in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
         plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:])))
@@ -72,6 +79,10 @@ def _obstacle(
     if any(is_read_inside(values[slot]) for slot in slots):
         return "a reduced gradient is read inside the step"
     return None
+
+
+def _is_reduced_already(reduction: GradReduction) -> bool:
+    return any(source.target == WAIT for source, _ in gradient_summands(reduction.gradient))
 
 
 def _apply(graph: TrainGraph, plan: _Coalesce) -> None:
@@ -100,8 +111,12 @@ class CoalesceGradReductions(GraphPass):
 
     Of a tied parameter's several outputs the first carries the total and the others become None. Where a
     summand does not come from a reduce-scatter alone, or dtypes, ops or groups differ, the parameter is left
-    alone and noted. Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces
-    ``unsharded_param.grad``; autograd's ``input_buffer.cpp`` accumulates in order of arrival.
+    alone and noted. A parameter whose gradient tensor parallelism reduces must be read once. Source: FSDP2's
+    ``_fsdp_param_group.py``, ``post_backward``, reduces ``unsharded_param.grad``; autograd's ``input_buffer.cpp``
+    accumulates in order of arrival.
+
+    Raises (from ``rewrite``):
+        UnsupportedError: tensor parallelism reduces the gradients of a parameter's uses one by one.
 
     Example:
         >>> Pipeline((DeduplicateShared(), CoalesceGradReductions())).run(step)  # doctest: +SKIP
