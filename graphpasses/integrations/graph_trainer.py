@@ -26,6 +26,7 @@ from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
+from graphpasses.identity import IdentityMap
 from graphpasses.passes import default_pipeline
 from graphpasses.pipeline import PassReport, PipelineReport
 
@@ -92,8 +93,8 @@ def graph_passes(
         rematerialization between them, Inductor and (on CUDA) CUDA graphs behind them.
 
     Raises:
-        UnsupportedError: the loss is computed in chunks, whose gradients eager adds in another dtype, or parts of
-            the configuration have no eager twin.
+        UnsupportedError: the loss is computed in chunks, whose gradients eager adds in another dtype, tensor
+            parallelism meets tied weights, or parts of the configuration have no eager twin.
         LayoutError: (from a pass) the graph's buckets are not eager's.
     """
     if isinstance(config.loss, ChunkedLossWrapper.Config):
@@ -104,6 +105,7 @@ def graph_passes(
     trainer = _trainers[id(config)]
     step = TrainGraph.from_traced_result(traced, model=trainer.model_parts[0])
     eager = eager_twin(trainer)
+    _check_ties(step.identity, eager)
     pipeline = default_pipeline(BucketPlan.from_fully_shard(eager), contract=eager_layout(eager))
     reports: list[PassReport] = []
     ours = {p.name: p.as_function(step, reports) for p in pipeline.passes}
@@ -136,6 +138,18 @@ def graph_passes(
                 f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
             )
     return passes
+
+
+def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:
+    """Refuses weights that are tied again only after eager's groups were made of them."""
+    names_in_eager = IdentityMap.of(eager)
+    for names in identity.parameters:
+        if len({names_in_eager.canonical(name) for name in names}) > 1:
+            raise UnsupportedError(
+                f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
+                "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
+                "them (enable_weight_tying), or train with tensor_parallel_degree 1"
+            )
 
 
 def _finish_pass(
