@@ -203,8 +203,8 @@ class TrainGraph:
 
         Raises:
             CaptureError: the traced state or outputs do not fit the model.
-            UnsupportedError: a parameter is sharded over several mesh axes, or an input is another tensor
-                subclass than DTensor.
+            UnsupportedError: a parameter is sharded otherwise than evenly by FSDP over tensor parallelism, or an
+                input is another tensor subclass than DTensor.
 
         Example:
             >>> traced = minimal_fx_tracer(fn, module=model)(x)  # doctest: +SKIP

@@ -1,13 +1,14 @@
-"""Facts about a model's parameters that are equal on every rank."""
+"""Facts about a model's parameters that are equal on every rank of their FSDP group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from graphpasses._torch.dtensor import is_sharded, split_factor
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import IdentityMap
@@ -17,15 +18,16 @@ __all__ = ["ParameterInfo", "find_state", "parameter_infos"]
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What a pass may know of a parameter: facts that are equal on every rank.
+    """What a pass may know of a parameter: facts that are equal on every rank of its FSDP group.
 
     Args:
         fqn: canonical FQN.
-        shape: global shape.
+        shape: what FSDP shards: the global shape or, with tensor parallelism, that of this rank's part of it.
         dtype: dtype of the stored (sharded) parameter.
         requires_grad: whether it is trainable.
         shard_dim: tensor dim that FSDP shards, or None for a parameter that is not sharded.
-        shard_ranks: global ranks that hold its shards, in order; empty where it is not sharded.
+        shard_ranks: global ranks among which FSDP shards it, in order; empty where it is not sharded.
+        replicate_ranks: with HSDP, global ranks that hold the same shard, in order; else empty.
     """
 
     fqn: str
@@ -34,6 +36,7 @@ class ParameterInfo:
     requires_grad: bool
     shard_dim: int | None
     shard_ranks: tuple[int, ...]
+    replicate_ranks: tuple[int, ...] = ()
 
 
 def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, ParameterInfo]:
@@ -44,27 +47,61 @@ def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, Parame
         identity: its identity map.
 
     Raises:
-        UnsupportedError: a parameter is sharded over several mesh axes.
+        UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
+            parallelism.
     """
     return {fqn: _parameter_info(fqn, find_state(model, fqn)) for fqn, *_ in identity.parameters}
 
 
 def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
-    shard_dim: int | None = None
-    ranks: tuple[int, ...] = ()
-    if isinstance(parameter, DTensor):
-        sharded = [(axis, p.dim) for axis, p in enumerate(parameter.placements) if isinstance(p, Shard)]
-        if len(sharded) > 1:
-            raise UnsupportedError(
-                f"parameter {fqn!r} is sharded over {len(sharded)} mesh axes {parameter.placements}; the FSDP "
-                "passes support one sharded axis (FSDP or HSDP). Capture it without tensor parallelism"
-            )
-        if sharded:
-            axis, shard_dim = sharded[0]
-            ranks = group_ranks(parameter.device_mesh.get_group(axis))
-    return ParameterInfo(
-        fqn, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, shard_dim, ranks
+    info = ParameterInfo(fqn, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, None, ())
+    if not isinstance(parameter, DTensor):
+        return info
+    placements, mesh = parameter.placements, parameter.device_mesh
+    axis = next((axis for axis, placement in enumerate(placements) if is_sharded(placement)), None)
+    if axis is None:
+        return info
+    # SimpleFSDP puts its axes in front of those of tensor parallelism, as FSDP2 does: with HSDP first the one that
+    # replicates, then the one that shards what tensor parallelism leaves of a parameter.
+    shard = placements[axis]
+    assert is_sharded(shard)
+    return replace(
+        info,
+        shape=_shape_that_fsdp_shards(fqn, parameter, axis, shard.dim),
+        shard_dim=shard.dim,
+        shard_ranks=group_ranks(mesh.get_group(axis)),
+        replicate_ranks=group_ranks(mesh.get_group(axis - 1)) if axis > 0 else (),
     )
+
+
+def _shape_that_fsdp_shards(fqn: str, parameter: DTensor, axis: int, dim: int) -> tuple[int, ...]:
+    """Returns the shape of this rank's part of a parameter along the axes behind FSDP's.
+
+    The checks are of what every rank knows: the global shape and the sizes of all axes.
+    """
+    placements, mesh = parameter.placements, parameter.device_mesh
+    inner = [(p, mesh.size(axis + 1 + index)) for index, p in enumerate(placements[axis + 1 :])]
+    num_parts = [1] * parameter.dim()
+    for placement, size in inner:
+        if isinstance(placement, Shard):
+            num_parts[placement.dim] *= size
+    is_nested = split_factor(placements[axis]) == num_parts[dim]
+    if not is_nested or not all(isinstance(placement, Shard | Replicate) for placement, _ in inner):
+        raise UnsupportedError(
+            f"parameter {fqn!r} has placements {placements}; the FSDP passes support FSDP or HSDP over what tensor "
+            "parallelism leaves of a parameter, as torchtitan applies them. Parallelise it in this order, or capture "
+            "it without tensor parallelism"
+        )
+    num_shards = list(num_parts)
+    num_shards[dim] *= mesh.size(axis)
+    for index, num in enumerate(num_shards if inner else ()):
+        if parameter.shape[index] % num:
+            raise UnsupportedError(
+                f"parameter {fqn!r} has placements {placements}, so {num} shards of dim {index}, whose size "
+                f"{parameter.shape[index]} they do not divide; with tensor parallelism torchtitan's SimpleFSDP takes "
+                "all shards for equal. Make the size a multiple, or capture it without tensor parallelism"
+            )
+    return tuple(size // num for size, num in zip(parameter.shape, num_parts, strict=True))
 
 
 def find_state(model: nn.Module, fqn: str) -> torch.Tensor:

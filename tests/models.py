@@ -10,6 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -115,6 +122,73 @@ class Even(nn.Module):
         return self.head(x)
 
 
+class ParallelBlock(nn.Module):
+    """LayerNorm and two biased linears, every dim a multiple of eight; one of them, or all, may run twice."""
+
+    def __init__(self, num_ups: int, num_runs: int) -> None:
+        super().__init__()
+        self.num_ups, self.num_runs = num_ups, num_runs
+        self.down = nn.Linear(16, 8)  # registered in another order than run
+        self.up = nn.Linear(8, 16)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.num_runs):
+            normed = self.norm(x)
+            x = x + self.down(sum(torch.relu(self.up(normed * (1 + index))) for index in range(self.num_ups)))
+        return x
+
+
+class Parallel(nn.Module):
+    """Embedding, blocks and head for tensor parallelism."""
+
+    def __init__(self, num_ups: int = 1, num_runs: int = 1) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(16, 8)
+        self.layers = nn.ModuleList(ParallelBlock(num_ups, num_runs) for _ in range(2))
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Gives :class:`Parallel` tensor and sequence parallelism on a mesh of one axis, as torchtitan does."""
+    for layer in model.layers:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(layer, mesh, plan)
+    plan = {
+        "emb": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, plan)
+
+
+def make_parallel_meshes(num_ranks: int = 4, *, hybrid: bool = False) -> tuple[DeviceMesh, DeviceMesh]:
+    """Returns the mesh of FSDP or HSDP, and that of two ranks for tensor parallelism, of one mesh."""
+    played = f"_of_{dist.get_rank()}" if dist.get_backend() == "fake" else ""
+    sizes = {"replicate": 2, "shard": num_ranks // 4} if hybrid else {"fsdp": num_ranks // 2}
+    sizes |= {"tp": 2}
+    names = tuple(f"{name}{played}" for name in sizes)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names)
+    return mesh[names[:-1]], mesh[names[-1]]
+
+
+def captured_over_tensor_parallel(model: nn.Module, *, hybrid: bool = False, **options: Any) -> TrainGraph:
+    """Captures the step of :class:`Parallel` under SimpleFSDP over tensor parallelism."""
+    data_mesh, tensor_mesh = make_parallel_meshes(dist.get_world_size(), hybrid=hybrid)
+    options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, **options}
+    simple_fsdp(parallelize(model, tensor_mesh), data_mesh, **options)
+    return capture_train_step(next_token_loss, model, *even_token_batch())
+
+
 def frozen() -> LanguageModel:
     """Frozen parameters at the start, in the middle and at the end of a bucket."""
     model = LanguageModel()
@@ -137,6 +211,12 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor
 def token_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = torch.randint(0, NUM_TOKENS, (2, 2, 5), generator=generator)
+    return tokens, labels
+
+
+def even_token_batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`token_batch`, with a number of tokens that two ranks share evenly."""
+    tokens, labels = (torch.cat([part, part[:, :1]], dim=1) for part in token_batch(seed))
     return tokens, labels
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import BatchMismatchError, CaptureError, UnsupportedError
+from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
 from graphpasses.parameters import find_state
 from graphpasses.passes import DeduplicateShared
@@ -280,26 +280,9 @@ def test_hybrid_shard_ranks() -> None:
     ranks = []
     for rank in (0, 3):
         with on_fake_ranks(LanguageModel(), rank=rank, hybrid=True) as step:
-            ranks.append(step.parameters["norm.weight"].shard_ranks)
-    assert ranks == [(0, 1), (2, 3)]
-
-
-def test_several_sharded_axes_are_refused() -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from graphpasses._torch.fake_process_group import fake_process_group
-    from tests.models import make_mesh
-
-    with fake_process_group(4):
-        model = nn.Linear(4, 4, bias=False)
-        sharded = distribute_tensor(model.weight.data, make_mesh(hybrid=True), [Shard(0), Shard(1)])
-        model.weight = nn.Parameter(sharded)
-        with pytest.raises(UnsupportedError) as caught:
-            capture_train_step(lambda model: model.weight.to_local().sum(), model)
-    assert str(caught.value) == (
-        "parameter 'weight' is sharded over 2 mesh axes (Shard(dim=0), Shard(dim=1)); the FSDP passes support one "
-        "sharded axis (FSDP or HSDP). Capture it without tensor parallelism"
-    )
+            info = step.parameters["norm.weight"]
+            ranks.append((info.shard_ranks, info.replicate_ranks))
+    assert ranks == [((0, 1), (0, 2)), ((2, 3), (1, 3))]
 
 
 def test_emit_fills_in_value_and_origin(step: TrainGraph) -> None:

@@ -22,7 +22,7 @@ __all__ = ["Volume", "volumes"]
 Volume = tuple[float, int]
 
 
-class _Traced(Exception):
+class _TracedOnlyError(Exception):
     """The step is traced and rewritten, and need not run."""
 
 
@@ -55,7 +55,10 @@ def volumes(recipe: Recipe, num_ranks: int, folder: Path) -> dict[str, Volume]:
         config.comm.mode = "fake_backend"
         trainer = config.build()
         batch, labels = next(trainer.batch_generator(trainer.dataloader))
-        with mock.patch.object(graph_trainer, "run_traced", side_effect=_Traced), suppress(_Traced):
+        with (
+            mock.patch.object(graph_trainer, "run_traced", side_effect=_TracedOnlyError),
+            suppress(_TracedOnlyError),
+        ):
             trainer.forward_backward_step(
                 input_dict=batch, labels=labels, global_valid_tokens=torch.tensor(labels.numel())
             )

@@ -1,4 +1,4 @@
-"""What hashing must know of DTensors and buffers, for which torch has no public interface.
+"""What hashing and passes must know of DTensors and buffers, for which torch has no public interface.
 
 Tested with torch 2.13.
 """
@@ -6,6 +6,7 @@ Tested with torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 # _StridedShard: what FSDP2 over tensor parallelism puts on a parameter; it has no public name.
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["dim_is_sharded", "local_offset", "persistent_buffers", "wait_for"]
+__all__ = ["is_sharded", "local_offset", "persistent_buffers", "split_factor", "wait_for"]
 
 
-def dim_is_sharded(placement: object) -> bool:
+def is_sharded(placement: object) -> TypeGuard[Shard | _StridedShard]:
     """Says whether a placement splits the tensor: ``Shard``, or FSDP2's right-to-left ``_StridedShard``."""
     return isinstance(placement, Shard | _StridedShard)
 
@@ -56,8 +57,13 @@ def local_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | N
     return tuple(shape), tuple(offset)
 
 
+def split_factor(placement: object) -> int:
+    """Returns into how many parts later mesh axes split a sharded tensor dim first: 1 but for ``_StridedShard``."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+
+
 def _split_factor(placement: Shard | _StridedShard) -> dict[str, int]:
-    return {"split_factor": int(placement.split_factor)} if isinstance(placement, _StridedShard) else {}
+    return {"split_factor": split_factor(placement)} if isinstance(placement, _StridedShard) else {}
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

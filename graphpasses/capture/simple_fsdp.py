@@ -7,7 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpasses.errors import UnsupportedError
-from graphpasses.identity import preserve_identity
+from graphpasses.identity import IdentityMap, preserve_identity
+from graphpasses.parameters import parameter_infos
 
 __all__ = ["simple_fsdp"]
 
@@ -26,8 +27,10 @@ def simple_fsdp(
     the wrapper classes of an earlier model with another mesh or policy.
 
     Args:
-        model: a module on its device, with equal values on every rank.
-        mesh: one axis for FSDP; two axes, replicate then shard, for HSDP.
+        model: a module on its device, with equal values on every rank (of one place in tensor parallelism, which
+            ``parallelize_module`` has applied before).
+        mesh: one axis for FSDP; two axes, replicate then shard, for HSDP. With tensor parallelism a part of the same
+            mesh, in front of its axis.
         param_dtype: dtype of the unsharded parameters and of compute; None keeps the parameters'.
         reduce_dtype: dtype in which gradients are reduced; None means ``param_dtype``, as in FSDP2.
         shard_dim: tensor dim to shard.
@@ -36,7 +39,8 @@ def simple_fsdp(
         ``model``.
 
     Raises:
-        UnsupportedError: the mesh has neither one nor two axes, or a parameter has no dim to shard.
+        UnsupportedError: the mesh has neither one nor two axes, a parameter has no dim to shard, or its shards over
+            tensor parallelism are uneven.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
@@ -68,4 +72,5 @@ def simple_fsdp(
             ),
             shard_dim=shard_dim,
         )
+    parameter_infos(model, IdentityMap.of(model))  # refuses what cannot be captured, before anything runs
     return model

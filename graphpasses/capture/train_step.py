@@ -28,8 +28,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     Args:
         loss_fn: called as ``loss_fn(model, *batch)``; returns a scalar floating-point tensor. It must not
             call ``backward`` itself.
-        model: a plain module or one that torchtitan's SimpleFSDP ``data_parallel`` has sharded, on any
-            device but meta.
+        model: a plain module or one that torchtitan's SimpleFSDP ``data_parallel`` has sharded, over tensor
+            parallelism or not, on any device but meta.
         batch: example arguments: tensors, numbers, strings, None, or lists, tuples and dicts of them.
             Shapes, dtypes and plain values are fixed by the capture.
 
@@ -42,7 +42,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             calls ``backward``, runs under autocast or decides by a tensor's value, the batch holds something
             else than tensors and plain values, the model is on meta or has an LSTM that runs in oneDNN, or
             torchtitan is not installed.
-        UnsupportedError: a parameter is sharded over several mesh axes.
+        UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
+            parallelism.
 
     Example:
         >>> import torch

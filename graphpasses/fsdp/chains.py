@@ -1,7 +1,8 @@
 """Find in a graph how each parameter is unsharded and how each gradient is reduced.
 
-Both are found from what the graph's inputs and outputs are, never from node names or positions. As traced
-from SimpleFSDP (torch.distributed.tensor._redistribute), with rank-dependent padding in brackets:
+Both are found from what the graph's inputs and outputs are, and from the ranks that a collective joins, never from
+node names or positions: collectives of tensor parallelism, on parameters, activations or gradients, are none of
+FSDP's. As traced from SimpleFSDP (torch.distributed.tensor._redistribute), with rank-dependent padding in brackets:
 
     unshard:  placeholder -> cast -> [pad] -> all_gather -> wait -> [slice] -> view -> compute
     reduce:   gradient -> cast -> [all_reduce -> wait] -> [split, pad, cat] -> reduce_scatter -> wait
@@ -18,9 +19,19 @@ from typing import Any, TypeGuard
 import torch
 from torch import fx
 
+from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.graph import WAIT, TrainGraph, argument
+from graphpasses.parameters import ParameterInfo
 
-__all__ = ["GradReduction", "Unshard", "find_grad_reductions", "find_unshards", "gradient_summands"]
+__all__ = [
+    "Gather",
+    "GradReduction",
+    "Unshard",
+    "find_gathers",
+    "find_grad_reductions",
+    "find_unshards",
+    "gradient_summands",
+]
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -57,13 +68,26 @@ class Unshard:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """One all-gather of parameters, packed or not: ``chain`` leads from their placeholders to it, in order."""
+
+    fqns: frozenset[str]
+    chain: tuple[fx.Node, ...]
+
+    @property
+    def all_gather(self) -> fx.Node:
+        """The all-gather."""
+        return self.chain[-1]
+
+
+@dataclass(frozen=True)
 class GradReduction:
     """How one gradient is reduced.
 
     Args:
         fqn: canonical FQN of the parameter.
         name: the name of the output that it goes to; a tied parameter has several.
-        gradient: this rank's whole gradient, before any cast, padding or reduction.
+        gradient: this rank's whole gradient, before FSDP casts, pads or reduces it.
         entry: the node of the chain that reads ``gradient``.
         reduce_scatter: the reduce-scatter.
         wait: its wait.
@@ -96,8 +120,13 @@ def wait_of(collective: fx.Node) -> fx.Node:
     return next(user for user in collective.users if user.target == WAIT)
 
 
+def collective_ranks(collective: fx.Node) -> tuple[int, ...]:
+    """Returns the global ranks that a functional collective joins; its process group must be alive on this rank."""
+    return named_group_ranks(str(collective.args[-1]))
+
+
 def find_unshards(graph: TrainGraph) -> list[Unshard]:
-    """Returns every all-gather of a parameter, in order of the inputs and then of their users.
+    """Returns every all-gather by which FSDP unshards one parameter, in order of the inputs and then of their users.
 
     Args:
         graph: the captured step.
@@ -109,30 +138,51 @@ def find_unshards(graph: TrainGraph) -> list[Unshard]:
             node = pending.pop(0)
             for user in node.users:
                 if user.target == ALL_GATHER:
-                    found.append(Unshard(fqn, user, wait_of(user)))
+                    if collective_ranks(user) == graph.parameters[fqn].shard_ranks:
+                        found.append(Unshard(fqn, user, wait_of(user)))
                 elif user.target in _BEFORE_ALL_GATHER:
                     pending.append(user)
     return found
 
 
-def gather_chain(all_gather: fx.Node, order: Mapping[fx.Node, int]) -> list[fx.Node] | None:
-    """Returns the nodes from placeholders to ``all_gather``, in order; None if it gathers something computed.
+def find_gathers(graph: TrainGraph) -> list[Gather]:
+    """Returns every all-gather by which FSDP unshards parameters, one or several, in the order of the graph.
 
     Args:
-        all_gather: an all-gather.
-        order: position of every node in the graph.
+        graph: the captured, possibly rewritten, step.
     """
+    fqn_of = {placeholder: fqn for fqn, placeholder in graph.parameter_placeholders()}
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    gathers = (
+        _gather(node, fqn_of, order)
+        for node in graph.graph.find_nodes(op="call_function", target=ALL_GATHER, sort=True)
+    )
+    return [
+        gather
+        for gather in gathers
+        if gather is not None
+        and {collective_ranks(gather.all_gather)}
+        == {graph.parameters[fqn].shard_ranks for fqn in gather.fqns}
+    ]
+
+
+def _gather(
+    all_gather: fx.Node, fqn_of: Mapping[fx.Node, str], order: Mapping[fx.Node, int]
+) -> Gather | None:
+    """Returns the chain that leads to an all-gather; None if it gathers anything else than parameters."""
+    fqns: set[str] = set()
     chain: set[fx.Node] = {all_gather}
     pending = [all_gather]
     while pending:
         for source in pending.pop().all_input_nodes:
-            if source.op == "placeholder" or source in chain:
-                continue
-            if source.target not in _PACK_OPS:
+            if source in fqn_of:
+                fqns.add(fqn_of[source])
+            elif source.target not in _PACK_OPS:
                 return None
-            chain.add(source)
-            pending.append(source)
-    return sorted(chain, key=order.__getitem__)
+            elif source not in chain:
+                chain.add(source)
+                pending.append(source)
+    return Gather(frozenset(fqns), tuple(sorted(chain, key=order.__getitem__)))
 
 
 def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
@@ -201,28 +251,34 @@ def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
 
     Returns:
         In output order and, within one output, in the order of autograd's adds. A summand that is not the
-        result of one reduce-scatter of this parameter alone does not appear.
+        result of one reduce-scatter of this parameter alone, over its FSDP group, does not appear.
     """
     found: dict[str, list[GradReduction]] = {}
     values = graph.output_values
     for fqn, slots in graph.gradient_slots().items():
+        info = graph.parameters[fqn]
         for slot in slots:
             for source, tail in gradient_summands(values[slot]) if values[slot] is not None else ():
-                if source.target == WAIT and calls(source.args[0], REDUCE_SCATTER):
-                    found.setdefault(fqn, []).append(_reduction(fqn, graph.outputs[slot].fqn, source, tail))
+                if is_result_of(source, REDUCE_SCATTER, info.shard_ranks):
+                    found.setdefault(fqn, []).append(_reduction(info, graph.outputs[slot].fqn, source, tail))
     return found
 
 
-def _reduction(fqn: str, name: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduction:
+def is_result_of(value: Any, target: Any, ranks: tuple[int, ...]) -> TypeGuard[fx.Node]:
+    """Whether ``value`` is the wait of a collective of this kind over these ranks, in this order."""
+    return calls(value, WAIT) and calls(value.args[0], target) and collective_ranks(value.args[0]) == ranks
+
+
+def _reduction(info: ParameterInfo, name: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduction:
     reduce_scatter = argument(wait)
     gradient, entry = before_padding(reduce_scatter)
     all_reduce = None
-    if gradient.target == WAIT and calls(gradient.args[0], ALL_REDUCE):
+    if is_result_of(gradient, ALL_REDUCE, info.replicate_ranks):
         all_reduce = argument(gradient)
         gradient, entry = before_padding(all_reduce)
     if gradient.target == CAST and set(gradient.kwargs) == {"dtype"}:
         gradient, entry = argument(gradient), gradient
-    return GradReduction(fqn, name, gradient, entry, reduce_scatter, wait, all_reduce, tail)
+    return GradReduction(info.fqn, name, gradient, entry, reduce_scatter, wait, all_reduce, tail)
 
 
 def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -10,11 +10,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.errors import LayoutError
-from graphpasses.fsdp.chains import ALL_REDUCE, CAST, REDUCE_SCATTER, before_padding, calls
+from graphpasses.fsdp.chains import (
+    ALL_REDUCE,
+    CAST,
+    REDUCE_SCATTER,
+    before_padding,
+    calls,
+    collective_ranks,
+    is_result_of,
+)
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
-from graphpasses.graph import WAIT, TrainGraph, argument
+from graphpasses.graph import TrainGraph, argument
+from graphpasses.parameters import ParameterInfo
 
 __all__ = ["graph_layout"]
 
@@ -49,7 +57,8 @@ def graph_layout(graph: TrainGraph) -> Layout:
         graph: the step; its process groups must be alive on this rank.
 
     Returns:
-        One bucket per reduction that a gradient output depends on, in the order of the graph.
+        One bucket per reduction over an FSDP group, or HSDP's other one, that a gradient output depends on, in the
+        order of the graph.
 
     Raises:
         LayoutError: a bucket holds a part that belongs to no gradient output.
@@ -62,13 +71,13 @@ def graph_layout(graph: TrainGraph) -> Layout:
     values = graph.output_values
     for fqn, slots in graph.gradient_slots().items():
         for slot in slots:
-            for found in _collectives_behind(values[slot]):
+            for found in _collectives_behind(values[slot], graph.parameters[fqn]):
                 parts.setdefault(found.collective, {})[found.part] = (fqn, found.sizes)
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     return Layout(tuple(_bucket(graph, node, parts[node]) for node in sorted(parts, key=order.__getitem__)))
 
 
-def _collectives_behind(value: fx.Node | None) -> list[_Found]:
+def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Found]:
     found: list[_Found] = []
     pending: list[tuple[Any, int, tuple[int, ...]]] = [(value, 0, ())] if value is not None else []
     while pending:
@@ -77,15 +86,16 @@ def _collectives_behind(value: fx.Node | None) -> list[_Found]:
             split, index = argument(node), node.args[1]
             assert isinstance(index, int)
             pending.append((split.args[0], index, tuple(part.shape[0] for part in split.meta["val"])))
-        elif calls(node, WAIT) and calls(node.args[0], ALL_REDUCE):
+        elif is_result_of(node, ALL_REDUCE, info.replicate_ranks):
             found.append(_Found(argument(node), part, sizes or (_numel(node),)))
-            if calls(argument(node).args[0], WAIT):  # HSDP: the reduce-scatter comes first, same places
+            # HSDP: the reduce-scatter comes first, same places
+            if is_result_of(argument(node).args[0], REDUCE_SCATTER, info.shard_ranks):
                 pending.append((argument(argument(node)), part, sizes))
-        elif calls(node, WAIT) and calls(node.args[0], REDUCE_SCATTER):
+        elif is_result_of(node, REDUCE_SCATTER, info.shard_ranks):
             found.append(_Found(argument(node), part, sizes or (_numel(node),)))
             if not sizes:  # HSDP as traced: the all-reduce comes first, on the whole gradient
                 source, _ = before_padding(argument(node))
-                if calls(source, WAIT) and calls(source.args[0], ALL_REDUCE):
+                if is_result_of(source, ALL_REDUCE, info.replicate_ranks):
                     found.append(_Found(argument(source), 0, (_numel(source),)))
         elif isinstance(node, fx.Node) and node.target in _KEEP_PLACE:
             pending.append((node.args[0], part, sizes))
@@ -110,7 +120,7 @@ def _bucket(
     offsets = [sum(sizes[:index]) * dtype.itemsize for index in range(len(sizes))]
     return BucketLayout(
         collective="reduce_scatter" if is_reduce_scatter else "all_reduce",
-        ranks=named_group_ranks(str(collective.args[3 if is_reduce_scatter else 2])),
+        ranks=collective_ranks(collective),
         op=str(collective.args[1]),
         dtype=str(dtype).removeprefix("torch."),
         entries=tuple(

@@ -36,7 +36,7 @@ class LayoutEntry:
 
     Args:
         fqn: canonical (first-seen) FQN of the parameter.
-        numel: elements of the whole, unpadded parameter.
+        numel: elements of the whole, unpadded parameter; with tensor parallelism of this rank's part of it.
         padded_numel: elements that it takes in one rank's part of the bucket, padding included.
         offset: bytes from the start of one rank's part to its first element.
     """
@@ -156,7 +156,7 @@ def make_bucket_layout(
         ranks: global ranks of its process group, in group order.
         op: ``"avg"`` or ``"sum"``.
         dtype: dtype on the wire.
-        parameters: FQN, global shape and sharded tensor dim of each, in byte order.
+        parameters: FQN, shape that FSDP shards and sharded tensor dim of each, in byte order.
         num_shards: number of rows; by default the group's size for a reduce-scatter, and one (the whole
             gradient) for an all-reduce. HSDP's all-reduce has that of the reduce-scatter before it.
 

@@ -33,6 +33,7 @@ from graphpasses.fsdp.chunked import chunked_buckets
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
+from graphpasses.identity import IdentityMap
 from graphpasses.integrations.record_trainer import recorded
 from graphpasses.passes import default_pipeline
 from graphpasses.pipeline import PassReport, PipelineReport
@@ -101,9 +102,10 @@ def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
         trainer: a graph_trainer.
 
     Raises:
-        UnsupportedError: see :func:`eager_twin`.
+        UnsupportedError: see :func:`eager_twin`; or tensor parallelism meets tied weights.
     """
     eager = eager_twin(trainer)
+    _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
     plan, layout = BucketPlan.from_fully_shard(eager), eager_layout(eager)
     if isinstance(trainer.config.loss, ChunkedLossWrapper.Config):
         plan, layout = chunked_buckets(plan, layout, eager, "lm_head")
@@ -169,6 +171,18 @@ def graph_passes(
                 f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
             )
     return passes
+
+
+def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:
+    """Refuses weights that are tied again only after eager's groups were made of them."""
+    names_in_eager = IdentityMap.of(eager)
+    for names in identity.parameters:
+        if len({names_in_eager.canonical(name) for name in names}) > 1:
+            raise UnsupportedError(
+                f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
+                "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
+                "them (enable_weight_tying = False), or train with tensor_parallel_degree 1"
+            )
 
 
 def _finish_pass(

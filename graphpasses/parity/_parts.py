@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from graphpasses._torch.dtensor import dim_is_sharded, local_offset, wait_for
+from graphpasses._torch.dtensor import is_sharded, local_offset, wait_for
 
 __all__ = ["Part", "part_of"]
 
@@ -93,7 +93,7 @@ def _part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup | None
 def _placement_problem(tensor: DTensor, group: dist.ProcessGroup | None) -> str:
     """Says why a DTensor cannot be hashed, or nothing."""
     for placement in tensor.placements:
-        if not (isinstance(placement, Replicate) or dim_is_sharded(placement)):
+        if not (isinstance(placement, Replicate) or is_sharded(placement)):
             return f"its placement is {placement!r}; redistribute it first"
     if group is not None:
         members = dist.get_process_group_ranks(group)

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.chains import (
     ADD_IN_PLACE,
     CAST,
@@ -18,7 +19,7 @@ from graphpasses.fsdp.chains import (
     is_read_inside,
 )
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph import WAIT, Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
 __all__ = ["CoalesceGradReductions"]
@@ -64,6 +65,12 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
                     f"{fqn}: {num_summands} gradients are not added before their reduction: {reason}"
                 )
                 continue
+            if any(_is_reduced_already(reduction) for reduction in found):
+                raise UnsupportedError(
+                    f"parameter {fqn!r} is read {num_summands} times, and tensor parallelism reduces the gradient of "
+                    "each use before FSDP does; eager adds the uses first. Read it once in forward and share what "
+                    "was read, or capture the step without tensor parallelism"
+                )
             # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
             in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
             plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:]), after_cast))
@@ -89,6 +96,10 @@ def _obstacle(
     if any(is_read_inside(values[slot]) for slot in slots):
         return "a reduced gradient is read inside the step"
     return None
+
+
+def _is_reduced_already(reduction: GradReduction) -> bool:
+    return any(source.target == WAIT for source, _ in gradient_summands(reduction.gradient))
 
 
 def _apply(graph: TrainGraph, plan: _Coalesce) -> None:
@@ -136,8 +147,9 @@ class CoalesceGradReductions(GraphPass):
 
     Of a tied parameter's several outputs the first carries the total and the others become None. Where a
     summand does not come from a reduce-scatter alone, or dtypes, ops or groups differ, the parameter is left
-    alone and noted. Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces
-    ``unsharded_param.grad``; autograd's ``input_buffer.cpp`` accumulates in order of arrival.
+    alone and noted. A parameter whose gradient tensor parallelism reduces must be read once. Source: FSDP2's
+    ``_fsdp_param_group.py``, ``post_backward``, reduces ``unsharded_param.grad``; autograd's ``input_buffer.cpp``
+    accumulates in order of arrival.
 
     Where the step calls backward several times, FSDP2 adds what each call yields after its cast::
 
@@ -147,6 +159,9 @@ class CoalesceGradReductions(GraphPass):
 
     Args:
         plan: its entries that accumulate are those with several backward calls; None: there are none.
+
+    Raises (from ``rewrite``):
+        UnsupportedError: tensor parallelism reduces the gradients of a parameter's uses one by one.
 
     Example:
         >>> Pipeline((DeduplicateShared(), CoalesceGradReductions())).run(step)  # doctest: +SKIP

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphpasses.errors import PipelineError
-from graphpasses.fsdp.chains import ALL_GATHER, ALL_REDUCE, CAST, REDUCE_SCATTER, calls, gather_chain, wait_of
+from graphpasses.fsdp.chains import ALL_REDUCE, CAST, REDUCE_SCATTER, Gather, calls, find_gathers, wait_of
 from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective
 from graphpasses.pipeline import GraphPass, Numerics
 
@@ -60,7 +60,7 @@ class PrefetchCollectives(GraphPass):
 
     A reduce-scatter is waited for when the next one is about to be launched, an HSDP all-reduce one later, so
     that at most one of each holds its buffers. Gathers that depend on compute stay; so do reductions whose
-    result the step computes with.
+    result the step computes with, such as those of tensor parallelism.
 
     Args:
         num_ahead: how many all-gathers are in flight beside the one that is waited for, at least 1.
@@ -87,7 +87,7 @@ class PrefetchCollectives(GraphPass):
         """Moves nodes of ``graph`` in place; returns the number of launches and waits that moved."""
         nodes = list(graph.graph.nodes)
         order = {node: index for index, node in enumerate(nodes)}
-        self._launch_early([node for node in nodes if node.target == ALL_GATHER], order)
+        self._launch_early(find_gathers(graph), order)
         _wait_late(
             [node for node in nodes if node.target == REDUCE_SCATTER], graph.graph.output_node(), order
         )
@@ -95,25 +95,29 @@ class PrefetchCollectives(GraphPass):
         after = {node: index for index, node in enumerate(graph.graph.nodes)}
         return sum(order[node] != after[node] for node in nodes if is_collective(node) or node.target == WAIT)
 
-    def _launch_early(self, all_gathers: list[fx.Node], order: dict[fx.Node, int]) -> None:
-        chains = [chain for node in all_gathers if (chain := gather_chain(node, order)) is not None]
+    def _launch_early(self, gathers: list[Gather], order: dict[fx.Node, int]) -> None:
         num_launched = 1
-        for index, current in enumerate(chains, start=1):
-            wait = wait_of(current[-1])
-            for node in (node for ahead in chains[num_launched : index + self.num_ahead] for node in ahead):
+        for index, current in enumerate(gathers, start=1):
+            wait = wait_of(current.all_gather)
+            ahead = gathers[num_launched : index + self.num_ahead]
+            for node in (node for gather in ahead for node in gather.chain):
                 if order[node] > order[wait]:
                     wait.prepend(node)
             num_launched = index + self.num_ahead
 
 
 def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node, order: dict[fx.Node, int]) -> None:
-    points = [*reduce_scatters[1:], output, output]
-    for index, reduce_scatter in enumerate(reduce_scatters):
+    launches: list[fx.Node] = []
+    tails: list[tuple[list[fx.Node], list[list[fx.Node]]]] = []
+    for reduce_scatter in reduce_scatters:
         chain = _unpack_chain(wait_of(reduce_scatter), order)
         all_reduces = [node for node in chain or () if calls(node, ALL_REDUCE)]
         late = [_unpack_chain(wait_of(node), order) for node in all_reduces]
-        if chain is None or None in late:
-            continue
-        for point, moved in [(points[index], chain), *((points[index + 1], tail) for tail in late)]:
-            for node in moved or ():
+        if chain is not None and None not in late:
+            launches.append(reduce_scatter)
+            tails.append((chain, [tail for tail in late if tail is not None]))
+    points = [*launches[1:], output, output]
+    for index, (chain, late_chains) in enumerate(tails):
+        for point, moved in [(points[index], chain), *((points[index + 1], tail) for tail in late_chains)]:
+            for node in moved:
                 point.prepend(node)

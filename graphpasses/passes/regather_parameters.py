@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphpasses.fsdp.chains import ALL_GATHER, UNSHARD_OPS, gather_chain, is_backward
+from graphpasses.fsdp.chains import ALL_GATHER, UNSHARD_OPS, find_gathers, is_backward
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
@@ -26,21 +26,16 @@ class _Regather:
 def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[_Regather]:
     """Returns, per forward all-gather of resharded parameters that backward reads, what to repeat for it."""
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
-    fqn_of = {placeholder: fqn for fqn, placeholder in graph.parameter_placeholders()}
     plans = []
-    for all_gather in graph.graph.find_nodes(op="call_function", target=ALL_GATHER):
-        chain = gather_chain(all_gather, order)
-        if chain is None or is_backward(all_gather):
+    for gather in find_gathers(graph):
+        if is_backward(gather.all_gather) or not gather.fqns <= resharded:
             continue
-        sources = {source for node in chain for source in node.all_input_nodes if source.op == "placeholder"}
-        if not {fqn_of.get(source) for source in sources} <= resharded:
-            continue
-        unsharded = _unsharded_values(all_gather)
+        unsharded = _unsharded_values(gather.all_gather)
         readers = dict.fromkeys(
             user for node in unsharded for user in node.users if is_backward(user) and user not in unsharded
         )
         if readers:
-            nodes = sorted({*chain, *_needed(unsharded, readers)}, key=order.__getitem__)
+            nodes = sorted({*gather.chain, *_needed(unsharded, readers)}, key=order.__getitem__)
             plans.append(_Regather(tuple(nodes), tuple(sorted(readers, key=order.__getitem__))))
     return plans
 
@@ -52,6 +47,8 @@ def _unsharded_values(all_gather: fx.Node) -> dict[fx.Node, None]:
     while pending:
         for user in pending.pop().users:
             if user in values or is_backward(user) or not values.keys() >= set(user.all_input_nodes):
+                continue
+            if user.target == ALL_GATHER:  # of tensor parallelism, which keeps what it gathers
                 continue
             if user.target in UNSHARD_OPS or getattr(user.target, "is_view", False):
                 values[user] = None

@@ -8,22 +8,34 @@ import pytest
 import torch
 from torch import fx, nn
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
 from graphpasses.fsdp.chains import (
     ALL_GATHER,
     ALL_REDUCE,
     CAST,
     REDUCE_SCATTER,
+    collective_ranks,
+    find_gathers,
     find_grad_reductions,
     find_unshards,
     gradient_summands,
     is_mutated,
     wait_of,
 )
-from graphpasses.graph import WAIT, TrainGraph
+from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.passes import DeduplicateShared
 from graphpasses.pipeline import Pipeline
-from tests.models import Even, LanguageModel, Reused, Unused, frozen, on_fake_ranks
+from tests.models import (
+    Even,
+    LanguageModel,
+    Parallel,
+    Reused,
+    Unused,
+    captured_over_tensor_parallel,
+    frozen,
+    on_fake_ranks,
+)
 
 aten = torch.ops.aten
 
@@ -51,6 +63,30 @@ def test_every_parameter_is_found(rank: int, hybrid: bool) -> None:
                 assert (reduction.all_reduce is not None) == hybrid
                 if reduction.all_reduce is not None:
                     assert reduction.all_reduce.target == ALL_REDUCE
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_collectives_of_tensor_parallelism_are_none_of_fsdps(hybrid: bool, reduce_dtype: torch.dtype) -> None:
+    with fake_process_group(8 if hybrid else 4):
+        graph = captured_over_tensor_parallel(Parallel(), hybrid=hybrid, reduce_dtype=reduce_dtype)
+        beside = [n for n in graph.graph.nodes if is_collective(n) and collective_ranks(n) == (0, 1)]
+        assert {node.target for node in beside} == {ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE}
+        unshards = find_unshards(graph)
+        assert Counter(u.fqn for u in unshards) == dict.fromkeys(graph.parameters, 1)
+        assert {gather.all_gather for gather in find_gathers(graph)} == {u.all_gather for u in unshards}
+        reductions = find_grad_reductions(graph)
+        assert reductions.keys() == graph.parameters.keys()
+        for fqn, (reduction,) in reductions.items():
+            ranks = graph.parameters[fqn].shard_ranks
+            assert collective_ranks(reduction.reduce_scatter) == ranks == (0, 2)
+            assert (reduction.all_reduce is not None) == hybrid
+            if reduction.all_reduce is not None:
+                assert collective_ranks(reduction.all_reduce) == (0, 4)
+            assert tuple(reduction.gradient.meta["val"].shape) == graph.parameters[fqn].shape
+            # Tensor parallelism's own reduction, where a parameter is replicated, comes before.
+            (summand,) = gradient_summands(reduction.gradient)
+            assert (summand[0].target == WAIT) == (".norm." in fqn)
 
 
 def test_frozen_parameters_are_gathered_only() -> None:

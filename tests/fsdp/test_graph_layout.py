@@ -18,7 +18,19 @@ from graphpasses.fsdp.plan import Bucket
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import BucketFSDPCollectives, CoalesceGradReductions, DeduplicateShared
 from graphpasses.pipeline import Pipeline
-from tests.models import Even, LanguageModel, Unused, captured_fsdp, frozen, make_mesh, on_fake_ranks
+from tests.models import (
+    Even,
+    LanguageModel,
+    Parallel,
+    Unused,
+    captured_fsdp,
+    captured_over_tensor_parallel,
+    frozen,
+    make_mesh,
+    make_parallel_meshes,
+    on_fake_ranks,
+    parallelize,
+)
 
 PLAN = BucketPlan.from_modules([["layers.0"], ["layers.1"]], Reduction(dtype=torch.bfloat16))
 
@@ -43,6 +55,27 @@ def test_bucketed_layout_is_eagers(build: type[nn.Module], rank: int, hybrid: bo
         layout = graph_layout(bucketed(graph))
         assert not diff_layouts(asked, layout)
         assert len(layout.buckets) == (6 if hybrid else 3)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_bucketed_layout_over_tensor_parallelism_is_eagers(rank: int, hybrid: bool) -> None:
+    with fake_process_group(8 if hybrid else 4, rank):
+        model = Parallel()
+        eager = copy.deepcopy(model)
+        graph = captured_over_tensor_parallel(model, hybrid=hybrid)
+        data_mesh, tensor_mesh = make_parallel_meshes(8 if hybrid else 4, hybrid=hybrid)
+        parallelize(eager, tensor_mesh)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        for module in (*eager.layers, eager):
+            fully_shard(module, mesh=data_mesh, mp_policy=policy)
+        asked, layout = eager_layout(eager), graph_layout(bucketed(graph))
+        assert not diff_layouts(asked, layout)
+        assert {b.entries for b in asked.buckets} == {b.entries for b in layout.buckets}
+        assert len(layout.buckets) == (6 if hybrid else 3)
+        # As captured there are as many reductions as parameters, none of them over the ranks of tensor parallelism.
+        assert diff_layouts(asked, graph_layout(graph))
+        assert len(graph_layout(graph).buckets) == len(graph.parameters) * (2 if hybrid else 1)
 
 
 def test_captured_layout() -> None:

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from graphpasses.errors import UnsupportedError
+from graphpasses.identity import IdentityMap
 from graphpasses.integrations.titan_cpu import make_assets, use_cpu
 from graphpasses.parity.hashing import weight_hashes
 from graphpasses.parity.launch import run_ranks
+from tests.models import LanguageModel
 
 NUM_STEPS = 3
 
@@ -26,6 +29,7 @@ class Case:
 
     is_tied: bool = False
     is_hybrid: bool = False
+    is_tensor_parallel: bool = False
     has_passes: bool = True
 
 
@@ -38,6 +42,7 @@ CASES = {
     },
     # By itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
     "hybrid": {"llama3 tied": Case(is_tied=True, is_hybrid=True)},
+    "sharded × tensor parallel": {"llama3": Case(is_tensor_parallel=True)},
 }
 
 
@@ -74,6 +79,7 @@ def configure(case: Case, folder: Path, *, is_eager: bool) -> Any:
     config.lr_scheduler.warmup_steps = 0
     config.parallelism.spmd_backend = "partial_dtensor"
     config.parallelism.data_parallel_replicate_degree = 2 if case.is_hybrid else 1
+    config.parallelism.tensor_parallel_degree = 2 if case.is_tensor_parallel else 1
     config.activation_checkpoint = None
     config.debug.seed, config.debug.deterministic = 42, True
     if is_eager:
@@ -139,6 +145,23 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
     cases = CASES[name]
     for results in run_ranks(compare, 4, cases, tmp_path, free_ports(2 * len(cases))):
         assert results == {case: [[cases[case].has_passes] * NUM_STEPS, True] for case in cases}
+
+
+def test_weights_that_tensor_parallelism_unties_are_refused() -> None:
+    """torchtitan ties them again only when FSDP2's groups were made."""
+    pytest.importorskip("torchtitan")
+    from graphpasses.integrations.graph_trainer import _check_ties
+
+    tied, untied = LanguageModel(), LanguageModel(tied=False)
+    _check_ties(IdentityMap.of(tied), LanguageModel())
+    _check_ties(IdentityMap.of(untied), LanguageModel(tied=False))
+    with pytest.raises(UnsupportedError) as caught:
+        _check_ties(IdentityMap.of(tied), untied)
+    assert str(caught.value) == (
+        "'emb.weight' and 'head.weight' are one tied weight, which torchtitan's tensor parallelism takes for several "
+        "until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie them "
+        "(enable_weight_tying), or train with tensor_parallel_degree 1"
+    )
 
 
 def test_assets_are_the_same_each_time(tmp_path: Path) -> None:

@@ -22,21 +22,26 @@ from torch.distributed.tensor import Shard
 
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.fsdp import BucketPlan, diff_layouts, eager_layout
+from graphpasses.fsdp.chains import collective_ranks
 from graphpasses.fsdp.graph_layout import graph_layout
-from graphpasses.graph import TrainGraph
+from graphpasses.graph import TrainGraph, is_collective
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.models import (
     Even,
     LanguageModel,
+    Parallel,
     Recomputed,
     Reused,
     TwoNames,
     Unused,
+    even_token_batch,
     frozen,
     make_mesh,
+    make_parallel_meshes,
     mixed_dtypes,
     next_token_loss,
+    parallelize,
     same_bits,
     token_batch,
 )
@@ -61,6 +66,7 @@ class Case:
     calls: Sequence[Sequence[str]] = LAYERS
     policy: MixedPrecisionPolicy = field(default_factory=lambda: BF16)
     hybrid: bool = False
+    tensor_parallel: bool = False
     shard_dim: int = 0
     factor: float | None = None
     force_sum: bool = False
@@ -71,12 +77,23 @@ class Case:
     is_reversed: bool = False
 
     @cached_property
+    def parallel_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        return make_parallel_meshes()
+
+    @cached_property
     def mesh(self) -> DeviceMesh:
+        if self.tensor_parallel:
+            return self.parallel_meshes[0]
         if self.is_nccl:
             group = dist.new_group(backend="nccl_sim")
             # A name of its own: DTensor's caches take meshes of equal ranks and names for one, groups apart.
             return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("nccl",))
         return make_mesh(hybrid=self.hybrid)
+
+    def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.tensor_parallel:
+            return even_token_batch(seed + self.mesh.get_local_rank())
+        return token_batch(seed + dist.get_rank())
 
 
 CASES = {
@@ -88,6 +105,12 @@ CASES = {
     "frozen": Case(frozen),
     "unused": Case(Unused),
     "hybrid": Case(hybrid=True, num_backwards=2),
+    "tensor_parallel": Case(Parallel, reshard_after_forward=None, tensor_parallel=True, num_backwards=2),
+    "tensor_parallel_fp32_reduce": Case(
+        partial(Parallel, num_ups=2),
+        policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        tensor_parallel=True,
+    ),
     "shard_1": Case(Even, shard_dim=1),
     "fp32": Case(policy=MixedPrecisionPolicy()),
     "mixed_dtypes": Case(mixed_dtypes, [["layers.0", "layers.1"]], MixedPrecisionPolicy()),
@@ -196,7 +219,8 @@ class Outcome:
         return not self.error and all(self.losses) and not any(self.gradients + self.weights)
 
 
-def compile_step(case: Case, model: nn.Module, eager: nn.Module) -> TrainGraph:
+def compile_step(case: Case, model: nn.Module, eager: nn.Module) -> tuple[TrainGraph, TrainGraph]:
+    """Returns the step as captured, and as rewritten."""
     simple_fsdp(
         model,
         case.mesh,
@@ -204,17 +228,33 @@ def compile_step(case: Case, model: nn.Module, eager: nn.Module) -> TrainGraph:
         reduce_dtype=case.policy.reduce_dtype,
         shard_dim=case.shard_dim,
     )
-    captured = capture_train_step(next_token_loss, model, *token_batch())
+    captured = capture_train_step(next_token_loss, model, *case.batch(0))
     contract = None if case.disable or case.is_reversed else eager_layout(eager)
-    return default_pipeline(plan_of(case, eager), contract=contract, disable=case.disable).run(captured)
+    pipeline = default_pipeline(plan_of(case, eager), contract=contract, disable=case.disable)
+    return captured, pipeline.run(captured)
+
+
+def collectives_beside_fsdp(graph: TrainGraph) -> Counter[str]:
+    """Counts those of tensor parallelism: eager launches them, too, but elsewhere than FSDP2's."""
+    infos = graph.parameters.values()
+    groups = {info.shard_ranks for info in infos} | {info.replicate_ranks for info in infos}
+    nodes = (
+        node for node in graph.graph.nodes if is_collective(node) and collective_ranks(node) not in groups
+    )
+    return Counter(node.target.__name__.split(".")[0] for node in nodes)
 
 
 def train(case: Case) -> Outcome:
     torch.manual_seed(0)
     model = case.build()
-    eager = shard_eagerly(case, copy.deepcopy(model))
-    step = compile_step(case, model, eager)
-    outcome = Outcome(collectives=step.collectives())
+    eager = copy.deepcopy(model)
+    if case.tensor_parallel:
+        model, eager = (parallelize(each, case.parallel_meshes[1]) for each in (model, eager))
+    eager = shard_eagerly(case, eager)
+    captured, step = compile_step(case, model, eager)
+    collectives = Counter(step.collectives())
+    collectives.subtract(collectives_beside_fsdp(captured))
+    outcome = Outcome(collectives=dict(+collectives))
     layout = eager_layout(eager)
     unused = step.without_gradient & {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
     outcome.layouts = str(diff_layouts(layout.without(unused), graph_layout(step)))
@@ -222,7 +262,7 @@ def train(case: Case) -> Outcome:
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (eager, model)]
     for index in range(NUM_STEPS):
         for backward in range(case.num_backwards):
-            batch = token_batch(100 * index + 10 * backward + dist.get_rank())
+            batch = case.batch(100 * index + 10 * backward)
             with counting() as counts:
                 expected = next_token_loss(eager, *batch)
                 expected.backward()

@@ -5,12 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.chains import CAST, REDUCE_SCATTER, find_grad_reductions
 from graphpasses.fsdp.plan import BucketPlan, PlanEntry
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
 from graphpasses.pipeline import Pipeline
-from tests.models import Even, LanguageModel, Reused, Unused, collective_calls, on_fake_ranks
+from tests.models import (
+    Even,
+    LanguageModel,
+    Parallel,
+    Reused,
+    Unused,
+    captured_over_tensor_parallel,
+    collective_calls,
+    on_fake_ranks,
+)
 
 aten = torch.ops.aten
 PIPELINE = Pipeline((DeduplicateShared(), CoalesceGradReductions()))
@@ -44,6 +55,27 @@ def test_tied_weight_is_reduced_once(hybrid: bool) -> None:
         head, embedding = reduction.gradient.all_input_nodes
         assert order[head] < order[embedding]
         assert embedding.args[0].target == aten.embedding_dense_backward.default
+
+
+def test_uses_that_tensor_parallelism_reduces_one_by_one_are_refused() -> None:
+    with fake_process_group(4):
+        # A norm works on a part of the sequence, so that tensor parallelism must add its gradients up.
+        captured = captured_over_tensor_parallel(Parallel(num_runs=2))
+        with pytest.raises(UnsupportedError) as caught:
+            CoalesceGradReductions().rewrite(captured)
+    assert str(caught.value) == (
+        "parameter 'layers.0.norm.weight' is read 2 times, and tensor parallelism reduces the gradient of each use "
+        "before FSDP does; eager adds the uses first. Read it once in forward and share what was read, or capture "
+        "the step without tensor parallelism"
+    )
+
+
+def test_uses_that_tensor_parallelism_does_not_reduce_are_added() -> None:
+    with fake_process_group(4):
+        num_rewrites, graph = run(captured_over_tensor_parallel(Parallel(num_ups=2)))
+        assert num_rewrites == 4  # a weight and a bias of two blocks
+        (reduction,) = find_grad_reductions(graph)["layers.0.up.weight"]
+        assert reduction.gradient.target == aten.add.Tensor
 
 
 def test_fp32_reduction_adds_in_bf16_and_casts_then() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import PipelineError
 from graphpasses.fsdp import BucketPlan, Reduction
-from graphpasses.fsdp.chains import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from graphpasses.fsdp.chains import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, collective_ranks, wait_of
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.passes import (
@@ -15,9 +16,16 @@ from graphpasses.passes import (
     CoalesceGradReductions,
     DeduplicateShared,
     PrefetchCollectives,
+    default_pipeline,
 )
 from graphpasses.pipeline import Pipeline
-from tests.models import LanguageModel, collective_calls, on_fake_ranks
+from tests.models import (
+    LanguageModel,
+    Parallel,
+    captured_over_tensor_parallel,
+    collective_calls,
+    on_fake_ranks,
+)
 
 aten = torch.ops.aten
 PLAN = BucketPlan.from_modules(
@@ -157,6 +165,29 @@ def test_reduction_that_the_step_reads_stays() -> None:
         _, result = run(graph)
         nodes = [node.name for node in result.graph.nodes]
         assert nodes.index(wait.name) == nodes.index(scatter.name) + 1
+
+
+def test_collectives_of_tensor_parallelism_stay() -> None:
+    with fake_process_group(4):
+        captured = captured_over_tensor_parallel(Parallel())
+        plan = BucketPlan.from_modules([["layers.0"], ["layers.1"]], Reduction(dtype=torch.bfloat16))
+        result = default_pipeline(plan).run(captured)
+        beside, after = (
+            [n for n in g.graph.nodes if is_collective(n) and collective_ranks(n) == (0, 1)]
+            for g in (captured, result)
+        )
+        assert [node.name for node in after] == [node.name for node in beside]
+        # Each is waited for at once; FSDP's reductions are in flight across them.
+        nodes = list(result.graph.nodes)
+        in_flight = {
+            node: nodes[nodes.index(node) : nodes.index(wait_of(node))]
+            for node in nodes
+            if is_collective(node)
+        }
+        assert all(len(in_flight[node]) == 1 for node in after)
+        first, second, _ = (n for n in nodes if n.target == REDUCE_SCATTER and n not in after)
+        assert set(after) & set(in_flight[first])
+        assert set(after) & set(in_flight[second])
 
 
 def test_at_least_one_ahead() -> None:
