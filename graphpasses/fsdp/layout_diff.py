@@ -84,7 +84,9 @@ class LayoutDiff:
         if not self.moves:
             return "layouts are equal"
         rows = [("parameter", "before", "after")]
-        rows += [(move.fqn, str(move.before or "-"), str(move.after or "-")) for move in self.moves[:_MAX_ROWS]]
+        rows += [
+            (move.fqn, str(move.before or "-"), str(move.after or "-")) for move in self.moves[:_MAX_ROWS]
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

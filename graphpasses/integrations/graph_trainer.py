@@ -130,12 +130,13 @@ def graph_passes(
         rematerialization between them, Inductor and (on CUDA) CUDA graphs behind them.
 
     Raises:
-        UnsupportedError: see :func:`eager_buckets`.
+        UnsupportedError: see :func:`eager_buckets`; or eager shards a parameter on another dim.
         LayoutError: (from a pass) the graph's buckets are not eager's.
     """
     trainer = _trainers[id(config)]
     step = TrainGraph.from_traced_result(traced, model=trainer.model_parts[0])
     plan, contract = eager_buckets(trainer)
+    _refuse_other_shards(step, contract)
     pipeline = default_pipeline(plan, contract=contract)
     reports: list[PassReport] = []
     ours = {p.name: p.as_function(step, reports) for p in pipeline.passes}
@@ -168,6 +169,20 @@ def graph_passes(
                 f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
             )
     return passes
+
+
+def _refuse_other_shards(step: TrainGraph, contract: Layout) -> None:
+    """FSDP2's trainer shards experts on dim 1 where there are more ranks than experts, SimpleFSDP's does not."""
+    for entry in (entry for bucket in contract.buckets for entry in bucket.entries):
+        info = step.parameters[entry.fqn]
+        if info.shard_dim not in (None, entry.shard_dim):
+            raise UnsupportedError(
+                f"torchtitan's eager trainer shards {entry.fqn!r} of shape {info.shape} as Shard({entry.shard_dim}), "
+                f"graph_trainer as Shard({info.shard_dim}) over {len(info.shard_ranks)} ranks: each rank holds, and "
+                "each byte of a bucket reduces, other elements. FSDP2's trainer does so with experts where there are "
+                "more data-parallel ranks, replicas included, than experts: use no more, or another "
+                "--compile.pass_pipeline"
+            )
 
 
 def _finish_pass(

@@ -315,8 +315,8 @@ def test_contract() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == (
         "the graph cannot meet the layout that was asked for (before: asked, after: graph); take the plan from "
-        "BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction; shard both models' parameters "
-        "on the same dims"
+        "BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction, and both models the same "
+        "sharded dims"
     )
     assert [line.split()[0] for line in lines[2:]] == right[::-1]
     assert caught.value.__notes__ == [
@@ -328,7 +328,9 @@ def test_contract_sees_other_shards_of_the_same_size() -> None:
     fqns = ["layers.0.weight", "layers.1.weight"]
     plan = BucketPlan.from_parameters([fqns, ["emb.weight"], ["head.weight"]], BF16)
     with on_fake_ranks(Even(), shard_dim=1) as captured:
-        others = contract(captured, ["emb.weight"], 1).buckets + contract(captured, ["head.weight"], 1).buckets
+        others = (
+            contract(captured, ["emb.weight"], 1).buckets + contract(captured, ["head.weight"], 1).buckets
+        )
         asked, wrong = (Layout((*contract(captured, fqns, dim).buckets, *others)) for dim in (1, 0))
         run(captured, plan, asked)
         with pytest.raises(LayoutError) as caught:
