@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from experiments.graph_trainer_parity.cases import Recipe
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.errors import GraphPassesError
 from graphpasses.fsdp import BucketPlan, Layout, diff_layouts, eager_layout
@@ -29,21 +30,23 @@ from graphpasses.passes import default_pipeline
 from graphpasses.pipeline import Pipeline
 
 NUM_LAYERS = 2  # of the debug models' six or eight: a dense and a MoE layer of DeepSeek's, in less time
-RECIPES: dict[str, dict[str, Any]] = {
-    "llama3": {"model": "llama3"},
-    "llama3 tied": {"model": "llama3", "tied": True},
-    "llama3 biased": {"model": "llama3", "biased": True},
-    "qwen3 tied": {"model": "qwen3", "tied": True},
-    "deepseek_v3": {"model": "deepseek_v3"},
-    "hybrid": {"model": "llama3", "tied": True, "num_replicas": 2},
-    "sorted": {"model": "llama3", "biased": True},
-    "not coalesced": {"model": "llama3", "tied": True},
+RECIPES = {
+    "llama3": Recipe("llama3", num_layers=NUM_LAYERS),
+    "llama3 tied": Recipe("llama3", tied=True, num_layers=NUM_LAYERS),
+    "llama3 biased": Recipe("llama3", biased=True, num_layers=NUM_LAYERS),
+    "qwen3 tied": Recipe("qwen3", tied=True, num_layers=NUM_LAYERS),
+    "deepseek_v3": Recipe("deepseek_v3", num_layers=NUM_LAYERS),
+    "hybrid": Recipe("llama3", tied=True, num_layers=NUM_LAYERS, num_replicas=2),
 }
+# Unevenly many for 64 ranks.
+RECIPES["96 experts"] = RECIPES["deepseek_v3"]
+# Controls: what to do other than eager does, to which model.
+RECIPES |= {"sorted": RECIPES["llama3 biased"], "not coalesced": RECIPES["llama3 tied"]}
 UNEVEN = ("llama3 biased", "qwen3 tied")
 ALL = ("llama3", "llama3 tied", *UNEVEN, "deepseek_v3")
 # What each process plays: sizes and ranks of which DTensor's caches take no mesh for another one.
 JOBS = (
-    ((8, 0, (*ALL, "sorted", "not coalesced")), (64, 0, ALL)),
+    ((8, 0, (*ALL, "sorted", "not coalesced")), (64, 0, (*ALL, "96 experts"))),
     ((256, 0, ALL),),
     ((256, 128, UNEVEN),),
     ((256, 255, UNEVEN),),
@@ -90,12 +93,14 @@ def in_other_order(plan: BucketPlan, *, contract: Layout) -> Pipeline:
 
 
 def step_of(name: str, folder: Path) -> Step:
-    from experiments.graph_trainer_parity.configs import Recipe, trainer_config
+    from experiments.graph_trainer_parity.configs import trainer_config
     from graphpasses.integrations import graph_trainer
 
-    config = trainer_config(Recipe(**RECIPES[name]), folder, 1, graph_trainer.PIPELINE)
-    config.model_spec.model.layers = config.model_spec.model.layers[:NUM_LAYERS]
+    config = trainer_config(RECIPES[name], folder, 1, graph_trainer.PIPELINE)
     config.comm.mode = "fake_backend"
+    if name == "96 experts":
+        for layer in config.model_spec.model.layers:
+            set_experts(layer, 8, 96)
     if name == "not coalesced":
         config.compile.disable_passes = ["coalesce_grad_reductions_pass"]
     pipeline = in_other_order if name == "sorted" else default_pipeline
@@ -112,6 +117,17 @@ def step_of(name: str, folder: Path) -> Step:
     finally:
         trainer.close()
         dist.destroy_process_group()
+
+
+def set_experts(config: Any, old: int, new: int) -> None:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if (
+            field.name in ("num_experts", "out_features") and value == old
+        ):  # the router has an output for each
+            setattr(config, field.name, new)
+        elif is_dataclass(value):
+            set_experts(value, old, new)
 
 
 def read_step(trainer: Any, eager: torch.nn.Module) -> Step:
@@ -184,7 +200,7 @@ def test_buckets_are_eagers(
     assert not step.error
     assert step.difference == "layouts are equal"
     # One per layer; embedding, norm and lm_head are one group where they are tied, else two.
-    num_groups = NUM_LAYERS + (1 if "tied" in RECIPES[name] else 2)
+    num_groups = NUM_LAYERS + (1 if RECIPES[name].tied else 2)
     assert step.num_eager == step.num_reductions == (num_groups, num_groups * (name == "hybrid"))
 
 
