@@ -129,6 +129,7 @@ def _bucket(
                 numel=math.prod(graph.parameters[parts[index][0]].shape),
                 padded_numel=sizes[index],
                 offset=offsets[index],
+                shard_dim=graph.parameters[parts[index][0]].shard_dim or 0,
             )
             for index in range(len(sizes))
         ),

@@ -39,12 +39,14 @@ class LayoutEntry:
         numel: elements of the whole, unpadded parameter; with tensor parallelism of this rank's part of it.
         padded_numel: elements that it takes in one rank's part of the bucket, padding included.
         offset: bytes from the start of one rank's part to its first element.
+        shard_dim: tensor dim that is sharded, which decides what elements a rank's part holds.
     """
 
     fqn: str
     numel: int
     padded_numel: int
     offset: int
+    shard_dim: int = 0
 
 
 @dataclass(frozen=True)
@@ -174,9 +176,8 @@ def make_bucket_layout(
         num_shards = len(ranks) if collective == "reduce_scatter" else 1
     entries = []
     for fqn, shape, shard_dim in parameters:
-        entries.append(
-            LayoutEntry(fqn, math.prod(shape), _padded_numel(fqn, shape, shard_dim, num_shards), 0)
-        )
+        padded_numel = _padded_numel(fqn, shape, shard_dim, num_shards)
+        entries.append(LayoutEntry(fqn, math.prod(shape), padded_numel, 0, shard_dim))
     name = str(dtype).removeprefix("torch.")
     return BucketLayout(collective, tuple(ranks), op, name, _place(entries, dtype.itemsize))
 

@@ -9,6 +9,8 @@ from graphpasses.fsdp.layout import Collective, Layout
 
 __all__ = ["LayoutDiff", "Move", "Place", "diff_layouts"]
 
+_MAX_ROWS = 20
+
 
 @dataclass(frozen=True)
 class Place:
@@ -22,6 +24,7 @@ class Place:
         offset: bytes from the start of a rank's part of the bucket.
         padded_numel: elements in a rank's part of the bucket.
         num_bytes: bytes of a rank's whole part of the bucket, by which NCCL divides it among rings.
+        shard_dim: tensor dim that is sharded.
         bucket: index of the bucket in its layout; not compared, since the order of buckets changes no bits.
     """
 
@@ -32,13 +35,21 @@ class Place:
     offset: int
     padded_numel: int
     num_bytes: int
+    shard_dim: int
     bucket: int = field(compare=False)
 
     def __str__(self) -> str:
         return (
-            f"bucket {self.bucket} byte {self.offset} of {self.num_bytes}, "
-            f"{self.collective} {self.op} {self.dtype} over {list(self.ranks)}"
+            f"bucket {self.bucket} byte {self.offset} of {self.num_bytes}, Shard({self.shard_dim}), "
+            f"{self.collective} {self.op} {self.dtype} over {_ranks(self.ranks)}"
         )
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    """Abridges what would be hundreds of numbers in every line, if the first two and the last say it all."""
+    if len(ranks) > 4 and ranks == tuple(range(ranks[0], ranks[-1] + 1, max(1, ranks[1] - ranks[0]))):
+        return f"[{ranks[0]}, {ranks[1]}, …, {ranks[-1]}]"
+    return str(list(ranks))
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class Move:
 
 @dataclass(frozen=True)
 class LayoutDiff:
-    """What differs between two layouts; true if anything does, and printable.
+    """What differs between two layouts; true if anything does, and printable (the first moves).
 
     Args:
         moves: in the order of the first layout, then what only the second has.
@@ -73,12 +84,17 @@ class LayoutDiff:
         if not self.moves:
             return "layouts are equal"
         rows = [("parameter", "before", "after")]
-        rows += [(move.fqn, str(move.before or "-"), str(move.after or "-")) for move in self.moves]
+        rows += [
+            (move.fqn, str(move.before or "-"), str(move.after or "-")) for move in self.moves[:_MAX_ROWS]
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        return "\n".join(
+        lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
-        )
+        ]
+        if (num_more := len(self.moves) - _MAX_ROWS) > 0:
+            lines.append(f"… and {num_more} more")
+        return "\n".join(lines)
 
 
 def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
@@ -123,6 +139,7 @@ def _places(layout: Layout) -> dict[tuple[str, str, int], Place]:
                 entry.offset,
                 entry.padded_numel,
                 bucket.num_bytes,
+                entry.shard_dim,
                 index,
             )
             num_seen[key] += 1

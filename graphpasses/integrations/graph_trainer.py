@@ -128,7 +128,8 @@ def graph_passes(
         rematerialization between them, Inductor and (on CUDA) CUDA graphs behind them.
 
     Raises:
-        UnsupportedError: see :func:`eager_buckets`; or an option asks for a pass that does not go with ours.
+        UnsupportedError: see :func:`eager_buckets`; eager shards a parameter on another dim; or an option asks for a
+            pass that does not go with ours.
         LayoutError: (from a pass) the graph's buckets are not eager's.
     """
     for option in _UNSUPPORTED:
@@ -139,6 +140,7 @@ def graph_passes(
     trainer = _trainers[id(config)]
     step = TrainGraph.from_traced_result(traced, model=trainer.model_parts[0])
     plan, contract = eager_buckets(trainer)
+    _refuse_other_shards(step, contract)
     pipeline = default_pipeline(plan, contract=contract)
     reports: list[PassReport] = []
     ours = {p.name: p.as_function(step, reports) for p in pipeline.passes}
@@ -182,6 +184,20 @@ def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:
                 f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
                 "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
                 "them (enable_weight_tying = False), or train with tensor_parallel_degree 1"
+            )
+
+
+def _refuse_other_shards(step: TrainGraph, contract: Layout) -> None:
+    """FSDP2's trainer shards experts on dim 1 where there are more ranks than experts, SimpleFSDP's does not."""
+    for entry in (entry for bucket in contract.buckets for entry in bucket.entries):
+        info = step.parameters[entry.fqn]
+        if info.shard_dim not in (None, entry.shard_dim):
+            raise UnsupportedError(
+                f"torchtitan's eager trainer shards {entry.fqn!r} of shape {info.shape} as Shard({entry.shard_dim}), "
+                f"graph_trainer as Shard({info.shard_dim}) over {len(info.shard_ranks)} ranks: each rank holds, and "
+                "each byte of a bucket reduces, other elements. FSDP2's trainer does so with experts where there are "
+                "more data-parallel ranks, replicas included, than experts: use no more, or another "
+                "--compile.pass_pipeline"
             )
 
 

@@ -324,5 +324,6 @@ def _check_contract(graph: TrainGraph, contract: Layout) -> None:
     if diff := diff_layouts(asked, graph_layout(graph)):
         raise LayoutError(
             "the graph cannot meet the layout that was asked for (before: asked, after: graph); take the plan from "
-            f"BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction\n{diff}"
+            "BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction, and both models the same "
+            f"sharded dims\n{diff}"
         )

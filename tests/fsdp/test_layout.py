@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_moved_offsets() -> None:
     difference = diff_layouts(Layout((bucket(),)), Layout((bucket([PARAMETERS[i] for i in (1, 0, 2, 3)]),)))
     assert difference
     assert [(m.fqn, m.before.offset, m.after.offset) for m in difference.moves] == [("a", 0, 2), ("b", 12, 0)]
-    what = "reduce_scatter avg bfloat16 over [0, 1, 2, 3]"
+    what = "Shard(0), reduce_scatter avg bfloat16 over [0, 1, 2, 3]"
     first, at_two, at_twelve = (f"bucket 0 byte {byte} of 30, {what}" for byte in (0, 2, 12))
     assert str(difference).splitlines() == [
         f"parameter  before{' ' * (len(at_twelve) - 6)}  after",
@@ -124,6 +125,29 @@ def test_everything_that_changes_bits_is_a_move(other: BucketLayout) -> None:
         "c",
         "d",
     }
+
+
+def test_other_shards_of_the_same_size_are_a_move() -> None:
+    columns, rows = (Layout((bucket([("w", (4, 4), dim)]),)) for dim in (1, 0))
+    assert [(m.before.shard_dim, m.after.shard_dim) for m in diff_layouts(columns, rows).moves] == [(1, 0)]
+
+
+def test_differences_of_many_ranks_and_parameters_stay_readable() -> None:
+    parameters = [(f"p{index}", (512,), 0) for index in range(25)]
+
+    def lines(ranks: Sequence[int]) -> list[str]:
+        a, b = (
+            Layout((make_bucket_layout("reduce_scatter", ranks, op, torch.float32, parameters),))
+            for op in ("avg", "sum")
+        )
+        return str(diff_layouts(a, b)).splitlines()
+
+    assert len(lines(range(256))) == 22
+    assert lines(range(256))[1].endswith("over [0, 1, …, 255]")
+    assert lines(range(256))[-1] == "… and 5 more"
+    assert lines(range(3, 256, 32))[1].endswith("over [3, 35, …, 227]")
+    assert lines([0, 1, 2, 3, 5])[1].endswith("over [0, 1, 2, 3, 5]")
+    assert lines([5, 4, 3, 2, 1])[1].endswith("over [5, 4, 3, 2, 1]")
 
 
 def test_missing_and_repeated_parameters() -> None:

@@ -300,8 +300,8 @@ def test_plan_for_another_model() -> None:
         run(captured, BucketPlan.from_modules([["layers.7"]]))
 
 
-def contract(graph: TrainGraph, fqns: list[str]) -> Layout:
-    parameters = [(fqn, graph.parameters[fqn].shape, 0) for fqn in fqns]
+def contract(graph: TrainGraph, fqns: list[str], shard_dim: int = 0) -> Layout:
+    parameters = [(fqn, graph.parameters[fqn].shape, shard_dim) for fqn in fqns]
     return Layout((make_bucket_layout("reduce_scatter", RANKS, "avg", torch.bfloat16, parameters),))
 
 
@@ -315,12 +315,29 @@ def test_contract() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == (
         "the graph cannot meet the layout that was asked for (before: asked, after: graph); take the plan from "
-        "BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction"
+        "BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction, and both models the same "
+        "sharded dims"
     )
     assert [line.split()[0] for line in lines[2:]] == right[::-1]
     assert caught.value.__notes__ == [
         f"raised by pass '{NAME}' (after deduplicate-shared, coalesce-grad-reductions)"
     ]
+
+
+def test_contract_sees_other_shards_of_the_same_size() -> None:
+    fqns = ["layers.0.weight", "layers.1.weight"]
+    plan = BucketPlan.from_parameters([fqns, ["emb.weight"], ["head.weight"]], BF16)
+    with on_fake_ranks(Even(), shard_dim=1) as captured:
+        others = (
+            contract(captured, ["emb.weight"], 1).buckets + contract(captured, ["head.weight"], 1).buckets
+        )
+        asked, wrong = (Layout((*contract(captured, fqns, dim).buckets, *others)) for dim in (1, 0))
+        run(captured, plan, asked)
+        with pytest.raises(LayoutError) as caught:
+            run(captured, plan, wrong)
+    lines = str(caught.value).splitlines()[2:]
+    assert [line.split()[0] for line in lines] == fqns
+    assert all(line.index("Shard(0)") < line.index("Shard(1)") for line in lines)
 
 
 def test_contract_leaves_out_parameters_without_gradient() -> None:
