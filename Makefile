@@ -26,6 +26,7 @@ $(READY): $(LOCK) pyproject.toml
 
 parity: $(READY)
 	$(RUN) -m experiments.fsdp_parity
+	$(RUN) -m experiments.graph_trainer_parity
 	$(RUN) -m experiments.torchrec_parity
 
 test: lint types
@@ -40,6 +41,7 @@ types: $(READY)
 
 bench: $(READY)
 	$(RUN) -m experiments.fsdp_bench
+	$(RUN) -m experiments.graph_trainer_bench
 	$(RUN) -m experiments.torchrec_bench
 	$(RUN) experiments/hash_bench/run.py
 

@@ -6,13 +6,13 @@ import statistics
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from experiments.graph_trainer_bench.steps import VARIANTS, measure
 from experiments.graph_trainer_parity.cases import EAGER, Recipe
+from experiments.graph_trainer_parity.ranks import stores
 from graphpasses.integrations.titan_cpu import make_assets
 from graphpasses.parity.launch import run_ranks
 
@@ -37,8 +37,8 @@ def main(rounds: int = 20, out: Path = Path("runs/graph_trainer_bench")) -> None
         table.add_column(column, justify="right")
     for name, recipe in _RECIPES.items():
         console.print(f"{name}: {rounds} rounds …")
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        results = run_ranks(measure, 2, recipe, rounds, out.absolute(), [store.port], timeout=3600.0)[0]
+        with stores(1) as ports:
+            results = run_ranks(measure, 2, recipe, rounds, out.absolute(), ports, timeout=3600.0)[0]
         for variant in VARIANTS:
             cost = results[variant]
             ratio = statistics.median(

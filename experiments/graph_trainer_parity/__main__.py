@@ -8,13 +8,12 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import torch.distributed as dist
 import tyro
 from rich.console import Console
 
 from experiments._parity.verdict import Verdict, compare, run_path, verdict_table
 from experiments.graph_trainer_parity.cases import CASES, CHECKPOINT_STEP, EAGER, RESTARTS, Case
-from experiments.graph_trainer_parity.ranks import train_cases
+from experiments.graph_trainer_parity.ranks import stores, train_cases
 from graphpasses.integrations.titan_cpu import make_assets
 from graphpasses.parity.launch import run_ranks
 
@@ -50,11 +49,9 @@ def main(
     for _, group in itertools.groupby(sorted(cases, key=lambda case: case.mesh), lambda case: case.mesh):
         members = tuple(group)
         num_here = sum(1 + len(case.variants) for case in members)
-        stores = [
-            dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(num_here)
-        ]
-        ports, done = [store.port for store in stores], (num_runs, num_done, start)
-        run_ranks(train_cases, 4, members, steps, out.absolute(), ports, done, timeout=3600.0)
+        done = (num_runs, num_done, start)
+        with stores(num_here) as ports:
+            run_ranks(train_cases, 4, members, steps, out.absolute(), ports, done, timeout=3600.0)
         num_done += num_here
     verdicts = [verdict for case in cases for verdict in judge(case, out, steps)]
     num_wrong = sum(not verdict.right for verdict in verdicts)

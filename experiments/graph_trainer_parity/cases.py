@@ -109,4 +109,5 @@ CASES = (
     ),
     Case("deepseek_v3", Recipe("deepseek_v3", num_layers=3)),
     Case("llama3 tied, 2 replicas", Recipe("llama3", tied=True, num_replicas=2), (_OURS, _UNLIKE)),
+    Case("llama3, tensor parallel 2", Recipe("llama3", tensor_parallel=2)),
 )

@@ -18,7 +18,14 @@ from experiments.graph_trainer_parity.cases import EAGER, TOPOLOGY, Case
 from graphpasses.integrations.titan_cpu import use_cpu
 from graphpasses.simulate import Topology, configure
 
-__all__ = ["as_torchrun", "train_cases"]
+__all__ = ["as_torchrun", "stores", "train_cases"]
+
+
+@contextmanager
+def stores(num: int) -> Iterator[list[int]]:
+    """Yields the ports of key-value stores, in which the ranks of one trainer each find each other."""
+    opened = [dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in range(num)]
+    yield [store.port for store in opened]
 
 
 @contextmanager
@@ -29,7 +36,7 @@ def as_torchrun(
 
     Args:
         folder: gets what Hugging Face's libraries cache.
-        ports: of ``TCPStore`` objects of the parent process, one for each trainer.
+        ports: of :func:`stores` of the parent process, one for each trainer.
         backend: of the trainers' process groups.
 
     Yields:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
@@ -21,10 +20,12 @@ from experiments.graph_trainer_parity.cases import (
     Case,
 )
 from experiments.graph_trainer_parity.configs import trainer_config
+from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.integrations import graph_trainer
-from graphpasses.integrations.graph_trainer import eager_buckets
 from graphpasses.integrations.record_trainer import recorded
+from graphpasses.passes import default_pipeline
+from graphpasses.pipeline import Pipeline
 
 __all__ = ["train"]
 
@@ -49,7 +50,7 @@ def train(case: Case, variant: str, num_steps: int, folder: Path) -> None:
         config.checkpoint.load_step = CHECKPOINT_STEP
         config.checkpoint.load_only = True
     with (
-        mock.patch.object(graph_trainer, "eager_buckets", sorted_buckets)
+        mock.patch.object(graph_trainer, "default_pipeline", sorted_pipeline)
         if variant == SORTED
         else nullcontext()
     ):
@@ -62,7 +63,7 @@ def train(case: Case, variant: str, num_steps: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def sorted_buckets(trainer: Any) -> tuple[BucketPlan, None]:
-    """Returns eager's buckets with the parameters of each in another order, and no layout to keep to."""
-    plan, _ = eager_buckets(trainer)
-    return reorder(plan, str), None
+def sorted_pipeline(plan: BucketPlan, *, contract: Layout) -> Pipeline:
+    """Returns the pipeline with the parameters of each bucket in another order, and no layout to keep to."""
+    del contract
+    return default_pipeline(reorder(plan, str))

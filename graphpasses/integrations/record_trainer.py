@@ -76,12 +76,12 @@ def recorded(
             gradients[GRADIENT_NORM] = torch.tensor(norms[-1], dtype=torch.float64)
         recorder.record(trainer.step, torch.stack(losses).sum(), model, gradients)
 
-    hooks = {
-        (trainer, "forward_backward_step"): forward_backward_step,
-        (trainer, "train_step"): train_step,
-        (metrics, "log"): log,
-    }
-    run_forward_backward, run_step, write_log = (getattr(owner, name) for owner, name in hooks)
+    run_forward_backward, run_step, write_log = trainer.forward_backward_step, trainer.train_step, metrics.log
+    hooks = (
+        (trainer, "forward_backward_step", forward_backward_step),
+        (trainer, "train_step", train_step),
+        (metrics, "log", log),
+    )
     with ParityRecorder(
         path,
         run=run,
@@ -90,10 +90,14 @@ def recorded(
         topology=topology,
         overwrite=overwrite,
     ) as recorder:
-        for (owner, name), hook in hooks.items():
+        before = [(owner, name, vars(owner).get(name)) for owner, name, _ in hooks]
+        for owner, name, hook in hooks:
             setattr(owner, name, hook)
         try:
             yield recorder
         finally:
-            for owner, name in hooks:
-                delattr(owner, name)
+            for owner, name, own in before:
+                if own is None:  # its class's
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, own)
