@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.graph_trainer_bench.steps import VARIANTS, measure
-from experiments.graph_trainer_parity.cases import EAGER, Recipe
+from experiments.graph_trainer_bench.volume import volumes
+from experiments.graph_trainer_parity.cases import DEFAULTS, EAGER, OURS, Recipe
 from experiments.graph_trainer_parity.ranks import stores
 from graphpasses.integrations.titan_cpu import make_assets
 from graphpasses.parity.launch import run_ranks
@@ -23,8 +24,14 @@ _RECIPES = {
 }
 
 
+_FULL_SIZE = {
+    "llama3 1B, tied": Recipe("llama3", flavor="1B", tied=True),
+    "qwen3 1.7B, tied": Recipe("qwen3", flavor="1.7B", tied=True),
+}
+
+
 def main(rounds: int = 20, out: Path = Path("runs/graph_trainer_bench")) -> None:
-    """Times steps of torchtitan's trainers on 2 processes, and counts the bytes that they send.
+    """Times steps of torchtitan's trainers on 2 gloo processes, and counts the bytes that they send.
 
     Args:
         rounds: counted rounds; each runs one step of every trainer.
@@ -52,6 +59,23 @@ def main(rounds: int = 20, out: Path = Path("runs/graph_trainer_bench")) -> None
                 f"{cost.num_bytes / 1e6:.2f}",
                 str(cost.num_collectives),
                 end_section=variant == VARIANTS[-1],
+            )
+    console.print(table)
+
+    table = Table("model, 64 ranks", "passes", title="read from the graph of a step, not run")
+    for column in ("MB sent per rank and step", "of that, reductions", "collectives"):
+        table.add_column(column, justify="right")
+    for name, recipe in _FULL_SIZE.items():
+        console.print(f"{name}: tracing …")
+        (found,) = run_ranks(volumes, 1, recipe, 64, out.absolute(), timeout=3600.0)
+        for passes, (num_bytes, num_reduced, num_collectives) in found.items():
+            table.add_row(
+                name if passes == DEFAULTS else "",
+                passes,
+                f"{num_bytes / 1e6:,.0f}",
+                f"{num_reduced / 1e6:,.0f}",
+                str(num_collectives),
+                end_section=passes == OURS,
             )
     console.print(table)
 

@@ -19,7 +19,7 @@ from graphpasses.integrations.titan_cpu import use_cpu
 
 __all__ = ["Volume", "volumes"]
 
-Volume = tuple[float, int]
+Volume = tuple[float, float, int]
 
 
 class _TracedOnlyError(Exception):
@@ -35,8 +35,8 @@ def volumes(recipe: Recipe, num_ranks: int, folder: Path) -> dict[str, Volume]:
         folder: has ``tests/assets``.
 
     Returns:
-        By pipeline: bytes that rings send per rank for all-gathers, reduce-scatters and all-reduces, and how many
-        of these there are.
+        By pipeline: bytes that rings send per rank for all-gathers, reduce-scatters and all-reduces, those of
+            reductions among them, and how many of these collectives there are.
     """
     warnings.simplefilter("ignore")  # torchtitan's
     logging.disable(logging.WARNING)
@@ -70,7 +70,7 @@ def volumes(recipe: Recipe, num_ranks: int, folder: Path) -> dict[str, Volume]:
 
 
 def _volume(module: fx.GraphModule) -> Volume:
-    sizes = []
+    sizes: dict[fx.Node, float] = {}
     for node in module.graph.nodes:
         name = str(node.target)
         if "all_gather" not in name and "reduce_scatter" not in name and "all_reduce" not in name:
@@ -81,5 +81,6 @@ def _volume(module: fx.GraphModule) -> Volume:
         whole = max(tensor.numel() * tensor.element_size() for tensor in tensors)
         group = next(arg for arg in reversed(node.args) if isinstance(arg, str) and arg not in ("sum", "avg"))
         num_ranks = len(named_group_ranks(group))
-        sizes.append((2 if "all_reduce" in name else 1) * whole * (num_ranks - 1) / num_ranks)
-    return sum(sizes), len(sizes)
+        sizes[node] = (2 if "all_reduce" in name else 1) * whole * (num_ranks - 1) / num_ranks
+    reduced = sum(size for node, size in sizes.items() if "reduce" in str(node.target))
+    return sum(sizes.values()), reduced, len(sizes)
