@@ -12,9 +12,10 @@ from rich.table import Table
 
 from experiments.graph_trainer_bench.steps import VARIANTS, measure
 from experiments.graph_trainer_bench.volume import volumes
-from experiments.graph_trainer_parity.cases import DEFAULTS, EAGER, OURS, Recipe
+from experiments.graph_trainer_parity.cases import DEFAULTS, EAGER, OURS
 from experiments.graph_trainer_parity.ranks import stores
 from graphpasses.integrations.titan_cpu import make_assets
+from graphpasses.integrations.titan_cpu_configs import Recipe
 from graphpasses.parity.launch import run_ranks
 
 _RECIPES = {

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from experiments.graph_trainer_parity.cases import DEFAULTS, EAGER, OURS, Recipe
+from experiments.graph_trainer_parity.cases import DEFAULTS, EAGER, OURS
 from experiments.graph_trainer_parity.ranks import as_torchrun
+from graphpasses.integrations.titan_cpu_configs import Recipe
 
 __all__ = ["VARIANTS", "Measured", "measure"]
 
@@ -60,8 +61,8 @@ def measure(recipe: Recipe, num_rounds: int, folder: Path, ports: Sequence[int])
     with as_torchrun(folder, ports, "gloo") as begin:
         from torch.distributed.fsdp import FSDPModule
 
-        from experiments.graph_trainer_parity.configs import trainer_config
         from graphpasses.integrations.graph_trainer import PIPELINE
+        from graphpasses.integrations.titan_cpu_configs import trainer_config
 
         begin()
         pipelines = {EAGER: None, DEFAULTS: "default", OURS: PIPELINE}

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from experiments.graph_trainer_parity.cases import DEFAULTS, OURS, Recipe
+from experiments.graph_trainer_parity.cases import DEFAULTS, OURS
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.integrations.titan_cpu import use_cpu
+from graphpasses.integrations.titan_cpu_configs import Recipe
 
 __all__ = ["Volume", "volumes"]
 
@@ -46,8 +47,8 @@ def volumes(recipe: Recipe, num_ranks: int, folder: Path) -> dict[str, Volume]:
     use_cpu()
     from torchtitan.experiments.graph_trainer import trainer as graph_trainer
 
-    from experiments.graph_trainer_parity.configs import trainer_config
     from graphpasses.integrations.graph_trainer import PIPELINE
+    from graphpasses.integrations.titan_cpu_configs import trainer_config
 
     found: dict[str, Volume] = {}
     for name, pipeline in ((DEFAULTS, "default"), (OURS, PIPELINE)):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from experiments._parity.verdict import Must
+from graphpasses.integrations.titan_cpu_configs import Recipe
 
 __all__ = [
     "CASES",
@@ -31,33 +31,6 @@ TOPOLOGY = {"num_ranks": 4, "gpus_per_node": 2, "mode": "rail"}
 CHECKPOINT_STEP = 10
 # A run of our pipeline from a checkpoint of another run.
 RESTARTS = {f"from {name}'s checkpoint of step {CHECKPOINT_STEP}": name for name in (OURS, EAGER)}
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is trained: a model of torchtitan, changed as its own configurations allow.
-
-    Args:
-        model: its package.
-        flavor: its configuration.
-        tied: whether lm_head has the embedding's weight.
-        biased: whether the layers' linear modules have biases.
-        chunked_loss: whether the loss is torchtitan's chunked one.
-        reduce_dtype: of gradients; torchtitan's own configurations know float32 only.
-        num_layers: how many of its layers are left; None is all.
-        num_replicas: of HSDP.
-        tensor_parallel: degree of tensor parallelism.
-    """
-
-    model: Literal["llama3", "qwen3", "deepseek_v3"]
-    flavor: str = "debugmodel"
-    tied: bool = False
-    biased: bool = False
-    chunked_loss: bool = False
-    reduce_dtype: str = "float32"
-    num_layers: int | None = None
-    num_replicas: int = 1
-    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True)

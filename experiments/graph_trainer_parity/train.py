@@ -19,11 +19,11 @@ from experiments.graph_trainer_parity.cases import (
     TOPOLOGY,
     Case,
 )
-from experiments.graph_trainer_parity.configs import trainer_config
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.integrations import graph_trainer
 from graphpasses.integrations.record_trainer import recorded
+from graphpasses.integrations.titan_cpu_configs import trainer_config
 from graphpasses.passes import default_pipeline
 from graphpasses.pipeline import Pipeline
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import fx
 
 from graphpasses.embedding.repeats import merge_repeats
-from graphpasses.fsdp.chains import ALL_GATHER, UNSHARD_OPS, collective_ranks, is_backward, is_mutated
+from graphpasses.fsdp.chains import UNSHARD_OPS, is_backward, is_mutated
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.pipeline import GraphPass, Numerics
 
@@ -36,14 +36,11 @@ def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
     """
     first: dict[object, fx.Node] = {}
     repeated: dict[fx.Node, fx.Node] = {}
-    groups = {info.shard_ranks for info in graph.parameters.values()}
     chain = {node for _, node in graph.parameter_placeholders() if not is_mutated(node)}
     for node in graph.graph.nodes:
         if node.target not in UNSHARD_OPS:
             continue
         if not chain.issuperset(node.all_input_nodes) or not node.all_input_nodes:
-            continue
-        if node.target == ALL_GATHER and collective_ranks(node) not in groups:  # tensor parallelism's
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: repeated.get(n, n))
         key = (node.target, is_backward(node), _freeze(args), _freeze(kwargs))

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from experiments.graph_trainer_parity.cases import Recipe
 from experiments.graph_trainer_parity.ranks import as_torchrun, stores
 from graphpasses.errors import UnsupportedError
 from graphpasses.identity import IdentityMap
 from graphpasses.integrations.titan_cpu import make_assets
+from graphpasses.integrations.titan_cpu_configs import Recipe
 from graphpasses.parity import compare_runs, read_run
 from graphpasses.parity.launch import run_ranks
 from tests.models import LanguageModel
@@ -33,25 +33,25 @@ class Case:
 
 CASES = {
     "sharded": {
-        "llama3": Case(Recipe("llama3")),
-        "llama3 tied": Case(Recipe("llama3", tied=True)),
+        "llama3": Case(Recipe("llama3", num_layers=2)),
+        "llama3 tied": Case(Recipe("llama3", tied=True, num_layers=2)),
         # A control: as traced, a tied weight's gradients are reduced one by one, and then added.
-        "no passes": Case(Recipe("llama3", tied=True), has_passes=False),
+        "no passes": Case(Recipe("llama3", tied=True, num_layers=2), has_passes=False),
         "chunked loss": Case(Recipe("llama3", tied=True, chunked_loss=True, num_layers=2)),
         "experts": Case(Recipe("deepseek_v3", num_layers=2)),
     },
     # By itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
-    "hybrid": {"llama3 tied": Case(Recipe("llama3", tied=True, num_replicas=2))},
-    "sharded × tensor parallel": {"llama3": Case(Recipe("llama3", tensor_parallel=2))},
+    "hybrid": {"llama3 tied": Case(Recipe("llama3", tied=True, num_layers=2, num_replicas=2))},
+    "sharded × tensor parallel": {"llama3": Case(Recipe("llama3", num_layers=2, tensor_parallel=2))},
 }
 
 
 def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> None:
     """Records each case, eagerly and by graph_trainer."""
     with as_torchrun(folder, ports) as begin:
-        from experiments.graph_trainer_parity.configs import trainer_config
         from graphpasses.integrations.graph_trainer import PIPELINE
         from graphpasses.integrations.record_trainer import recorded
+        from graphpasses.integrations.titan_cpu_configs import trainer_config
 
         for name, case in cases.items():
             for run, pipeline in (("eager", None), ("ours", PIPELINE)):

@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from experiments.graph_trainer_parity.cases import Recipe
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.errors import GraphPassesError
 from graphpasses.fsdp import BucketPlan, Layout, diff_layouts, eager_layout
-from graphpasses.fsdp.chains import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, gather_chain, wait_of
+from graphpasses.fsdp.chains import ALL_REDUCE, REDUCE_SCATTER, find_gathers, wait_of
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import TrainGraph, argument, is_collective
 from graphpasses.integrations.titan_cpu import make_assets, use_cpu
+from graphpasses.integrations.titan_cpu_configs import Recipe
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from graphpasses.pipeline import Pipeline
@@ -71,7 +71,7 @@ class Step:
         num_eager: eager's reductions, by collective.
         num_reductions: the graph's.
         collectives: in order: operator, ranks in its group, dtype, shape and further arguments.
-        gathered: FQNs of the parameters that each all-gather brings, in order.
+        gathered: FQNs of the parameters that each all-gather brings, sorted.
         is_prefetched: whether each all-gather is launched before the one in front of it is waited for.
         smallest_shard: elements of this rank's smallest part of a parameter.
     """
@@ -93,8 +93,8 @@ def in_other_order(plan: BucketPlan, *, contract: Layout) -> Pipeline:
 
 
 def step_of(name: str, folder: Path) -> Step:
-    from experiments.graph_trainer_parity.configs import trainer_config
     from graphpasses.integrations import graph_trainer
+    from graphpasses.integrations.titan_cpu_configs import trainer_config
 
     config = trainer_config(RECIPES[name], folder, 1, graph_trainer.PIPELINE)
     config.comm.mode = "fake_backend"
@@ -135,7 +135,7 @@ def read_step(trainer: Any, eager: torch.nn.Module) -> Step:
     graph = TrainGraph.from_traced_result(trainer._traced_step, model=model)
     asked = eager_layout(eager, without_gradient=graph.without_gradient)
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
-    gathers = [node for node in order if node.target == ALL_GATHER]
+    gathers = find_gathers(graph)
     kinds = ("reduce_scatter", "all_reduce")
     return Step(
         difference=str(diff_layouts(asked, graph_layout(graph))),
@@ -144,8 +144,10 @@ def read_step(trainer: Any, eager: torch.nn.Module) -> Step:
             sum(node.target == target for node in order) for target in (REDUCE_SCATTER, ALL_REDUCE)
         ),
         collectives=tuple(collective(node) for node in order if is_collective(node)),
-        gathered=tuple(parameters_of(graph, node, order) for node in gathers),
-        is_prefetched=all(order[after] < order[wait_of(node)] for node, after in pairwise(gathers)),
+        gathered=tuple(tuple(sorted(gather.fqns)) for gather in gathers),
+        is_prefetched=all(
+            order[after.all_gather] < order[wait_of(before.all_gather)] for before, after in pairwise(gathers)
+        ),
         smallest_shard=min(parameter.to_local().numel() for parameter in model.parameters()),
     )
 
@@ -156,13 +158,6 @@ def collective(node: fx.Node) -> tuple[object, ...]:
     value = argument(node).meta["val"]
     num_ranks = len(named_group_ranks(str(group)))
     return str(node.target), num_ranks, str(value.dtype), tuple(value.shape), tuple(map(str, others))
-
-
-def parameters_of(graph: TrainGraph, gather: fx.Node, order: dict[fx.Node, int]) -> tuple[str, ...]:
-    fqns = {node: fqn for fqn, node in graph.parameter_placeholders()}
-    chain = gather_chain(gather, order)
-    assert chain is not None
-    return tuple(fqns[source] for node in chain for source in node.all_input_nodes if source in fqns)
 
 
 def play(jobs: Any, folder: Path) -> dict[tuple[int, int, str], Step]:

@@ -36,7 +36,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.fsdp.chains import ALL_GATHER, gather_chain
+from graphpasses.fsdp.chains import ALL_GATHER
 from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph, argument, fake_value
 from graphpasses.identity import IdentityMap
 from graphpasses.integrations.titan_cpu import make_assets, use_cpu
@@ -81,15 +81,21 @@ def unchanged(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModu
 
 def last_layer_first(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
     """Launches forward's all-gather of the last layer before those of the others, which changes no value."""
-    order = {node: index for index, node in enumerate(gm.graph.nodes)}
-    chains = [gather_chain(node, order) for node in bucketed_all_gathers(gm.graph)]
-    first, last = chains[0], chains[NUM_LAYERS - 1]
-    assert first is not None
-    assert last is not None
-    for node in last:
-        first[0].prepend(node)
+    gathers = bucketed_all_gathers(gm.graph)
+    first, last = ({gather, *inputs_of(gather)} for gather in (gathers[0], gathers[NUM_LAYERS - 1]))
+    start = next(node for node in gm.graph.nodes if node in first)
+    for node in [node for node in gm.graph.nodes if node in last]:
+        start.prepend(node)
     gm.recompile()
     return gm
+
+
+def inputs_of(node: fx.Node) -> Iterator[fx.Node]:
+    """What was computed from parameters for ``node``."""
+    for source in node.all_input_nodes:
+        if source.op != "placeholder":
+            yield source
+            yield from inputs_of(source)
 
 
 def bucketed_all_gathers(graph: fx.Graph) -> list[fx.Node]:

@@ -1,0 +1,119 @@
+"""torchtitan's debug models as a CPU can train them, by its eager trainer and by graph_trainer.
+
+For torchtitan's command line, whose ``--module`` takes this module: ``--config llama3_tied`` is its eager trainer,
+FSDP2, and ``--config graph_llama3_tied`` graph_trainer with our pipeline. Attention is SDPA; FlexAttention has no
+backward on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Recipe", "trainer_config"]
+
+_CONFIGS = {"llama3": "llama3_configs", "qwen3": "qwen3_configs", "deepseek_v3": "deepseekv3_configs"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained: a model of torchtitan, changed as its own configurations allow.
+
+    Args:
+        model: its package.
+        flavor: its configuration.
+        tied: whether lm_head has the embedding's weight.
+        biased: whether the layers' linear modules have biases.
+        chunked_loss: whether the loss is torchtitan's chunked one.
+        reduce_dtype: of gradients; torchtitan's own configurations know float32 only.
+        num_layers: how many of its layers are left; None is all.
+        num_replicas: of HSDP.
+        tensor_parallel: degree of tensor parallelism.
+    """
+
+    model: Literal["llama3", "qwen3", "deepseek_v3"]
+    flavor: str = "debugmodel"
+    tied: bool = False
+    biased: bool = False
+    chunked_loss: bool = False
+    reduce_dtype: str = "float32"
+    num_layers: int | None = None
+    num_replicas: int = 1
+    tensor_parallel: int = 1
+
+
+def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str | None) -> Any:
+    """Returns the configuration of a trainer.
+
+    Args:
+        recipe: what is trained.
+        folder: has ``tests/assets``, and gets what torchtitan writes.
+        num_steps: optimizer steps.
+        pipeline: of graph_trainer's passes; None for torchtitan's eager trainer.
+    """
+    from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.experiments.graph_trainer.common_utils import build_decoder_config_for_backend
+    from torchtitan.experiments.graph_trainer.configs import (
+        GraphTrainerCompileConfig,
+        to_graph_trainer_config,
+    )
+
+    models = importlib.import_module(f"torchtitan.models.{recipe.model}")
+    registry = importlib.import_module(f"torchtitan.models.{recipe.model}.config_registry")
+    config = getattr(registry, f"{recipe.model}_debugmodel")()
+    build = getattr(models, _CONFIGS[recipe.model])[recipe.flavor]
+    has_experts = recipe.model == "deepseek_v3" or "moe" in recipe.flavor
+    options = {"moe_comm_backend": "standard"} if has_experts else {}
+    decoder = build_decoder_config_for_backend(build, "sdpa", **options)
+    decoder.layers = decoder.layers[: recipe.num_layers]
+    decoder.enable_weight_tying = recipe.tied
+    if recipe.tied:  # lm_head's initialization is the one that counts
+        decoder.tok_embeddings.param_init = models._EMBEDDING_SKIP_INIT
+    if recipe.biased:
+        for layer in decoder.layers:
+            _add_biases(layer)
+    config.model_spec = replace(models.model_registry(recipe.flavor), model=decoder)
+    if not recipe.chunked_loss and isinstance(config.loss, ChunkedLossWrapper.Config):
+        config.loss = config.loss.loss_fn
+    config.hf_assets_path = str(folder / "tests" / "assets" / "tokenizer")
+    config.dataloader.dataset_path = str(folder / "tests" / "assets" / "c4_test")
+    config.dump_folder = str(folder / "out")
+    config.training.mixed_precision_reduce = recipe.reduce_dtype
+    config.training.seq_len, config.training.local_batch_size, config.training.steps = 64, 1, num_steps
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.parallelism.data_parallel_replicate_degree = recipe.num_replicas
+    config.parallelism.tensor_parallel_degree = recipe.tensor_parallel
+    config.activation_checkpoint = None
+    config.debug.seed, config.debug.deterministic = 42, True
+    if pipeline is None:
+        return config
+    graph_models = importlib.import_module(f"torchtitan.experiments.graph_trainer.{recipe.model}")
+    config = to_graph_trainer_config(config, graph_models.model_registry)
+    config.compile = GraphTrainerCompileConfig(enable=True, pass_pipeline=pipeline)
+    return config
+
+
+def _add_biases(config: Any) -> None:
+    from torchtitan.models.common import Linear
+
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Linear.Config):
+            value.bias = True
+        elif hasattr(value, "__dataclass_fields__"):
+            _add_biases(value)
+
+
+def _by_both(recipe: Recipe) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    make = functools.partial(trainer_config, recipe, Path(), 10)
+    return functools.partial(make, None), functools.partial(make, "graphpasses")
+
+
+llama3, graph_llama3 = _by_both(Recipe("llama3"))
+llama3_tied, graph_llama3_tied = _by_both(Recipe("llama3", tied=True))
+qwen3, graph_qwen3 = _by_both(Recipe("qwen3", tied=True, chunked_loss=True))
+deepseek_v3, graph_deepseek_v3 = _by_both(Recipe("deepseek_v3"))
