@@ -144,8 +144,9 @@ def graph_passes(
     pipeline = default_pipeline(plan, contract=contract)
     reports: list[PassReport] = []
     ours = {p.name: p.as_function(step, reports) for p in pipeline.passes}
-    passes: list[Callable[..., fx.GraphModule]] = [ours.pop(name) for name in _BEFORE_MEMORY_POLICY]
-    passes += [
+    passes: list[Callable[..., fx.GraphModule]] = [
+        titan.eliminate_dead_code_pass,
+        *(ours.pop(name) for name in _BEFORE_MEMORY_POLICY),
         functools.partial(titan.tag_with_memory_policy_pass, config=config),
         functools.partial(
             titan.apply_cpu_offload_pass,
@@ -155,6 +156,7 @@ def graph_passes(
         titan.selective_activation_remat_pass,
         *ours.values(),
         functools.partial(_finish_pass, traced=traced, reports=reports),
+        titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
     ]
     has_cuda_graphs = trainer.device.type == "cuda" and "cudagraph_pass" not in config.compile.disable_passes
     passes += titan.final_inductor_compile_passes(config.compile, use_cudagraph=has_cuda_graphs)
