@@ -12,6 +12,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from experiments._parity.select import select
 from experiments._parity.verdict import Must, Verdict, compare, run_path, verdict_table
 from experiments.fsdp_parity.cases import CASES, Case
 from experiments.fsdp_parity.train import train_cases
@@ -39,10 +40,7 @@ def main(
         out: folder for the run files; look into any two with `graphpasses compare A B`.
         only: train only the cases whose name contains this.
     """
-    cases = tuple(case for case in CASES if only in case.name)
-    if not cases:
-        print(f"no case contains {only!r}; there are: {', '.join(c.name for c in CASES)}", file=sys.stderr)
-        return 2
+    cases = select(CASES, only)
     console = Console(width=None if sys.stdout.isatty() else 150)
     num_runs = sum(1 + len(case.variants) for case in cases)
     console.print(f"{len(cases)} cases, {num_runs} runs of {steps} steps, 4 processes")

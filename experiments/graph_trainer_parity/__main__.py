@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from experiments._parity.select import select
 from experiments._parity.verdict import Verdict, compare, run_path, verdict_table
 from experiments.graph_trainer_parity.cases import CASES, CHECKPOINT_STEP, EAGER, RESTARTS, Case
 from experiments.graph_trainer_parity.ranks import stores, train_cases
@@ -34,10 +35,7 @@ def main(
         out: folder for the run files; look into any two with `graphpasses compare A B`.
         only: train only the cases whose name contains this.
     """
-    cases = tuple(case for case in CASES if only in case.name)
-    if not cases:
-        print(f"no case contains {only!r}; there are: {', '.join(c.name for c in CASES)}", file=sys.stderr)
-        return 2
+    cases = select(CASES, only)
     if steps <= CHECKPOINT_STEP and any(case.has_restarts for case in cases):
         print(f"--steps {steps}: runs restart at step {CHECKPOINT_STEP}, so make it more", file=sys.stderr)
         return 2

@@ -137,7 +137,13 @@ def graph_passes(
             raise UnsupportedError(
                 f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
             )
-    trainer = _trainers[id(config)]
+    trainer = _trainers.get(id(config))
+    if trainer is None:
+        raise UnsupportedError(
+            f"the pipeline {PIPELINE} needs the trainer whose step it rewrites, and no GraphTrainer was made of this "
+            "configuration since graphpasses.integrations.graph_trainer was imported; import it first, and do not "
+            "precompile"
+        )
     step = TrainGraph.from_traced_result(traced, model=trainer.model_parts[0])
     plan, contract = eager_buckets(trainer)
     _refuse_other_shards(step, contract)

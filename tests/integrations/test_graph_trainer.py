@@ -123,6 +123,16 @@ def test_options_that_do_not_go_with_our_passes(option: str, value: object) -> N
     )
 
 
+def test_pipeline_without_a_trainer() -> None:
+    pytest.importorskip("torchtitan")
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+
+    from graphpasses.integrations.graph_trainer import graph_passes
+
+    with pytest.raises(UnsupportedError, match=r"^the pipeline graphpasses needs the trainer whose step"):
+        graph_passes(None, SimpleNamespace(compile=GraphTrainerCompileConfig()))
+
+
 def test_assets_are_the_same_each_time(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make_assets(tmp_path / name)
