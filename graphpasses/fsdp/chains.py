@@ -55,7 +55,9 @@ UNSHARD_OPS = _PACK_OPS | {
     operator.getitem,
 }
 # What stands between a reduction's wait and the gradient output.
-_AFTER_REDUCTION = frozenset({CAST, aten.slice.Tensor, aten.view.default, aten.detach.default})
+_AFTER_REDUCTION = frozenset(
+    {CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, aten.detach.default}
+)
 
 
 @dataclass(frozen=True)

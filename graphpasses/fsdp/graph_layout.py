@@ -35,6 +35,7 @@ _KEEP_PLACE = frozenset(
         CAST,
         aten.detach.default,
         aten.div.Scalar,
+        aten.reshape.default,
         aten.slice.Tensor,
         aten.view.default,
     }

@@ -150,6 +150,7 @@ def one(num_features: int, rank: int, step: int, **options: Any) -> tuple[KeyedJ
 
 
 # ---- real ranks ----------------------------------------------------------------------------------------
+# experiments/torchrec_parity has more kinds of sharding, also over 4 ranks.
 
 ON_2_RANKS: dict[str, Callable[[], Case]] = {
     "pooled": lambda: Case(
@@ -180,21 +181,6 @@ ON_2_RANKS: dict[str, Callable[[], Case]] = {
 
 def small() -> Case:
     return Case(lambda: Scored(bags(2), 2 * DIM), (RW, TW0), partial(one, 2), RowWiseAdagrad)
-
-
-HOST_0, HOST_1 = plans.table_row_wise(host_index=0), plans.table_row_wise(host_index=1)
-GRID = plans.grid_shard(host_indexes=[0, 1])
-ON_4_RANKS: dict[str, Callable[[], Case]] = {
-    "row-wise": lambda: Case(lambda: Scored(bags(2), 2 * DIM), (RW,), partial(one, 2), num_steps=7),
-    "table-row-wise, grid": lambda: Case(
-        # TorchRec splits columns into parts of 128.
-        lambda: Scored(bags(3, dim=256), 3 * 256),
-        (HOST_0, HOST_1, GRID),
-        partial(one, 3),
-        num_local_ranks=2,
-        num_steps=7,
-    ),
-}
 
 
 def untold_reducer() -> list[str]:
@@ -353,19 +339,9 @@ def on_2_ranks() -> list[dict[str, list[str]]]:
     return run_ranks(check_all, 2, "ON_2_RANKS", tuple(CHECKS), preload=PRELOAD)
 
 
-@pytest.fixture(scope="module")
-def on_4_ranks() -> list[dict[str, list[str]]]:
-    return run_ranks(check_all, 4, "ON_4_RANKS", preload=PRELOAD)
-
-
 @pytest.mark.parametrize("name", [*ON_2_RANKS, *CHECKS])
 def test_on_2_ranks(on_2_ranks: list[dict[str, list[str]]], name: str) -> None:
     assert [found[name] for found in on_2_ranks] == [[], []]
-
-
-@pytest.mark.parametrize("name", ON_4_RANKS)
-def test_on_4_ranks(on_4_ranks: list[dict[str, list[str]]], name: str) -> None:
-    assert [found[name] for found in on_4_ranks] == [[], [], [], []]
 
 
 # ---- one process ---------------------------------------------------------------------------------------
