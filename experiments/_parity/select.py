@@ -18,9 +18,8 @@ T = TypeVar("T", bound=_Named)
 
 
 def select(cases: Sequence[T], only: str) -> tuple[T, ...]:
-    """Returns the cases whose name contains ``only``; exits with code 2 and all names if there are none."""
+    """Returns the cases whose name contains ``only``; says which names there are if it is in none."""
     selected = tuple(case for case in cases if only in case.name)
     if not selected:
         print(f"no case contains {only!r}; there are: {', '.join(c.name for c in cases)}", file=sys.stderr)
-        raise SystemExit(2)
     return selected

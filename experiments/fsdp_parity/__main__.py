@@ -41,6 +41,8 @@ def main(
         only: train only the cases whose name contains this.
     """
     cases = select(CASES, only)
+    if not cases:
+        return 2
     console = Console(width=None if sys.stdout.isatty() else 150)
     num_runs = sum(1 + len(case.variants) for case in cases)
     console.print(f"{len(cases)} cases, {num_runs} runs of {steps} steps, 4 processes")

@@ -36,6 +36,8 @@ def main(
         only: train only the cases whose name contains this.
     """
     cases = select(CASES, only)
+    if not cases:
+        return 2
     if steps <= CHECKPOINT_STEP and any(case.has_restarts for case in cases):
         print(f"--steps {steps}: runs restart at step {CHECKPOINT_STEP}, so make it more", file=sys.stderr)
         return 2
