@@ -23,8 +23,6 @@ _RECIPES = {
     "llama3 debug, tied": Recipe("llama3", tied=True),
     "qwen3 debug, tied": Recipe("qwen3", tied=True),
 }
-
-
 _FULL_SIZE = {
     "llama3 1B, tied": Recipe("llama3", flavor="1B", tied=True),
     "qwen3 1.7B, tied": Recipe("qwen3", flavor="1.7B", tied=True),

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from experiments.graph_trainer_bench.volume import ring_bytes
 from experiments.graph_trainer_parity.cases import DEFAULTS, EAGER, OURS
 from experiments.graph_trainer_parity.ranks import as_torchrun
-from graphpasses.integrations.titan_cpu_configs import Recipe
+from graphpasses.integrations.titan_cpu_configs import Recipe, trainer_config
 
 __all__ = ["VARIANTS", "Measured", "measure"]
 
@@ -62,7 +63,6 @@ def measure(recipe: Recipe, num_rounds: int, folder: Path, ports: Sequence[int])
         from torch.distributed.fsdp import FSDPModule
 
         from graphpasses.integrations.graph_trainer import PIPELINE
-        from graphpasses.integrations.titan_cpu_configs import trainer_config
 
         begin()
         pipelines = {EAGER: None, DEFAULTS: "default", OURS: PIPELINE}
@@ -116,13 +116,8 @@ class _Traffic(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = func.name()
-        if not name.startswith(("c10d::", "_c10d_functional::")) or "wait" in name or "barrier" in name:
-            return func(*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves((args, result)) if isinstance(t, Tensor)]
-        whole, others = max(t.nbytes for t in tensors), dist.get_world_size() - 1
-        part = whole / (others + 1)
-        is_all_reduce = "all_reduce" in name or "allreduce" in name
-        self.sizes.append((2 if is_all_reduce else 1) * others * part)
+        name, result = func.name(), func(*args, **(kwargs or {}))
+        if name.startswith(("c10d::", "_c10d_functional::")) and "wait" not in name and "barrier" not in name:
+            tensors = [value for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
+            self.sizes.append(ring_bytes(name, tensors, dist.get_world_size()))
         return result

@@ -18,7 +18,6 @@ __all__ = [
     "SORTED",
     "TOPOLOGY",
     "Case",
-    "Recipe",
 ]
 
 EAGER, OURS, DEFAULTS, SORTED = (

@@ -18,7 +18,7 @@ from experiments.graph_trainer_parity.cases import EAGER, TOPOLOGY, Case
 from graphpasses.integrations.titan_cpu import use_cpu
 from graphpasses.simulate import Topology, configure
 
-__all__ = ["as_torchrun", "stores", "train_cases"]
+__all__ = ["as_torchrun", "own_groups", "stores", "train_cases"]
 
 
 @contextmanager
@@ -29,41 +29,54 @@ def stores(num: int) -> Iterator[list[int]]:
 
 
 @contextmanager
+def own_groups(folder: Path, backend: str = "nccl_sim") -> Iterator[None]:
+    """Takes this process of ``run_ranks`` out of its group: torchtitan's trainers make groups of their own.
+
+    Args:
+        folder: gets what Hugging Face's libraries cache.
+        backend: of the trainers' process groups.
+    """
+    warnings.simplefilter("ignore")  # torchtitan's
+    logging.disable(logging.WARNING)
+    dist.destroy_process_group()
+    os.environ.update(
+        HF_HOME=str(folder / "huggingface"), HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1"
+    )
+    use_cpu(backend)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # run_ranks waits for all at the end
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@contextmanager
 def as_torchrun(
     folder: Path, ports: Sequence[int], backend: str = "nccl_sim"
 ) -> Iterator[Callable[[], None]]:
     """Makes this rank of ``run_ranks`` look as if torchrun had started it, for trainers with groups of their own.
 
     Args:
-        folder: gets what Hugging Face's libraries cache.
+        folder: see :func:`own_groups`.
         ports: of :func:`stores` of the parent process, one for each trainer.
-        backend: of the trainers' process groups.
+        backend: see :func:`own_groups`.
 
     Yields:
         What every rank calls before it builds a trainer.
     """
-    warnings.simplefilter("ignore")  # torchtitan's
-    logging.disable(logging.WARNING)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     os.environ.update({name: str(size) for name, size in sizes.items()})
     os.environ.update(MASTER_ADDR="localhost", TORCHELASTIC_USE_AGENT_STORE="True")
-    os.environ.update(
-        HF_HOME=str(folder / "huggingface"), HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1"
-    )
-    use_cpu(backend)
     unused = iter(ports)
 
     def begin() -> None:
         os.environ["MASTER_PORT"] = str(next(unused))
 
-    try:
+    with own_groups(folder, backend):
         yield begin
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def train_cases(
@@ -81,9 +94,8 @@ def train_cases(
     tell, is_first = count_runs(*done), dist.get_rank() == 0
     configure(Topology(**TOPOLOGY))
     with as_torchrun(folder, ports) as begin:
-        from experiments.graph_trainer_parity.train import (
-            train,  # imports torchtitan, which asks for a device
-        )
+        # Imports torchtitan, which asks for a device.
+        from experiments.graph_trainer_parity.train import train
 
         for case in cases:
             run_path(folder, case.name, EAGER).parent.mkdir(parents=True, exist_ok=True)

@@ -52,18 +52,19 @@ def chunked_buckets(
             f"{min(first)!r} is the first name of a tied parameter, and its module runs in chunks; register that "
             "module behind the one it is tied to"
         )
-    entries = []
+    entries, found = [], set[str]()
     for entry in plan.entries:
         known = {name: identity.canonical(name) for name in entry.fqns if entry.kind == "parameters"}
-        if inside := tuple(names.pop(canonical) for canonical in known.values() if canonical in names):
-            entries.append(replace(entry, fqns=inside, name=f"{fqn}, in chunks", accumulates=True))
-        leaves = {identity.canonical(name) for name in inside} - stay
+        inside = [canonical for canonical in known.values() if canonical in names]
+        leaves = {canonical for canonical in inside if canonical not in stay}
+        found.update(inside)
+        if inside:
+            chunked = tuple(names[canonical] for canonical in inside)
+            entries.append(replace(entry, fqns=chunked, name=f"{fqn}, in chunks", accumulates=True))
         if rest := tuple(name for name in entry.fqns if known.get(name) not in leaves):
             entries.append(replace(entry, fqns=rest))
-    if names:
+    if missing := names.keys() - found:
         raise PlanError(
-            f"no plan entry by parameters has {min(names)!r} of module {fqn!r}, which runs in chunks"
+            f"no plan entry by parameters has {min(missing)!r} of module {fqn!r}, which runs in chunks"
         )
-    module = model.get_submodule(fqn)
-    apart = {identity.canonical(name) for name, _ in module.named_parameters(prefix=fqn)}
-    return replace(plan, entries=tuple(entries)), layout.apart(apart, stay)
+    return replace(plan, entries=tuple(entries)), layout.apart(names, stay)

@@ -301,11 +301,11 @@ class BucketPlan:
                 names = _managed_parameters(roots[index], heads, module_fqns)
             fqns: dict[str, None] = {}
             for name in names:
-                canonical = name if entry.accumulates else identity.canonical(name)
-                other_name, other_entry, other_index = taken.setdefault(canonical, (name, entry.name, index))
+                fqn = name if entry.accumulates else identity.canonical(name)
+                other_name, other_entry, other_index = taken.setdefault(fqn, (name, entry.name, index))
                 if other_index != index:
                     raise PlanError(_conflict(other_name, other_entry, name, entry.name))
-                fqns[canonical] = None
+                fqns[fqn] = None
             if fqns:
                 buckets.append(
                     Bucket(

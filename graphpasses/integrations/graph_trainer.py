@@ -132,18 +132,8 @@ def graph_passes(
             pass that does not go with ours.
         LayoutError: (from a pass) the graph's buckets are not eager's.
     """
-    for option in _UNSUPPORTED:
-        if operator.attrgetter(option)(config.compile):
-            raise UnsupportedError(
-                f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
-            )
-    trainer = _trainers.get(id(config))
-    if trainer is None:
-        raise UnsupportedError(
-            f"the pipeline {PIPELINE} needs the trainer whose step it rewrites, and no GraphTrainer was made of this "
-            "configuration since graphpasses.integrations.graph_trainer was imported; import it first, and do not "
-            "precompile"
-        )
+    _check_options(config)
+    trainer = _trainer_of(config)
     step = TrainGraph.from_traced_result(traced, model=trainer.model_parts[0])
     plan, contract = eager_buckets(trainer)
     _refuse_other_shards(step, contract)
@@ -181,6 +171,25 @@ def graph_passes(
                 f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
             )
     return passes
+
+
+def _check_options(config: Any) -> None:
+    for option in _UNSUPPORTED:
+        if operator.attrgetter(option)(config.compile):
+            raise UnsupportedError(
+                f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
+            )
+
+
+def _trainer_of(config: Any) -> Any:
+    trainer = _trainers.get(id(config))
+    if trainer is None:
+        raise UnsupportedError(
+            f"the pipeline {PIPELINE} needs the trainer whose step it rewrites, and no GraphTrainer was made of this "
+            "configuration since graphpasses.integrations.graph_trainer was imported; import it first, and do not "
+            "precompile"
+        )
+    return trainer
 
 
 def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,7 +104,7 @@ def _add_biases(config: Any) -> None:
         value = getattr(config, field.name)
         if isinstance(value, Linear.Config):
             value.bias = True
-        elif hasattr(value, "__dataclass_fields__"):
+        elif is_dataclass(value):
             _add_biases(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,36 +46,44 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
     reductions = find_grad_reductions(graph)
     plans: list[_Coalesce] = []
     notes: list[str] = []
-    for fqn, all_slots in graph.gradient_slots().items():
-        # A tied parameter's gradients of several backward calls are reduced apart from its others.
-        for after_cast in (False, True):
-            slots = [
-                slot
-                for slot in all_slots
-                if values[slot] is not None
-                and after_cast == (not accumulated.isdisjoint((fqn, graph.outputs[slot].fqn)))
-            ]
-            num_summands = sum(1 for slot in slots for _ in gradient_summands(values[slot]))
-            if num_summands < 2:
-                continue
-            names = {graph.outputs[slot].fqn for slot in slots}
-            found = [reduction for reduction in reductions.get(fqn, ()) if reduction.name in names]
-            reason = _obstacle(found, num_summands, values, slots)
-            if reason:
-                notes.append(
-                    f"{fqn}: {num_summands} gradients are not added before their reduction: {reason}"
-                )
-                continue
-            if any(_is_reduced_already(reduction) for reduction in found):
-                raise UnsupportedError(
-                    f"parameter {fqn!r} is read {num_summands} times, and tensor parallelism reduces the gradient of "
-                    "each use before FSDP does; eager adds the uses first. Read it once in forward and share what "
-                    "was read, or capture the step without tensor parallelism"
-                )
-            # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
-            in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
-            plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:]), after_cast))
+    for fqn, slots, after_cast in _reduced_together(graph, accumulated):
+        num_summands = sum(1 for slot in slots for _ in gradient_summands(values[slot]))
+        if num_summands < 2:
+            continue
+        names = {graph.outputs[slot].fqn for slot in slots}
+        found = [reduction for reduction in reductions.get(fqn, ()) if reduction.name in names]
+        reason = _obstacle(found, num_summands, values, slots)
+        if reason:
+            notes.append(f"{fqn}: {num_summands} gradients are not added before their reduction: {reason}")
+            continue
+        if any(_is_reduced_already(reduction) for reduction in found):
+            raise UnsupportedError(
+                f"parameter {fqn!r} is read {num_summands} times, and tensor parallelism reduces the gradient of "
+                "each use before FSDP does; eager adds the uses first. Read it once in forward and share what was "
+                "read, or capture the step without tensor parallelism"
+            )
+        # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
+        in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
+        plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:]), after_cast))
     return plans, notes
+
+
+def _reduced_together(
+    graph: TrainGraph, accumulated: frozenset[str]
+) -> Iterator[tuple[str, list[int], bool]]:
+    """Yields FQNs and gradient outputs that eager reduces as one, and whether it adds them after their cast.
+
+    A tied parameter's gradients of several backward calls are apart from its others.
+    """
+    values = graph.output_values
+    for fqn, slots in graph.gradient_slots().items():
+        by_cast: dict[bool, list[int]] = {}
+        for slot in slots:
+            if values[slot] is not None:
+                after_cast = not accumulated.isdisjoint((fqn, graph.outputs[slot].fqn))
+                by_cast.setdefault(after_cast, []).append(slot)
+        for after_cast, together in by_cast.items():
+            yield fqn, together, after_cast
 
 
 def _obstacle(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import warnings
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from experiments._parity.plans import reorder
+from experiments.graph_trainer_parity.ranks import own_groups
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.errors import GraphPassesError
 from graphpasses.fsdp import BucketPlan, Layout, diff_layouts, eager_layout
 from graphpasses.fsdp.chains import ALL_REDUCE, REDUCE_SCATTER, find_gathers, wait_of
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import TrainGraph, argument, is_collective
-from graphpasses.integrations.titan_cpu import make_assets, use_cpu
+from graphpasses.integrations.titan_cpu import make_assets
 from graphpasses.integrations.titan_cpu_configs import Recipe
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
@@ -88,8 +88,7 @@ class Step:
 
 def in_other_order(plan: BucketPlan, *, contract: Layout) -> Pipeline:
     """The pipeline for buckets as eager has them, but each packed by name."""
-    entries = (replace(entry, fqns=tuple(sorted(entry.fqns))) for entry in plan.entries)
-    return default_pipeline(replace(plan, entries=tuple(entries)), contract=contract)
+    return default_pipeline(reorder(plan, str), contract=contract)
 
 
 def step_of(name: str, folder: Path) -> Step:
@@ -162,17 +161,13 @@ def collective(node: fx.Node) -> tuple[object, ...]:
 
 def play(jobs: Any, folder: Path) -> dict[tuple[int, int, str], Step]:
     """Plays this process's job."""
-    warnings.simplefilter("ignore")  # torchtitan's
-    logging.disable(logging.WARNING)
-    job = jobs[dist.get_rank()]
-    dist.destroy_process_group()  # each trainer makes its own
-    use_cpu()
     steps: dict[tuple[int, int, str], Step] = {}
-    for num_ranks, rank, names in job:
-        os.environ.update(NGPU=str(num_ranks), RANK=str(rank), LOCAL_RANK="0")
-        for name in names:
-            steps[num_ranks, rank, name] = step_of(name, folder)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    job = jobs[dist.get_rank()]
+    with own_groups(folder):
+        for num_ranks, rank, names in job:
+            os.environ.update(NGPU=str(num_ranks), RANK=str(rank), LOCAL_RANK="0")
+            for name in names:
+                steps[num_ranks, rank, name] = step_of(name, folder)
     return steps
 
 

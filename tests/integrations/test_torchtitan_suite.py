@@ -18,11 +18,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import logging
 import os
 import re
 import unittest
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -31,15 +29,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from experiments.graph_trainer_parity.ranks import own_groups
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.fsdp.chains import ALL_GATHER
 from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph, argument, fake_value
 from graphpasses.identity import IdentityMap
-from graphpasses.integrations.titan_cpu import make_assets, use_cpu
+from graphpasses.integrations.titan_cpu import make_assets
 from graphpasses.parameters import parameter_infos
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import DeduplicateShared
@@ -201,24 +199,20 @@ def failure(test: unittest.TestCase) -> str:
 
 def run_suite(folder: Path) -> dict[tuple[str, str], tuple[str, list[int]]]:
     """Returns what each test raised and read, with our passes and with a control in their place."""
-    warnings.simplefilter("ignore")  # torchtitan's and torch's
-    logging.disable(logging.WARNING)
-    dist.destroy_process_group()
     os.chdir(folder)  # the tests look for a tokenizer there
-    use_cpu()
-    from torchtitan.experiments.graph_trainer.tests import test_passes
+    with own_groups(folder):
+        from torchtitan.experiments.graph_trainer.tests import test_passes
 
-    outcomes: dict[tuple[str, str], tuple[str, list[int]]] = {}
-    for dedup in (deduplicate, unchanged):
-        with patch.object(test_passes, "deduplicate_fsdp_unshard_chains_pass", dedup):
-            test = test_passes.TestFSDPUnshardDedupPass(DEDUP)
-            outcomes[DEDUP, dedup.__name__] = failure(test), []
-    prefetch_order = on_cpu(test_passes)
-    for name in (NEVER, ALWAYS):
-        for last in (unchanged, last_layer_first):
-            with fake_process_group(NUM_RANKS), our_pipeline(last), CudaIsCpu():
-                outcomes[name, last.__name__] = failure(prefetch_order(name)), prefetch_order.layers
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        outcomes: dict[tuple[str, str], tuple[str, list[int]]] = {}
+        for dedup in (deduplicate, unchanged):
+            with patch.object(test_passes, "deduplicate_fsdp_unshard_chains_pass", dedup):
+                test = test_passes.TestFSDPUnshardDedupPass(DEDUP)
+                outcomes[DEDUP, dedup.__name__] = failure(test), []
+        prefetch_order = on_cpu(test_passes)
+        for name in (NEVER, ALWAYS):
+            for last in (unchanged, last_layer_first):
+                with fake_process_group(NUM_RANKS), our_pipeline(last), CudaIsCpu():
+                    outcomes[name, last.__name__] = failure(prefetch_order(name)), prefetch_order.layers
     return outcomes
 
 
