@@ -9,6 +9,7 @@ __all__ = [
     "BatchMismatchError",
     "CaptureError",
     "CheckpointError",
+    "ClusterError",
     "CompareError",
     "GraphPassesError",
     "IdError",
@@ -81,6 +82,10 @@ class UnsupportedError(GraphPassesError, NotImplementedError):
 
 class TopologyError(GraphPassesError, ValueError):
     """A simulated cluster was described inconsistently."""
+
+
+class ClusterError(GraphPassesError, RuntimeError):
+    """A rank of a simulated cluster failed, or the ranks do not go together."""
 
 
 class RunFileError(GraphPassesError, ValueError):

@@ -10,17 +10,17 @@ VOCAB, DIM, HEADS, SEQ = 258, 64, 4, 12
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over ``HEADS`` heads; (batch, sequence, DIM) in and out."""
+    """Causal attention over ``HEADS`` heads; (batch, sequence, dim) in and out."""
     q, k, v = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in (q, k, v))
-    scores = (q @ k.transpose(-2, -1) * (DIM // HEADS) ** -0.5).float()
+    scores = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).float()
     mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return (scores.masked_fill(mask, float("-inf")).softmax(-1).to(v.dtype) @ v).transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
-    def __init__(self, bias: bool) -> None:
+    def __init__(self, bias: bool, dim: int = DIM) -> None:
         super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(DIM, DIM, bias=bias) for _ in range(4))
+        self.q, self.k, self.v, self.out = (nn.Linear(dim, dim, bias=bias) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(attend(self.q(x), self.k(x), self.v(x)))
@@ -44,10 +44,10 @@ class PackedBlock(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int = DIM) -> None:
         super().__init__()
-        self.gate, self.up = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(DIM, 2 * DIM, bias=False)
-        self.down = nn.Linear(2 * DIM, DIM, bias=False)
+        self.gate, self.up = nn.Linear(dim, 2 * dim, bias=False), nn.Linear(dim, 2 * dim, bias=False)
+        self.down = nn.Linear(2 * dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -63,12 +63,16 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def mlp(width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(DIM, width), nn.GELU(), nn.Linear(width, DIM))
+def mlp(width: int, dim: int = DIM) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(dim, width), nn.GELU(), nn.Linear(width, dim))
 
 
-def gpt_block(width: int = 4 * DIM) -> Block:
-    return Block(nn.LayerNorm(DIM), Attention(bias=True), nn.LayerNorm(DIM), mlp(width))
+def llama_block(dim: int = DIM) -> Block:
+    return Block(nn.RMSNorm(dim), Attention(bias=False, dim=dim), nn.RMSNorm(dim), SwiGLU(dim))
+
+
+def gpt_block(width: int = 4 * DIM, dim: int = DIM) -> Block:
+    return Block(nn.LayerNorm(dim), Attention(bias=True, dim=dim), nn.LayerNorm(dim), mlp(width, dim))
 
 
 class Decoder(nn.Module):
@@ -139,8 +143,7 @@ class PartlyTrainedBlock(nn.Module):
 
 def llama() -> nn.Module:
     """RMSNorm, SwiGLU, no biases, untied."""
-    blocks = [Block(nn.RMSNorm(DIM), Attention(bias=False), nn.RMSNorm(DIM), SwiGLU()) for _ in range(2)]
-    return Decoder(blocks, nn.RMSNorm(DIM))
+    return Decoder([llama_block() for _ in range(2)], nn.RMSNorm(DIM))
 
 
 def gpt() -> nn.Module:

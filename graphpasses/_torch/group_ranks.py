@@ -6,8 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["group_ranks", "group_store", "named_group", "named_group_ranks"]
+__all__ = ["group_ranks", "group_store", "mesh_group_names", "named_group", "named_group_ranks"]
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -29,3 +30,9 @@ def named_group(name: str) -> dist.ProcessGroup:
 def named_group_ranks(name: str) -> tuple[int, ...]:
     """Returns the global ranks of the group that a functional collective calls ``name``."""
     return group_ranks(named_group(name))
+
+
+def mesh_group_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Returns what functional collectives call the groups of a mesh's axes; the mesh may be another thread's."""
+    # mesh.get_group looks the names up among this thread's groups. Tested: 2.13.
+    return tuple(mesh._dim_group_names)

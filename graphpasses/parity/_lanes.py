@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["MASK", "lanes", "signed"]
+__all__ = ["MASK", "lanes", "lanes_of_each", "signed"]
 
 MASK = (1 << 64) - 1
 
 # Elements hashed at a time: CPU buffers should stay in the cache, a GPU wants few and large kernels.
 _CHUNK = {"cpu": 1 << 17}
 _CHUNK_ELSEWHERE = 1 << 24
+# Elements below which a tensor is hashed with others: what there is to call takes longer than what there is to do.
+_SMALL = 1 << 14
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -70,29 +73,103 @@ def lanes(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) ->
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():  # two elements: real part, imaginary part
         tensor, global_shape, offset = torch.view_as_real(tensor), (*global_shape, 2), (*offset, 0)
-    total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
-        return total
+        return torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    words, steps, start = _words(tensor, global_shape, offset)
+    return _sum_of_mixes(*_in_memory_order(words, steps), start)
+
+
+def lanes_of_each(
+    tensors: Sequence[Tensor], global_shapes: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """Returns :func:`lanes` of each tensor; small ones are mixed together.
+
+    Args:
+        tensors: plain tensors.
+        global_shapes: of the whole tensors.
+        offsets: of their parts at hand.
+
+    Returns:
+        int64 tensors of shape [2], each on its tensor's device.
+    """
+    found: list[Tensor | None] = [None] * len(tensors)
+    together: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
+    for index, (tensor, global_shape, offset) in enumerate(zip(tensors, global_shapes, offsets, strict=True)):
+        if (
+            0 < tensor.numel() <= _SMALL
+            and not (tensor.is_complex() or tensor.is_neg())
+            and tensor.is_contiguous()
+        ):
+            words, steps, start = _words(tensor, global_shape, offset)
+            words, steps = _in_memory_order(words, steps)
+            if steps == [1] or words.numel() == 1:  # one run of positions
+                together.setdefault(tensor.device, []).append((index, words.view(-1), start))
+                continue
+        found[index] = lanes(tensor, global_shape, offset)
+    for runs in together.values():
+        indices, words_of_each, starts = zip(*runs, strict=True)
+        for index, sums in zip(indices, _sums_of_runs(words_of_each, starts), strict=True):
+            found[index] = sums
+    return [each for each in found if each is not None]
+
+
+def _words(
+    tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]
+) -> tuple[Tensor, list[int], int]:
+    """Returns the raw bits, what a step along each dimension adds to the position, and the first position."""
     words = tensor.view(_WORDS[tensor.element_size()])
     steps = _row_major_steps(global_shape)
-    start = sum(step * first for step, first in zip(steps, offset, strict=True))
-    words, steps = _in_memory_order(words, steps)
+    return words, steps, sum(step * first for step, first in zip(steps, offset, strict=True))
 
-    limit = min(_CHUNK.get(tensor.device.type, _CHUNK_ELSEWHERE), words.numel())
+
+def _sums_of_runs(runs: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+    """Returns both sums of tensors whose elements follow each other in the whole tensor."""
+    device, sizes = runs[0].device, [run.numel() for run in runs]
+    stops = list(itertools.accumulate(sizes))
+    shifts = torch.tensor(
+        [start - stop + size for start, stop, size in zip(starts, stops, sizes, strict=True)]
+    )
+    positions = torch.arange(stops[-1], device=device)
+    positions += shifts.to(device).repeat_interleave(torch.tensor(sizes, device=device))
+    weyl = positions.add_(1).mul_(signed(_GOLDEN))
+    mixed = torch.cat([run.long() for run in runs])
+    scratch = torch.empty_like(mixed)
+    # A difference of cumulative sums modulo 2^64 is the sum between.
+    first = _mix_first(mixed, weyl, scratch).cumsum(0)
+    second = _mix_second(mixed, weyl, scratch).cumsum(0)
+    ends = torch.tensor(stops, device=device) - 1
+    sums = torch.stack([first[ends], second[ends]], dim=1)
+    sums[1:] -= sums[:-1].clone()
+    return list(sums)
+
+
+def _mix_first(mixed: Tensor, weyl: Tensor, scratch: Tensor) -> Tensor:
+    """Turns raw bits into ``h``, in place."""
+    mixed.bitwise_xor_(weyl)
+    _xor_shift(mixed, 30, scratch).mul_(_MIX_1)
+    _xor_shift(mixed, 27, scratch).mul_(_MIX_2)
+    return _xor_shift(mixed, 31, scratch)
+
+
+def _mix_second(mixed: Tensor, weyl: Tensor, scratch: Tensor) -> Tensor:
+    """Turns ``h`` into ``g``, in place."""
+    mixed.bitwise_xor_(weyl).mul_(_MIX_3)
+    return _xor_shift(mixed, 32, scratch)
+
+
+def _sum_of_mixes(words: Tensor, steps: Sequence[int], start: int) -> Tensor:
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    limit = min(_CHUNK.get(words.device.type, _CHUNK_ELSEWHERE), words.numel())
     # Reused buffers: x is mixed, w holds the positions, t what a shift needs.
-    x, w, t = torch.empty(3, limit, dtype=torch.int64, device=tensor.device)
-    inner = torch.arange(min(limit, words.shape[-1]), device=tensor.device) * signed(steps[-1] * _GOLDEN)
+    x, w, t = torch.empty(3, limit, dtype=torch.int64, device=words.device)
+    inner = torch.arange(min(limit, words.shape[-1]), device=words.device) * signed(steps[-1] * _GOLDEN)
     for chunk, chunk_steps, chunk_start in _chunks(words, steps, start, limit):
         size, shape = chunk.numel(), chunk.shape
         weyl, mixed, shifted = w[:size].view(shape), x[:size], t[:size]
         _weyl(chunk_start, chunk_steps, inner, weyl)
         x[:size].view(shape).copy_(chunk)  # sign-extends; faster apart from the xor than with it
-        mixed.bitwise_xor_(w[:size])
-        _xor_shift(mixed, 30, shifted).mul_(_MIX_1)
-        _xor_shift(mixed, 27, shifted).mul_(_MIX_2)
-        total[0] += _xor_shift(mixed, 31, shifted).sum()
-        mixed.bitwise_xor_(w[:size]).mul_(_MIX_3)
-        total[1] += _xor_shift(mixed, 32, shifted).sum()
+        total[0] += _mix_first(mixed, w[:size], shifted).sum()
+        total[1] += _mix_second(mixed, w[:size], shifted).sum()
     return total
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from graphpasses._torch.dtensor import is_sharded, local_offset, wait_for
@@ -66,7 +68,7 @@ def part_of(
 
 def _part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup | None) -> Part:
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
-    description = f"{tensor.dtype} {list(shape)} {list(placements)} on mesh {mesh.mesh.tolist()}"
+    description = f"{tensor.dtype} {list(shape)} {list(placements)} on mesh {_on_mesh(mesh).ranks}"
     local = wait_for(tensor.to_local().detach())
     problem = _placement_problem(tensor, group) or _problem(local)
     if problem:
@@ -74,7 +76,7 @@ def _part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup | None
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank only knows of the tensor
         return Part(name, local.new_empty(0), tensor.dtype, shape, (), -1, 1, description)
-    place = local_offset(tensor)
+    place = _place(tensor)
     if place is None:
         problem = f"with {list(placements)}, a rank's shard is not one contiguous range of the whole tensor"
         return Part(name, None, description=description, problem=problem)
@@ -88,6 +90,37 @@ def _part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup | None
             replica = replica * mesh.size(mesh_dim) + coordinate[mesh_dim]
             num_replicas *= mesh.size(mesh_dim)
     return Part(name, local, tensor.dtype, shape, offset, replica, num_replicas, description)
+
+
+@dataclass
+class _OnMesh:
+    """What torch makes out anew each time, and every parameter of a model asks for in every step.
+
+    Args:
+        ranks: of the mesh.
+        places: what ``local_offset`` says of each global shape, placements and rank: meshes of the same ranks are
+            equal, also where a process plays one rank after the other.
+    """
+
+    ranks: list[object]
+    places: dict[object, tuple[tuple[int, ...], tuple[int, ...]] | None] = field(default_factory=dict)
+
+
+_meshes: weakref.WeakKeyDictionary[DeviceMesh, _OnMesh] = weakref.WeakKeyDictionary()
+
+
+def _on_mesh(mesh: DeviceMesh) -> _OnMesh:
+    if mesh not in _meshes:
+        _meshes[mesh] = _OnMesh(mesh.mesh.tolist())
+    return _meshes[mesh]
+
+
+def _place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    mesh = tensor.device_mesh
+    places, key = _on_mesh(mesh).places, (tensor.shape, tensor.placements, mesh.get_rank())
+    if key not in places:
+        places[key] = local_offset(tensor)
+    return places[key]
 
 
 def _placement_problem(tensor: DTensor, group: dist.ProcessGroup | None) -> str:

@@ -17,7 +17,7 @@ from graphpasses.parity._agreement import (
     communication_device,
     replica_weight,
 )
-from graphpasses.parity._lanes import MASK, lanes
+from graphpasses.parity._lanes import MASK, lanes_of_each
 from graphpasses.parity._parts import Part, part_of
 
 __all__ = [
@@ -107,7 +107,9 @@ def tensor_hashes(
         return digests
     device = communication_device(group) if num_ranks > 1 else torch.device("cpu")
     with torch.no_grad():
-        local = torch.stack([_local_lanes(part).to(device) for part in held])
+        tensors_held = [part.tensor.detach() for part in held if part.tensor is not None]
+        shapes, offsets = [part.global_shape for part in held], [part.offset for part in held]
+        local = torch.stack([sums.to(device) for sums in lanes_of_each(tensors_held, shapes, offsets)])
         sums = _sum_over_ranks(held, local, group) if num_ranks > 1 else local
     for part, (low, high) in zip(held, sums.tolist(), strict=True):
         digests[part.name] = f"{((high & MASK) << 64 | (low & MASK)) ^ _kind(part):032x}"
@@ -201,11 +203,6 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Returns what :func:`gradient_hashes` hashes."""
     return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def _local_lanes(part: Part) -> Tensor:
-    assert part.tensor is not None
-    return lanes(part.tensor, part.global_shape, part.offset)
 
 
 def _sum_over_ranks(parts: list[Part], local: Tensor, group: dist.ProcessGroup | None) -> Tensor:

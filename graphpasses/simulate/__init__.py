@@ -5,6 +5,7 @@ bucket was laid out wrongly. NCCL's order does. Importing this package registers
 """
 
 from graphpasses.simulate.arithmetic import ReduceOpName, fused_multiply_add, reduce_in_order
+from graphpasses.simulate.cluster import run_cluster, share
 from graphpasses.simulate.collectives import reduce_parts, simulate_all_reduce, simulate_reduce_scatter
 from graphpasses.simulate.logs import parse_nccl_log, topology_from_log
 from graphpasses.simulate.nccl import (
@@ -18,6 +19,7 @@ from graphpasses.simulate.nccl import (
 )
 from graphpasses.simulate.process_group import NCCLSimProcessGroup, configure
 from graphpasses.simulate.rings import Mode, Protocol, Ring, Topology, default_topology, rings
+from graphpasses.simulate.shared_step import step_for_rank
 
 __all__ = [
     "Collective",
@@ -40,7 +42,10 @@ __all__ = [
     "reduce_parts",
     "reduction_parts",
     "rings",
+    "run_cluster",
+    "share",
     "simulate_all_reduce",
     "simulate_reduce_scatter",
+    "step_for_rank",
     "topology_from_log",
 ]

@@ -120,12 +120,14 @@ def fused_multiply_add(own: Tensor, scale: Tensor, total: Tensor) -> Tensor:
 
 def _scale_and_add(own: Tensor, scale: Tensor, total: Tensor, fused: bool) -> Tensor:
     scaled = own * scale
-    if fused and (
-        own.dtype == torch.float64 or not torch.equal(scaled.double(), own.double() * scale.double())
-    ):
-        return fused_multiply_add(own, scale, total)
     # Where no product was rounded (n a power of two, no underflow) one rounding and two agree.
-    return scaled.add_(total)
+    if not fused or (_is_power_of_two(scale) and torch.equal(scaled / scale, own)):
+        return scaled.add_(total)
+    return fused_multiply_add(own, scale, total)
+
+
+def _is_power_of_two(scale: Tensor) -> bool:
+    return math.frexp(scale.item())[0] == 0.5
 
 
 def _two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

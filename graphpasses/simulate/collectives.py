@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from graphpasses.simulate.arithmetic import ReduceOpName, reduce_in_order
-from graphpasses.simulate.nccl import Part, reduction_parts
-from graphpasses.simulate.rings import Topology
+from graphpasses.simulate.nccl import Part, channel_parts, reduction_parts
+from graphpasses.simulate.rings import Topology, rings
 
 __all__ = ["reduce_parts", "simulate_all_reduce", "simulate_reduce_scatter"]
 
@@ -85,16 +85,20 @@ def simulate_reduce_scatter(
     if size % topology.num_ranks:
         raise ValueError(f"{size} elements cannot be scattered evenly over {topology.num_ranks} ranks")
     count = size // topology.num_ranks
-    return [
-        reduce_parts(
-            [whole[rank * count : (rank + 1) * count] for whole in inputs],
-            reduction_parts(topology, "reduce_scatter", count, inputs[0].element_size(), rank),
-            topology,
-            op,
-            factor=factor,
+    shards = [whole.view(topology.num_ranks, count) for whole in inputs]
+    result = torch.empty_like(shards[0])
+    channel_rings = rings(topology)
+    for channel, part in enumerate(
+        channel_parts(topology, "reduce_scatter", count, inputs[0].element_size())
+    ):
+        # At each hop every destination adds another rank's part: its successor's on the ring, then the next one's.
+        ring = torch.tensor(channel_rings[channel])
+        hops = torch.stack([ring.roll(-1 - hop) for hop in range(len(ring))])
+        parts = torch.stack([shard[:, part.start : part.stop] for shard in shards])
+        result[ring, part.start : part.stop] = reduce_in_order(
+            parts[hops, ring].unbind(), op, factor=factor, fused=topology.fused_avg
         )
-        for rank in range(topology.num_ranks)
-    ]
+    return list(result)
 
 
 def simulate_all_reduce(

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from graphpasses._torch.gloo_process_group import FinishedWork, GlooProcessGroup, split_evenly
-from graphpasses.errors import TopologyError, UnsupportedError
+from graphpasses._torch.gloo_process_group import GlooProcessGroup
+from graphpasses._torch.process_group import split_evenly
+from graphpasses.errors import TopologyError
 from graphpasses.simulate.arithmetic import ReduceOpName
 from graphpasses.simulate.collectives import reduce_parts
 from graphpasses.simulate.nccl import Collective, reduction_parts
+from graphpasses.simulate.ring_process_group import RingProcessGroup
 from graphpasses.simulate.rings import Topology, default_topology
 
 __all__ = ["NCCLSimProcessGroup", "configure"]
@@ -46,12 +48,11 @@ def configure(topology: Topology | None) -> None:
     _configured = topology
 
 
-class NCCLSimProcessGroup(GlooProcessGroup):
+class NCCLSimProcessGroup(RingProcessGroup, GlooProcessGroup):
     """A process group whose reductions give the bits that NCCL's rings would give.
 
     A reduce-scatter exchanges raw contributions, one shard per rank, and adds them locally. An all-reduce
-    does so for one stretch of the buffer per rank and gathers the results. The collectives of a coalesced
-    call are simulated one by one.
+    does so for one stretch of the buffer per rank and gathers the results.
 
     Args:
         store: store of this group alone.
@@ -90,81 +91,29 @@ class NCCLSimProcessGroup(GlooProcessGroup):
         _check_size(whole, num_ranks)
         return whole.restrict(self._global_ranks)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Reduces ``input``, ``size()`` shards of ``output``'s size, into every rank's ``output``."""
-        if input.numel() != output.numel() * self.size() or input.dtype != output.dtype:
-            raise ValueError(
-                f"reduce_scatter needs an input of {self.size()} times the output's {output.numel()} "
-                f"{output.dtype} elements, got {input.numel()} {input.dtype} elements"
-            )
-        shards = self._shards(input.detach().reshape(-1))
-        _assign(output, self._reduce(shards, "reduce_scatter", output.numel(), opts, self.rank()))
-        return FinishedWork([output])
+    def _reduce_scatter(self, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
+        count = flat.numel() // self.size()
+        return self._reduce(self._shards(flat), "reduce_scatter", count, op, factor, self.rank())
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """Reduces several inputs, one after the other."""
-        for output, input in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, input, opts)
-        return FinishedWork(outputs)
-
-    def reduce_scatter(  # type: ignore[override]
-        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
-    ) -> dist.Work:
-        """Reduces lists of shards; uneven ones as one reduction per shard, as torch does on NCCL."""
-        for output, shards in zip(outputs, inputs, strict=True):
-            if len({shard.numel() for shard in shards}) == 1:
-                flat = torch.cat([shard.detach().reshape(-1) for shard in shards])
-                self.reduce_scatter_single(output, flat, opts)
-                continue
-            for root, shard in enumerate(shards):
-                total = self._reduce_to(root, shard, opts)
-                if root == self.rank():
-                    _assign(output, total)
-        return FinishedWork(outputs)
-
-    def allreduce(  # type: ignore[override]
-        self, tensors: list[Tensor] | Tensor, opts: Any = None
-    ) -> dist.Work:
-        """Reduces tensors in place, one after the other."""
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        for tensor in tensors:
-            self._all_reduce(tensor, opts)
-        return FinishedWork(tensors)
-
-    allreduce_coalesced = allreduce
-
-    def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        """Reduces tensors in place on the root; other ranks' tensors stay as they are."""
-        for tensor in tensors:
-            total = self._reduce_to(opts.rootRank, tensor, opts)
-            if opts.rootRank == self.rank():
-                _assign(tensor, total)
-        return FinishedWork(tensors)
-
-    def _all_reduce(self, tensor: Tensor, opts: Any) -> None:
-        flat = tensor.detach().reshape(-1)
+    def _all_reduce(self, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
         stretch = -(-flat.numel() // self.size())
         padded = flat.new_zeros(stretch * self.size())
         padded[: flat.numel()] = flat
-        mine = self._reduce(
-            self._shards(padded), "all_reduce", flat.numel(), opts, offset=stretch * self.rank()
-        )
+        offset = stretch * self.rank()
+        mine = self._reduce(self._shards(padded), "all_reduce", flat.numel(), op, factor, offset=offset)
         self.all_gather_single(padded, mine)
-        _assign(tensor, padded[: flat.numel()])
+        return padded[: flat.numel()]
 
-    def _reduce_to(self, root: int, tensor: Tensor, opts: Any) -> Tensor:
-        flat = tensor.detach().reshape(-1)
+    def _reduce_to(self, root: int, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
         gathered = flat.new_empty(self.size() * flat.numel())
         self.all_gather_single(gathered, flat)
         contributions = list(split_evenly(gathered, self.size()).values())
-        return self._reduce(contributions, "reduce", flat.numel(), opts, root)
+        return self._reduce(contributions, "reduce", flat.numel(), op, factor, root)
 
     def _shards(self, flat: Tensor) -> list[Tensor]:
         """Returns every rank's contribution to this rank's stretch of the buffer, unreduced."""
         shards = split_evenly(torch.empty_like(flat), self.size())
-        self.exchange(split_evenly(flat, self.size()), shards)
+        self.exchange("reduction", split_evenly(flat, self.size()), shards)
         return list(shards.values())
 
     def _reduce(
@@ -172,26 +121,14 @@ class NCCLSimProcessGroup(GlooProcessGroup):
         contributions: Sequence[Tensor],
         collective: Collective,
         count: int,
-        opts: Any,
+        op: ReduceOpName,
+        factor: float,
         destination: int = 0,
         offset: int = 0,
     ) -> Tensor:
         topology = self.topology
-        op, factor = _parse_op(opts)
         parts = reduction_parts(topology, collective, count, contributions[0].element_size(), destination)
         return reduce_parts(contributions, parts, topology, op, factor=factor, offset=offset)
-
-
-def _parse_op(opts: Any) -> tuple[ReduceOpName, float]:
-    op: Any = dist.ReduceOp(dist.ReduceOp.SUM) if opts is None else opts.reduceOp
-    for name in get_args(ReduceOpName):
-        if op == getattr(dist.ReduceOp, name.upper()):
-            return name, float(op.factor) if name == "premul_sum" else 1.0
-    raise UnsupportedError(f"NCCL has no {op.op}; it has {', '.join(get_args(ReduceOpName))}")
-
-
-def _assign(target: Tensor, flat: Tensor) -> None:
-    target.detach().copy_(flat.view(target.shape))
 
 
 def _check_size(topology: Topology, num_ranks: int) -> None:

@@ -1,0 +1,79 @@
+"""What is trained at scale, in which orders gradients are packed, and on which clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from experiments.fsdp_parity.cases import EXECUTION, PER_MODULE
+from experiments.fsdp_parity.models import Decoder, gpt_block, llama_block
+
+__all__ = ["EAGER", "GRAPH", "MODELS", "Case", "cases"]
+
+EAGER, GRAPH = "eager FSDP2", "graph, eager's order"
+# Every size is a multiple of 256, so that up to 256 ranks have shards of one shape and need one captured graph.
+DIM, VOCAB, NUM_LAYERS = 256, 256, 2
+
+
+def llama() -> nn.Module:
+    """RMSNorm, SwiGLU, no biases, untied."""
+    blocks = [llama_block(DIM) for _ in range(NUM_LAYERS)]
+    return Decoder(blocks, nn.RMSNorm(DIM), VOCAB, dim=DIM)
+
+
+def gpt() -> nn.Module:
+    """LayerNorm, biases, embedding and head tied."""
+    blocks = [gpt_block(2 * DIM, DIM) for _ in range(NUM_LAYERS)]
+    return Decoder(blocks, nn.LayerNorm(DIM), VOCAB, tied=True, dim=DIM)
+
+
+MODELS = {"llama": llama, "gpt": gpt}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one cluster: eager, and its graph in several orders.
+
+    Args:
+        model: name in ``MODELS``.
+        num_ranks: ranks of the cluster.
+        mode: rings of the cluster.
+        gpus_per_node: GPUs of each node.
+    """
+
+    model: str
+    num_ranks: int
+    mode: Literal["rail", "cross_nic"]
+    gpus_per_node: int = 8
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.num_ranks} ranks, {self.mode}"
+
+    @property
+    def controls(self) -> tuple[str, ...]:
+        """Orders other than eager's. Modules without biases have one gradient each, and no order inside."""
+        return (EXECUTION,) if self.model == "llama" else (PER_MODULE, EXECUTION)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return (EAGER, GRAPH, *self.controls)
+
+    @property
+    def topology(self) -> dict[str, Any]:
+        return {"num_ranks": self.num_ranks, "gpus_per_node": self.gpus_per_node, "mode": self.mode}
+
+
+def cases(num_ranks: int, gpus_per_node: int) -> Iterator[Case]:
+    """Yields every model on every kind of rings.
+
+    Args:
+        num_ranks: ranks of the cluster.
+        gpus_per_node: GPUs of each node.
+    """
+    for model in MODELS:
+        for mode in ("rail", "cross_nic"):
+            yield Case(model, num_ranks, mode, gpus_per_node)  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""Runs, played side by side in processes of their own, and not again where they are complete."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from experiments.scale_parity.cases import Case
+from graphpasses.errors import RunFileError
+from graphpasses.parity import read_run
+
+__all__ = ["Run", "play_all"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the experiment.
+
+    Args:
+        case: what is trained, and where.
+        variant: how.
+        num_steps: its optimizer steps.
+        path: its run file.
+    """
+
+    case: Case
+    variant: str
+    num_steps: int
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name}: {self.variant}"
+
+    def is_done(self) -> bool:
+        """Whether an earlier call of the command has played it to its end."""
+        try:
+            run = read_run(self.path)
+        except RunFileError:
+            return False
+        is_same = (run.header.model, run.header.run) == (self.case.name, self.variant)
+        return is_same and run.complete and len(run.steps) == self.num_steps
+
+
+def play_all(runs: Sequence[Run], num_workers: int, console: Console) -> None:
+    """Plays runs in processes of their own and shows how far they are.
+
+    Args:
+        runs: what to play.
+        num_workers: processes.
+        console: where to show it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["experiments.scale_parity.train"])
+    steps_done: Queue[int] = context.Queue()
+    columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    start = time.monotonic()
+    with (
+        Progress(*columns, console=console, disable=not console.is_terminal) as progress,
+        ProcessPoolExecutor(num_workers, context, _begin, (steps_done,), max_tasks_per_child=1) as pool,
+    ):
+        task = progress.add_task("steps", total=sum(run.num_steps for run in runs))
+        futures = {pool.submit(_play, run): run for run in runs}
+        num_done = 0
+        while futures:
+            done, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
+            while not steps_done.empty():
+                progress.advance(task, steps_done.get())
+            for future in done:
+                future.result()
+                num_done += 1
+                elapsed = time.monotonic() - start
+                name = futures.pop(future).name
+                progress.console.print(f"\\[{num_done:2d}/{len(runs)}] {elapsed:4.0f} s  {name}")
+
+
+_steps_done: Queue[int] | None = None
+
+
+def _begin(steps_done: Queue[int]) -> None:
+    global _steps_done
+    _steps_done = steps_done
+
+
+def _play(run: Run) -> None:
+    from experiments.scale_parity.train import train
+
+    run.path.parent.mkdir(parents=True, exist_ok=True)
+    train(run.case, run.variant, run.num_steps, run.path, lambda index: _steps_done and _steps_done.put(1))

@@ -1,0 +1,57 @@
+"""One captured step for all ranks of a simulated cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from graphpasses._torch.group_ranks import mesh_group_names
+from graphpasses.errors import ClusterError
+from graphpasses.graph import TrainGraph, is_collective
+from graphpasses.parameters import find_state, parameter_infos
+
+__all__ = ["step_for_rank"]
+
+
+def step_for_rank(step: TrainGraph, model: nn.Module) -> TrainGraph:
+    """Returns a step that another rank captured, for this rank's model.
+
+    To trace and rewrite one step takes as long as hundreds of them; ranks with shards of equal shapes need it once.
+
+    Args:
+        step: another rank's step, rewritten or not; see :func:`graphpasses.simulate.share`.
+        model: this rank's model, built as the other rank's was.
+
+    Returns:
+        A step of the same graph, whose collectives are those of this rank's groups.
+
+    Raises:
+        ClusterError: a parameter's shard has another shape here, as where the ranks do not divide its size; such
+            ranks capture their own.
+
+    Example:
+        >>> step = share(lambda: default_pipeline(plan).run(capture()))  # doctest: +SKIP
+        >>> step = step_for_rank(step, model)  # doctest: +SKIP
+    """
+    names: dict[str, str] = {}
+    for fqn, *_ in step.identity.parameters:
+        theirs, ours = (find_state(each, fqn) for each in (step.model, model))
+        if not isinstance(theirs, DTensor) or not isinstance(ours, DTensor):
+            continue
+        shapes = [tuple(tensor.to_local().shape) for tensor in (theirs, ours)]
+        if shapes[0] != shapes[1]:
+            raise ClusterError(
+                f"the step was captured where this rank's shard of {fqn!r} has shape {shapes[0]}; it has shape "
+                f"{shapes[1]} here. Capture one step for each of the shapes that ranks have"
+            )
+        names.update(zip(*map(mesh_group_names, (theirs.device_mesh, ours.device_mesh)), strict=True))
+    if all(name == own for name, own in names.items()):
+        return replace(step, model=model, parameters=parameter_infos(model, step.identity))
+    copy = replace(step.copy(), model=model, parameters=parameter_infos(model, step.identity))
+    for node in copy.graph.nodes:
+        if is_collective(node):
+            node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
+    copy.module.recompile()
+    return copy
