@@ -29,8 +29,9 @@ parity: $(READY)
 	$(RUN) -m experiments.graph_trainer_parity
 	$(RUN) -m experiments.torchrec_parity
 
+# Two processes, each with whole files, since what is launched once serves a file's tests.
 test: lint types
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -125,16 +125,15 @@ def _bucket(
         op=str(collective.args[1]),
         dtype=str(dtype).removeprefix("torch."),
         entries=tuple(
-            LayoutEntry(
-                fqn=parts[index][0],
-                numel=math.prod(graph.parameters[parts[index][0]].shape),
-                padded_numel=sizes[index],
-                offset=offsets[index],
-                shard_dim=graph.parameters[parts[index][0]].shard_dim or 0,
-            )
+            _entry(graph.parameters[parts[index][0]], sizes[index], offsets[index])
             for index in range(len(sizes))
         ),
     )
+
+
+def _entry(info: ParameterInfo, padded_numel: int, offset: int) -> LayoutEntry:
+    dim = info.shard_dim or 0
+    return LayoutEntry(info.fqn, math.prod(info.shape), padded_numel, offset, dim, info.shape[dim])
 
 
 def _numel(node: Any) -> int:

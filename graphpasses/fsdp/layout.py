@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,8 @@ __all__ = [
     "BucketLayout",
     "Layout",
     "LayoutEntry",
+    "at_world_size",
+    "dtype_bytes",
     "eager_layout",
     "make_bucket_layout",
 ]
@@ -40,6 +42,7 @@ class LayoutEntry:
         padded_numel: elements that it takes in one rank's part of the bucket, padding included.
         offset: bytes from the start of one rank's part to its first element.
         shard_dim: tensor dim that is sharded, which decides what elements a rank's part holds.
+        dim_size: size of that dim; 0 where it is not known, as in files of older versions.
     """
 
     fqn: str
@@ -47,6 +50,7 @@ class LayoutEntry:
     padded_numel: int
     offset: int
     shard_dim: int = 0
+    dim_size: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class BucketLayout:
     @property
     def num_bytes(self) -> int:
         """Bytes of one rank's part of the bucket, padding included."""
-        return sum(entry.padded_numel for entry in self.entries) * _itemsize(self.dtype)
+        return sum(entry.padded_numel for entry in self.entries) * dtype_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Layout:
         for bucket in self.buckets:
             for is_in in zip(*(parts(entry.fqn) for entry in bucket.entries), strict=True):
                 kept = itertools.compress(bucket.entries, is_in)
-                if entries := _place(kept, _itemsize(bucket.dtype)):
+                if entries := _place(kept, dtype_bytes(bucket.dtype)):
                     buckets.append(replace(bucket, entries=entries))
         return Layout(tuple(buckets))
 
@@ -177,9 +181,48 @@ def make_bucket_layout(
     entries = []
     for fqn, shape, shard_dim in parameters:
         padded_numel = _padded_numel(fqn, shape, shard_dim, num_shards)
-        entries.append(LayoutEntry(fqn, math.prod(shape), padded_numel, 0, shard_dim))
+        entries.append(LayoutEntry(fqn, math.prod(shape), padded_numel, 0, shard_dim, shape[shard_dim]))
     name = str(dtype).removeprefix("torch.")
     return BucketLayout(collective, tuple(ranks), op, name, _place(entries, dtype.itemsize))
+
+
+def at_world_size(layout: Layout, num_ranks: int) -> Layout:
+    """Returns the layout that the same buckets have on another number of ranks.
+
+    Args:
+        layout: buckets that are all reduce-scattered over all ranks.
+        num_ranks: how many ranks there are now.
+
+    Raises:
+        LayoutError: a bucket is an all-reduce or leaves ranks out, as with HSDP; an entry does not know the size of
+            its sharded dim; or that dim, other than 0, does not divide evenly.
+
+    Example:
+        >>> bucket = make_bucket_layout("reduce_scatter", (0, 1), "avg", torch.bfloat16, [("weight", (5, 2), 0)])
+        >>> [(entry.padded_numel) for entry in at_world_size(Layout((bucket,)), 4).buckets[0].entries]
+        [4]
+    """
+    buckets = []
+    for bucket in layout.buckets:
+        if bucket.collective != "reduce_scatter" or bucket.ranks != tuple(range(len(bucket.ranks))):
+            raise LayoutError(
+                f"bucket {bucket.entries[0].fqn!r} … is not reduce-scattered over all ranks; only such layouts are "
+                "known at other world sizes"
+            )
+        entries = []
+        for entry in bucket.entries:
+            if not entry.dim_size:
+                raise LayoutError(
+                    f"the layout does not tell the shape of {entry.fqn!r}; record the run again"
+                )
+            shape = (entry.dim_size, entry.numel // entry.dim_size)
+            if entry.shard_dim:
+                shape = shape[::-1]
+            padded = _padded_numel(entry.fqn, shape, min(entry.shard_dim, 1), num_ranks)
+            entries.append(replace(entry, padded_numel=padded))
+        placed = _place(entries, dtype_bytes(bucket.dtype))
+        buckets.append(replace(bucket, ranks=tuple(range(num_ranks)), entries=placed))
+    return Layout(tuple(buckets))
 
 
 def eager_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) -> Layout:
@@ -261,7 +304,19 @@ def _place(entries: Iterable[LayoutEntry], itemsize: int) -> tuple[LayoutEntry, 
     return tuple(placed)
 
 
-def _itemsize(dtype: str) -> int:
+def dtype_bytes(dtype: str) -> int:
+    """Returns the bytes of one element.
+
+    Args:
+        dtype: name of a torch dtype, such as ``"bfloat16"``.
+
+    Raises:
+        LayoutError: there is no such dtype.
+
+    Example:
+        >>> dtype_bytes("bfloat16")
+        2
+    """
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
         raise LayoutError(f"a bucket's dtype must be a torch dtype such as 'bfloat16', not {dtype!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from graphpasses.fsdp.layout import Collective, Layout
+from graphpasses.fsdp.layout import Collective, Layout, dtype_bytes
 
 __all__ = ["LayoutDiff", "Move", "Place", "diff_layouts"]
 
@@ -37,6 +37,11 @@ class Place:
     num_bytes: int
     shard_dim: int
     bucket: int = field(compare=False)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element on the wire."""
+        return dtype_bytes(self.dtype)
 
     def __str__(self) -> str:
         return (

@@ -17,6 +17,7 @@ from graphpasses.simulate.nccl import (
     order_of,
     reduction_parts,
 )
+from graphpasses.simulate.predict import Prediction, Reordered, Setting, predict, sweep
 from graphpasses.simulate.process_group import NCCLSimProcessGroup, configure
 from graphpasses.simulate.rings import Mode, Protocol, Ring, Topology, default_topology, rings
 from graphpasses.simulate.shared_step import step_for_rank
@@ -26,9 +27,12 @@ __all__ = [
     "Mode",
     "NCCLSimProcessGroup",
     "Part",
+    "Prediction",
     "Protocol",
     "ReduceOpName",
+    "Reordered",
     "Ring",
+    "Setting",
     "Topology",
     "channel_of",
     "channel_parts",
@@ -38,6 +42,7 @@ __all__ = [
     "num_channels",
     "order_of",
     "parse_nccl_log",
+    "predict",
     "reduce_in_order",
     "reduce_parts",
     "reduction_parts",
@@ -47,5 +52,6 @@ __all__ = [
     "simulate_all_reduce",
     "simulate_reduce_scatter",
     "step_for_rank",
+    "sweep",
     "topology_from_log",
 ]

@@ -1,0 +1,267 @@
+"""Which gradients two layouts would add in another order, without running anything."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from graphpasses.fsdp.layout import Layout, at_world_size
+from graphpasses.fsdp.layout_diff import Place, diff_layouts
+from graphpasses.simulate.nccl import Part, reduction_parts
+from graphpasses.simulate.rings import Topology
+
+__all__ = ["Prediction", "Reordered", "Setting", "predict", "sweep"]
+
+_MAX_ROWS = 20
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """A gradient of which elements are added in another order, or otherwise, in one layout than in the other.
+
+    Args:
+        fqn: canonical FQN of the parameter.
+        before: its place in the first layout; None where it has none.
+        after: its place in the second layout.
+        stretches: elements (start, stop) of each rank's part of the gradient, padding included.
+        reason: what changes beside the order, e.g. ``"avg → sum"``; then all elements do.
+    """
+
+    fqn: str
+    before: Place | None
+    after: Place | None
+    stretches: tuple[tuple[int, int], ...]
+    reason: str = ""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that change, on all ranks of one process group."""
+        return sum(stop - start for start, stop in self.stretches) * self._num_parts
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire of these elements."""
+        return self.num_elements * self._some_place.itemsize
+
+    @property
+    def num_elements_in_all(self) -> int:
+        """Elements of the gradient, padding included."""
+        return self._some_place.padded_numel * self._num_parts
+
+    @property
+    def _some_place(self) -> Place:
+        place = self.before or self.after
+        assert place is not None
+        return place
+
+    @property
+    def _num_parts(self) -> int:
+        place = self._some_place
+        return len(place.ranks) if place.collective == "reduce_scatter" else 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What two layouts would reduce in another order on a cluster; true if anything, and printable.
+
+    Args:
+        topology: the cluster.
+        reordered: the gradients, in the first layout's order.
+        num_elements: elements of all gradients.
+    """
+
+    topology: Topology
+    reordered: tuple[Reordered, ...]
+    num_elements: int
+
+    def __bool__(self) -> bool:
+        return bool(self.reordered)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire of all elements that change."""
+        return sum(each.num_bytes for each in self.reordered)
+
+    def __str__(self) -> str:
+        if not self.reordered:
+            return "no element would be added in another order"
+        rows = [("parameter", "elements", "of", "bytes", "before", "after")]
+        rows += [
+            (
+                each.fqn,
+                f"{each.num_elements:,}",
+                f"{each.num_elements_in_all:,}",
+                f"{each.num_bytes:,}",
+                _at(each.before),
+                _at(each.after) + (f" ({each.reason})" if each.reason else ""),
+            )
+            for each in self.reordered[:_MAX_ROWS]
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        if (num_more := len(self.reordered) - _MAX_ROWS) > 0:
+            lines.append(f"… and {num_more} more")
+        changed = sum(each.num_elements for each in self.reordered)
+        lines.append(
+            f"{changed:,} of {self.num_elements:,} elements ({self.num_bytes:,} bytes) of {len(self.reordered)} "
+            "parameters would be added in another order"
+        )
+        return "\n".join(lines)
+
+
+def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
+    """Says which elements of which gradients two layouts add in another order on a cluster.
+
+    An element's order follows from its channel's ring and, in an all-reduce, from its chunk. Where it is equal, so
+    are the bits. Where it is not, a sum that rounds nowhere is equal still: what is found *may* differ, what is not
+    found cannot.
+
+    Args:
+        a: the layout that is asked for, e.g. eager's.
+        b: the layout that is there, e.g. the graph's.
+        topology: of the world; groups of some ranks have :meth:`Topology.restrict`'s.
+
+    Raises:
+        TopologyError: a bucket has ranks that the topology has not.
+
+    Example:
+        >>> import torch
+        >>> from graphpasses.fsdp import make_bucket_layout
+        >>> parameters = [("a", (60000,), 0), ("b", (60000,), 0), ("c", (9000,), 0)]
+        >>> asked, there = (
+        ...     Layout((make_bucket_layout("reduce_scatter", range(4), "avg", torch.bfloat16, order),))
+        ...     for order in (parameters, parameters[::-1])
+        ... )
+        >>> prediction = predict(asked, there, Topology(4, gpus_per_node=2))
+        >>> [(each.fqn, each.num_elements, each.num_elements_in_all) for each in prediction.reordered]
+        [('a', 3464, 60000), ('b', 23536, 60000), ('c', 9000, 9000)]
+        >>> bool(predict(asked, there, Topology(4, gpus_per_node=4, mode="shared")))
+        False
+
+    Source: see :mod:`graphpasses.simulate.nccl`.
+    """
+    found = []
+    for move in diff_layouts(a, b).moves:
+        stretches: Iterable[tuple[int, int]]
+        if reason := _other_arithmetic(move.before, move.after):
+            place = move.before or move.after
+            assert place is not None
+            stretches = [(0, place.padded_numel)]
+        else:
+            assert move.before is not None
+            assert move.after is not None
+            stretches = _reordered(move.before, move.after, topology)
+        if merged := tuple(_merged(stretches)):
+            found.append(Reordered(move.fqn, move.before, move.after, merged, reason))
+    num_elements = sum(
+        entry.padded_numel * (len(bucket.ranks) if bucket.collective == "reduce_scatter" else 1)
+        for bucket in a.buckets
+        for entry in bucket.entries
+    )
+    return Prediction(topology, tuple(found), num_elements)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One cluster of :func:`sweep`, and what two layouts would reduce in another order there.
+
+    Args:
+        num_ranks: ranks of the cluster.
+        num_channels: NCCL's channels.
+        num_bytes: bytes of gradients that would be added in another order; 0 if none.
+        num_parameters: parameters that have such bytes.
+    """
+
+    num_ranks: int
+    num_channels: int
+    num_bytes: int
+    num_parameters: int
+
+
+def sweep(
+    a: Layout,
+    b: Layout,
+    topology: Topology,
+    nums_ranks: Sequence[int],
+    nums_channels: Sequence[int] = (1, 2, 4, 8, 16, 32),
+) -> Iterator[Setting]:
+    """Says at which sizes of a cluster, and with how many channels, two layouts could differ at all.
+
+    Args:
+        a: a layout over all ranks (not HSDP).
+        b: another one.
+        topology: what the clusters have in common: GPUs of a node, rings, protocol.
+        nums_ranks: sizes to look at.
+        nums_channels: numbers of channels to look at.
+
+    Raises:
+        LayoutError: a layout has buckets over some of the ranks.
+        TopologyError: a size that nodes cannot fill.
+    """
+    for num_ranks in nums_ranks:
+        layouts = [at_world_size(layout, num_ranks) for layout in (a, b)]
+        for num_channels in nums_channels:
+            cluster = replace(
+                topology,
+                num_ranks=num_ranks,
+                gpus_per_node=min(topology.gpus_per_node, num_ranks),
+                num_channels=num_channels,
+            )
+            prediction = predict(layouts[0], layouts[1], cluster)
+            yield Setting(num_ranks, num_channels, prediction.num_bytes, len(prediction.reordered))
+
+
+def _other_arithmetic(before: Place | None, after: Place | None) -> str:
+    """Says what differs between two places beside the place."""
+    if before is None or after is None:
+        return "reduced in one layout only"
+    if before.ranks != after.ranks:
+        return "other ranks"
+    if before.padded_numel != after.padded_numel or before.shard_dim != after.shard_dim:
+        return "sharded otherwise"
+    changes = ((before.op, after.op), (before.dtype, after.dtype))
+    return ", ".join(f"{x} → {y}" for x, y in changes if x != y)
+
+
+def _reordered(before: Place, after: Place, topology: Topology) -> Iterator[tuple[int, int]]:
+    """Yields the stretches of a rank's part of a gradient that are added in another order."""
+    group = topology.restrict(before.ranks)
+    runs = [_runs(place, group) for place in (before, after)]
+    bounds = sorted({bound for run in runs for start, stop, _ in run for bound in (start, stop)})
+    indices = [0, 0]
+    for start, stop in itertools.pairwise(bounds):
+        for side in (0, 1):
+            while runs[side][indices[side]][1] <= start:
+                indices[side] += 1
+        orders = [runs[side][indices[side]][2] for side in (0, 1)]
+        if orders[0] != orders[1]:
+            yield start, stop
+
+
+def _runs(place: Place, group: Topology) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Returns (start, stop, order) of the elements of a gradient, counted from its first."""
+    count, first = place.num_bytes // place.itemsize, place.offset // place.itemsize
+    parts: Sequence[Part] = reduction_parts(group, place.collective, count, place.itemsize)
+    runs = ((part.start - first, part.stop - first, part.order) for part in parts)
+    last = place.padded_numel
+    return [
+        (max(start, 0), min(stop, last), order) for start, stop, order in runs if start < last and stop > 0
+    ]
+
+
+def _merged(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    previous: tuple[int, int] | None = None
+    for start, stop in stretches:
+        if previous is not None and previous[1] == start:
+            previous = (previous[0], stop)
+            continue
+        if previous is not None:
+            yield previous
+        previous = (start, stop)
+    if previous is not None:
+        yield previous
+
+
+def _at(place: Place | None) -> str:
+    return "-" if place is None else f"bucket {place.bucket} byte {place.offset} of {place.num_bytes}"
