@@ -17,7 +17,7 @@ from graphpasses.simulate.nccl import (
     order_of,
     reduction_parts,
 )
-from graphpasses.simulate.predict import Prediction, Reordered, Setting, predict, sweep
+from graphpasses.simulate.prediction import Prediction, Reordered, Setting, predict, sweep
 from graphpasses.simulate.process_group import NCCLSimProcessGroup, configure
 from graphpasses.simulate.rings import Mode, Protocol, Ring, Topology, default_topology, rings
 from graphpasses.simulate.shared_step import step_for_rank
