@@ -1,64 +1,34 @@
-"""The command line: ``graphpasses SUBCOMMAND``; each subcommand is one function that returns an exit code."""
+"""The command line: ``graphpasses SUBCOMMAND``."""
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, Positional, arg
+from tyro.conf import FlagCreatePairsOff
 from tyro.extras import SubcommandApp
 
-from graphpasses.errors import CompareError, GraphPassesError
+from graphpasses.commands.compare import compare
+from graphpasses.commands.exit_codes import EXIT_TROUBLE
+from graphpasses.commands.layout import diff, show
+from graphpasses.commands.parity import parity
+from graphpasses.commands.passes import passes
+from graphpasses.commands.simulate import simulate
+from graphpasses.errors import GraphPassesError
 
 __all__ = ["main"]
 
-# Exit codes, as diff and cmp have them.
-EXIT_EQUAL, EXIT_DIFFERENT, EXIT_TROUBLE = 0, 1, 2
+layout = SubcommandApp()
+layout.command(show)
+layout.command(diff)
 
 app = SubcommandApp()
-
-
-@app.command
-def compare(
-    run_a: Annotated[Path, Positional, arg(metavar="RUN_A")],
-    run_b: Annotated[Path, Positional, arg(metavar="RUN_B")],
-    /,
-    *,
-    json: bool = False,
-    max_tensors: int = 20,
-) -> int:
-    """Compare two recorded runs, step by step and tensor by tensor.
-
-    Tells the first step in which they differ, whether the loss, the gradients or the weights parted first, which
-    tensors differ there, and which of those lie elsewhere in the buckets of the two runs.
-
-    Exit codes: 0 the runs are equal, 1 they differ, 2 they cannot be compared (the reason is on stderr).
-
-    Example: graphpasses compare eager.jsonl compiled.jsonl
-
-    Args:
-        run_a: The first run, e.g. eager's.
-        run_b: The second run.
-        json: Print one JSON object instead of tables, with every tensor.
-        max_tensors: How many names each table shows at most.
-    """
-    from graphpasses.parity.compare import compare_runs
-    from graphpasses.parity.run_file import read_run
-
-    if max_tensors < 0:
-        raise CompareError(f"--max-tensors is {max_tensors}; it cannot be negative")
-    comparison = compare_runs(read_run(run_a), read_run(run_b))
-    from graphpasses.parity.report import comparison_to_json, make_console, render_comparison
-
-    if json:
-        print(jsonlib.dumps(comparison_to_json(comparison), indent=2))
-    else:
-        make_console().print(render_comparison(comparison, max_tensors=max_tensors))
-    return EXIT_EQUAL if comparison.equal else EXIT_DIFFERENT
+app.command(parity)
+app.command(compare)
+app.command(layout, name="layout", help="Look at the bucket layouts of recorded runs, and compare them.")
+app.command(simulate)
+app.command(passes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ __all__ = [
     "PlanError",
     "RunFileError",
     "ShardingError",
+    "TaskError",
     "TopologyError",
     "UnknownPassError",
     "UnsupportedError",
@@ -86,6 +87,10 @@ class TopologyError(GraphPassesError, ValueError):
 
 class ClusterError(GraphPassesError, RuntimeError):
     """A rank of a simulated cluster failed, or the ranks do not go together."""
+
+
+class TaskError(GraphPassesError, ValueError):
+    """A training task that was named cannot be loaded."""
 
 
 class RunFileError(GraphPassesError, ValueError):

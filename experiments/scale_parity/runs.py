@@ -90,8 +90,13 @@ def _begin(steps_done: Queue[int]) -> None:
     _steps_done = steps_done
 
 
+def _tell(num_steps: int) -> None:
+    if _steps_done is not None:
+        _steps_done.put(1)
+
+
 def _play(run: Run) -> None:
     from experiments.scale_parity.train import train
 
     run.path.parent.mkdir(parents=True, exist_ok=True)
-    train(run.case, run.variant, run.num_steps, run.path, lambda index: _steps_done and _steps_done.put(1))
+    train(run.case, run.variant, run.num_steps, run.path, _tell)

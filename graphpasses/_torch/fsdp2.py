@@ -30,7 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 
 from graphpasses.errors import LayoutError, UnsupportedError
 
-__all__ = ["GroupedParameter", "ParameterGroup", "parameter_groups"]
+__all__ = ["GroupedParameter", "ParameterGroup", "mixed_precision", "parameter_groups"]
 
 ReduceOpName = Literal["avg", "sum"]
 
@@ -112,6 +112,30 @@ def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
             suffix = f" [{index}]" if len(state._fsdp_param_groups) > 1 else ""
             groups.setdefault(group, name + suffix)
     return tuple(_read_group(group, name, fqns, group in keeps) for group, name in groups.items())
+
+
+def mixed_precision(model: nn.Module) -> tuple[torch.dtype, torch.dtype]:
+    """Returns the dtype in which a model computes, and the one in which it reduces gradients.
+
+    Args:
+        model: a module in whose tree ``fully_shard`` was called.
+
+    Raises:
+        UnsupportedError: its modules were given several, or no module was sharded.
+    """
+    found = {
+        (policy.param_dtype or dtype, policy.reduce_dtype or policy.param_dtype or dtype)
+        for module in model.modules()
+        if (state := _get_module_fsdp_state(module)) is not None
+        for group in state._fsdp_param_groups
+        for policy, dtype in [(group.mp_policy, group.fsdp_params[0].sharded_param.dtype)]
+    }
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"expected fully_shard with one mixed-precision policy for all modules, found {len(found)}: "
+            f"{', '.join(sorted(map(str, found))) or 'none was sharded'}"
+        )
+    return found.pop()
 
 
 def _post_order(

@@ -6,14 +6,15 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from graphpasses.parity.compare import BucketPlace, Comparison, Parting
 from graphpasses.parity.run_file import Loss, Run
+from graphpasses.terminal import add_row, plain_table
 
-__all__ = ["comparison_to_json", "make_console", "render_comparison"]
+__all__ = ["comparison_to_json", "render_comparison"]
 
 _MEANING = {
     "loss": "the forward pass differs, or what went into it (the weights before the step, the batch)",
@@ -74,29 +75,12 @@ def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> Rende
     return Group(*lines)
 
 
-def make_console() -> Console:
-    """Makes a console for stdout; a pipe or a file has no width, so nothing is cut or folded for it."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=10_000, soft_wrap=True, highlight=False)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _add_row(table: Table, *cells: str) -> None:
-    table.add_row(*map(Text, cells))  # Text, for names may hold brackets, which rich takes for markup
-
-
 def _runs_table(comparison: Comparison) -> Table:
-    table = _table("", "run", "model", "ranks", "steps", "file")
+    table = plain_table("", "run", "model", "ranks", "steps", "file")
     for name, run in (("A", comparison.a), ("B", comparison.b)):
         steps = f"{len(run.steps)}{'' if run.complete else ' (cut short)'}"
         header = run.header
-        _add_row(table, name, header.run, header.model, str(header.world_size), steps, str(run.path))
+        add_row(table, name, header.run, header.model, str(header.world_size), steps, str(run.path))
     return table
 
 
@@ -113,25 +97,25 @@ def _render_parting(parting: Parting, max_tensors: int) -> Iterable[RenderableTy
         kinds: dict[str, list[str]] = {}
         for fqn, kind in differing:
             kinds.setdefault(fqn, []).append(kind)
-        table = _table("tensor", "differs in")
+        table = plain_table("tensor", "differs in")
         for fqn, found in list(kinds.items())[:max_tensors]:
-            _add_row(table, fqn, ", ".join(found))
+            add_row(table, fqn, ", ".join(found))
         yield table
         yield from _more(len(kinds), max_tensors, "tensors")
     if parting.moves:
-        table = _table("moved in its bucket", "A", "B")
+        table = plain_table("moved in its bucket", "A", "B")
         for move in parting.moves[:max_tensors]:
-            _add_row(table, move.fqn, _places(move.a), _places(move.b))
+            add_row(table, move.fqn, _places(move.a), _places(move.b))
         yield table
         yield from _more(len(parting.moves), max_tensors, "entries")
 
 
 def _loss_table(a: Loss, b: Loss, max_ranks: int) -> Group:
-    table = _table("rank", "loss of A", "loss of B", "bits of A", "bits of B")
+    table = plain_table("rank", "loss of A", "loss of B", "bits of A", "bits of B")
     rows = zip(a.values, b.values, a.bits, b.bits, strict=True)
     differing = [(str(rank), *row) for rank, row in enumerate(rows) if a.dtype != b.dtype or row[2] != row[3]]
     for row in differing[:max_ranks]:
-        _add_row(table, *row)
+        add_row(table, *row)
     return Group(table, *_more(len(differing), max_ranks, "ranks"))
 
 

@@ -12,7 +12,7 @@ from experiments.fsdp_parity.__main__ import judge, main
 from experiments.fsdp_parity.cases import CASES, DEFAULT, NO_COALESCING
 from experiments.fsdp_parity.train import TOPOLOGY, train_cases
 from graphpasses.parity import compare_runs, read_run
-from graphpasses.simulate import Topology, run_cluster
+from graphpasses.simulate import Topology, configure, run_cluster
 
 CASE = next(case for case in CASES if case.name == "reused-fsdp-fp32")
 NUM_STEPS = 2
@@ -48,6 +48,7 @@ def test_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_simulated_cluster_gives_the_bits_of_processes(runs: Path, tmp_path: Path) -> None:
     run_cluster(train_cases, Topology(**TOPOLOGY), (CASE,), NUM_STEPS, tmp_path)
+    configure(None)
     for variant in ("eager", DEFAULT, NO_COALESCING):
         processes, threads = (read_run(run_path(folder, CASE.name, variant)) for folder in (runs, tmp_path))
         assert compare_runs(processes, threads).equal

@@ -205,6 +205,9 @@ def test_ranks_that_wait_in_two_groups() -> None:
 def test_what_is_not_played() -> None:
     with pytest.raises(ClusterError, match="send and recv are not played"):
         run_cluster(only_rank_3(lambda: dist.send(torch.ones(1), 0)), RAIL)
+
+
+def test_the_backend_alone() -> None:
     with pytest.raises(ClusterError, match="nccl_threads is for ranks of run_cluster"):
         dist.init_process_group("nccl_threads", store=dist.HashStore(), rank=0, world_size=1)
 

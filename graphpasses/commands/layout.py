@@ -1,0 +1,129 @@
+"""``graphpasses layout``: the buckets of recorded runs, and what two layouts would add in another order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json as jsonlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
+from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_OK
+from graphpasses.errors import RunFileError
+
+if TYPE_CHECKING:
+    from graphpasses.fsdp.layout import Layout
+    from graphpasses.parity.run_file import RunHeader
+
+__all__ = ["diff", "show"]
+
+_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+def show(run: Annotated[Path, Positional, arg(metavar="RUN")], /, *, json: bool = False) -> int:
+    """Show every bucket of a recorded run: its reduction, and its parameters in byte order.
+
+    Exit codes: 0, or 2 if the run has no layout (the reason is on stderr).
+
+    Example: graphpasses layout show eager.jsonl
+
+    Args:
+        run: A run that was recorded with layouts=.
+        json: Print one JSON object instead of a table.
+    """
+    from graphpasses.terminal import add_row, make_console, plain_table
+
+    layout = _read(run)[1]
+    if json:
+        print(jsonlib.dumps(layout.to_json()))
+        return EXIT_OK
+    table = plain_table("bucket", "reduction", "parameter", "byte", "elements", "padded")
+    for index, bucket in enumerate(layout.buckets):
+        kind = f"{bucket.collective} {bucket.op} {bucket.dtype}, {len(bucket.ranks)} ranks"
+        for entry in bucket.entries:
+            is_first = entry is bucket.entries[0]
+            cells = (str(index), f"{kind}, {bucket.num_bytes} bytes each") if is_first else ("", "")
+            numbers = (entry.offset, entry.numel, entry.padded_numel)
+            add_row(table, *cells, entry.fqn, *map(str, numbers))
+    make_console().print(table)
+    return EXIT_OK
+
+
+def diff(
+    run_a: Annotated[Path, Positional, arg(metavar="RUN_A")],
+    run_b: Annotated[Path, Positional, arg(metavar="RUN_B")],
+    /,
+    *,
+    cluster: Annotated[ClusterOptions, arg(name="")] = DEFAULT_CLUSTER,
+    sweep: bool = False,
+    json: bool = False,
+) -> int:
+    """Tell what two layouts would add in another order on a cluster, without running anything.
+
+    Names the parameters of which elements change their ring, how many, and where they lie. With --sweep, at which
+    numbers of ranks and channels the two layouts could differ at all. Where nothing is found, both layouts reduce to
+    the same bits; where something is, they may differ.
+
+    Exit codes: 0 no element would be added in another order, 1 some would, 2 the layouts cannot be compared.
+
+    Example: graphpasses layout diff eager.jsonl compiled.jsonl --ranks 4 --gpus-per-node 2
+
+    Args:
+        run_a: A run that was recorded with layouts=, e.g. eager's.
+        run_b: Another one.
+        cluster: The cluster.
+        sweep: Look at 8 to 1024 ranks and 1 to 32 channels.
+        json: Print one JSON object instead of text.
+    """
+    from graphpasses.fsdp.layout import at_world_size
+    from graphpasses.simulate import predict
+    from graphpasses.simulate import sweep as sweep_settings
+    from graphpasses.terminal import add_row, make_console, plain_table
+
+    (header, a), (_, b) = _read(run_a), _read(run_b)
+    topology = cluster.topology(header.topology, header.world_size)
+    if topology.num_ranks != header.world_size:
+        a, b = (at_world_size(layout, topology.num_ranks) for layout in (a, b))
+    prediction = predict(a, b, topology)
+    sizes = [num for num in _SIZES if num % topology.gpus_per_node == 0] if sweep else []
+    settings = list(sweep_settings(a, b, topology, sizes)) if sweep else []
+    if json:
+        data = {
+            "topology": dataclasses.asdict(topology),
+            "num_elements": prediction.num_elements,
+            "reordered": [
+                {**dataclasses.asdict(each), "num_elements": each.num_elements, "num_bytes": each.num_bytes}
+                for each in prediction.reordered
+            ],
+            "sweep": [dataclasses.asdict(setting) for setting in settings],
+        }
+        print(jsonlib.dumps(data))
+    else:
+        console = make_console()
+        where = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings"
+        console.print(f"on {where}, {topology.num_channels} channels:", markup=False)
+        console.print(str(prediction), markup=False)
+        if settings:
+            channels = sorted({setting.num_channels for setting in settings})
+            table = plain_table("ranks", *(f"{num} channels" for num in channels))
+            found = {(each.num_ranks, each.num_channels): each.num_bytes for each in settings}
+            for num in sizes:
+                add_row(
+                    table, str(num), *(f"{found[num, c]:,} bytes" if found[num, c] else "–" for c in channels)
+                )
+            console.print("added in another order:", table)
+    return EXIT_DIFFERENT if prediction or any(each.num_bytes for each in settings) else EXIT_EQUAL
+
+
+def _read(path: Path) -> tuple[RunHeader, Layout]:
+    from graphpasses.parity.run_file import read_run
+
+    header = read_run(path).header
+    if header.layouts is None:
+        raise RunFileError(
+            f"'{path}' has no bucket layouts; record it with ParityRecorder(…, layouts=eager_layout(model)), or with "
+            "layouts=graph_layout(step)"
+        )
+    return header, header.layouts

@@ -1,0 +1,254 @@
+"""Train one model on a simulated cluster twice: with eager FSDP2, and as a captured and rewritten step."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from graphpasses._torch.fsdp2 import mixed_precision
+from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.errors import TaskError
+from graphpasses.fsdp.graph_layout import graph_layout
+from graphpasses.fsdp.layout import Layout, eager_layout
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph import TrainGraph
+from graphpasses.parity import ParityRecorder
+from graphpasses.passes import default_pipeline
+from graphpasses.simulate.cluster import run_cluster, share
+from graphpasses.simulate.rings import Topology
+from graphpasses.simulate.shared_step import step_for_rank
+
+__all__ = ["Rewrite", "Task", "load_task", "train_eager", "train_graph"]
+
+Rewrite = Callable[[TrainGraph, BucketPlan, Layout], TrainGraph]
+"""Makes of the captured step the one that runs, given eager's buckets and their layout."""
+
+_REQUIRED = ("model", "shard", "loss_fn", "batch")
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained.
+
+    Args:
+        model: builds the model; called on every rank after the same seed.
+        shard: shards it in place with ``fully_shard`` on a mesh of all ranks, as for eager training.
+        loss_fn: called as ``loss_fn(model, *batch)``; returns the rank's scalar loss.
+        batch: called with the step and the rank; returns the arguments of ``loss_fn`` behind the model, in a tuple,
+            of the same shapes for every step and rank.
+        optimizer: given the trainable parameters (default: AdamW with a learning rate of 1e-3).
+        name: of the model, for run files.
+        seed: before the model is built.
+    """
+
+    model: Callable[[], nn.Module]
+    shard: Callable[[nn.Module, DeviceMesh], object]
+    loss_fn: Callable[..., Tensor]
+    batch: Callable[[int, int], tuple[Any, ...]]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
+    name: str = ""
+    seed: int = 0
+
+
+def load_task(source: str) -> Task:
+    """Reads a task from a Python file or module that defines ``model``, ``shard``, ``loss_fn`` and ``batch``.
+
+    Args:
+        source: path of a ``.py`` file, or name of a module; ``optimizer``, ``name`` and ``seed`` may be defined, too.
+
+    Raises:
+        TaskError: it cannot be imported, or lacks a definition; the message names it.
+
+    Example:
+        >>> load_task("no_such_module")
+        Traceback (most recent call last):
+        graphpasses.errors.TaskError: cannot import 'no_such_module': No module named 'no_such_module'
+    """
+    path = Path(source)
+    try:
+        if path.suffix == ".py":
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    except (ImportError, OSError) as error:
+        raise TaskError(f"cannot import '{source}': {error}") from error
+    if missing := [name for name in _REQUIRED if not callable(getattr(module, name, None))]:
+        raise TaskError(
+            f"'{source}' does not define {', '.join(f'{name}()' for name in missing)}; a task has model(), "
+            "shard(model, mesh), loss_fn(model, *batch) and batch(step, rank)"
+        )
+    options = {name: getattr(module, name) for name in ("optimizer", "name", "seed") if hasattr(module, name)}
+    return Task(*(getattr(module, name) for name in _REQUIRED), **{"name": path.stem, **options})
+
+
+def train_eager(
+    task: Task,
+    topology: Topology,
+    num_steps: int,
+    path: Path,
+    *,
+    done: Callable[[int], object] | None = None,
+) -> None:
+    """Trains with eager FSDP2 on a simulated cluster, and records every step.
+
+    Args:
+        task: what to train.
+        topology: the cluster.
+        num_steps: optimizer steps.
+        path: run file, replaced if it exists.
+        done: told how many steps are done.
+
+    Raises:
+        ClusterError: a rank failed; see :func:`run_cluster`.
+
+    Example:
+        >>> task, topology = load_task("my_model.py"), Topology(16, gpus_per_node=8)  # doctest: +SKIP
+        >>> train_eager(task, topology, num_steps=5, path=Path("eager.jsonl"))  # doctest: +SKIP
+    """
+
+    def play() -> None:
+        mesh = _mesh()
+        model = _build(task)
+        task.shard(model, mesh)
+
+        def step(*batch: Any) -> Tensor:
+            loss = task.loss_fn(model, *batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach()
+
+        _train(
+            task,
+            "eager FSDP2",
+            model,
+            step,
+            share(lambda: eager_layout(model)),
+            topology,
+            num_steps,
+            path,
+            done,
+        )
+
+    run_cluster(play, topology)
+
+
+def train_graph(
+    task: Task,
+    topology: Topology,
+    num_steps: int,
+    path: Path,
+    *,
+    rewrite: Rewrite | None = None,
+    run: str = "graph",
+    done: Callable[[int], object] | None = None,
+) -> None:
+    """Trains with the captured step, sharded by SimpleFSDP and rewritten, on a simulated cluster; records every step.
+
+    The step is captured and rewritten once for all ranks whose shards have the same shapes.
+
+    Args:
+        task: what to train.
+        topology: the cluster.
+        num_steps: optimizer steps.
+        path: run file, replaced if it exists.
+        rewrite: makes of the captured step the one that runs (default: the default pipeline with eager's buckets,
+            whose layout is its contract).
+        run: name of the run.
+        done: told how many steps are done.
+
+    Raises:
+        ClusterError: a rank failed; see :func:`run_cluster`.
+
+    Example:
+        >>> task, topology = load_task("my_model.py"), Topology(16, gpus_per_node=8)  # doctest: +SKIP
+        >>> train_graph(task, topology, num_steps=5, path=Path("graph.jsonl"))  # doctest: +SKIP
+    """
+
+    def play() -> None:
+        mesh = _mesh()
+        plan, layout, (param_dtype, reduce_dtype) = share(lambda: _read_eager(task, mesh))
+        model = simple_fsdp(_build(task), mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        steps: dict[object, TrainGraph] = share(dict)
+        shapes = tuple(_local_shape(parameter) for parameter in model.parameters())
+        if shapes not in steps:
+            captured = capture_train_step(task.loss_fn, model, *task.batch(0, dist.get_rank()))
+            steps[shapes] = (rewrite or _default)(captured, plan, layout)
+        step = step_for_rank(steps[shapes], model)
+        layout = share(lambda: graph_layout(step))
+        _train(task, run, model, step, layout, topology, num_steps, path, done)
+
+    run_cluster(play, topology)
+
+
+def _default(captured: TrainGraph, plan: BucketPlan, layout: Layout) -> TrainGraph:
+    return default_pipeline(plan, contract=layout).run(captured)
+
+
+def _read_eager(task: Task, mesh: DeviceMesh) -> tuple[BucketPlan, Layout, tuple[torch.dtype, torch.dtype]]:
+    model = _build(task)
+    task.shard(model, mesh)
+    return BucketPlan.from_fully_shard(model), eager_layout(model), mixed_precision(model)
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def _build(task: Task) -> nn.Module:
+    torch.manual_seed(task.seed)
+    return task.model()
+
+
+def _local_shape(parameter: Tensor) -> tuple[int, ...]:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return tuple(local.shape)
+
+
+def _train(
+    task: Task,
+    run: str,
+    model: nn.Module,
+    step: Callable[..., Tensor],
+    layout: Layout,
+    topology: Topology,
+    num_steps: int,
+    path: Path,
+    done: Callable[[int], object] | None,
+) -> None:
+    rank = dist.get_rank()
+    optimizer = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    with ParityRecorder(
+        path,
+        run=run,
+        model=task.name,
+        seed=task.seed,
+        topology=asdict(topology),
+        layouts=layout,
+        overwrite=True,
+    ) as recorder:
+        for index in range(num_steps):
+            loss = step(*task.batch(index, rank))
+            optimizer.step()
+            recorder.record(index, loss, model)
+            optimizer.zero_grad()
+            if done is not None and rank == 0:
+                done(index + 1)

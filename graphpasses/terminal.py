@@ -1,0 +1,37 @@
+"""Tables for people at a terminal, of which nothing is cut in a pipe."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["add_row", "make_console", "plain_table"]
+
+
+def make_console() -> Console:
+    """Makes a console for stdout; a pipe or a file has no width, so nothing is cut or folded for it."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(width=10_000, soft_wrap=True, highlight=False)
+
+
+def plain_table(*columns: str) -> Table:
+    """Makes a table without lines.
+
+    Args:
+        columns: their headers.
+    """
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Adds a row of plain text.
+
+    Args:
+        table: the table.
+        cells: what it says; names may hold brackets, which rich would take for markup.
+    """
+    table.add_row(*map(Text, cells))

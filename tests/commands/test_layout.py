@@ -1,0 +1,117 @@
+"""``graphpasses layout``: what it shows, predicts and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphpasses import cli
+from graphpasses.fsdp import Layout, make_bucket_layout
+from graphpasses.parity.run_file import RunHeader, end_line, header_line
+
+SHAPES = {"w": (512, 100), "b": (512,), "norm": (8,)}
+TOPOLOGY = {"num_ranks": 16, "gpus_per_node": 8, "mode": "rail", "name": "of my cluster"}
+
+
+def write(path: Path, order: Iterable[str] | None) -> str:
+    layout = None
+    if order is not None:
+        parameters = [(fqn, SHAPES[fqn], 0) for fqn in order]
+        layout = Layout((make_bucket_layout("reduce_scatter", range(16), "avg", torch.bfloat16, parameters),))
+    path.write_bytes(header_line(RunHeader("2.13.0", 16, topology=TOPOLOGY, layouts=layout)) + end_line(0))
+    return str(path)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[str, str]:
+    return write(tmp_path / "a.jsonl", ("w", "b", "norm")), write(tmp_path / "b.jsonl", ("b", "w", "norm"))
+
+
+def test_show(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["layout", "show", runs[0]]) == 0
+    header, first, *_ = capsys.readouterr().out.splitlines()
+    assert header.split() == ["bucket", "reduction", "parameter", "byte", "elements", "padded"]
+    assert first.split("  ")[0] == "0"
+    assert "reduce_scatter avg bfloat16, 16 ranks, 6466 bytes each" in first
+    assert cli.main(["layout", "show", runs[0], "--json"]) == 0
+    assert Layout.from_json(json.loads(capsys.readouterr().out)).buckets[0].num_bytes == 6466
+
+
+def test_diff(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["layout", "diff", *runs]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("on 16 ranks on 2 nodes, rail rings, 16 channels:\n")
+    assert "elements (" in out
+    assert cli.main(["layout", "diff", runs[0], runs[0]]) == 0
+    assert "no element would be added in another order" in capsys.readouterr().out
+    assert cli.main(["layout", "diff", *runs, "--mode", "shared", "--num-channels", "4"]) == 0
+
+
+def test_diff_as_json(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["layout", "diff", *runs, "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert (data["topology"]["mode"], data["reordered"][0]["fqn"]) == ("rail", "w")
+    assert data["reordered"][0]["num_elements"] > 0
+
+
+def test_sweep(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["layout", "diff", *runs, "--ranks", "8", "--sweep"]) == 1  # one node alone shows nothing
+    header, *rows = capsys.readouterr().out.split("added in another order:")[1].strip().splitlines()
+    assert header.split()[:3] == ["ranks", "1", "channels"]
+    cells = {row.split()[0]: row.split()[1:] for row in rows}
+    assert set(cells["8"]) == {"–"}
+    assert cells["16"][0] == "–"
+    assert "bytes" in cells["16"]
+
+
+def test_rings_of_a_log(runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "nccl.log"
+    forth, back = " ".join(map(str, range(16))), " ".join(map(str, reversed(range(16))))
+    log.write_text(f"Channel 00/02 : {forth}\nChannel 01/02 : {back}\n")
+    assert cli.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 1
+    assert "explicit rings, 2 channels:" in capsys.readouterr().out
+    log.write_text(f"Channel 00/02 : {forth}\nChannel 01/02 : {forth}\n")
+    assert cli.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--ranks", "12"],
+            "12 ranks cannot fill nodes of 8 GPUs; num_ranks must be a multiple of gpus_per_node",
+        ),
+        (["--num-channels", "0"], "num_channels is 0; it must be at least 1"),
+        (["--nccl-log", "no.log"], "cannot read 'no.log': No such file or directory"),
+        (["--nccl-log", "x", "--mode", "rail"], "--nccl-log tells the rings and channels; leave --mode out"),
+    ],
+)
+def test_impossible_clusters(
+    runs: tuple[str, str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["layout", "diff", *runs, *options]) == 2
+    assert capsys.readouterr().err == f"graphpasses: {message}\n"
+
+
+def test_a_log_of_other_rings(
+    runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "nccl.log"
+    log.write_text("Channel 00/01 : 0 1 1 3\n")
+    assert cli.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 2
+    assert "channel 00 of the log is [0, 1, 1, 3], not a permutation" in capsys.readouterr().err
+    log.write_text("Channel 00/01 : 0 1 2 3\n")
+    assert cli.main(["layout", "diff", *runs, "--nccl-log", str(log), "--ranks", "16"]) == 2
+    assert capsys.readouterr().err == "graphpasses: the log has 4 ranks, --ranks says 16\n"
+
+
+def test_a_run_without_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "a.jsonl", None)
+    assert cli.main(["layout", "show", path]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"graphpasses: '{path}' has no bucket layouts; record it with Parity"
+    )

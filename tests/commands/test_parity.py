@@ -1,0 +1,133 @@
+"""``graphpasses parity``: a task of the user's, both ways on a simulated cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from graphpasses import cli
+from graphpasses.parity import read_run
+from graphpasses.simulate import Topology
+
+TASK = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+name, seed = "two layers", 3
+
+def model():
+    return nn.Sequential(nn.Embedding(10, 16), nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 10, bias=False))
+
+def shard(model, mesh):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+def loss_fn(model, tokens):
+    return nn.functional.cross_entropy(model(tokens).float(), tokens)
+
+def batch(step, rank):
+    return (torch.randint(10, (12,), generator=torch.Generator().manual_seed(100 * step + rank)),)
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "task.py"
+    path.write_text(TASK)
+    return path
+
+
+def test_equal_on_ranks_with_shards_of_several_shapes(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """10 rows on 8 ranks: two, or none."""
+    assert cli.main(["parity", "task.py", "--ranks", "8", "--gpus-per-node", "4", "--steps", "2"]) == 0
+    assert "equal: all 2 common steps, bit for bit" in capsys.readouterr().out
+    eager, graph = (read_run(f"runs/parity/{name}.jsonl") for name in ("eager", "graph"))
+    assert (eager.header.model, eager.header.seed, eager.header.run) == ("two layers", 3, "eager FSDP2")
+    assert eager.header.layouts == graph.header.layouts
+    assert Topology(**{**eager.header.topology, "explicit_rings": ()}) == Topology(8, gpus_per_node=4)
+
+
+def test_different(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A task that is no function of its arguments trains otherwise the second time."""
+    task.write_text(
+        f"{TASK}\ncalls = []\nold = loss_fn\n"
+        """
+def loss_fn(model, tokens):
+    calls.append(1)
+    return old(model, tokens) * (2 if len(calls) > 4 else 1)
+"""
+    )
+    command = [
+        "parity",
+        "task.py",
+        "--ranks",
+        "4",
+        "--gpus-per-node",
+        "2",
+        "--steps",
+        "1",
+        "--out",
+        "here",
+        "--json",
+    ]
+    assert cli.main(command) == 1
+    assert json.loads(capsys.readouterr().out)["parting"]["step"] == 0
+    assert read_run("here/graph.jsonl").complete
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "def model(): ...\ndef batch(step, rank): ...",
+            "'task.py' does not define shard(), loss_fn(); a task has ",
+        ),
+        ("import no_such_module", "cannot import 'task.py': No module named 'no_such_module'"),
+    ],
+)
+def test_a_task_that_is_none(
+    task: Path, source: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task.write_text(source)
+    assert cli.main(["parity", "task.py"]) == 2
+    assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
+
+
+def test_what_fails_on_a_rank(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task.write_text(f"{TASK}\ndef batch(step, rank):\n    raise IndexError('out of data')\n")
+    assert cli.main(["parity", "task.py", "--ranks", "2"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(
+        "graphpasses: rank 1 failed:\nTraceback"
+    )  # the last to come to the first collective
+    assert "IndexError: out of data" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--ranks", "6", "--gpus-per-node", "4"], "6 ranks cannot fill nodes of 4 GPUs"),
+    ],
+)
+def test_wrong_options(
+    task: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["parity", "task.py", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
+
+
+def test_no_such_file(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["parity", "no_such_task.py"]) == 2
+    missing = task.with_name("no_such_task.py")
+    assert capsys.readouterr().err == (
+        f"graphpasses: cannot import 'no_such_task.py': [Errno 2] No such file or directory: '{missing}'\n"
+    )

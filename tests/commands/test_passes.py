@@ -1,0 +1,41 @@
+"""``graphpasses passes``: the catalogue is that of the code."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from graphpasses import cli, passes
+from graphpasses.pipeline import GraphPass
+
+
+def test_every_pass_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["passes"]) == 0
+    _, *rows = capsys.readouterr().out.splitlines()
+    classes = [getattr(passes, name) for name in passes.__all__]
+    expected = {cls.name for cls in classes if isinstance(cls, type) and issubclass(cls, GraphPass)}
+    assert {row.split()[0] for row in rows} == expected
+    assert next(row for row in rows if row.startswith("lower-embedding-bags")).split()[1:3] == [
+        "rounding",
+        "model",
+    ]
+
+
+def test_one_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["passes", "regather-parameters"]) == 0
+    first, *text = capsys.readouterr().out.splitlines()
+    assert first == "regather-parameters: bitwise; step graphs; runs after bucket-fsdp-collectives"
+    assert "Gathers the parameters of resharded buckets again before backward first reads them." in text
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["passes", "fold-sizes", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fold-sizes"]["stages"] == ["joint", "step"]
+
+
+def test_unknown_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["passes", "fold-size"]) == 2
+    assert capsys.readouterr().err == (
+        "graphpasses: there is no pass 'fold-size'; did you mean 'fold-sizes'?; see graphpasses passes\n"
+    )
