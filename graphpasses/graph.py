@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
+import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +15,8 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings, rebind_unbacked
 
 from graphpasses._torch import pytree
-from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of
+from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.batch import check_batch
 from graphpasses.errors import CaptureError
 from graphpasses.gradients import accumulate_gradient, shared_values
@@ -32,14 +33,14 @@ __all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "Stage", "Tra
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-_COLLECTIVES = frozenset(
-    {
+_COLLECTIVES = dict.fromkeys(
+    (
         torch.ops._c10d_functional.all_gather_into_tensor.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,
         ALL_TO_ALL,
         torch.ops._c10d_functional.broadcast.default,
-    }
+    )
 )
 
 
@@ -123,11 +124,6 @@ class GraphOutput:
     def is_gradient(self) -> bool:
         """Whether this slot carries gradient data (not a device mesh)."""
         return self.kind is OutputKind.GRADIENT and self.attr in ("", "_local_tensor")
-
-
-def _call(node: fx.Node) -> tuple[object, ...]:
-    values = (value.meta.get("val") for value in (node, *node.all_input_nodes))
-    return node.target, node.args, node.kwargs, *values
 
 
 @dataclass(repr=False)
@@ -336,16 +332,35 @@ class TrainGraph:
         Args:
             node: a call.
         """
-        self._known[node] = _call(node)
+        self._known[node] = (node.target, node.args, node.kwargs, node.meta.get("val"))
+
+    def mark_all_known(self) -> None:
+        """Records that every value is what its call computes."""
+        for node in self.graph.nodes:
+            self.mark_value_known(node)
 
     def is_value_known(self, node: fx.Node) -> bool:
-        """Whether the call, its inputs' values and its own are the same objects as when they were recorded.
+        """Whether the call and its value are the same objects as when they were recorded.
 
         Args:
             node: a call.
         """
-        known, now = self._known.get(node, ()), _call(node)
-        return len(known) == len(now) and all(a is b for a, b in zip(known, now, strict=True))
+        known = self._known.get(node)
+        return (
+            known is not None
+            and known[1] is node.args
+            and known[3] is node.meta.get("val")
+            and known[0] is node.target
+            and known[2] is node.kwargs
+        )
+
+    def recorded_value(self, node: fx.Node) -> Any:
+        """Returns the ``meta["val"]`` with which a node was recorded; None if it never was.
+
+        Args:
+            node: a node.
+        """
+        return self._known.get(node, (None,) * 4)[3]
 
     def replace_equal(self, node: fx.Node, value: fx.Node) -> None:
         """Erases a node whose users shall read an equal value, so that what they compute is known as before.
@@ -370,22 +385,16 @@ class TrainGraph:
 
     def copy(self) -> TrainGraph:
         """Returns a graph that can be rewritten without changing this one; tensors and model are shared."""
-        graph = fx.Graph()
-        result = graph.graph_copy(self.graph, val_map={}, return_output_node=True)
-        assert isinstance(result, tuple)
-        values, old_output = result
-        graph.output(values).meta = dict(old_output.meta)
         copy = replace(
             self,
-            module=fx.GraphModule(self.module, graph),
+            module=lazy_module(self.module, copy_graph(self.graph)),
             report=None,
             notes=[],
             checks=[*self.checks],
             input_checks=[*self.input_checks],
             _known={},
         )
-        for node in graph.nodes:  # what was captured is taken as true
-            copy.mark_value_known(node)
+        copy.mark_all_known()  # what was captured is taken as true
         return copy
 
     def collectives(self) -> dict[str, int]:
@@ -394,9 +403,13 @@ class TrainGraph:
         Returns:
             E.g. ``{"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3}``.
         """
-        return dict(
-            Counter(node.target.__name__.split(".")[0] for node in self.graph.nodes if is_collective(node))
-        )
+        counts = {
+            target.__name__.split(".")[0]: len(
+                self.graph.find_nodes(op="call_function", target=target, sort=False)
+            )
+            for target in _COLLECTIVES
+        }
+        return {name: count for name, count in counts.items() if count}
 
     # ---- running ---------------------------------------------------------------------------------------
 
@@ -467,6 +480,19 @@ def is_collective(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in _COLLECTIVES
 
 
+def find_collectives(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the nodes that launch a functional collective, by operator.
+
+    Args:
+        graph: an FX graph.
+    """
+    return [
+        node
+        for target in _COLLECTIVES
+        for node in graph.find_nodes(op="call_function", target=target, sort=False)
+    ]
+
+
 def _new_symbols(value: Any) -> Any:
     """Returns where in a fake value the symbols stand that it brought: sizes that depend on data."""
     mode = fake_mode_of(value)
@@ -479,14 +505,17 @@ def fake_value(node: fx.Node) -> Any:
     Args:
         node: a ``call_function`` node.
     """
+    args: Any
+    kwargs: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    mode = fake_mode_of(args, kwargs)
     assert callable(node.target)
+    if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
+        return args[0][args[1]]
+    mode = fake_mode_of(args, kwargs)
     if mode is None:
         return node.target(*args, **kwargs)
     if "unbacked_bindings" not in node.meta:
-        with mode:
-            return node.target(*args, **kwargs)
+        return fake_call(mode, node.target, args, kwargs)
     # Computed again, a size that depends on data gets a new symbol, which stands for the same size.
     assert mode.shape_env is not None
     with mode, mode.shape_env.ignore_fresh_unbacked_symbols():

@@ -10,7 +10,15 @@ import torch
 from torch import fx
 
 from graphpasses.errors import VerificationError
-from graphpasses.graph import WAIT, InputKind, OutputKind, TrainGraph, fake_value, is_collective
+from graphpasses.graph import (
+    WAIT,
+    InputKind,
+    OutputKind,
+    TrainGraph,
+    fake_value,
+    find_collectives,
+    is_collective,
+)
 
 __all__ = ["Contract", "verify"]
 
@@ -58,21 +66,34 @@ def verify(graph: TrainGraph, contract: Contract, culprit: str) -> None:
         VerificationError: it says what is wrong and which pass left it so.
     """
     _verify_signature(graph, contract, culprit)
-    for node in graph.graph.nodes:
-        if is_collective(node):
-            waits = [user for user in node.users if user.target == WAIT]
-            if len(waits) != 1 or len(node.users) != 1:
-                raise VerificationError(
-                    f"{culprit} left collective {node.name} with {len(waits)} waits and "
-                    f"{len(node.users) - len(waits)} other users; expected exactly one wait"
-                )
-        elif node.target == WAIT and not (isinstance(node.args[0], fx.Node) and is_collective(node.args[0])):
+    for node in find_collectives(graph.graph):
+        waits = [user for user in node.users if user.target == WAIT]
+        if len(waits) != 1 or len(node.users) != 1:
+            raise VerificationError(
+                f"{culprit} left collective {node.name} with {len(waits)} waits and "
+                f"{len(node.users) - len(waits)} other users; expected exactly one wait"
+            )
+    for node in graph.graph.find_nodes(op="call_function", target=WAIT, sort=False):
+        if not (isinstance(node.args[0], fx.Node) and is_collective(node.args[0])):
             raise VerificationError(
                 f"{culprit} left {node.name} waiting for {node.args[0]}, not a collective"
             )
-        if node.op == "call_function" and not graph.is_value_known(node):
-            _verify_value(node, culprit)
-            graph.mark_value_known(node)
+    for node in _unknown_values(graph):
+        _verify_value(node, culprit)
+        graph.mark_value_known(node)
+
+
+def _unknown_values(graph: TrainGraph) -> list[fx.Node]:
+    """Returns the calls that were changed since they were recorded, and those that read another kind of value."""
+    found: dict[fx.Node, None] = {}
+    for node in graph.graph.nodes:
+        if graph.is_value_known(node):
+            continue
+        found[node] = None
+        before, now = graph.recorded_value(node), node.meta.get("val")
+        if before is not None and before is not now and _summary(before) != _summary(now):
+            found.update(dict.fromkeys(node.users))
+    return [node for node in found if node.op == "call_function"]
 
 
 def _verify_signature(graph: TrainGraph, contract: Contract, culprit: str) -> None:
