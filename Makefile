@@ -43,6 +43,7 @@ types: $(READY)
 bench: $(READY)
 	$(RUN) -m experiments.fsdp_bench
 	$(RUN) -m experiments.graph_trainer_bench
+	$(RUN) -m experiments.pass_bench
 	$(RUN) -m experiments.torchrec_bench
 	$(RUN) experiments/hash_bench/run.py
 

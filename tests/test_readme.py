@@ -59,3 +59,11 @@ def test_own_pass_example(tmp_path: Path) -> None:
     (tmp_path / "own_pass.py").write_text(block("example: own_pass.py"))
     printed = run(sys.executable, "-W", "error", "own_pass.py", folder=tmp_path)
     assert "remove-detach  bitwise   2" in printed
+
+
+def test_my_model_example(tmp_path: Path) -> None:
+    (tmp_path / "my_model.py").write_text(block("example: my_model.py"))
+    parity = ("graphpasses", "parity", "my_model.py", "--ranks", "24", "--gpus-per-node", "8", "--steps", "3")
+    assert " ".join(parity) in README.read_text()
+    printed = run(sys.executable, "-m", *parity, folder=tmp_path)
+    assert [line.rstrip() for line in printed.splitlines()] == block("output: my_model.py").splitlines()

@@ -43,7 +43,7 @@ def main(layers: int = 6, dim: int = 256, rounds: int = 20, sizes: tuple[int, ..
     console.print(table)
 
     table = Table("layers", "nodes", "pipeline, ms", title="ms per 1,000 nodes, from the fourth column on")
-    for column in ("all", *(name.replace("-", " ") for name in PASSES), "checks, copy, code"):
+    for column in ("all", *(name.replace("-", " ") for name in PASSES), "checks, copy"):
         table.add_column(column, justify="right")
     for size in sizes:
         num_nodes, total, by_pass = time_pipeline(size)
