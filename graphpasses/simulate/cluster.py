@@ -81,13 +81,16 @@ def share(make: Callable[[], T]) -> T:
         make: called by one rank of a :func:`run_cluster`, when all ranks are here. It must issue no collective.
 
     Raises:
-        ClusterError: see :func:`run_cluster`.
+        ClusterError: see :func:`run_cluster`; or the caller is none of its ranks.
 
     Example:
         >>> run_cluster(lambda: share(object), Topology(2, gpus_per_node=2)).count(None)
         0
     """
-    rank, cluster = _current.rank, _current.cluster
+    cluster = getattr(_current, "cluster", None)
+    if cluster is None:
+        raise ClusterError("share is for the ranks of run_cluster, which meet there")
+    rank = _current.rank
 
     def give(calls: Sequence[_Call]) -> None:
         made = make()
@@ -186,6 +189,11 @@ class _Cluster:
         try:
             for each in threads:
                 each.join()
+        except BaseException:  # an interrupt: every rank ends at its next collective
+            self._failure = ClusterError("the cluster was interrupted")
+            for each in threads:
+                each.join()
+            raise
         finally:
             torch.set_rng_state(random)
         if self._failure is not None:
@@ -209,6 +217,7 @@ class _Cluster:
             call: its call.
             perform: given the calls in the order of ``ranks``.
         """
+        self._go_on()
         meeting = self._meetings.setdefault(key, _Meeting(ranks))
         meeting.calls[rank] = call
         if len(meeting.calls) < len(ranks):

@@ -26,6 +26,7 @@ from graphpasses.graph import TrainGraph
 from graphpasses.parity import ParityRecorder
 from graphpasses.passes import default_pipeline
 from graphpasses.simulate.cluster import run_cluster, share
+from graphpasses.simulate.memory import check_memory
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.shared_step import step_for_rank
 
@@ -130,6 +131,7 @@ def train_eager(
         mesh = _mesh()
         model = _build(task)
         task.shard(model, mesh)
+        layout = share(lambda: _checked(model).layout)
 
         def step(*batch: Any) -> Tensor:
             loss = task.loss_fn(model, *batch)
@@ -141,7 +143,7 @@ def train_eager(
             "eager FSDP2",
             model,
             step,
-            share(lambda: eager_layout(model)),
+            layout,
             topology,
             num_steps,
             path,
@@ -185,13 +187,15 @@ def train_graph(
 
     def play() -> None:
         mesh = _mesh()
-        plan, layout, (param_dtype, reduce_dtype) = share(lambda: _read_eager(task, mesh))
-        model = simple_fsdp(_build(task), mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        eager = share(lambda: _read_eager(task, mesh))
+        model = simple_fsdp(
+            _build(task), mesh, param_dtype=eager.param_dtype, reduce_dtype=eager.reduce_dtype
+        )
         steps: dict[object, TrainGraph] = share(dict)
         shapes = tuple(_local_shape(parameter) for parameter in model.parameters())
         if shapes not in steps:
             captured = capture_train_step(task.loss_fn, model, *task.batch(0, dist.get_rank()))
-            steps[shapes] = (rewrite or _default)(captured, plan, layout)
+            steps[shapes] = (rewrite or _default)(captured, eager.plan, eager.layout)
         step = step_for_rank(steps[shapes], model)
         layout = share(lambda: graph_layout(step))
         _train(task, run, model, step, layout, topology, num_steps, path, done)
@@ -203,10 +207,33 @@ def _default(captured: TrainGraph, plan: BucketPlan, layout: Layout) -> TrainGra
     return default_pipeline(plan, contract=layout).run(captured)
 
 
-def _read_eager(task: Task, mesh: DeviceMesh) -> tuple[BucketPlan, Layout, tuple[torch.dtype, torch.dtype]]:
+@dataclass(frozen=True)
+class _Eager:
+    """What eager FSDP2 does with a model.
+
+    Args:
+        plan: its buckets.
+        layout: of its reductions.
+        param_dtype: in which it computes.
+        reduce_dtype: in which it reduces.
+    """
+
+    plan: BucketPlan
+    layout: Layout
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+
+def _read_eager(task: Task, mesh: DeviceMesh) -> _Eager:
     model = _build(task)
     task.shard(model, mesh)
-    return BucketPlan.from_fully_shard(model), eager_layout(model), mixed_precision(model)
+    return _checked(model)
+
+
+def _checked(model: nn.Module) -> _Eager:
+    eager = _Eager(BucketPlan.from_fully_shard(model), eager_layout(model), *mixed_precision(model))
+    check_memory(model, eager.plan, dist.get_world_size(), eager.param_dtype)
+    return eager
 
 
 def _mesh() -> DeviceMesh:

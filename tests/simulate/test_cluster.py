@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable
 
@@ -205,6 +206,26 @@ def test_ranks_that_wait_in_two_groups() -> None:
 def test_what_is_not_played() -> None:
     with pytest.raises(ClusterError, match="send and recv are not played"):
         run_cluster(only_rank_3(lambda: dist.send(torch.ones(1), 0)), RAIL)
+
+
+def test_an_interrupt_ends_every_rank() -> None:
+    def run() -> None:
+        if dist.get_rank() == 0:
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)  # Control-C
+        while True:
+            dist.barrier()
+
+    num_threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run_cluster(run, RAIL)
+    assert threading.active_count() == num_threads
+
+
+def test_share_outside_of_a_cluster() -> None:
+    with pytest.raises(ClusterError, match="share is for the ranks of run_cluster"):
+        share(object)
 
 
 def test_the_backend_alone() -> None:
