@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,14 +34,12 @@ __all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "Stage", "Tra
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
-_COLLECTIVES = dict.fromkeys(
-    (
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        torch.ops._c10d_functional.all_reduce.default,
-        ALL_TO_ALL,
-        torch.ops._c10d_functional.broadcast.default,
-    )
+_COLLECTIVES = (
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    ALL_TO_ALL,
+    torch.ops._c10d_functional.broadcast.default,
 )
 
 
@@ -345,13 +344,14 @@ class TrainGraph:
         Args:
             node: a call.
         """
-        known = self._known.get(node)
+        if node not in self._known:
+            return False
+        target, args, kwargs, value = self._known[node]
         return (
-            known is not None
-            and known[1] is node.args
-            and known[3] is node.meta.get("val")
-            and known[0] is node.target
-            and known[2] is node.kwargs
+            args is node.args
+            and value is node.meta.get("val")
+            and target is node.target
+            and kwargs is node.kwargs
         )
 
     def recorded_value(self, node: fx.Node) -> Any:
@@ -360,7 +360,8 @@ class TrainGraph:
         Args:
             node: a node.
         """
-        return self._known.get(node, (None,) * 4)[3]
+        *_, value = self._known.get(node, (None,))
+        return value
 
     def replace_equal(self, node: fx.Node, value: fx.Node) -> None:
         """Erases a node whose users shall read an equal value, so that what they compute is known as before.
@@ -403,13 +404,8 @@ class TrainGraph:
         Returns:
             E.g. ``{"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3}``.
         """
-        counts = {
-            target.__name__.split(".")[0]: len(
-                self.graph.find_nodes(op="call_function", target=target, sort=False)
-            )
-            for target in _COLLECTIVES
-        }
-        return {name: count for name, count in counts.items() if count}
+        names = (str(node.target).split(".")[1] for node in find_collectives(self.graph))
+        return dict(Counter(names))
 
     # ---- running ---------------------------------------------------------------------------------------
 

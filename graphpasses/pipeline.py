@@ -19,6 +19,7 @@ from torch import fx
 
 from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError, VerificationError
 from graphpasses.graph import ALL_TO_ALL, WAIT, Stage, TrainGraph, argument
+from graphpasses.text_table import aligned
 from graphpasses.verify import Contract, verify
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
@@ -153,12 +154,8 @@ class PipelineReport:
                     f"{report.seconds * 1e3:.1f}",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
         notes = [f"{report.name}: {note}" for report in self.passes for note in report.notes]
-        return "\n".join(lines + notes)
+        return "\n".join(aligned(rows) + notes)
 
 
 @dataclass(frozen=True)

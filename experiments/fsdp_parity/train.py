@@ -78,8 +78,8 @@ def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> I
         if variant == COMPILED:
             step, layout = _compiled_step(model, default_pipeline(plan, contract=contract)), contract
         else:
-            step = rewritten = _variant(variant, captured, plan, contract)
-            layout = graph_layout(rewritten)
+            step = graph = rewritten(variant, captured, plan, contract)
+            layout = graph_layout(graph)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), initial, strict=True):
                 _local(parameter).copy_(value)
@@ -111,7 +111,15 @@ def _eager_model(case: Case, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _variant(variant: str, captured: TrainGraph, plan: BucketPlan, contract: Layout) -> TrainGraph:
+def rewritten(variant: str, captured: TrainGraph, plan: BucketPlan, contract: Layout) -> TrainGraph:
+    """Returns the step that a variant runs.
+
+    Args:
+        variant: the default pipeline, or a control.
+        captured: the captured step.
+        plan: eager's buckets.
+        contract: their layout, which the default pipeline must meet, and a control must not.
+    """
     if variant == DEFAULT:
         return default_pipeline(plan, contract=contract).run(captured)
     if variant == NO_COALESCING:

@@ -114,7 +114,7 @@ def _time_theirs(captured: TrainGraph) -> dict[str, float]:
     from torchtitan.experiments.graph_trainer import passes as titan
     from torchtitan.experiments.graph_trainer.common_utils import get_default_transformer_block_buckets
 
-    num_layers = len(captured.model.layers)  # type: ignore[arg-type]
+    num_layers = len(captured.model.layers)
     fqns = [item.fqn for item in captured.inputs if item.is_state]
     passes: Sequence[Callable[..., torch.fx.GraphModule]] = (
         titan.eliminate_dead_code_pass,

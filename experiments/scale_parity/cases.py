@@ -76,4 +76,4 @@ def cases(num_ranks: int, gpus_per_node: int) -> Iterator[Case]:
     """
     for model in MODELS:
         for mode in ("rail", "cross_nic"):
-            yield Case(model, num_ranks, mode, gpus_per_node)  # type: ignore[arg-type]
+            yield Case(model, num_ranks, mode, gpus_per_node)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from experiments._parity.progress import count_runs
 from experiments.scale_parity.cases import Case
 from graphpasses.errors import RunFileError
 from graphpasses.parity import read_run
@@ -62,24 +62,20 @@ def play_all(runs: Sequence[Run], num_workers: int, console: Console) -> None:
     context.set_forkserver_preload(["experiments.scale_parity.train"])
     steps_done: Queue[int] = context.Queue()
     columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    start = time.monotonic()
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
         ProcessPoolExecutor(num_workers, context, _begin, (steps_done,), max_tasks_per_child=1) as pool,
     ):
         task = progress.add_task("steps", total=sum(run.num_steps for run in runs))
         futures = {pool.submit(_play, run): run for run in runs}
-        num_done = 0
+        tell = count_runs(len(runs), console=progress.console)
         while futures:
             done, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
             while not steps_done.empty():
                 progress.advance(task, steps_done.get())
             for future in done:
                 future.result()
-                num_done += 1
-                elapsed = time.monotonic() - start
-                name = futures.pop(future).name
-                progress.console.print(f"\\[{num_done:2d}/{len(runs)}] {elapsed:4.0f} s  {name}")
+                tell(futures.pop(future).name)
 
 
 _steps_done: Queue[int] | None = None

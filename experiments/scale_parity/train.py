@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,15 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from experiments.fsdp_parity.cases import wrong_plan
 from experiments.fsdp_parity.models import SEQ, loss_fn
+from experiments.fsdp_parity.train import rewritten
 from experiments.scale_parity.cases import EAGER, GRAPH, MODELS, VOCAB, Case
-from graphpasses.fsdp import BucketPlan, Layout, diff_layouts
-from graphpasses.fsdp.graph_layout import graph_layout
-from graphpasses.graph import TrainGraph
-from graphpasses.passes import default_pipeline
 from graphpasses.simulate import Topology
-from graphpasses.simulate.training import Rewrite, Task, train_eager, train_graph
+from graphpasses.simulate.training import Task, train_eager, train_graph
 
 __all__ = ["train"]
 
@@ -40,13 +37,13 @@ def train(case: Case, variant: str, num_steps: int, path: Path, done: Callable[[
     if variant == EAGER:
         train_eager(task, topology, num_steps, path, done=done)
         return
-    rewrite = None if variant == GRAPH else _in_order(variant)
+    rewrite = None if variant == GRAPH else functools.partial(rewritten, variant)
     train_graph(task, topology, num_steps, path, rewrite=rewrite, run=variant, done=done)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for module in [*model.layers, model]:  # type: ignore[misc]
+    for module in [*model.layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
@@ -57,14 +54,3 @@ def _batch(step: int, rank: int) -> tuple[Tensor]:
 
 def _adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3)
-
-
-def _in_order(variant: str) -> Rewrite:
-    def rewrite(captured: TrainGraph, plan: BucketPlan, eager: Layout) -> TrainGraph:
-        in_execution_order = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured)
-        wrong = wrong_plan(variant, plan, captured.model, graph_layout(in_execution_order))
-        step = default_pipeline(wrong).run(captured)
-        assert diff_layouts(eager, graph_layout(step)), f"{variant} has eager's layout: it controls nothing"
-        return step
-
-    return rewrite

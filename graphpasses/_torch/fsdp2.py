@@ -30,7 +30,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_sta
 
 from graphpasses.errors import LayoutError, UnsupportedError
 
-__all__ = ["GroupedParameter", "ParameterGroup", "mixed_precision", "parameter_groups"]
+__all__ = ["GroupedParameter", "ParameterGroup", "parameter_groups"]
 
 ReduceOpName = Literal["avg", "sum"]
 
@@ -65,6 +65,7 @@ class ParameterGroup:
         all_reduce_op: ``"avg"`` or ``"sum"``; only HSDP uses it.
         predivide: what the packed gradients are divided by before the reduce-scatter, or None.
         postdivide: what they are divided by after the last collective, or None.
+        param_dtype: dtype in which the modules compute.
         reduce_dtype: dtype on the wire.
         reduces_unused: whether zeros are reduced for trainable parameters without a gradient.
         reshards_after_forward: whether the parameters are freed after forward and gathered again in backward.
@@ -78,6 +79,7 @@ class ParameterGroup:
     all_reduce_op: ReduceOpName
     predivide: float | None
     postdivide: float | None
+    param_dtype: torch.dtype
     reduce_dtype: torch.dtype
     reduces_unused: bool
     reshards_after_forward: bool
@@ -112,30 +114,6 @@ def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
             suffix = f" [{index}]" if len(state._fsdp_param_groups) > 1 else ""
             groups.setdefault(group, name + suffix)
     return tuple(_read_group(group, name, fqns, group in keeps) for group, name in groups.items())
-
-
-def mixed_precision(model: nn.Module) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtype in which a model computes, and the one in which it reduces gradients.
-
-    Args:
-        model: a module in whose tree ``fully_shard`` was called.
-
-    Raises:
-        UnsupportedError: its modules were given several, or no module was sharded.
-    """
-    found = {
-        (policy.param_dtype or dtype, policy.reduce_dtype or policy.param_dtype or dtype)
-        for module in model.modules()
-        if (state := _get_module_fsdp_state(module)) is not None
-        for group in state._fsdp_param_groups
-        for policy, dtype in [(group.mp_policy, group.fsdp_params[0].sharded_param.dtype)]
-    }
-    if len(found) != 1:
-        raise UnsupportedError(
-            f"expected fully_shard with one mixed-precision policy for all modules, found {len(found)}: "
-            f"{', '.join(sorted(map(str, found))) or 'none was sharded'}"
-        )
-    return found.pop()
 
 
 def _post_order(
@@ -174,7 +152,7 @@ def _read_group(
         )
     shard_group = group._reduce_scatter_process_group
     replicate_group = group._all_reduce_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
-    reduce_dtype = _reduce_dtype(group, name)
+    param_dtype, reduce_dtype = _dtypes(group, name)
     predivide, postdivide, *ops = _get_gradient_divide_factors(
         shard_group,
         replicate_group,
@@ -212,16 +190,17 @@ def _read_group(
         # FSDP2's `_div_if_needed` skips a division by one.
         predivide=None if predivide in (None, 1) else float(predivide),
         postdivide=None if postdivide in (None, 1) else float(postdivide),
+        param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         reduces_unused=group.reduce_scatter_unused_params,
         reshards_after_forward=group.post_forward_mesh_info is not None and not keeps_parameters,
     )
 
 
-def _reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
-    """The gradient's dtype unless the policy says otherwise, as ``FSDPParam.init_dtype_attrs`` has it.
+def _dtypes(group: FSDPParamGroup, name: str) -> tuple[torch.dtype, torch.dtype]:
+    """What a group computes in and reduces in: the trained dtype, unless the policy says otherwise.
 
-    FSDP2 settles it at the first forward only, hence not read from the group.
+    The rule is that of ``FSDPParam.init_dtype_attrs``, which runs at the first forward only: it cannot be read.
     """
     policy = group.mp_policy
     trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad] or group.fsdp_params
@@ -232,7 +211,8 @@ def _reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
             f"{', '.join(sorted(map(str, dtypes)))}, which FSDP2 refuses to run; put them in separate groups"
         )
     dtype = dtypes.pop()
-    return policy.reduce_dtype or (policy.param_dtype if dtype.is_floating_point else None) or dtype
+    param_dtype = (policy.param_dtype if dtype.is_floating_point else None) or dtype
+    return param_dtype, policy.reduce_dtype or param_dtype
 
 
 def _op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:

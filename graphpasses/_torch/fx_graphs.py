@@ -23,7 +23,8 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
     Args:
         source: the graph; metadata values are shared.
     """
-    graph: Any = fx.Graph()
+    result = fx.Graph()
+    graph: Any = result
     values: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
@@ -36,7 +37,7 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
     names: Any = source._graph_namespace
     graph._graph_namespace._used_names = set(names._used_names)
     graph._graph_namespace._base_count = dict(names._base_count)
-    return graph  # type: ignore[no-any-return]
+    return result
 
 
 def lazy_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:

@@ -138,8 +138,7 @@ def _read_sizes_behind_waits(graph: fx.Graph) -> None:
 
 
 def _captured(graph: TrainGraph) -> TrainGraph:
-    for node in graph.graph.nodes:  # what was captured is taken as true
-        graph.mark_value_known(node)
+    graph.mark_all_known()  # what was captured is taken as true
     return graph
 
 

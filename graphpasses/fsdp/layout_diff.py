@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from graphpasses.fsdp.layout import Collective, Layout, dtype_bytes
+from graphpasses.text_table import aligned
 
 __all__ = ["LayoutDiff", "Move", "Place", "diff_layouts"]
 
@@ -92,11 +93,7 @@ class LayoutDiff:
         rows += [
             (move.fqn, str(move.before or "-"), str(move.after or "-")) for move in self.moves[:_MAX_ROWS]
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
+        lines = aligned(rows)
         if (num_more := len(self.moves) - _MAX_ROWS) > 0:
             lines.append(f"… and {num_more} more")
         return "\n".join(lines)

@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from graphpasses.fsdp.layout import Layout, at_world_size
+from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size
 from graphpasses.fsdp.layout_diff import Place, diff_layouts
 from graphpasses.simulate.nccl import Part, reduction_parts
 from graphpasses.simulate.rings import Topology
+from graphpasses.text_table import aligned
 
 __all__ = ["Prediction", "Reordered", "Setting", "predict", "sweep"]
 
@@ -57,8 +58,7 @@ class Reordered:
 
     @property
     def _num_parts(self) -> int:
-        place = self._some_place
-        return len(place.ranks) if place.collective == "reduce_scatter" else 1
+        return _num_parts(self._some_place)
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,7 @@ class Prediction:
             )
             for each in self.reordered[:_MAX_ROWS]
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = aligned(rows)
         if (num_more := len(self.reordered) - _MAX_ROWS) > 0:
             lines.append(f"… and {num_more} more")
         changed = sum(each.num_elements for each in self.reordered)
@@ -152,12 +151,10 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
             assert move.before is not None
             assert move.after is not None
             stretches = _reordered(move.before, move.after, topology)
-        if merged := tuple(_merged(stretches)):
+        if merged := _merged(stretches):
             found.append(Reordered(move.fqn, move.before, move.after, merged, reason))
     num_elements = sum(
-        entry.padded_numel * (len(bucket.ranks) if bucket.collective == "reduce_scatter" else 1)
-        for bucket in a.buckets
-        for entry in bucket.entries
+        entry.padded_numel * _num_parts(bucket) for bucket in a.buckets for entry in bucket.entries
     )
     return Prediction(topology, tuple(found), num_elements)
 
@@ -212,6 +209,11 @@ def sweep(
             yield Setting(num_ranks, num_channels, prediction.num_bytes, len(prediction.reordered))
 
 
+def _num_parts(reduction: Place | BucketLayout) -> int:
+    """How many ranks of a group have a part of their own; an all-reduce gives all of them the same."""
+    return len(reduction.ranks) if reduction.collective == "reduce_scatter" else 1
+
+
 def _other_arithmetic(before: Place | None, after: Place | None) -> str:
     """Says what differs between two places beside the place."""
     if before is None or after is None:
@@ -250,17 +252,13 @@ def _runs(place: Place, group: Topology) -> list[tuple[int, int, tuple[int, ...]
     ]
 
 
-def _merged(stretches: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    previous: tuple[int, int] | None = None
+def _merged(stretches: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    merged: list[tuple[int, int]] = []
     for start, stop in stretches:
-        if previous is not None and previous[1] == start:
-            previous = (previous[0], stop)
-            continue
-        if previous is not None:
-            yield previous
-        previous = (start, stop)
-    if previous is not None:
-        yield previous
+        if merged and merged[-1][1] == start:
+            start, _ = merged.pop()
+        merged.append((start, stop))
+    return tuple(merged)
 
 
 def _at(place: Place | None) -> str:

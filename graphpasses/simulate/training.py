@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.fsdp2 import mixed_precision
+from graphpasses._torch.fsdp2 import parameter_groups
 from graphpasses.capture import capture_train_step, simple_fsdp
-from graphpasses.errors import TaskError
+from graphpasses.errors import TaskError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
@@ -231,7 +231,14 @@ def _read_eager(task: Task, mesh: DeviceMesh) -> _Eager:
 
 
 def _checked(model: nn.Module) -> _Eager:
-    eager = _Eager(BucketPlan.from_fully_shard(model), eager_layout(model), *mixed_precision(model))
+    plan, layout = BucketPlan.from_fully_shard(model), eager_layout(model)
+    dtypes = {(group.param_dtype, group.reduce_dtype) for group in parameter_groups(model)}
+    if len(dtypes) > 1:
+        raise UnsupportedError(
+            "expected fully_shard with one mixed-precision policy for all modules, found "
+            f"{len(dtypes)}: {', '.join(sorted(map(str, dtypes)))}"
+        )
+    eager = _Eager(plan, layout, *dtypes.pop())
     check_memory(model, eager.plan, dist.get_world_size(), eager.param_dtype)
     return eager
 
