@@ -6,11 +6,14 @@ library that was not made for threads, and a rank that waits in vain is seen at 
 
 from __future__ import annotations
 
+import signal
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -178,22 +181,21 @@ class _Cluster:
                 self._fail(ClusterError(f"rank {rank} failed:\n{traceback.format_exc()}"))
             self._hand_over()
 
+        def interrupt() -> None:  # every rank ends at its next collective
+            self._failure = ClusterError("the cluster was interrupted")
+
         random = torch.get_rng_state()
         threads = [
             threading.Thread(target=thread, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in range(self.topology.num_ranks)
         ]
-        for each in threads:
-            each.start()
-        self._hand_over()
         try:
-            for each in threads:
-                each.join()
-        except BaseException:  # an interrupt: every rank ends at its next collective
-            self._failure = ClusterError("the cluster was interrupted")
-            for each in threads:
-                each.join()
-            raise
+            with _interrupts_wait(interrupt):
+                for each in threads:
+                    each.start()
+                self._hand_over()
+                for each in threads:
+                    each.join()
         finally:
             torch.set_rng_state(random)
         if self._failure is not None:
@@ -261,6 +263,32 @@ class _Cluster:
         for rank in range(self.topology.num_ranks):
             waiting.setdefault(rank, "no longer: it has ended")
         return _by_text(waiting)
+
+
+@contextmanager
+def _interrupts_wait(note: Callable[[], None]) -> Iterator[None]:
+    """Calls ``note`` at the first interrupt, and lets it happen when the block has ended; a second one does not wait.
+
+    Raised at once, it could leave threads behind that run, or wait for ever.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    frames: list[FrameType | None] = []
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, handler)
+        frames.append(frame)
+        note()
+
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if frames:
+        handler(signal.SIGINT, frames[0])
 
 
 def _others(ranks: Sequence[int], calls: Mapping[int, _Call]) -> str:

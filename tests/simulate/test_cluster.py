@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -208,22 +208,45 @@ def test_what_is_not_played() -> None:
         run_cluster(only_rank_3(lambda: dist.send(torch.ones(1), 0)), RAIL)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Control-C raises, which pytest's workers prevent."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_ends_every_rank() -> None:
     def run() -> None:
         if dist.get_rank() == 0:
             main = threading.main_thread().ident
             assert main is not None
-            signal.pthread_kill(main, signal.SIGINT)  # Control-C
+            signal.pthread_kill(main, signal.SIGINT)
         for _ in range(10_000):
             dist.barrier()
 
     num_threads = threading.active_count()
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers ignore it
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            run_cluster(run, RAIL)
-    finally:
-        signal.signal(signal.SIGINT, handler)
+    with pytest.raises(KeyboardInterrupt):
+        run_cluster(run, RAIL)
+    assert threading.active_count() == num_threads
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("interrupts")
+def test_an_interrupt_while_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not leave threads that wait for the rest."""
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        if thread.name == "rank 2":
+            signal.raise_signal(signal.SIGINT)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    num_threads = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run_cluster(dist.barrier, RAIL)
     assert threading.active_count() == num_threads
 
 
