@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import enum
 import hashlib
 import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
 from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError, VerificationError
+from graphpasses.excerpts import find_excerpts, read_lines
 from graphpasses.graph import ALL_TO_ALL, WAIT, Stage, TrainGraph, argument
-from graphpasses.text_table import aligned
+from graphpasses.pass_report import Numerics, PassReport, PipelineReport
 from graphpasses.verify import Contract, verify
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
-
-
-class Numerics(enum.Enum):
-    """What a pass may do to the numbers, against eager."""
-
-    BITWISE = "bitwise"
-    ROUNDING = "rounding"
 
 
 @dataclass(frozen=True)
@@ -75,7 +68,7 @@ class GraphPass(abc.ABC):
         return hashlib.sha256(f"{self.name}\n{source}\n{self!r}".encode()).hexdigest()
 
     def as_function(
-        self, step: TrainGraph, reports: list[PassReport] | None = None
+        self, step: TrainGraph, reports: list[PassReport] | None = None, *, excerpts: bool = False
     ) -> Callable[..., fx.GraphModule]:
         """Returns the pass as a plain function ``(gm, example_inputs=None) -> gm``, for other runners.
 
@@ -85,12 +78,13 @@ class GraphPass(abc.ABC):
         Args:
             step: the traced step to which the graph module belongs; it says what inputs and outputs are.
             reports: gets what the pass did, each time it runs.
+            excerpts: whether reports show the places that changed.
         """
 
         def run(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
             graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[], _known={})
             graph.mark_all_known()
-            report = _run_pass(self, graph, Contract.of(graph), ())
+            report = _run_pass(self, graph, Contract.of(graph), (), excerpts)
             if reports is not None:
                 reports.append(report)
             gm.recompile()
@@ -99,63 +93,6 @@ class GraphPass(abc.ABC):
         run.__name__ = re.sub(r"\W", "_", self.name) + "_pass"
         run.__doc__ = inspect.getdoc(self)
         return run
-
-
-@dataclass(frozen=True)
-class PassReport:
-    """What one pass did.
-
-    Args:
-        name: the pass.
-        numerics: what it may do to the numbers.
-        num_rewrites: rewrites it made.
-        num_nodes: nodes of the graph before and after.
-        collectives: number of collectives by operator, before and after.
-        seconds: its wall time, checks apart.
-        notes: what it skipped and why.
-    """
-
-    name: str
-    numerics: Numerics
-    num_rewrites: int
-    num_nodes: tuple[int, int]
-    collectives: tuple[Mapping[str, int], Mapping[str, int]]
-    seconds: float
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain dicts and lists, as a run file stores them."""
-        return {**dataclasses.asdict(self), "numerics": self.numerics.value}
-
-
-@dataclass(frozen=True)
-class PipelineReport:
-    """What each pass of a pipeline did; ``str()`` is a table."""
-
-    passes: tuple[PassReport, ...]
-
-    def __iter__(self) -> Iterator[PassReport]:
-        return iter(self.passes)
-
-    def __getitem__(self, name: str) -> PassReport:
-        return {report.name: report for report in self.passes}[name]
-
-    def __str__(self) -> str:
-        rows = [("pass", "numerics", "rewrites", "nodes", "collectives", "ms")]
-        for report in self.passes:
-            totals = [sum(counts.values()) for counts in report.collectives]
-            rows.append(
-                (
-                    report.name,
-                    report.numerics.value,
-                    str(report.num_rewrites),
-                    "{} → {}".format(*report.num_nodes),
-                    "{} → {}".format(*totals),
-                    f"{report.seconds * 1e3:.1f}",
-                )
-            )
-        notes = [f"{report.name}: {note}" for report in self.passes for note in report.notes]
-        return "\n".join(aligned(rows) + notes)
 
 
 @dataclass(frozen=True)
@@ -213,12 +150,14 @@ class Pipeline:
         parts = [p.uuid() for p in self.passes if p.name not in self.disable]
         return hashlib.sha256("\n".join([*parts, str(self.stop_after)]).encode()).hexdigest()
 
-    def run(self, graph: TrainGraph, *, dump: Path | str | None = None) -> TrainGraph:
+    def run(self, graph: TrainGraph, *, dump: Path | str | None = None, excerpts: bool = False) -> TrainGraph:
         """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
 
         Args:
             graph: the captured step.
             dump: folder for the readable code of the graph after every pass; None writes nothing.
+            excerpts: whether the report shows the places that each pass changed, which takes about as long as the
+                passes.
 
         Returns:
             The rewritten step; its ``report`` says what each pass did.
@@ -235,7 +174,8 @@ class Pipeline:
         _write(folder, 0, "captured", graph)
         for p in self.passes:
             if p.name not in self.disable:
-                reports.append(_run_pass(p, graph, contract, tuple(r.name for r in reports)))
+                before = tuple(report.name for report in reports)
+                reports.append(_run_pass(p, graph, contract, before, excerpts))
                 _write(folder, len(reports), p.name, graph)
             if p.name == self.stop_after:
                 break
@@ -244,12 +184,15 @@ class Pipeline:
         return graph
 
 
-def _run_pass(p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple[str, ...]) -> PassReport:
+def _run_pass(
+    p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple[str, ...], excerpts: bool
+) -> PassReport:
     history = f"pass {p.name!r}" + (f" (after {', '.join(before)})" if before else "")
     if graph.stage not in p.stages:
         stages = ", ".join(sorted(stage.value for stage in p.stages))
         raise PipelineError(f"{history} accepts the stages {stages}; this graph is a {graph.stage.value}")
     num_nodes, collectives = len(graph.graph.nodes), graph.collectives()
+    lines = read_lines(graph) if excerpts else []
     start = time.perf_counter()
     try:
         num_rewrites = p.rewrite(graph)
@@ -268,6 +211,7 @@ def _run_pass(p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple
     seconds = time.perf_counter() - start
     verify(graph, contract, history)
     notes, graph.notes = tuple(graph.notes), []
+    found, num_left_out = find_excerpts(lines, read_lines(graph)) if excerpts else ((), 0)
     return PassReport(
         name=p.name,
         numerics=p.numerics,
@@ -276,6 +220,8 @@ def _run_pass(p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple
         collectives=(collectives, graph.collectives()),
         seconds=seconds,
         notes=notes,
+        excerpts=found,
+        num_left_out=num_left_out,
     )
 
 

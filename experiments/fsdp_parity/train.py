@@ -121,15 +121,15 @@ def rewritten(variant: str, captured: TrainGraph, plan: BucketPlan, contract: La
         contract: their layout, which the default pipeline must meet, and a control must not.
     """
     if variant == DEFAULT:
-        return default_pipeline(plan, contract=contract).run(captured)
+        return default_pipeline(plan, contract=contract).run(captured, excerpts=True)
     if variant == NO_COALESCING:
-        step = default_pipeline(plan, disable=("coalesce-grad-reductions",)).run(captured)
+        step = default_pipeline(plan, disable=("coalesce-grad-reductions",)).run(captured, excerpts=True)
     elif variant == ALL_REDUCE_FIRST:
-        step = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured)
+        step = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured, excerpts=True)
     else:
         in_execution_order = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured)
         wrong = wrong_plan(variant, plan, captured.model, graph_layout(in_execution_order))
-        step = default_pipeline(wrong).run(captured)
+        step = default_pipeline(wrong).run(captured, excerpts=True)
     assert diff_layouts(contract, graph_layout(step)), f"{variant} has eager's layout: it controls nothing"
     return step
 
@@ -155,6 +155,8 @@ def _train(
         layouts=layout,
         overwrite=True,
     ) as recorder:
+        if isinstance(step, TrainGraph) and step.report is not None:
+            recorder.record_passes(step.report)
         for index in range(num_steps):
             loss = step(_tokens(index))
             optimizer.step()

@@ -21,6 +21,7 @@ class CompileReport:
         notes: what the user should know beside, e.g. a pass that no compiled graph can take.
         graph_breaks: the lines where the model could not be one graph, and why.
         num_graphs: graphs that Dynamo traced.
+        excerpts: whether reports show the places that each pass changed.
 
     Example:
         >>> import torch
@@ -38,6 +39,12 @@ class CompileReport:
     notes: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     num_graphs: int = 0
+    excerpts: bool = False
+
+    @property
+    def by_graph(self) -> dict[str, PipelineReport]:
+        """What each pass did, by graph and stage, e.g. ``"graph 0, joint"``."""
+        return {f"graph {graph}, {stage.value}": report for graph, stage, report in self.stages}
 
     def add(self, graph: int, stage: Stage, report: PipelineReport) -> None:
         """Adds what a pipeline did to one graph.
@@ -61,6 +68,6 @@ class CompileReport:
         lines = [f"{self.num_graphs} graph{'s' * (self.num_graphs != 1)}"]
         lines += self.notes
         lines += [f"graph break: {line}" for line in self.graph_breaks]
-        for graph, stage, report in self.stages:
-            lines += [f"graph {graph}, {stage.value}:", *(f"  {line}" for line in str(report).splitlines())]
+        for name, report in self.by_graph.items():
+            lines += [f"{name}:", *(f"  {line}" for line in str(report).splitlines())]
         return "\n".join(lines)

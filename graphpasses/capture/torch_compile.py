@@ -166,7 +166,7 @@ def _compile(
     report.num_graphs += 1
 
     def run(graph: TrainGraph) -> TrainGraph:
-        result = options.pipeline.at(graph.stage).run(graph)
+        result = options.pipeline.at(graph.stage).run(graph, excerpts=report.excerpts)
         assert result.report is not None
         report.add(number, graph.stage, result.report)
         return result

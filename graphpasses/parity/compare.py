@@ -12,7 +12,15 @@ from graphpasses.parity.run_file import Loss, Run, StepRecord
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
 
-__all__ = ["BucketPlace", "Comparison", "MovedEntry", "Parting", "compare_runs"]
+__all__ = [
+    "BucketPlace",
+    "Comparison",
+    "MovedEntry",
+    "Parting",
+    "StepDifference",
+    "compare_runs",
+    "step_differences",
+]
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,26 @@ class MovedEntry:
     fqn: str
     a: tuple[BucketPlace, ...]
     b: tuple[BucketPlace, ...]
+
+
+@dataclass(frozen=True)
+class StepDifference:
+    """What differs in one step of two runs; true if anything does.
+
+    Args:
+        step: its number.
+        loss: whether the losses differ; None if they could not be compared.
+        gradients: FQNs whose gradients differ.
+        weights: FQNs whose weights differ.
+    """
+
+    step: int
+    loss: bool | None
+    gradients: tuple[str, ...]
+    weights: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.loss or self.gradients or self.weights)
 
 
 @dataclass(frozen=True)
@@ -125,19 +153,43 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         True
     """
     _check_comparable(a, b)
+    common = _common_steps(a, b)
+    notes = _notes(a, b, [record.step for record, _ in common])
+    same_ranks = a.header.world_size == b.header.world_size
+    skipped: dict[str, int] = {}
+    parting = None
+    for x, y in common:
+        if difference := _difference(x, y, same_ranks, skipped):
+            parting = _parting(x, y, difference, a.header.layouts, b.header.layouts)
+            break
+    notes += [f"{reason}, first in step {step}" for reason, step in skipped.items()]
+    return Comparison(a, b, len(common), parting, tuple(notes))
+
+
+def step_differences(a: Run, b: Run) -> list[StepDifference]:
+    """Says for every step that two runs have in common what differs in it.
+
+    Args:
+        a: a run.
+        b: another run of the same model.
+
+    Raises:
+        CompareError: see :func:`compare_runs`.
+
+    Example:
+        >>> step_differences(read_run("eager.jsonl"), read_run("graph.jsonl"))  # doctest: +SKIP
+    """
+    _check_comparable(a, b)
+    same_ranks = a.header.world_size == b.header.world_size
+    return [_difference(x, y, same_ranks, {}) for x, y in _common_steps(a, b)]
+
+
+def _common_steps(a: Run, b: Run) -> list[tuple[StepRecord, StepRecord]]:
     steps_b = {record.step: record for record in b.steps}
     common = [(record, steps_b[record.step]) for record in a.steps if record.step in steps_b]
     if not common:
         raise CompareError(f"the runs have no step in common: A has {_steps(a)}, B has {_steps(b)}")
-    notes = _notes(a, b, [record.step for record, _ in common])
-    same_ranks = a.header.world_size == b.header.world_size
-    skipped: dict[str, int] = {}
-    for x, y in common:
-        parting = _parting(x, y, same_ranks, (a.header.layouts, b.header.layouts), skipped)
-        if parting is not None:
-            break
-    notes += [f"{reason}, first in step {step}" for reason, step in skipped.items()]
-    return Comparison(a, b, len(common), parting, tuple(notes))
+    return common
 
 
 def _check_comparable(a: Run, b: Run) -> None:
@@ -152,13 +204,7 @@ def _check_comparable(a: Run, b: Run) -> None:
         )
 
 
-def _parting(
-    x: StepRecord,
-    y: StepRecord,
-    same_ranks: bool,
-    layouts: tuple[Layout | None, Layout | None],
-    skipped: dict[str, int],
-) -> Parting | None:
+def _difference(x: StepRecord, y: StepRecord, same_ranks: bool, skipped: dict[str, int]) -> StepDifference:
     """Compares one step; notes in ``skipped`` what could not be."""
     weights = _differing("tensors", x.step, x.weights, y.weights)
     gradients: tuple[str, ...] = ()
@@ -168,20 +214,26 @@ def _parting(
     elif any(has_gradients):
         only = "AB"[has_gradients.index(True)]
         skipped.setdefault(f"gradients are not compared where only run {only} has them", x.step)
-    losses = (x.loss, y.loss) if x.loss and y.loss else None
     loss: bool | None = None
-    if losses is None and (x.loss or y.loss):
+    if x.loss and y.loss:
+        if same_ranks:
+            loss = (x.loss.dtype, x.loss.bits) != (y.loss.dtype, y.loss.bits)
+    elif x.loss or y.loss:
         skipped.setdefault(
             f"losses are not compared where only run {'A' if x.loss else 'B'} has them", x.step
         )
-    elif losses is not None and same_ranks:
-        loss = (losses[0].dtype, losses[0].bits) != (losses[1].dtype, losses[1].bits)
-    if not (loss or gradients or weights):
-        return None
+    return StepDifference(x.step, loss, gradients, weights)
+
+
+def _parting(
+    x: StepRecord, y: StepRecord, difference: StepDifference, a: Layout | None, b: Layout | None
+) -> Parting:
+    loss, gradients, weights = difference.loss, difference.gradients, difference.weights
     first: Literal["loss", "gradients", "weights"] = (
         "loss" if loss else "gradients" if gradients else "weights"
     )
-    moves = _moves(dict.fromkeys((*gradients, *weights)), *layouts)
+    losses = (x.loss, y.loss) if x.loss and y.loss else None
+    moves = _moves(dict.fromkeys((*gradients, *weights)), a, b)
     return Parting(x.step, first, loss, gradients, weights, losses, moves)
 
 

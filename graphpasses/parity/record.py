@@ -17,7 +17,16 @@ from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.parity._agreement import communication_device
 from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
-from graphpasses.parity.run_file import Loss, RunHeader, StepRecord, end_line, header_line, step_line
+from graphpasses.parity.run_file import (
+    Loss,
+    RunHeader,
+    StepRecord,
+    end_line,
+    header_line,
+    passes_line,
+    step_line,
+)
+from graphpasses.pass_report import PipelineReport
 
 __all__ = ["ParityRecorder"]
 
@@ -145,6 +154,22 @@ class ParityRecorder:
             grads = {n[len("gradient of ") :]: h for n, h in hashes.items() if n.startswith("gradient")}
             self._write(step_line(StepRecord(step, losses, weights, grads)))
         self._num_steps += 1
+
+    def record_passes(self, passes: PipelineReport | Mapping[str, PipelineReport]) -> None:
+        """Writes what passes did to the run's graphs, for ``graphpasses report``; not compared between runs.
+
+        Call it once the graphs are there, before or after the steps; of several calls the last one counts.
+
+        Args:
+            passes: a rewritten step's ``report``, or reports by the graph's name
+                (:attr:`graphpasses.CompileReport.by_graph`). Those of ``Pipeline.run(..., excerpts=True)`` show the
+                places that changed.
+
+        Raises:
+            RunFileError: the disk is full.
+        """
+        if self._rank == 0:
+            self._write(passes_line({"step": passes} if isinstance(passes, PipelineReport) else passes))
 
     def _losses(self, loss: Tensor | float) -> Loss:
         if isinstance(loss, DTensor):

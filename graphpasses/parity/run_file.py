@@ -1,5 +1,7 @@
 """Recorded runs as JSON lines: a header, one line per step, and a last line that says the run ended.
 
+Between them a line may tell what passes did to the run's graphs; the last one counts.
+
 A run that was killed keeps every line that was written whole; reading it says that it was cut. Reading a
 run imports torch only if it holds bucket layouts.
 """
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphpasses.errors import RunFileError
+from graphpasses.pass_report import PassReport, PipelineReport
 
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
@@ -92,12 +95,14 @@ class Run:
         header: what the run was.
         steps: its steps, in ascending order.
         complete: whether the run ended in order; False if it was cut short.
+        passes: what passes did to each of the run's graphs, by the graph's name; empty if it was not recorded.
     """
 
     path: Path
     header: RunHeader
     steps: tuple[StepRecord, ...] = field(repr=False)
     complete: bool
+    passes: Mapping[str, PipelineReport] = field(default_factory=dict, repr=False)
 
 
 def header_line(header: RunHeader) -> bytes:
@@ -127,6 +132,11 @@ def step_line(record: StepRecord) -> bytes:
     return _line(
         {"step": record.step, "loss": loss, "weights": record.weights, "gradients": record.gradients}
     )
+
+
+def passes_line(passes: Mapping[str, PipelineReport]) -> bytes:
+    """Returns the line that tells what passes did."""
+    return _line({"passes": {name: [each.to_json() for each in report] for name, report in passes.items()}})
 
 
 def end_line(num_steps: int) -> bytes:
@@ -166,6 +176,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     # What follows the last line break is a line that was being written when the run was killed.
     *lines, rest = data.split(b"\n")
     steps: list[StepRecord] = []
+    passes: Mapping[str, PipelineReport] = {}
     ended = False
     for number, line in enumerate(lines[1:], start=2):
         try:
@@ -179,6 +190,9 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                         f"the run ended after {record['num_steps']} steps, the file has {len(steps)}"
                     )
                 continue
+            if "passes" in record:
+                passes = _passes_from(record["passes"])
+                continue
             step = _step_from(record)
             if steps and step.step <= steps[-1].step:
                 raise ValueError(f"step {step.step} follows step {steps[-1].step}")
@@ -189,7 +203,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
         raise RunFileError(
             f"'{path}' is damaged in line {len(lines) + 1}: it follows the line that ends the run"
         )
-    return Run(path, header, tuple(steps), complete=ended)
+    return Run(path, header, tuple(steps), ended, passes)
 
 
 def _read_header(path: Path, data: bytes) -> RunHeader:
@@ -247,6 +261,13 @@ def _step_from(record: dict[str, JSON]) -> StepRecord:
         weights=dict(record["weights"].items()),
         gradients=dict(record["gradients"].items()),
     )
+
+
+def _passes_from(data: JSON) -> Mapping[str, PipelineReport]:
+    return {
+        name: PipelineReport(tuple(PassReport.from_json(each) for each in reports))
+        for name, reports in data.items()
+    }
 
 
 def _reason(error: Exception) -> str:

@@ -25,6 +25,7 @@ from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.parity import ParityRecorder
 from graphpasses.passes import default_pipeline
+from graphpasses.pass_report import PipelineReport
 from graphpasses.simulate.cluster import run_cluster, share
 from graphpasses.simulate.memory import check_memory
 from graphpasses.simulate.rings import Topology
@@ -138,17 +139,7 @@ def train_eager(
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
-        _train(
-            task,
-            "eager FSDP2",
-            model,
-            step,
-            layout,
-            topology,
-            num_steps,
-            path,
-            done,
-        )
+        _train(task, "eager FSDP2", model, step, layout, topology, num_steps, path, done)
 
     run_cluster(play, topology)
 
@@ -198,13 +189,13 @@ def train_graph(
             steps[shapes] = (rewrite or _default)(captured, eager.plan, eager.layout)
         step = step_for_rank(steps[shapes], model)
         layout = share(lambda: graph_layout(step))
-        _train(task, run, model, step, layout, topology, num_steps, path, done)
+        _train(task, run, model, step, layout, topology, num_steps, path, done, steps[shapes].report)
 
     run_cluster(play, topology)
 
 
 def _default(captured: TrainGraph, plan: BucketPlan, layout: Layout) -> TrainGraph:
-    return default_pipeline(plan, contract=layout).run(captured)
+    return default_pipeline(plan, contract=layout).run(captured, excerpts=True)
 
 
 @dataclass(frozen=True)
@@ -267,6 +258,7 @@ def _train(
     num_steps: int,
     path: Path,
     done: Callable[[int], object] | None,
+    passes: PipelineReport | None = None,
 ) -> None:
     rank = dist.get_rank()
     optimizer = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
@@ -279,6 +271,8 @@ def _train(
         layouts=layout,
         overwrite=True,
     ) as recorder:
+        if passes is not None:
+            recorder.record_passes(passes)
         for index in range(num_steps):
             loss = step(*task.batch(index, rank))
             optimizer.step()

@@ -1,0 +1,121 @@
+"""What passes did to a graph: as a table, and as data that a run file keeps. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from graphpasses.text_table import aligned
+
+__all__ = ["Excerpt", "Numerics", "PassReport", "PipelineReport"]
+
+
+class Numerics(enum.Enum):
+    """What a pass may do to the numbers, against eager."""
+
+    BITWISE = "bitwise"
+    ROUNDING = "rounding"
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A place of a graph before and after a pass, for people.
+
+    Args:
+        before: its lines before, each with its mark: ``"-"`` what goes or changes, ``"~"`` what moves, ``" "`` what
+            stays, ``"…"`` where lines are left out.
+        after: its lines after; ``"+"`` marks what is new or has changed.
+        num_alike: places of the graph where the pass did the same, this one included.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    num_alike: int = 1
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did.
+
+    Args:
+        name: the pass.
+        numerics: what it may do to the numbers.
+        num_rewrites: rewrites it made.
+        num_nodes: nodes of the graph before and after.
+        collectives: number of collectives by operator, before and after.
+        seconds: its wall time, checks apart.
+        notes: what it skipped and why.
+        excerpts: the places that it changed, those that look alike once; empty unless they were asked for.
+        num_left_out: changed places that no excerpt stands for, since there would be too many.
+    """
+
+    name: str
+    numerics: Numerics
+    num_rewrites: int
+    num_nodes: tuple[int, int]
+    collectives: tuple[Mapping[str, int], Mapping[str, int]]
+    seconds: float
+    notes: tuple[str, ...]
+    excerpts: tuple[Excerpt, ...] = ()
+    num_left_out: int = 0
+
+    @property
+    def num_collectives(self) -> tuple[int, int]:
+        """Collectives of all operators, before and after."""
+        before, after = (sum(counts.values()) for counts in self.collectives)
+        return before, after
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain dicts and lists, as a run file stores them."""
+        return {**dataclasses.asdict(self), "numerics": self.numerics.value}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PassReport:
+        """Reads back what :meth:`to_json` wrote."""
+        before, after = data["collectives"]
+        return cls(
+            name=data["name"],
+            numerics=Numerics(data["numerics"]),
+            num_rewrites=data["num_rewrites"],
+            num_nodes=(data["num_nodes"][0], data["num_nodes"][1]),
+            collectives=(before, after),
+            seconds=data["seconds"],
+            notes=tuple(data["notes"]),
+            excerpts=tuple(
+                Excerpt(tuple(each["before"]), tuple(each["after"]), each["num_alike"])
+                for each in data["excerpts"]
+            ),
+            num_left_out=data["num_left_out"],
+        )
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """What each pass of a pipeline did; ``str()`` is a table."""
+
+    passes: tuple[PassReport, ...]
+
+    def __iter__(self) -> Iterator[PassReport]:
+        return iter(self.passes)
+
+    def __getitem__(self, name: str) -> PassReport:
+        return {report.name: report for report in self.passes}[name]
+
+    def __str__(self) -> str:
+        rows = [("pass", "numerics", "rewrites", "nodes", "collectives", "ms")]
+        rows += [
+            (
+                report.name,
+                report.numerics.value,
+                str(report.num_rewrites),
+                "{} → {}".format(*report.num_nodes),
+                "{} → {}".format(*report.num_collectives),
+                f"{report.seconds * 1e3:.1f}",
+            )
+            for report in self.passes
+        ]
+        notes = [f"{report.name}: {note}" for report in self.passes for note in report.notes]
+        return "\n".join(aligned(rows) + notes)
