@@ -14,6 +14,7 @@ from graphpasses.commands.exit_codes import EXIT_TROUBLE
 from graphpasses.commands.layout import diff, show
 from graphpasses.commands.parity import parity
 from graphpasses.commands.passes import passes
+from graphpasses.commands.report import report
 from graphpasses.commands.simulate import simulate
 from graphpasses.errors import GraphPassesError
 
@@ -29,6 +30,7 @@ app.command(compare)
 app.command(layout, name="layout", help="Look at the bucket layouts of recorded runs, and compare them.")
 app.command(simulate)
 app.command(passes)
+app.command(report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

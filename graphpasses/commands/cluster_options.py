@@ -49,6 +49,8 @@ class ClusterOptions:
 
         known = {field.name for field in fields(Topology)} - {"num_ranks"}
         taken = {name: value for name, value in (run or {}).items() if name in known}
+        if "explicit_rings" in taken:  # JSON has lists
+            taken["explicit_rings"] = tuple(map(tuple, taken["explicit_rings"]))
         given = {
             name: value
             for name in ("gpus_per_node", "mode", "num_channels")

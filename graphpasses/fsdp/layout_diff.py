@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from graphpasses.fsdp.layout import Collective, Layout, dtype_bytes
 from graphpasses.text_table import aligned
 
-__all__ = ["LayoutDiff", "Move", "Place", "diff_layouts"]
+__all__ = ["LayoutDiff", "Move", "Place", "PlaceKey", "diff_layouts", "layout_places"]
 
 _MAX_ROWS = 20
+PlaceKey = tuple[str, Collective, int]
 
 
 @dataclass(frozen=True)
@@ -119,16 +120,23 @@ def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
         >>> [(move.fqn, move.before.offset, move.after.offset) for move in diff_layouts(asked, there).moves]
         [('a', 0, 16), ('b', 8, 0)]
     """
-    places_a, places_b = _places(a), _places(b)
+    places_a, places_b = layout_places(a), layout_places(b)
     moves = (
         Move(key[0], places_a.get(key), places_b.get(key)) for key in dict.fromkeys([*places_a, *places_b])
     )
     return LayoutDiff(tuple(move for move in moves if move.before != move.after))
 
 
-def _places(layout: Layout) -> dict[tuple[str, str, int], Place]:
-    """Returns the place of each (FQN, collective, how many such reductions came before)."""
-    places: dict[tuple[str, str, int], Place] = {}
+def layout_places(layout: Layout) -> dict[PlaceKey, Place]:
+    """Returns where every gradient of a layout lies, in the order of its buckets and their bytes.
+
+    Args:
+        layout: any layout.
+
+    Returns:
+        Places by FQN, collective, and how many such reductions of the parameter came before.
+    """
+    places: dict[PlaceKey, Place] = {}
     num_seen: defaultdict[tuple[str, str], int] = defaultdict(int)
     for index, bucket in enumerate(layout.buckets):
         for entry in bucket.entries:

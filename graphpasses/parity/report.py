@@ -14,7 +14,7 @@ from graphpasses.parity.compare import BucketPlace, Comparison, Parting
 from graphpasses.parity.run_file import Loss, Run
 from graphpasses.terminal import add_row, plain_table
 
-__all__ = ["comparison_to_json", "render_comparison"]
+__all__ = ["comparison_to_json", "meaning", "render_comparison"]
 
 _MEANING = {
     "loss": "the forward pass differs, or what went into it (the weights before the step, the batch)",
@@ -56,6 +56,16 @@ def _run_to_json(run: Run) -> dict[str, Any]:
     }
 
 
+def meaning(parting: Parting) -> str:
+    """Says which part of a step is to blame.
+
+    Args:
+        parting: the first step in which two runs differ.
+    """
+    blind = parting.first == "gradients" and parting.loss is None
+    return _NOT_SEEN if blind else _MEANING[parting.first]
+
+
 def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> RenderableType:
     """Lays a comparison out for a terminal.
 
@@ -86,8 +96,7 @@ def _runs_table(comparison: Comparison) -> Table:
 
 def _render_parting(parting: Parting, max_tensors: int) -> Iterable[RenderableType]:
     yield Text(f"different: first in step {parting.step}, where the {parting.first} parted first", "bold red")
-    blind = parting.first == "gradients" and parting.loss is None
-    yield Text(_NOT_SEEN if blind else _MEANING[parting.first])
+    yield Text(meaning(parting))
     if parting.loss and parting.losses:
         yield _loss_table(*parting.losses, max_tensors)
     differing = [(fqn, "gradient") for fqn in parting.gradients] + [

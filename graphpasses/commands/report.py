@@ -1,0 +1,62 @@
+"""``graphpasses report``: recorded runs as a page to look at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
+from graphpasses.commands.exit_codes import EXIT_OK
+from graphpasses.errors import RunFileError
+
+__all__ = ["report"]
+
+
+def report(
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN")] = (),
+    /,
+    *,
+    cluster: Annotated[ClusterOptions, arg(name="")] = DEFAULT_CLUSTER,
+    out: Path = Path("report.html"),
+    json: bool = False,
+) -> int:
+    """Draw recorded runs as one page of HTML, which needs no network and no other file.
+
+    The first run is what the others are compared with, e.g. eager's. The page shows which steps are equal, explains
+    the first difference, draws every bucket of both runs with the rings that add it and what moved, and what each
+    pass did to the graph. A run that was cut short is shown as far as it goes.
+
+    Exit codes: 0 the page is written, 2 it is not (the reason is on stderr).
+
+    Example: graphpasses report eager.jsonl compiled.jsonl --out report.html
+
+    Args:
+        runs: Run files, the reference first.
+        cluster: The cluster, for what the runs do not tell.
+        out: File to write; replaced if it exists.
+        json: Print one JSON object instead of a sentence.
+    """
+    import json as jsonlib
+
+    from graphpasses.html_report import render_page
+    from graphpasses.parity.run_file import read_run
+
+    if not runs:
+        raise RunFileError("no run was given: graphpasses report RUN…, the reference first")
+    read = [read_run(path) for path in runs]
+    page = render_page([(run, cluster.topology(run.header.topology, run.header.world_size)) for run in read])
+    try:
+        out.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise RunFileError(f"cannot write '{out}': {error.strerror}") from None
+    if json:
+        print(
+            jsonlib.dumps(
+                {"out": str(out), "runs": [str(path) for path in runs], "num_bytes": len(page.encode())}
+            )
+        )
+    else:
+        print(f"wrote {out}")
+    return EXIT_OK

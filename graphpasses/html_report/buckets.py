@@ -1,0 +1,359 @@
+"""Buckets as drawings: a bar of parameters per run, what moved between them, and the rings below."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.layout_diff import Place, layout_places
+from graphpasses.simulate.nccl import channel_parts
+from graphpasses.simulate.prediction import Prediction, Reordered
+from graphpasses.simulate.rings import Ring, Topology, rings
+
+__all__ = [
+    "Bar",
+    "BucketGroup",
+    "BucketPair",
+    "Join",
+    "RingNames",
+    "RingPart",
+    "Row",
+    "Segment",
+    "draw_buckets",
+]
+
+Side = Literal["a", "b"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter in a bar; positions and widths are percent of the bar.
+
+    Args:
+        fqn: of the parameter.
+        label: the FQN without what all of the bucket have in front.
+        left: where it begins.
+        width: how wide it is.
+        state: ``"kept"``, ``"moved"``, or ``"alone"`` where the other run does not reduce it.
+        stretches: (left, width) of its elements that the other run adds in another order.
+        text: what hovering tells.
+    """
+
+    fqn: str
+    label: str
+    left: float
+    width: float
+    state: str
+    stretches: tuple[tuple[float, float], ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class RingPart:
+    """The bytes of a bar that one channel carries.
+
+    Args:
+        left: where they begin, percent of the bar.
+        width: how wide they are, percent of the bar.
+        ring: number of the ring that adds them.
+        text: what hovering tells.
+    """
+
+    left: float
+    width: float
+    ring: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One run's side of a bucket.
+
+    Args:
+        bucket: index of the bucket in its layout.
+        segments: its parameters, in byte order.
+        rings: who adds them.
+    """
+
+    bucket: int
+    segments: tuple[Segment, ...]
+    rings: tuple[RingPart, ...]
+
+
+@dataclass(frozen=True)
+class Join:
+    """A parameter that lies elsewhere in the other bar: its edges in both, percent."""
+
+    fqn: str
+    top: tuple[float, float]
+    bottom: tuple[float, float]
+    is_reordered: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter of a pair in numbers; None for a run that does not reduce it.
+
+    Args:
+        fqn: of the parameter.
+        a: its place in the first run.
+        b: its place in the second run.
+        num_reordered: elements that are added in another order, on all ranks of a group.
+    """
+
+    fqn: str
+    a: Place | None
+    b: Place | None
+    num_reordered: int
+
+
+@dataclass(frozen=True)
+class BucketPair:
+    """A bucket of the first run and the one of the second that has most of its bytes; one may be missing.
+
+    Args:
+        module: that all its parameters are in; empty if there is none.
+        reduction: what the bucket is.
+        a: the first run's bar.
+        b: the second run's bar.
+        joins: between the bars.
+        rows: the same in numbers.
+    """
+
+    module: str
+    reduction: str
+    a: Bar | None
+    b: Bar | None
+    joins: tuple[Join, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def num_moved(self) -> int:
+        """Parameters that lie elsewhere, or in one run only."""
+        return sum(row.a != row.b for row in self.rows)
+
+    @property
+    def num_reordered(self) -> int:
+        """Parameters of which elements are added in another order."""
+        return sum(bool(row.num_reordered) for row in self.rows)
+
+
+@dataclass(frozen=True)
+class BucketGroup:
+    """Pairs that look alike, as those of equal layers do.
+
+    Args:
+        pairs: at least one.
+    """
+
+    pairs: tuple[BucketPair, ...]
+
+
+@dataclass
+class RingNames:
+    """Numbers of rings, in the order in which they are met, by group size and order.
+
+    Args:
+        numbers: of the rings so far, each turned to begin at rank 0.
+    """
+
+    numbers: dict[Ring, int] = field(default_factory=dict)
+
+    def __getitem__(self, ring: Ring) -> int:
+        start = ring.index(0)
+        return self.numbers.setdefault(ring[start:] + ring[:start], len(self.numbers))
+
+
+def draw_buckets(
+    a: Layout | None,
+    b: Layout | None,
+    topologies: tuple[Topology, Topology],
+    prediction: Prediction | None,
+    names: RingNames,
+) -> tuple[BucketGroup, ...]:
+    """Pairs the buckets of two runs and draws them.
+
+    Args:
+        a: the first run's layout; None draws the second's alone.
+        b: the second run's layout; None draws the first's alone.
+        topologies: of the worlds of the runs.
+        prediction: what is added in another order, if it is known.
+        names: gives rings their numbers, the same for all drawings of a page.
+
+    Returns:
+        The buckets of the first run, in its order, then what only the second has; those that look alike together.
+    """
+    places = [layout_places(layout) if layout else {} for layout in (a, b)]
+    found = {
+        (each.fqn, each.before, each.after): each for each in (prediction.reordered if prediction else ())
+    }
+    entries = []
+    for key in dict.fromkeys([*places[0], *places[1]]):
+        here, there = places[0].get(key), places[1].get(key)
+        entries.append(_Entry(key[0], here, there, found.get((key[0], here, there))))
+    is_compared = a is not None and b is not None
+    in_a, in_b = _by_bucket(entries, "a"), _by_bucket(entries, "b")
+    alike: dict[object, list[BucketPair]] = {}
+    for index_a, index_b in _paired(entries, in_a, in_b):
+        sides = (in_a.get(index_a, []), in_b.get(index_b, []))
+        pair = _pair(sides, topologies, names, is_compared)
+        alike.setdefault(_look(pair), []).append(pair)
+    return tuple(BucketGroup(tuple(pairs)) for pairs in alike.values())
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A gradient, where it lies in both layouts, and what of it is added in another order."""
+
+    fqn: str
+    a: Place | None
+    b: Place | None
+    reordered: Reordered | None
+
+    def place(self, side: Side) -> Place:
+        place = self.a if side == "a" else self.b
+        assert place is not None
+        return place
+
+
+def _by_bucket(entries: Iterable[_Entry], side: Side) -> dict[int, list[_Entry]]:
+    """Returns the entries of each bucket of a side, in byte order."""
+    found: dict[int, list[_Entry]] = {}
+    for entry in entries:
+        place = entry.a if side == "a" else entry.b
+        if place is not None:
+            found.setdefault(place.bucket, []).append(entry)
+    return {
+        index: sorted(found[index], key=lambda entry: entry.place(side).offset) for index in sorted(found)
+    }
+
+
+def _paired(
+    entries: Iterable[_Entry], in_a: Mapping[int, object], in_b: Mapping[int, object]
+) -> Iterator[tuple[int, int]]:
+    """Yields a bucket of the first layout and the one of the second that has most of its bytes; -1 is none."""
+    shared: dict[int, Counter[int]] = {}
+    for entry in entries:
+        if entry.a and entry.b:
+            num_bytes = entry.a.padded_numel * entry.a.itemsize
+            shared.setdefault(entry.a.bucket, Counter())[entry.b.bucket] += num_bytes
+    used = set()
+    for index in in_a:
+        candidates = [each for each, _ in shared.get(index, Counter()).most_common() if each not in used]
+        used.update(candidates[:1])
+        yield index, next(iter(candidates), -1)
+    for index in in_b:
+        if index not in used:
+            yield -1, index
+
+
+def _pair(
+    entries: tuple[list[_Entry], list[_Entry]],
+    topologies: tuple[Topology, Topology],
+    names: RingNames,
+    is_compared: bool,
+) -> BucketPair:
+    sides: tuple[Side, Side] = ("a", "b")
+    bars = [
+        _bar(its, side, topology, names, is_compared) if its else None
+        for its, side, topology in zip(entries, sides, topologies, strict=True)
+    ]
+    top, bottom = (
+        {id(entry): segment for entry, segment in zip(its, bar.segments if bar else (), strict=True)}
+        for its, bar in zip(entries, bars, strict=True)
+    )
+    joins = tuple(
+        Join(entry.fqn, _edges(top[id(entry)]), _edges(bottom[id(entry)]), entry.reordered is not None)
+        for entry in entries[0]
+        if entry.a != entry.b and id(entry) in bottom
+    )
+    rows = [*entries[0], *(entry for entry in entries[1] if id(entry) not in top)]
+    first = entries[0][0].place("a") if entries[0] else entries[1][0].place("b")
+    module = _common_prefix([entry.fqn for entry in rows]).removesuffix(".")
+    return BucketPair(module, _reduction(first), bars[0], bars[1], joins, tuple(map(_row, rows)))
+
+
+def _bar(
+    entries: Sequence[_Entry], side: Side, topology: Topology, names: RingNames, is_compared: bool
+) -> Bar:
+    first = entries[0].place(side)
+    group, total = topology.restrict(first.ranks), first.num_bytes or 1
+    count = first.num_bytes // first.itemsize
+    ring_of = rings(group)
+    parts = [
+        RingPart(
+            100 * part.start / (count or 1),
+            100 * len(part) / (count or 1),
+            names[ring_of[channel]],
+            f"bytes {part.start * first.itemsize:,} to {part.stop * first.itemsize:,}: channel {channel}, "
+            f"ring {names[ring_of[channel]]}",
+        )
+        for channel, part in enumerate(channel_parts(group, first.collective, count, first.itemsize))
+        if len(part)
+    ]
+    prefix = _common_prefix([entry.fqn for entry in entries])
+    segments = tuple(_segment(entry, side, total, prefix, is_compared) for entry in entries)
+    return Bar(first.bucket, segments, tuple(parts))
+
+
+def _common_prefix(fqns: Sequence[str]) -> str:
+    """Returns the module that all names are in, with its dot."""
+    levels = zip(*(fqn.split(".")[:-1] for fqn in fqns), strict=False)
+    same = itertools.takewhile(lambda names: len(set(names)) == 1, levels)
+    return "".join(f"{names[0]}." for names in same)
+
+
+def _segment(entry: _Entry, side: Side, total: int, prefix: str, is_compared: bool) -> Segment:
+    place = entry.place(side)
+    other = entry.b if side == "a" else entry.a
+    lines = [
+        entry.fqn,
+        f"byte {place.offset:,} of {place.num_bytes:,}, {place.padded_numel:,} elements of each rank's part",
+    ]
+    state = "kept"
+    if is_compared and other is None:
+        state = "alone"
+        lines.append("not reduced in the other run")
+    elif other is not None and other != place:
+        state = "moved"
+        bucket = "" if other.bucket == place.bucket else f" of bucket {other.bucket}"
+        lines.append(f"in the other run: byte {other.offset:,}{bucket} of {other.num_bytes:,}")
+    stretches = []
+    if entry.reordered is not None:
+        lines.append(f"added in another order: {entry.reordered.num_elements:,} elements on all ranks")
+        stretches = [
+            (100 * start / place.padded_numel, 100 * (stop - start) / place.padded_numel)
+            for start, stop in entry.reordered.stretches
+        ]
+    width = 100 * place.padded_numel * place.itemsize / total
+    label, left = entry.fqn.removeprefix(prefix), 100 * place.offset / total
+    return Segment(entry.fqn, label, left, width, state, tuple(stretches), "\n".join(lines))
+
+
+def _edges(segment: Segment) -> tuple[float, float]:
+    return segment.left, segment.left + segment.width
+
+
+def _row(entry: _Entry) -> Row:
+    place = entry.a or entry.b
+    assert place is not None
+    return Row(entry.fqn, entry.a, entry.b, entry.reordered.num_elements if entry.reordered else 0)
+
+
+def _reduction(place: Place) -> str:
+    what = f"{place.collective} {place.op} {place.dtype}, {len(place.ranks)} ranks"
+    return f"{what}, {place.num_bytes:,} bytes of each rank"
+
+
+def _look(pair: BucketPair) -> object:
+    """Returns what is equal for pairs that look alike: all but the numbers in names, such as a layer's."""
+    rows = [
+        (re.sub(r"\d+", "#", row.fqn), row.num_reordered, row.a and row.a.offset, row.b and row.b.offset)
+        for row in pair.rows
+    ]
+    return (pair.reduction, pair.a is None, pair.b is None, tuple(rows))
