@@ -13,10 +13,12 @@ from rich.console import Console
 
 from experiments._parity.select import select
 from experiments._parity.verdict import Must, Verdict, compare, run_path, verdict_table
-from experiments.scale_parity.cases import EAGER, GRAPH, cases
-from experiments.scale_parity.runs import Run, play_all
+from experiments.scale_parity.cases import EAGER, GRAPH, Case, cases
+from experiments.scale_parity.runs import PlayedRun, play_all
 from graphpasses.errors import GraphPassesError
-from graphpasses.simulate import Topology
+from graphpasses.html_report import render_page
+from graphpasses.parity import Run, compare_runs, read_run
+from graphpasses.simulate import Topology, predict
 
 
 def main(
@@ -54,7 +56,7 @@ def main(
         return 2
     console = Console(width=None if sys.stdout.isatty() else 150)
     runs = [
-        Run(
+        PlayedRun(
             case,
             variant,
             steps if variant in (EAGER, GRAPH) else control_steps,
@@ -70,16 +72,40 @@ def main(
     start = time.monotonic()
     play_all(waiting, workers, console)
     verdicts = [_verdict(run, run_path(out, run.case.name, EAGER)) for run in runs if run.variant != EAGER]
-    console.print(verdict_table("Graphs against eager FSDP2 on simulated clusters", verdicts))
+    title = "Graphs against eager FSDP2 on simulated clusters"
+    console.print(verdict_table(title, verdicts, "predicted from the layouts"))
+    for case in selected:
+        console.print(f"report: {_write_report(case, out)}")
     num_wrong = sum(not verdict.right for verdict in verdicts)
     console.print(f"{num_wrong} of {len(verdicts)} rows are wrong; {time.monotonic() - start:.0f} s")
     return 1 if num_wrong else 0
 
 
-def _verdict(run: Run, eager: Path) -> Verdict:
+def _verdict(run: PlayedRun, eager: Path) -> Verdict:
     must: Must = "equal" if run.variant == GRAPH else "differ"
     result, right = compare(eager, run.path, run.num_steps, must)
-    return Verdict(run.case.name, run.variant, must, result, right)
+    predicted, is_so = _predict(read_run(eager), read_run(run.path), Topology(**run.case.topology))
+    return Verdict(run.case.name, run.variant, must, result, right and is_so, (predicted,))
+
+
+def _predict(eager: Run, other: Run, topology: Topology) -> tuple[str, bool]:
+    """Says which gradients may differ by their places alone, and whether no other one does in the first step."""
+    assert eager.header.layouts is not None
+    assert other.header.layouts is not None
+    prediction = predict(eager.header.layouts, other.header.layouts, topology)
+    parting = compare_runs(eager, other).parting
+    differing = set(parting.gradients) if parting is not None else set()
+    is_so = differing <= {each.fqn for each in prediction.reordered}
+    num = len(prediction.reordered)
+    return (f"{num} may differ, {len(differing)} do" if num else "none can differ"), is_so
+
+
+def _write_report(case: Case, out: Path) -> Path:
+    """Draws all runs of a case as one page, eager's first."""
+    paths = [run_path(out, case.name, variant) for variant in case.variants]
+    page = paths[0].with_name("report.html")
+    page.write_text(render_page([(read_run(path), Topology(**case.topology)) for path in paths]))
+    return page
 
 
 if __name__ == "__main__":

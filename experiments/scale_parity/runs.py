@@ -17,11 +17,11 @@ from experiments.scale_parity.cases import Case
 from graphpasses.errors import RunFileError
 from graphpasses.parity import read_run
 
-__all__ = ["Run", "play_all"]
+__all__ = ["PlayedRun", "play_all"]
 
 
 @dataclass(frozen=True)
-class Run:
+class PlayedRun:
     """One run of the experiment.
 
     Args:
@@ -50,7 +50,7 @@ class Run:
         return is_same and run.complete and len(run.steps) == self.num_steps
 
 
-def play_all(runs: Sequence[Run], num_workers: int, console: Console) -> None:
+def play_all(runs: Sequence[PlayedRun], num_workers: int, console: Console) -> None:
     """Plays runs in processes of their own and shows how far they are.
 
     Args:
@@ -91,7 +91,7 @@ def _tell(num_steps: int) -> None:
         _steps_done.put(1)
 
 
-def _play(run: Run) -> None:
+def _play(run: PlayedRun) -> None:
     from experiments.scale_parity.train import train
 
     run.path.parent.mkdir(parents=True, exist_ok=True)

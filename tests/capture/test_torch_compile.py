@@ -258,6 +258,34 @@ def test_report_says_which_pass_no_compiled_graph_can_take() -> None:
     assert str(report) == "1 graph\nstep-only: left out, it takes captured steps only"
 
 
+@dataclass(frozen=True)
+class SkipActivation(GraphPass):
+    name: ClassVar[str] = "skip-activation"
+    numerics: ClassVar[Numerics] = Numerics.ROUNDING
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.JOINT})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        nodes = [node for node in graph.graph.nodes if node.target is torch.ops.aten.gelu.default]
+        for node in nodes:
+            node.replace_all_uses_with(node.args[0])
+        return len(nodes)
+
+
+def test_report_can_be_recorded_with_a_run(tmp_path: Path) -> None:
+    report = graphpasses.CompileReport(excerpts=True)
+    model = Net()
+    call = graphpasses.compile(
+        model, pipeline=Pipeline((SkipActivation(),)), inner="aot_eager", report=report
+    )
+    with graphpasses.ParityRecorder(tmp_path / "run.jsonl") as recorder:
+        recorder.record(0, call(torch.ones(2, 4)).sum(), model)
+        recorder.record_passes(report.by_graph)
+    passes = graphpasses.read_run(tmp_path / "run.jsonl").passes
+    assert passes == report.by_graph
+    assert list(passes) == ["graph 0, joint"]
+    assert passes["graph 0, joint"]["skip-activation"].excerpts
+
+
 def test_wrong_options_are_refused_where_they_are_written() -> None:
     model = Net()
     with pytest.raises(

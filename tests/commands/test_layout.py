@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import torch
 from graphpasses import cli
 from graphpasses.fsdp import Layout, make_bucket_layout
 from graphpasses.parity.run_file import RunHeader, end_line, header_line
+from graphpasses.simulate import Topology
 
 SHAPES = {"w": (512, 100), "b": (512,), "norm": (8,)}
-TOPOLOGY = {"num_ranks": 16, "gpus_per_node": 8, "mode": "rail", "name": "of my cluster"}
+TOPOLOGY = {**asdict(Topology(16, gpus_per_node=8)), "name": "of my cluster"}
 
 
 def write(path: Path, order: Iterable[str] | None) -> str:

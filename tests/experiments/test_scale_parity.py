@@ -51,6 +51,16 @@ def test_complete_runs_are_not_played_again(runs: Path, capsys: pytest.CaptureFi
     assert read_run(path).complete
 
 
+def test_table_and_report_tell_what_was_predicted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert play(runs) == 0
+    out = capsys.readouterr().out
+    assert "none can differ" in out
+    assert out.count(" may differ, ") == 2
+    page = run_path(runs, CASE.name, EAGER).with_name("report.html")
+    assert f"report: {page}" in "".join(out.splitlines())
+    assert page.read_text().count("the order explains every difference") == 2
+
+
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(ranks=(12,)) == 2
     assert capsys.readouterr().err.startswith("12 ranks cannot fill nodes of 8 GPUs")

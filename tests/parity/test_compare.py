@@ -10,6 +10,7 @@ import pytest
 from graphpasses.errors import CompareError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.parity import BucketPlace, Loss, MovedEntry, Run, RunHeader, StepRecord, compare_runs
+from graphpasses.parity.compare import StepDifference, step_differences
 from graphpasses.parity.report import comparison_to_json
 
 HEADER = RunHeader(torch="2.13.0", world_size=2, run="eager", seed=0)
@@ -154,3 +155,14 @@ def test_json_is_complete() -> None:
     assert data["parting"]["weights"] == ["b"]
     assert data["a"]["torch"] == "2.13.0"
     assert data["notes"] == ["2 steps of run A are not in the other and are not compared"]
+
+
+def test_every_step_has_its_differences() -> None:
+    b = run_of(step(0), step(1, weights=OTHER_WEIGHTS, loss=OTHER_LOSS), step(2), step(3))
+    assert step_differences(run_of(*STEPS, step(4)), b) == [
+        StepDifference(0, False, (), ()),
+        StepDifference(1, True, (), ("b",)),
+        StepDifference(2, False, (), ()),
+    ]
+    with pytest.raises(CompareError, match="the runs have no step in common"):
+        step_differences(run_of(step(0)), run_of(step(1)))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from torch import nn
 from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.parity import ParityRecorder, gradient_hashes, read_run, weight_hashes
+from graphpasses.pass_report import Excerpt, Numerics, PassReport, PipelineReport
 
 LAYOUT = Layout(
     (BucketLayout("reduce_scatter", (0, 1), "avg", "bfloat16", (LayoutEntry("weight", 6, 3, 0),)),)
@@ -246,3 +248,48 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(RunFileError) as error:
         read_run(tmp_path)
     assert str(error.value) == f"cannot read '{tmp_path}': Is a directory"
+
+
+# ---- what passes did ----------------------------------------------------------------------------------
+
+
+def report_of(num_rewrites: int) -> PipelineReport:
+    counts = {"all_gather_into_tensor": 2}
+    excerpt = Excerpt(("- a = aten.relu.default(x)",), ("+ b = aten.sin.default(x)",), 2)
+    report = PassReport(
+        "fold-sizes", Numerics.BITWISE, num_rewrites, (5, 4), (counts, counts), 0.5, ("left",), (excerpt,), 1
+    )
+    return PipelineReport((report,))
+
+
+def test_what_passes_did_is_read_back(path: Path) -> None:
+    with ParityRecorder(path) as recorder:
+        recorder.record_passes(report_of(1))
+        recorder.record(0, 1.0, nn.Linear(1, 1))
+        recorder.record_passes({"graph 0, joint": report_of(2)})  # compiled at the first step
+    run = read_run(path)
+    assert run.complete
+    assert len(run.steps) == 1
+    assert run.passes == {"graph 0, joint": report_of(2)}
+
+
+def test_a_run_without_passes_has_none(path: Path) -> None:
+    record(path)
+    assert read_run(path).passes == {}
+
+
+def test_damaged_passes_are_named(path: Path) -> None:
+    with ParityRecorder(path) as recorder:
+        recorder.record_passes(report_of(1))
+    text = path.read_text()
+    for old, new, reason in (
+        ('"bitwise"', '"roughly"', "'roughly' is not a valid Numerics"),
+        ('"num_rewrites"', '"rewrites"', "it has no 'num_rewrites'"),
+        ('{"step": [', '[["step", ', "a field is of the wrong kind"),
+    ):
+        damaged = text.replace(old, new)
+        if old.startswith("{"):
+            damaged = damaged.replace("]}}\n", "]]}\n")
+        path.write_text(damaged)
+        with pytest.raises(RunFileError, match=f"is damaged in line 2: {re.escape(reason)}"):
+            read_run(path)

@@ -1,0 +1,137 @@
+"""The page: what it says of each run, and that nothing in a run can break it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from graphpasses import cli
+from graphpasses.html_report import render_page
+from graphpasses.parity.run_file import Run
+from graphpasses.simulate import Topology
+from tests.html_report.conftest import BIAS_FIRST, CLUSTER, EAGER, PASSES, WriteRun, layout
+
+
+def text_of(page: str) -> str:
+    """The page as people read it, roughly."""
+    body = re.sub(r"(?s)<(style|script)>.*?</\1>", "", page).replace("</td>", " ")
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", "", body))
+
+
+def render(*runs: Run) -> str:
+    return render_page([(run, CLUSTER) for run in runs])
+
+
+def test_it_needs_nothing_else(write_run: WriteRun) -> None:
+    page = render(write_run("eager", layout()), write_run("graph", layout(BIAS_FIRST), passes=PASSES))
+    assert not re.search(r"https?:|src=|@import|url\(", page)
+    assert page.count("<!doctype html>") == 1
+
+
+def test_equal_runs(write_run: WriteRun) -> None:
+    page = text_of(render(write_run("eager", layout()), write_run("graph", layout())))
+    assert "Equal to A at all 4 common steps, bit for bit." in page
+    assert "2 buckets; 0 gradients lie elsewhere, 0 of them have elements" in page
+
+
+def test_runs_that_part(write_run: WriteRun) -> None:
+    differs = {2: ["layers.0.up.bias"], 3: ["layers.0.up.bias"]}
+    page = text_of(
+        render(write_run("eager", layout()), write_run("graph", layout(BIAS_FIRST), differs=differs))
+    )
+    assert "Differs from A first in step 2: 1 gradients and 1 weights." in page
+    assert "2 buckets; 4 gradients lie elsewhere, 4 of them have elements" in page
+    assert "the order explains every difference" in page
+
+
+def test_three_runs_each_against_the_first(write_run: WriteRun) -> None:
+    runs = [write_run(name, layout(EAGER)) for name in ("eager", "one", "two")]
+    page = render(*runs)
+    assert re.findall(r'<section id="(\w+)">', page) == ["A", "B", "C", "rings"]
+    assert "B: one" in page
+    assert "C: two" in page
+
+
+def test_one_run(write_run: WriteRun) -> None:
+    page = text_of(render(write_run("eager", layout(), passes=PASSES)))
+    assert "A: eager" in page
+    assert "2 buckets. Each bar is one rank's part of a bucket, to scale;" in page
+    assert "elsewhere" not in page
+    assert "bucket-fsdp-collectives bitwise 2 40 → 33 7 → 3 0.0125" in page
+
+
+def test_passes(write_run: WriteRun) -> None:
+    page = text_of(render(write_run("eager"), write_run("graph", passes=PASSES)))
+    assert "bucket-fsdp-collectives: 7 places of the graph, 1 notes" in page
+    assert "Note: layers.0.&lt;b&gt;.weight: has no gradient" in page
+    assert "all_gather_into_tensor: 6 → 2" in page
+    assert "all_reduce:" not in page
+    assert "The same at 3 places; the first:" in page
+    assert "4 more places look otherwise and are not shown." in page
+    assert "No bucket layouts were recorded" in page
+
+
+def test_a_run_that_was_cut_short(write_run: WriteRun) -> None:
+    page = text_of(render(write_run("eager", layout()), write_run("graph", layout(), cut=400)))
+    assert "3 (cut short)" in page
+    assert "Equal to A at all 3 common steps" in page
+    assert "Note: run B was cut short: it has 3 steps, 0 to 2." in page
+
+
+def test_a_run_without_steps(write_run: WriteRun) -> None:
+    page = text_of(render(write_run("eager", layout()), write_run("graph", layout(BIAS_FIRST), num_steps=0)))
+    assert "not comparable" in page
+    assert "It cannot be compared with A: the runs have no step in common" in page
+    assert "4 gradients lie elsewhere" in page
+
+
+def test_a_run_of_another_seed(write_run: WriteRun) -> None:
+    page = text_of(render(write_run("eager"), write_run("graph", seed=1), write_run("other")))
+    assert "It cannot be compared with A: the runs began with seeds 0 and 1" in page
+    assert "equal at all 4 steps" in page  # the third run
+
+
+def test_clusters_of_other_sizes(write_run: WriteRun) -> None:
+    a, b = (
+        write_run("eager", layout()),
+        write_run("graph", layout(num_ranks=8), num_ranks=8, differs={0: ["layers.0.up.bias"]}),
+    )
+
+    page = text_of(render_page([(a, CLUSTER), (b, Topology(8, gpus_per_node=8))]))
+    assert "The runs had clusters of different sizes" in page
+    assert "8 ranks on 1 node, rail rings" in page
+
+
+def test_names_cannot_break_the_page(write_run: WriteRun) -> None:
+    run = write_run("<script>alert(1)<!--")
+    page = render(run, run)
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert(1)" in page
+
+
+def test_the_command(write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(write_run(name, layout()).path) for name in ("eager", "graph")]
+    out = tmp_path / "page.html"
+    assert cli.main(["report", *paths, "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"wrote {out}\n"
+    assert "equal at all 4 steps" in out.read_text()
+    assert cli.main(["report", *paths, "--out", str(out), "--json"]) == 0
+    assert f'"num_bytes": {out.stat().st_size}' in capsys.readouterr().out
+
+
+def test_bad_input(write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_run("eager").path)
+    nowhere = str(tmp_path / "missing" / "page.html")
+    for arguments, message in (
+        ([], "graphpasses: no run was given: graphpasses report RUN…, the reference first\n"),
+        (["missing.jsonl"], "graphpasses: cannot read 'missing.jsonl': No such file or directory\n"),
+        ([path, "--out", nowhere], f"graphpasses: cannot write '{nowhere}': No such file or directory\n"),
+        (
+            [path, "--ranks", "10"],
+            "graphpasses: 10 ranks cannot fill nodes of 8 GPUs; num_ranks must be a multiple of gpus_per_node\n",
+        ),
+    ):
+        assert cli.main(["report", *arguments]) == 2
+        assert capsys.readouterr().err == message
