@@ -70,4 +70,7 @@ def parity(
         print(jsonlib.dumps(comparison_to_json(comparison), indent=2))
     else:
         console.print(render_comparison(comparison))
+        console.print(
+            f"to look at it: graphpasses report {out / 'eager.jsonl'} {out / 'graph.jsonl'}", markup=False
+        )
     return EXIT_EQUAL if comparison.equal else EXIT_DIFFERENT

@@ -34,7 +34,8 @@ from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.identity import IdentityMap
-from graphpasses.integrations.record_trainer import recorded
+from graphpasses.integrations.record_trainer import RECORDER, recorded
+from graphpasses.parity.record import ParityRecorder
 from graphpasses.passes import default_pipeline
 from graphpasses.pipeline import PassReport, PipelineReport
 
@@ -139,7 +140,8 @@ def graph_passes(
     _refuse_other_shards(step, contract)
     pipeline = default_pipeline(plan, contract=contract)
     reports: list[PassReport] = []
-    ours = {p.name: p.as_function(step, reports) for p in pipeline.passes}
+    recorder = getattr(trainer, RECORDER, None)
+    ours = {p.name: p.as_function(step, reports, excerpts=recorder is not None) for p in pipeline.passes}
     passes: list[Callable[..., fx.GraphModule]] = [
         titan.eliminate_dead_code_pass,
         *(ours.pop(name) for name in _BEFORE_MEMORY_POLICY),
@@ -151,7 +153,7 @@ def graph_passes(
         ),
         titan.selective_activation_remat_pass,
         *ours.values(),
-        functools.partial(_finish_pass, traced=traced, reports=reports),
+        functools.partial(_finish_pass, traced=traced, reports=reports, recorder=recorder),
         titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
     ]
     has_cuda_graphs = trainer.device.type == "cuda" and "cudagraph_pass" not in config.compile.disable_passes
@@ -219,7 +221,12 @@ def _refuse_other_shards(step: TrainGraph, contract: Layout) -> None:
 
 
 def _finish_pass(
-    gm: fx.GraphModule, example_inputs: object = None, *, traced: Any, reports: list[PassReport]
+    gm: fx.GraphModule,
+    example_inputs: object = None,
+    *,
+    traced: Any,
+    reports: list[PassReport],
+    recorder: ParityRecorder | None,
 ) -> fx.GraphModule:
     """Tells torchtitan of gradients that are None, since their sum is another name's; and the user what was done."""
     node = gm.graph.output_node()
@@ -232,7 +239,10 @@ def _finish_pass(
         outputs += parts
     node.args = (outputs,)
     gm.recompile()
-    logger.info(f"graphpasses:\n{PipelineReport(tuple(reports))}")
+    report = PipelineReport(tuple(reports))
+    logger.info(f"graphpasses:\n{report}")
+    if recorder is not None:
+        recorder.record_passes(report)
     return gm
 
 

@@ -14,9 +14,11 @@ from graphpasses.errors import UnsupportedError
 from graphpasses.parity.hashing import named_gradients
 from graphpasses.parity.record import ParityRecorder
 
-__all__ = ["GRADIENT_NORM", "recorded"]
+__all__ = ["GRADIENT_NORM", "RECORDER", "recorded"]
 
 GRADIENT_NORM = "(norm of all gradients)"
+RECORDER = "graphpasses_recorder"
+"""Where a trainer that is recorded has its recorder, for passes to tell what they did."""
 
 
 @contextmanager
@@ -29,6 +31,8 @@ def recorded(
     overwrite: bool = False,
 ) -> Iterator[ParityRecorder]:
     """Records each step that a trainer makes inside: losses, clipped gradients and their norm, weights.
+
+    The pipeline ``graphpasses`` records what its passes did, too.
 
     Args:
         trainer: torchtitan's ``Trainer`` or one of its subclasses, built; all ranks call this.
@@ -93,9 +97,11 @@ def recorded(
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in hooks]
         for owner, name, hook in hooks:
             setattr(owner, name, hook)
+        setattr(trainer, RECORDER, recorder)
         try:
             yield recorder
         finally:
+            delattr(trainer, RECORDER)
             for owner, name, own in before:
                 if own is None:  # its class's
                     delattr(owner, name)

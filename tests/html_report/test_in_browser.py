@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -86,9 +87,9 @@ def texts(browser: Chrome, selector: str) -> list[str]:
 
 def cells_of(browser: Chrome, selector: str) -> list[list[str]]:
     """Texts of the cells of each row."""
-    script = "return Array.from(document.querySelectorAll(arguments[0]), row => [...row.cells].map(c => c.textContent))"
-    found: list[list[str]] = browser.execute_script(script, f"{selector} tbody tr")
-    return found
+    script = "return Array.from(document.querySelectorAll(arguments[0]), row => row.innerHTML)"
+    rows: list[str] = browser.execute_script(script, f"{selector} tbody tr")
+    return [re.findall(r"<td>\s*(.*?)\s*</td>", row) for row in rows]
 
 
 def hover(browser: Chrome, element: WebElement) -> str:

@@ -79,6 +79,9 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
         assert comparison.equal == how.has_passes, case
         assert eager.steps[0].weights != eager.steps[-1].weights
         assert "(norm of all gradients)" in eager.steps[0].gradients
+        assert not eager.passes
+        assert bool(ours.passes) == how.has_passes
+        assert all(any(each.excerpts for each in report) for report in ours.passes.values())
 
 
 def test_weights_that_tensor_parallelism_unties_are_refused() -> None:
