@@ -17,24 +17,25 @@ import operator
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 from torchtitan.experiments.graph_trainer import passes as titan
 from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline, register_post_init_hook
 from torchtitan.tools.logging import logger
 
 from graphpasses.errors import UnsupportedError
-from graphpasses.fsdp.chunked import chunked_buckets
-from graphpasses.fsdp.layout import Layout, eager_layout
+from graphpasses.fsdp.graph_layout import graph_layout
+from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.identity import IdentityMap
 from graphpasses.integrations.record_trainer import RECORDER, recorded
+from graphpasses.integrations.titan_buckets import buckets_of
 from graphpasses.parity.record import ParityRecorder
 from graphpasses.passes import default_pipeline
 from graphpasses.pipeline import PassReport, PipelineReport
@@ -107,10 +108,7 @@ def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
     """
     eager = eager_twin(trainer)
     _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
-    plan, layout = BucketPlan.from_fully_shard(eager), eager_layout(eager)
-    if isinstance(trainer.config.loss, ChunkedLossWrapper.Config):
-        plan, layout = chunked_buckets(plan, layout, eager, "lm_head")
-    return plan, layout
+    return buckets_of(eager, trainer.config)
 
 
 @register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]
@@ -153,7 +151,8 @@ def graph_passes(
         ),
         titan.selective_activation_remat_pass,
         *ours.values(),
-        functools.partial(_finish_pass, traced=traced, reports=reports, recorder=recorder),
+        functools.partial(_record_pass, step=step, reports=reports, recorder=recorder),
+        functools.partial(_finish_pass, traced=traced),
         titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
     ]
     has_cuda_graphs = trainer.device.type == "cuda" and "cudagraph_pass" not in config.compile.disable_passes
@@ -220,15 +219,25 @@ def _refuse_other_shards(step: TrainGraph, contract: Layout) -> None:
             )
 
 
-def _finish_pass(
+def _record_pass(
     gm: fx.GraphModule,
     example_inputs: object = None,
     *,
-    traced: Any,
+    step: TrainGraph,
     reports: list[PassReport],
     recorder: ParityRecorder | None,
 ) -> fx.GraphModule:
-    """Tells torchtitan of gradients that are None, since their sum is another name's; and the user what was done."""
+    """Tells the user, and the file in which the run is recorded, what was done."""
+    report = PipelineReport(tuple(reports))
+    logger.info(f"graphpasses:\n{report}")
+    if recorder is not None:
+        recorder.record_passes(report)
+        recorder.record_layouts(graph_layout(replace(step, module=gm)))
+    return gm
+
+
+def _finish_pass(gm: fx.GraphModule, example_inputs: object = None, *, traced: Any) -> fx.GraphModule:
+    """Tells torchtitan of gradients that are None, since their sum is another name's."""
     node = gm.graph.output_node()
     flat, layouts = iter(list(node.args[0])), traced.output_subclass_layouts  # type: ignore[arg-type]
     outputs: list[Any] = []
@@ -239,10 +248,6 @@ def _finish_pass(
         outputs += parts
     node.args = (outputs,)
     gm.recompile()
-    report = PipelineReport(tuple(reports))
-    logger.info(f"graphpasses:\n{report}")
-    if recorder is not None:
-        recorder.record_passes(report)
     return gm
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphpasses._torch.fsdp2 import parameter_groups
 from graphpasses.errors import UnsupportedError
+from graphpasses.integrations.titan_buckets import buckets_of
 from graphpasses.parity.hashing import named_gradients
 from graphpasses.parity.record import ParityRecorder
 
@@ -32,7 +34,8 @@ def recorded(
 ) -> Iterator[ParityRecorder]:
     """Records each step that a trainer makes inside: losses, clipped gradients and their norm, weights.
 
-    The pipeline ``graphpasses`` records what its passes did, too.
+    Of an eager trainer the bucket layouts are recorded, too, and of the pipeline ``graphpasses`` the layouts of its
+    graph and what its passes did.
 
     Args:
         trainer: torchtitan's ``Trainer`` or one of its subclasses, built; all ranks call this.
@@ -97,6 +100,8 @@ def recorded(
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in hooks]
         for owner, name, hook in hooks:
             setattr(owner, name, hook)
+        if parameter_groups(model):  # an eager trainer's
+            recorder.record_layouts(buckets_of(model, config)[1])
         setattr(trainer, RECORDER, recorder)
         try:
             yield recorder

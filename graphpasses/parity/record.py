@@ -23,6 +23,7 @@ from graphpasses.parity.run_file import (
     StepRecord,
     end_line,
     header_line,
+    layouts_line,
     passes_line,
     step_line,
 )
@@ -154,6 +155,18 @@ class ParityRecorder:
             grads = {n[len("gradient of ") :]: h for n, h in hashes.items() if n.startswith("gradient")}
             self._write(step_line(StepRecord(step, losses, weights, grads)))
         self._num_steps += 1
+
+    def record_layouts(self, layouts: Layout) -> None:
+        """Writes bucket layouts that are known only when the run has compiled; see ``layouts`` of the recorder.
+
+        Args:
+            layouts: of the run's reductions; of several calls the last one counts.
+
+        Raises:
+            RunFileError: the disk is full.
+        """
+        if self._rank == 0:
+            self._write(layouts_line(layouts))
 
     def record_passes(self, passes: PipelineReport | Mapping[str, PipelineReport]) -> None:
         """Writes what passes did to the run's graphs, for ``graphpasses report``; not compared between runs.

@@ -1,6 +1,7 @@
 """Recorded runs as JSON lines: a header, one line per step, and a last line that says the run ended.
 
-Between them a line may tell what passes did to the run's graphs; the last one counts.
+Between them lines may tell what is known only when a run has compiled: its bucket layouts, and what passes did to its
+graphs; of several the last one counts.
 
 A run that was killed keeps every line that was written whole; reading it says that it was cut. Reading a
 run imports torch only if it holds bucket layouts.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -134,6 +135,11 @@ def step_line(record: StepRecord) -> bytes:
     )
 
 
+def layouts_line(layouts: Layout) -> bytes:
+    """Returns the line that tells bucket layouts which the header does not."""
+    return _line({"layouts": layouts.to_json()})
+
+
 def passes_line(passes: Mapping[str, PipelineReport]) -> bytes:
     """Returns the line that tells what passes did."""
     return _line({"passes": {name: [each.to_json() for each in report] for name, report in passes.items()}})
@@ -189,6 +195,9 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                     raise ValueError(
                         f"the run ended after {record['num_steps']} steps, the file has {len(steps)}"
                     )
+                continue
+            if "layouts" in record:
+                header = replace(header, layouts=_layout_from(record["layouts"]))
                 continue
             if "passes" in record:
                 passes = _passes_from(record["passes"])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from experiments.graph_trainer_parity.ranks import as_torchrun, stores
 from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp import diff_layouts
 from graphpasses.identity import IdentityMap
 from graphpasses.integrations.titan_cpu import make_assets
 from graphpasses.integrations.titan_cpu_configs import Recipe
@@ -81,6 +82,10 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
         assert "(norm of all gradients)" in eager.steps[0].gradients
         assert not eager.passes
         assert bool(ours.passes) == how.has_passes
+        assert eager.header.layouts
+        if how.has_passes:
+            assert ours.header.layouts
+            assert not diff_layouts(eager.header.layouts, ours.header.layouts)
         assert all(any(each.excerpts for each in report) for report in ours.passes.values())
 
 

@@ -273,6 +273,16 @@ def test_what_passes_did_is_read_back(path: Path) -> None:
     assert run.passes == {"graph 0, joint": report_of(2)}
 
 
+def test_layouts_that_are_known_later(path: Path) -> None:
+    with ParityRecorder(path) as recorder:
+        recorder.record(0, 1.0, nn.Linear(1, 1))
+        recorder.record_layouts(LAYOUT)
+    assert read_run(path).header.layouts == LAYOUT
+    path.write_text(path.read_text().replace('"entries"', '"parameters"'))
+    with pytest.raises(RunFileError, match="is damaged in line 3: it has no 'entries'"):
+        read_run(path)
+
+
 def test_a_run_without_passes_has_none(path: Path) -> None:
     record(path)
     assert read_run(path).passes == {}
