@@ -34,6 +34,7 @@ class _Section:
         sentences: about the first difference.
         prediction: what its layout adds in another order.
         buckets: its buckets, beside the first run's.
+        has_both_layouts: whether both runs recorded theirs; else the buckets are those of one.
     """
 
     letter: str
@@ -45,6 +46,7 @@ class _Section:
     sentences: tuple[str, ...] = ()
     prediction: Prediction | None = None
     buckets: tuple[BucketGroup, ...] = ()
+    has_both_layouts: bool = False
 
 
 def render_page(runs: Sequence[tuple[Run, Topology]]) -> str:
@@ -89,12 +91,13 @@ def _compared(
     a, b = first.header.layouts, run.header.layouts
     is_one_cluster = topology_a.num_ranks == topology_b.num_ranks
     prediction = predict(a, b, topology_b) if a and b and is_one_cluster else None
-    buckets = draw_buckets(a, b, (topology_a, topology_b), prediction, names)
+    has_both = a is not None and b is not None
+    buckets = draw_buckets(a if has_both else None, b, (topology_a, topology_b), prediction, names)
     try:
         comparison = compare_runs(first, run)
         differences = step_differences(first, run)
     except CompareError as error:
-        return _Section(letter, run, topology_b, str(error), prediction=prediction, buckets=buckets)
+        return _Section(letter, run, topology_b, str(error), None, (), (), prediction, buckets, has_both)
     sentences: tuple[str, ...] = ()
     if comparison.parting is not None:
         sentences = tuple(
@@ -102,12 +105,12 @@ def _compared(
                 comparison.parting,
                 prediction,
                 letter=letter,
-                has_layouts=bool(a and b),
+                has_layouts=has_both,
                 num_moved=len(diff_layouts(a, b).moves) if a and b else 0,
             )
         )
     strip = draw_strip(differences)
-    return _Section(letter, run, topology_b, "", comparison, strip, sentences, prediction, buckets)
+    return _Section(letter, run, topology_b, "", comparison, strip, sentences, prediction, buckets, has_both)
 
 
 def _letter(index: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -46,7 +47,7 @@ class ParityRecorder:
         run: name of the run.
         model: description of the model.
         seed: seed, or named seeds; runs of different seeds are not compared.
-        topology: description of the cluster; anything that JSON takes.
+        topology: description of the cluster; anything that JSON takes (default: the simulated one, if it is one).
         layouts: bucket layouts of the reductions; with them a comparison shows which entries moved.
         overwrite: whether to replace a file that exists.
         per_rank: names of tensors of which each rank holds its own,
@@ -87,6 +88,9 @@ class ParityRecorder:
         self._num_steps = 0
         distributed = dist.is_available() and dist.is_initialized()
         self._rank, self._world_size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+        if topology is None and distributed:  # a group of nccl_sim or of run_cluster has one
+            simulated = getattr(dist.group.WORLD, "topology", None)
+            topology = None if simulated is None else asdict(simulated)
         header = RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, layouts)
         line = header_line(header)  # on all ranks, so that all raise what JSON cannot take
         failure = [self._open(line, overwrite) if self._rank == 0 else None]

@@ -70,7 +70,7 @@ def test_passes(write_run: WriteRun) -> None:
     assert "all_reduce:" not in page
     assert "The same at 3 places; the first:" in page
     assert "4 more places look otherwise and are not shown." in page
-    assert "No bucket layouts were recorded" in page
+    assert "B recorded no bucket layouts" in page
 
 
 def test_a_run_that_was_cut_short(write_run: WriteRun) -> None:
@@ -85,6 +85,18 @@ def test_a_run_without_steps(write_run: WriteRun) -> None:
     assert "not comparable" in page
     assert "It cannot be compared with A: the runs have no step in common" in page
     assert "4 gradients lie elsewhere" in page
+
+
+def test_layouts_of_one_run_only(write_run: WriteRun) -> None:
+    page = text_of(
+        render(write_run("eager", layout()), write_run("graph", differs={0: ["layers.0.up.bias"]}))
+    )
+    assert "Where gradients lie in their buckets is not known" in page
+    assert "B recorded no bucket layouts" in page
+    page = text_of(render(write_run("eager"), write_run("graph", layout())))
+    assert "2 buckets. Each bar is one rank's part of a bucket, to scale;" in page
+    assert "B, bucket 0" in page
+    assert "elsewhere" not in page
 
 
 def test_a_run_of_another_seed(write_run: WriteRun) -> None:

@@ -1,5 +1,6 @@
 """Run files: what a recorder writes is read back, whatever happened to the writer."""
 
+import functools
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.parity import ParityRecorder, gradient_hashes, read_run, weight_hashes
 from graphpasses.pass_report import Excerpt, Numerics, PassReport, PipelineReport
+from graphpasses.simulate import Topology, run_cluster
 
 LAYOUT = Layout(
     (BucketLayout("reduce_scatter", (0, 1), "avg", "bfloat16", (LayoutEntry("weight", 6, 3, 0),)),)
@@ -248,6 +251,14 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(RunFileError) as error:
         read_run(tmp_path)
     assert str(error.value) == f"cannot read '{tmp_path}': Is a directory"
+
+
+def test_a_simulated_cluster_is_recorded(path: Path) -> None:
+    topology = Topology(4, gpus_per_node=2, mode="cross_nic")
+    run_cluster(record, topology, path)
+    assert read_run(path).header.topology == json.loads(json.dumps(asdict(topology)))
+    run_cluster(functools.partial(record, topology={"name": "mine"}, overwrite=True), topology, path)
+    assert read_run(path).header.topology == {"name": "mine"}
 
 
 # ---- what passes did ----------------------------------------------------------------------------------
