@@ -28,7 +28,7 @@ def parity(
 
     Every rank is real, a thread of this process; reductions add in the order of NCCL's rings. TASK is a Python file
     or module that defines model(), shard(model, mesh), which calls fully_shard, loss_fn(model, *batch) and
-    batch(step, rank); and, if you like, optimizer(parameters), name and seed.
+    batch(step, rank); and, if you like, optimizer(parameters), name, seed, and num_replicas for HSDP.
 
     Exit codes: 0 the graph has eager's bits at every step, 1 it has not, 2 it could not be found out.
 

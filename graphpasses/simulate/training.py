@@ -36,6 +36,7 @@ __all__ = ["Rewrite", "Task", "load_task", "train_eager", "train_graph"]
 Rewrite = Callable[[TrainGraph, BucketPlan, Layout], TrainGraph]
 """Makes of the captured step the one that runs, given eager's buckets and their layout."""
 
+_OPTIONAL = ("optimizer", "name", "seed", "num_replicas")
 _REQUIRED = ("model", "shard", "loss_fn", "batch")
 
 
@@ -49,13 +50,15 @@ class Task:
 
     Args:
         model: builds the model; called on every rank after the same seed.
-        shard: shards it in place with ``fully_shard`` on a mesh of all ranks, as for eager training.
+        shard: shards it in place with ``fully_shard`` on a mesh of all ranks, as for eager training; its axis is
+            ``"shard"``.
         loss_fn: called as ``loss_fn(model, *batch)``; returns the rank's scalar loss.
         batch: called with the step and the rank; returns the arguments of ``loss_fn`` behind the model, in a tuple,
             of the same shapes for every step and rank.
         optimizer: given the trainable parameters (default: AdamW with a learning rate of 1e-3).
         name: of the model, for run files.
         seed: before the model is built.
+        num_replicas: with more than one (HSDP) the mesh has the axes ``"replicate"``, of this size, and ``"shard"``.
     """
 
     model: Callable[[], nn.Module]
@@ -65,13 +68,15 @@ class Task:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
     name: str = ""
     seed: int = 0
+    num_replicas: int = 1
 
 
 def load_task(source: str) -> Task:
     """Reads a task from a Python file or module that defines ``model``, ``shard``, ``loss_fn`` and ``batch``.
 
     Args:
-        source: path of a ``.py`` file, or name of a module; ``optimizer``, ``name`` and ``seed`` may be defined, too.
+        source: path of a ``.py`` file, or name of a module; ``optimizer``, ``name``, ``seed`` and ``num_replicas``
+            may be defined, too.
 
     Raises:
         TaskError: it cannot be imported, or lacks a definition; the message names it.
@@ -99,7 +104,11 @@ def load_task(source: str) -> Task:
             f"'{source}' does not define {', '.join(f'{name}()' for name in missing)}; a task has model(), "
             "shard(model, mesh), loss_fn(model, *batch) and batch(step, rank)"
         )
-    options = {name: getattr(module, name) for name in ("optimizer", "name", "seed") if hasattr(module, name)}
+    options = {
+        name: getattr(module, name)
+        for name in ("optimizer", "name", "seed", "num_replicas")
+        if hasattr(module, name)
+    }
     return Task(*(getattr(module, name) for name in _REQUIRED), **{"name": path.stem, **options})
 
 
@@ -122,17 +131,20 @@ def train_eager(
 
     Raises:
         ClusterError: a rank failed; see :func:`run_cluster`.
+        TaskError: the replicas do not divide the ranks.
 
     Example:
         >>> task, topology = load_task("my_model.py"), Topology(16, gpus_per_node=8)  # doctest: +SKIP
         >>> train_eager(task, topology, num_steps=5, path=Path("eager.jsonl"))  # doctest: +SKIP
     """
 
+    _check_replicas(task, topology)
+
     def play() -> None:
-        mesh = _mesh()
+        mesh = _mesh(task)
         model = _build(task)
         task.shard(model, mesh)
-        layout = share(lambda: _checked(model).layout)
+        layout = _checked(model).layout if dist.get_rank() == 0 else None
 
         def step(*batch: Any) -> Tensor:
             loss = task.loss_fn(model, *batch)
@@ -170,14 +182,17 @@ def train_graph(
 
     Raises:
         ClusterError: a rank failed; see :func:`run_cluster`.
+        TaskError: the replicas do not divide the ranks.
 
     Example:
         >>> task, topology = load_task("my_model.py"), Topology(16, gpus_per_node=8)  # doctest: +SKIP
         >>> train_graph(task, topology, num_steps=5, path=Path("graph.jsonl"))  # doctest: +SKIP
     """
 
+    _check_replicas(task, topology)
+
     def play() -> None:
-        mesh = _mesh()
+        mesh = _mesh(task)
         eager = share(lambda: _read_eager(task, mesh))
         model = simple_fsdp(
             _build(task), mesh, param_dtype=eager.param_dtype, reduce_dtype=eager.reduce_dtype
@@ -186,9 +201,10 @@ def train_graph(
         shapes = tuple(_local_shape(parameter) for parameter in model.parameters())
         if shapes not in steps:
             captured = capture_train_step(task.loss_fn, model, *task.batch(0, dist.get_rank()))
-            steps[shapes] = (rewrite or _default)(captured, eager.plan, eager.layout)
+            mine = _read_eager(task, mesh)  # with the groups that this rank is in
+            steps[shapes] = (rewrite or _default)(captured, mine.plan, mine.layout)
         step = step_for_rank(steps[shapes], model)
-        layout = share(lambda: graph_layout(step))
+        layout = graph_layout(step) if dist.get_rank() == 0 else None
         _train(task, run, model, step, layout, topology, num_steps, path, done, steps[shapes].report)
 
     run_cluster(play, topology)
@@ -234,8 +250,20 @@ def _checked(model: nn.Module) -> _Eager:
     return eager
 
 
-def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+def _mesh(task: Task) -> DeviceMesh:
+    num_ranks = dist.get_world_size()
+    if task.num_replicas == 1:
+        return init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("shard",))
+    shape = (task.num_replicas, num_ranks // task.num_replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _check_replicas(task: Task, topology: Topology) -> None:
+    if not 1 <= task.num_replicas <= topology.num_ranks or topology.num_ranks % task.num_replicas:
+        raise TaskError(
+            f"task {task.name!r} has num_replicas = {task.num_replicas}, which does not divide the "
+            f"{topology.num_ranks} ranks of the cluster"
+        )
 
 
 def _build(task: Task) -> nn.Module:
@@ -253,7 +281,7 @@ def _train(
     run: str,
     model: nn.Module,
     step: Callable[..., Tensor],
-    layout: Layout,
+    layout: Layout | None,
     topology: Topology,
     num_steps: int,
     path: Path,

@@ -55,6 +55,29 @@ def test_equal_on_ranks_with_shards_of_several_shapes(task: Path, capsys: pytest
     assert Topology(**{**eager.header.topology, "explicit_rings": ()}) == Topology(8, gpus_per_node=4)
 
 
+def test_hybrid_sharding(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task.write_text(TASK + "\nnum_replicas = 2\n")
+    assert cli.main(["parity", "task.py", "--ranks", "8", "--gpus-per-node", "4", "--steps", "2"]) == 0
+    assert "equal: all 2 common steps, bit for bit" in capsys.readouterr().out
+    layout = read_run("runs/parity/graph.jsonl").header.layouts
+    assert layout
+    assert [(bucket.collective, bucket.ranks) for bucket in layout.buckets[:2]] == [
+        ("reduce_scatter", (0, 1, 2, 3)),
+        ("all_reduce", (0, 4)),
+    ]
+    assert cli.main(["report", "runs/parity/eager.jsonl", "runs/parity/graph.jsonl"]) == 0
+    assert "all_reduce" in Path("report.html").read_text()
+
+
+def test_replicas_that_do_not_divide_the_ranks(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for num in (3, 0, 8):
+        task.write_text(f"{TASK}\nnum_replicas = {num}\n")
+        assert cli.main(["parity", "task.py", "--ranks", "4", "--gpus-per-node", "2"]) == 2
+        assert capsys.readouterr().err == (
+            f"graphpasses: task 'two layers' has num_replicas = {num}, which does not divide the 4 ranks of the cluster\n"
+        )
+
+
 def test_different(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A task that is no function of its arguments trains otherwise the second time."""
     task.write_text(
@@ -105,9 +128,7 @@ def test_what_fails_on_a_rank(task: Path, capsys: pytest.CaptureFixture[str]) ->
     task.write_text(f"{TASK}\ndef batch(step, rank):\n    raise IndexError('out of data')\n")
     assert cli.main(["parity", "task.py", "--ranks", "2"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(
-        "graphpasses: rank 1 failed:\nTraceback"
-    )  # the last to come to the first collective
+    assert err.startswith("graphpasses: rank 0 failed:\nTraceback")
     assert "IndexError: out of data" in err
 
 
