@@ -74,7 +74,8 @@ def test_replicas_that_do_not_divide_the_ranks(task: Path, capsys: pytest.Captur
         task.write_text(f"{TASK}\nnum_replicas = {num}\n")
         assert cli.main(["parity", "task.py", "--ranks", "4", "--gpus-per-node", "2"]) == 2
         assert capsys.readouterr().err == (
-            f"graphpasses: task 'two layers' has num_replicas = {num}, which does not divide the 4 ranks of the cluster\n"
+            f"graphpasses: task 'two layers' has num_replicas = {num}, which does not divide the 4 ranks of the "
+            "cluster\n"
         )
 
 
