@@ -137,11 +137,6 @@ class BucketPair:
         """Parameters that lie elsewhere, or in one run only."""
         return sum(row.a != row.b for row in self.rows)
 
-    @property
-    def num_reordered(self) -> int:
-        """Parameters of which elements are added in another order."""
-        return sum(bool(row.num_reordered) for row in self.rows)
-
 
 @dataclass(frozen=True)
 class BucketGroup:
@@ -321,8 +316,7 @@ def _segment(entry: _Entry, side: Side, total: int, prefix: str, is_compared: bo
         lines.append("not reduced in the other run")
     elif other is not None and other != place:
         state = "moved"
-        bucket = "" if other.bucket == place.bucket else f" of bucket {other.bucket}"
-        lines.append(f"in the other run: byte {other.offset:,}{bucket} of {other.num_bytes:,}")
+        lines.append(f"in the other run: byte {other.offset:,} of {other.num_bytes:,}, bucket {other.bucket}")
     stretches = []
     if entry.reordered is not None:
         lines.append(f"added in another order: {entry.reordered.num_elements:,} elements on all ranks")

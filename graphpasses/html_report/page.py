@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -32,6 +32,7 @@ class _Section:
         comparison: with the first run.
         strip: which steps are equal.
         sentences: about the first difference.
+        num_moved: gradients that lie elsewhere.
         prediction: what its layout adds in another order.
         buckets: its buckets, beside the first run's.
         has_both_layouts: whether both runs recorded theirs; else the buckets are those of one.
@@ -44,6 +45,7 @@ class _Section:
     comparison: Comparison | None = None
     strip: tuple[Cell, ...] = ()
     sentences: tuple[str, ...] = ()
+    num_moved: int = 0
     prediction: Prediction | None = None
     buckets: tuple[BucketGroup, ...] = ()
     has_both_layouts: bool = False
@@ -89,28 +91,33 @@ def _compared(
     letter: str, first: Run, topology_a: Topology, run: Run, topology_b: Topology, names: RingNames
 ) -> _Section:
     a, b = first.header.layouts, run.header.layouts
+    has_both = a is not None and b is not None
     is_one_cluster = topology_a.num_ranks == topology_b.num_ranks
     prediction = predict(a, b, topology_b) if a and b and is_one_cluster else None
-    has_both = a is not None and b is not None
-    buckets = draw_buckets(a if has_both else None, b, (topology_a, topology_b), prediction, names)
+    section = _Section(
+        letter,
+        run,
+        topology_b,
+        num_moved=len(diff_layouts(a, b).moves) if a and b else 0,
+        prediction=prediction,
+        buckets=draw_buckets(a if has_both else None, b, (topology_a, topology_b), prediction, names),
+        has_both_layouts=has_both,
+    )
     try:
         comparison = compare_runs(first, run)
-        differences = step_differences(first, run)
     except CompareError as error:
-        return _Section(letter, run, topology_b, str(error), None, (), (), prediction, buckets, has_both)
-    sentences: tuple[str, ...] = ()
+        return replace(section, trouble=str(error))
+    sentences: Iterable[str] = ()
     if comparison.parting is not None:
-        sentences = tuple(
-            explain(
-                comparison.parting,
-                prediction,
-                letter=letter,
-                has_layouts=has_both,
-                num_moved=len(diff_layouts(a, b).moves) if a and b else 0,
-            )
+        sentences = explain(
+            comparison.parting,
+            prediction,
+            letter=letter,
+            has_layouts=has_both,
+            num_moved=section.num_moved,
         )
-    strip = draw_strip(differences)
-    return _Section(letter, run, topology_b, "", comparison, strip, sentences, prediction, buckets, has_both)
+    strip = draw_strip(step_differences(first, run))
+    return replace(section, comparison=comparison, strip=strip, sentences=tuple(sentences))
 
 
 def _letter(index: int) -> str:
