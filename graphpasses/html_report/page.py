@@ -104,7 +104,7 @@ def _compared(
         has_both_layouts=has_both,
     )
     try:
-        comparison = compare_runs(first, run)
+        comparison, differences = compare_runs(first, run), step_differences(first, run)
     except CompareError as error:
         return replace(section, trouble=str(error))
     sentences: Iterable[str] = ()
@@ -116,8 +116,7 @@ def _compared(
             has_layouts=has_both,
             num_moved=section.num_moved,
         )
-    strip = draw_strip(step_differences(first, run))
-    return replace(section, comparison=comparison, strip=strip, sentences=tuple(sentences))
+    return replace(section, comparison=comparison, strip=draw_strip(differences), sentences=tuple(sentences))
 
 
 def _letter(index: int) -> str:
