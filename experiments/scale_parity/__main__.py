@@ -16,7 +16,7 @@ from experiments._parity.verdict import Must, Verdict, compare, run_path, verdic
 from experiments.scale_parity.cases import EAGER, GRAPH, Case, cases
 from experiments.scale_parity.runs import PlayedRun, play_all
 from graphpasses.errors import GraphPassesError
-from graphpasses.html_report import render_page
+from graphpasses.html_report import ShownRun, render_page
 from graphpasses.parity import Run, compare_runs, read_run
 from graphpasses.simulate import Topology, predict
 
@@ -94,7 +94,7 @@ def _predict(eager: Run, other: Run, topology: Topology) -> tuple[str, bool]:
     assert other.header.layouts is not None
     prediction = predict(eager.header.layouts, other.header.layouts, topology)
     parting = compare_runs(eager, other).parting
-    differing = set(parting.gradients) if parting is not None else set()
+    differing = set(parting.gradients or ()) if parting is not None else set()
     is_so = differing <= {each.fqn for each in prediction.reordered}
     num = len(prediction.reordered)
     return (f"{num} may differ, {len(differing)} do" if num else "none can differ"), is_so
@@ -104,7 +104,7 @@ def _write_report(case: Case, out: Path) -> Path:
     """Draws all runs of a case as one page, eager's first."""
     paths = [run_path(out, case.name, variant) for variant in case.variants]
     page = paths[0].with_name("report.html")
-    page.write_text(render_page([(read_run(path), Topology(**case.topology)) for path in paths]))
+    page.write_bytes(render_page([ShownRun(read_run(path), Topology(**case.topology)) for path in paths]))
     return page
 
 

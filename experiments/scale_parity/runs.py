@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from experiments._parity.progress import count_runs
 from experiments.scale_parity.cases import Case
 from graphpasses.errors import RunFileError
 from graphpasses.parity import read_run
+from graphpasses.simulate import Topology
 
 __all__ = ["PlayedRun", "play_all"]
 
@@ -46,7 +48,9 @@ class PlayedRun:
             run = read_run(self.path)
         except RunFileError:
             return False
-        is_same = (run.header.model, run.header.run) == (self.case.name, self.variant)
+        topology = json.loads(json.dumps(asdict(Topology(**self.case.topology))))
+        header = run.header
+        is_same = (header.model, header.run, header.topology) == (self.case.name, self.variant, topology)
         return is_same and run.complete and len(run.steps) == self.num_steps
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +12,7 @@ from graphpasses.errors import TopologyError
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology
 
-__all__ = ["DEFAULT_CLUSTER", "ClusterOptions"]
+__all__ = ["DEFAULT_CLUSTER", "ClusterOptions", "known_fields"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ClusterOptions:
 
     Args:
         ranks: How many ranks it has; by default as many as the run or, without one, 16.
-        gpus_per_node: GPUs of each node; by default as in the run or, without one, 8.
+        gpus_per_node: GPUs of each node; by default as in the run, else 8 or what divides the ranks.
         mode: Which rings NCCL builds: shared (one node with NVSwitch), rail, or cross_nic; by default as in the run,
             else rail.
         num_channels: NCCL's channels ("16 coll channels" in its log).
@@ -34,12 +34,11 @@ class ClusterOptions:
     num_channels: int | None = None
     nccl_log: Path | None = None
 
-    def topology(self, run: Mapping[str, Any] | None = None, num_ranks: int = 16) -> Topology:
+    def topology(self, run: object = None, num_ranks: int = 16) -> Topology:
         """Returns the cluster.
 
         Args:
-            run: the topology that a run file has, for what the options leave open; what describes it otherwise is
-                ignored.
+            run: the topology that a run file has, for what the options leave open; see :func:`known_fields`.
             num_ranks: ranks, for what both leave open.
 
         Raises:
@@ -47,17 +46,17 @@ class ClusterOptions:
         """
         from graphpasses.simulate import Topology, parse_nccl_log, topology_from_log
 
-        known = {field.name for field in fields(Topology)} - {"num_ranks"}
-        taken = {name: value for name, value in (run or {}).items() if name in known}
-        if "explicit_rings" in taken:  # JSON has lists
-            taken["explicit_rings"] = tuple(map(tuple, taken["explicit_rings"]))
         given = {
             name: value
             for name in ("gpus_per_node", "mode", "num_channels")
             if (value := getattr(self, name)) is not None
         }
         ranks = self.ranks or num_ranks
-        options: dict[str, Any] = {"gpus_per_node": min(8, ranks), **taken, **given}
+        options: dict[str, Any] = {
+            "gpus_per_node": math.gcd(8, ranks),
+            **known_fields(run, num_ranks),
+            **given,
+        }
         if self.nccl_log is None:
             return Topology(ranks, **options)
         if clash := sorted(given.keys() & {"mode", "num_channels"}):
@@ -72,6 +71,34 @@ class ClusterOptions:
         if self.ranks not in (None, num_in_log):
             raise TopologyError(f"the log has {num_in_log} ranks, --ranks says {self.ranks}")
         return topology_from_log(text, gpus_per_node=options["gpus_per_node"])
+
+
+def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
+    """Returns what a run file's description of its cluster says of a topology; nothing if it describes none.
+
+    Args:
+        run: anything that JSON takes.
+        num_ranks: of the run.
+
+    Example:
+        >>> known_fields({"gpus_per_node": 8, "mode": "rail", "name": "mine"}, 16)
+        {'gpus_per_node': 8, 'mode': 'rail'}
+        >>> known_fields({"nodes": 2, "gpus_per_node": "8 × H100"}, 16)
+        {}
+    """
+    from graphpasses.simulate import Topology
+
+    if not isinstance(run, dict):
+        return {}
+    names = {field.name for field in fields(Topology)} - {"num_ranks"}
+    found = {name: value for name, value in run.items() if name in names}
+    try:
+        if "explicit_rings" in found:  # JSON has lists
+            found["explicit_rings"] = tuple(map(tuple, found["explicit_rings"]))
+        Topology(num_ranks, **found)
+    except (TypeError, TopologyError):
+        return {}
+    return found
 
 
 DEFAULT_CLUSTER = ClusterOptions()

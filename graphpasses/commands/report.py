@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
+from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions, known_fields
 from graphpasses.commands.exit_codes import EXIT_OK
-from graphpasses.errors import RunFileError
+from graphpasses.errors import RunFileError, TopologyError
+
+if TYPE_CHECKING:
+    from graphpasses.html_report import ShownRun
+    from graphpasses.parity.run_file import Run
 
 __all__ = ["report"]
 
@@ -34,7 +38,7 @@ def report(
 
     Args:
         runs: Run files, the reference first.
-        cluster: The cluster, for what the runs do not tell.
+        cluster: The cluster; what is given here replaces what the runs tell.
         out: File to write; replaced if it exists.
         json: Print one JSON object instead of a sentence.
     """
@@ -45,18 +49,29 @@ def report(
 
     if not runs:
         raise RunFileError("no run was given: graphpasses report RUN…, the reference first")
-    read = [read_run(path) for path in runs]
-    page = render_page([(run, cluster.topology(run.header.topology, run.header.world_size)) for run in read])
+    if out.resolve() in {path.resolve() for path in runs}:
+        raise RunFileError(f"--out is '{out}', which is one of the runs; name another file")
+    page = render_page([_shown(read_run(path), cluster) for path in runs])
     try:
-        out.write_text(page, encoding="utf-8")
+        out.write_bytes(page)
     except OSError as error:
         raise RunFileError(f"cannot write '{out}': {error.strerror}") from None
     if json:
-        print(
-            jsonlib.dumps(
-                {"out": str(out), "runs": [str(path) for path in runs], "num_bytes": len(page.encode())}
-            )
-        )
+        print(jsonlib.dumps({"out": str(out), "runs": [str(path) for path in runs], "num_bytes": len(page)}))
     else:
         print(f"wrote {out}")
     return EXIT_OK
+
+
+def _shown(run: Run, cluster: ClusterOptions) -> ShownRun:
+    from graphpasses.html_report import ShownRun
+
+    header = run.header
+    if cluster.ranks not in (None, header.world_size):
+        raise TopologyError(f"'{run.path}' has {header.world_size} ranks, --ranks says {cluster.ranks}")
+    try:
+        topology = cluster.topology(header.topology, header.world_size)
+    except TopologyError as error:
+        raise TopologyError(f"the cluster of '{run.path}': {error}") from None
+    is_assumed = cluster == DEFAULT_CLUSTER and not known_fields(header.topology, header.world_size)
+    return ShownRun(run, topology, is_assumed)

@@ -32,7 +32,7 @@ Side = Literal["a", "b"]
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter in a bar; positions and widths are percent of the bar.
+    """One parameter in a bar; positions and widths are percent of the whole width.
 
     Args:
         fqn: of the parameter.
@@ -40,7 +40,7 @@ class Segment:
         left: where it begins.
         width: how wide it is.
         state: ``"kept"``, ``"moved"``, or ``"alone"`` where the other run does not reduce it.
-        stretches: (left, width) of its elements that the other run adds in another order.
+        stretches: (left, width) of its elements that the other run adds otherwise, percent of the segment.
         text: what hovering tells.
     """
 
@@ -58,8 +58,8 @@ class RingPart:
     """The bytes of a bar that one channel carries.
 
     Args:
-        left: where they begin, percent of the bar.
-        width: how wide they are, percent of the bar.
+        left: where they begin, percent of the whole width.
+        width: how wide they are, percent of the whole width.
         ring: number of the ring that adds them.
         text: what hovering tells.
     """
@@ -72,7 +72,7 @@ class RingPart:
 
 @dataclass(frozen=True)
 class Bar:
-    """One run's side of a bucket.
+    """One run's side of a bucket; the larger side of a pair is the whole width.
 
     Args:
         bucket: index of the bucket in its layout.
@@ -134,7 +134,7 @@ class BucketPair:
 
     @property
     def num_moved(self) -> int:
-        """Parameters that lie elsewhere, or in one run only."""
+        """Parameters that have another place, or are in one run only."""
         return sum(row.a != row.b for row in self.rows)
 
 
@@ -151,16 +151,16 @@ class BucketGroup:
 
 @dataclass
 class RingNames:
-    """Numbers of rings, in the order in which they are met, by group size and order.
+    """Numbers of rings, in the order in which they are met.
 
     Args:
-        numbers: of the rings so far, each turned to begin at rank 0.
+        numbers: of the rings so far, each turned to begin at its lowest rank.
     """
 
     numbers: dict[Ring, int] = field(default_factory=dict)
 
     def __getitem__(self, ring: Ring) -> int:
-        start = ring.index(0)
+        start = ring.index(min(ring))
         return self.numbers.setdefault(ring[start:] + ring[:start], len(self.numbers))
 
 
@@ -254,8 +254,10 @@ def _pair(
     is_compared: bool,
 ) -> BucketPair:
     sides: tuple[Side, Side] = ("a", "b")
+    firsts = [its[0].place(side) for its, side in zip(entries, sides, strict=True) if its]
+    total = max(first.num_bytes for first in firsts) or 1
     bars = [
-        _bar(its, side, topology, names, is_compared) if its else None
+        _bar(its, side, total, topology, names, is_compared) if its else None
         for its, side, topology in zip(entries, sides, topologies, strict=True)
     ]
     top, bottom = (
@@ -268,25 +270,31 @@ def _pair(
         if entry.a != entry.b and id(entry) in bottom
     )
     rows = [*entries[0], *(entry for entry in entries[1] if id(entry) not in top)]
-    first = entries[0][0].place("a") if entries[0] else entries[1][0].place("b")
     module = _common_prefix([entry.fqn for entry in rows]).removesuffix(".")
-    return BucketPair(module, _reduction(first), bars[0], bars[1], joins, tuple(map(_row, rows)))
+    reduction = " → ".join(dict.fromkeys(map(_reduction, firsts)))
+    return BucketPair(module, reduction, bars[0], bars[1], joins, tuple(map(_row, rows)))
 
 
 def _bar(
-    entries: Sequence[_Entry], side: Side, topology: Topology, names: RingNames, is_compared: bool
+    entries: Sequence[_Entry],
+    side: Side,
+    total: int,
+    topology: Topology,
+    names: RingNames,
+    is_compared: bool,
 ) -> Bar:
     first = entries[0].place(side)
-    group, total = topology.restrict(first.ranks), first.num_bytes or 1
-    count = first.num_bytes // first.itemsize
-    ring_of = rings(group)
+    group, count = topology.restrict(first.ranks), first.num_bytes // first.itemsize
+    ring_of = [names[tuple(first.ranks[rank] for rank in ring)] for ring in rings(group)]
+    per_chunk = ", each chunk from another rank on" if first.collective == "all_reduce" else ""
+    scale = 100 * first.itemsize / total
     parts = [
         RingPart(
-            100 * part.start / (count or 1),
-            100 * len(part) / (count or 1),
-            names[ring_of[channel]],
+            scale * part.start,
+            scale * len(part),
+            ring_of[channel],
             f"bytes {part.start * first.itemsize:,} to {part.stop * first.itemsize:,}: channel {channel}, "
-            f"ring {names[ring_of[channel]]}",
+            f"ring {ring_of[channel]}{per_chunk}",
         )
         for channel, part in enumerate(channel_parts(group, first.collective, count, first.itemsize))
         if len(part)
@@ -317,13 +325,15 @@ def _segment(entry: _Entry, side: Side, total: int, prefix: str, is_compared: bo
     elif other is not None and other != place:
         state = "moved"
         lines.append(f"in the other run: byte {other.offset:,} of {other.num_bytes:,}, bucket {other.bucket}")
-    stretches = []
-    if entry.reordered is not None:
-        lines.append(f"added in another order: {entry.reordered.num_elements:,} elements on all ranks")
-        stretches = [
-            (100 * start / place.padded_numel, 100 * (stop - start) / place.padded_numel)
-            for start, stop in entry.reordered.stretches
-        ]
+    stretches: Sequence[tuple[float, float]] = []
+    if (reordered := entry.reordered) is not None:
+        lines.append(
+            f"{reordered.reason or 'added in another order'}: {reordered.num_elements:,} elements on all ranks"
+        )
+        scale = 100 / place.padded_numel
+        stretches = [(scale * start, scale * (stop - start)) for start, stop in reordered.stretches]
+        if reordered.reason:  # then all of them, and the parts may have other sizes
+            stretches = [(0.0, 100.0)]
     width = 100 * place.padded_numel * place.itemsize / total
     label, left = entry.fqn.removeprefix(prefix), 100 * place.offset / total
     return Segment(entry.fqn, label, left, width, state, tuple(stretches), "\n".join(lines))

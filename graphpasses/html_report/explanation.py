@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 
 from graphpasses.fsdp.layout_diff import Place
+from graphpasses.integrations.record_trainer import GRADIENT_NORM
 from graphpasses.parity.compare import Parting
 from graphpasses.parity.report import meaning
-from graphpasses.simulate.nccl import Part, reduction_parts
+from graphpasses.simulate.nccl import reduction_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Ring, Topology
 
@@ -17,7 +20,7 @@ _NO_LAYOUTS = (
     "Where gradients lie in their buckets is not known, since not both runs recorded it: record them with "
     "ParityRecorder(…, layouts=eager_layout(model)) and layouts=graph_layout(step)."
 )
-_NOT_ONE_CLUSTER = "The runs had clusters of different sizes, on which every sum has another order."
+_NOT_ONE_CLUSTER = "The runs had other clusters, on which the same sum has another order."
 
 
 def explain(
@@ -30,85 +33,83 @@ def explain(
         prediction: what the layouts add in another order; None if it cannot be said.
         letter: name of the second run; the first is A.
         has_layouts: whether both runs recorded their layouts.
-        num_moved: gradients that lie elsewhere.
+        num_moved: parameters whose gradients have another place.
     """
-    yield f"{meaning(parting).capitalize()}."
+    text = meaning(parting)
+    yield f"{text[0].upper()}{text[1:]}."
     if parting.first != "gradients":
         return
     if not has_layouts:
         yield _NO_LAYOUTS
-        return
-    if prediction is None:
+    elif prediction is None:
         yield _NOT_ONE_CLUSTER
-        return
-    if not num_moved:
+    elif not num_moved:
         yield (
-            "Both runs reduce with the same layout: no gradient lies elsewhere, so no sum has another order. What "
-            "differs went into the reduction: look at the backward pass."
+            "Both runs reduce with the same layout, so no sum has another order. What differs went into the "
+            "reduction: look at the backward pass."
         )
-        return
-    if not prediction:
+    elif not prediction:
         yield (
-            f"{_count(num_moved, 'gradient')} lie elsewhere, but on this cluster no element is added in another "
-            "order. The layout does not explain the difference; on another cluster it may."
+            f"{_gradients(num_moved)} another place, but on this cluster no element is added in another order. The "
+            "layout does not explain the difference; on another cluster it may."
         )
-        return
-    yield from _explain_order(parting.gradients, prediction, letter, num_moved)
+    else:
+        yield from _explain_order(parting.gradients or (), prediction, letter, num_moved)
 
 
 def _explain_order(
     differing: Sequence[str], prediction: Prediction, letter: str, num_moved: int
 ) -> Iterator[str]:
-    predicted = {each.fqn: each for each in prediction.reordered}
-    found = [fqn for fqn in differing if fqn in predicted]
-    others = [fqn for fqn in differing if fqn not in predicted]
-    elements = sum(each.num_elements for each in prediction.reordered)
+    places: dict[str, list[Reordered]] = {}
+    for each in prediction.reordered:
+        places.setdefault(each.fqn, []).append(each)
+    reasons = sorted({each.reason for each in prediction.reordered} - {""})
+    how = f"reduced otherwise ({'; '.join(reasons)})" if reasons else "added in another order"
     yield (
-        f"{_count(num_moved, 'gradient')} lie elsewhere in the two layouts, and {len(predicted)} of them have "
-        f"elements that are added in another order there: {elements:,} of {prediction.num_elements:,} elements of "
-        "all gradients."
+        f"{_gradients(num_moved)} another place in the two layouts, and {len(places)} of them have elements that are "
+        f"{how} there: {sum(each.num_elements for each in prediction.reordered):,} elements, padding included."
     )
+    has_norm = GRADIENT_NORM in differing
+    names = [fqn for fqn in differing if fqn != GRADIENT_NORM]
+    found, others = [fqn for fqn in names if fqn in places], [fqn for fqn in names if fqn not in places]
     if not others:
-        yield f"The {_count(len(found), 'gradient')} that differ are among them: the order explains every difference."
+        yield f"Every gradient that differs is among them ({len(found)}): the layout explains it."
     elif found:
-        yield (
-            f"Among them are {len(found)} of the {len(differing)} gradients that differ. The order does not explain "
-            f"the others: {_names(others)}."
-        )
+        yield f"Among them are {len(found)} of the {len(names)} gradients that differ, but not {_some(others)}."
     else:
         yield "None of them differs; what differs has another cause."
-    if found and len(found) < len(predicted):
-        same = [fqn for fqn in predicted if fqn not in differing]
+    if others and has_norm:
         yield (
-            f"The sums of {_names(same)} have the same bits in either order: nothing was rounded away, or there is "
-            "nothing but zeros."
+            "The norm of all gradients differs, too: where they are clipped by it before they are recorded, one "
+            "difference reaches all of them."
         )
-    if found and (example := _example(predicted[found[0]], prediction.topology, letter)):
-        yield example
+    if found and (same := sorted(places.keys() - set(names))):
+        yield f"{_some(same)} may differ by their places, and do not: their sums were rounded alike."
+    examples = (_example(each, prediction.topology, letter) for fqn in found for each in places[fqn])
+    yield from itertools.islice(filter(None, examples), 1)
 
 
 def _example(reordered: Reordered, topology: Topology, letter: str) -> str:
-    """Follows a gradient's first elements through both reductions."""
+    """Follows a gradient's first element that is added in another order through both reductions."""
     if reordered.before is None or reordered.after is None or reordered.reason:
         return ""
     start, _ = reordered.stretches[0]
-    sides = [_at(place, topology, start) for place in (reordered.before, reordered.after)]
-    (part_a, byte_a), (part_b, byte_b) = sides
-    order_a, order_b = (show_ring(part.order, " + ") for part, _ in sides)
+    before, after = (_at(place, topology, start) for place in (reordered.before, reordered.after))
     return (
-        f"For example {reordered.fqn}, from element {start:,} of rank 0's part on: in A it lies at byte {byte_a:,}, "
-        f"on channel {part_a.channel}, whose ring adds the ranks in the order {order_a}; in {letter} at byte "
-        f"{byte_b:,}, on channel {part_b.channel}: {order_b}. Each of these sums is rounded to "
-        f"{reordered.before.dtype}, so another order gives other bits."
+        f"For example {reordered.fqn}, from element {start:,} of the first rank's part on: in A it lies at byte "
+        f"{before}; in {letter} at byte {after}. Each of these sums is rounded to {reordered.before.dtype}, so "
+        "another order may give other bits."
     )
 
 
-def _at(place: Place, topology: Topology, element: int) -> tuple[Part, int]:
-    """Returns the part of a reduction that adds an element of a gradient, and the element's byte."""
+def _at(place: Place, topology: Topology, element: int) -> str:
+    """Says where an element of a gradient is reduced, and in which order."""
     group, count = topology.restrict(place.ranks), place.num_bytes // place.itemsize
     index = place.offset // place.itemsize + element
     parts = reduction_parts(group, place.collective, count, place.itemsize)
-    return next(part for part in parts if part.stop > index), index * place.itemsize
+    part = parts[bisect.bisect_right(parts, index, key=lambda part: part.stop)]
+    order = show_ring(tuple(place.ranks[rank] for rank in part.order), " + ")
+    return f"{index * place.itemsize:,}, where channel {part.channel} adds the ranks in the order {order}"
 
 
 def show_ring(ring: Ring, separator: str) -> str:
@@ -123,10 +124,10 @@ def show_ring(ring: Ring, separator: str) -> str:
     return separator.join([*map(str, ring[:10]), "…", *map(str, ring[-3:])])
 
 
-def _names(fqns: Sequence[str], limit: int = 4) -> str:
+def _some(fqns: Sequence[str], limit: int = 4) -> str:
     shown = ", ".join(fqns[:limit])
     return shown if len(fqns) <= limit else f"{shown} and {len(fqns) - limit} more"
 
 
-def _count(num: int, what: str) -> str:
-    return f"{num} {what}{'s' * (num != 1)}"
+def _gradients(num: int) -> str:
+    return f"{num} gradient{'s have' if num != 1 else ' has'}"

@@ -14,10 +14,25 @@ from graphpasses.html_report.explanation import explain, show_ring
 from graphpasses.html_report.steps import Cell, draw_losses, draw_strip
 from graphpasses.parity.compare import Comparison, compare_runs, step_differences
 from graphpasses.parity.run_file import Run
-from graphpasses.simulate.prediction import Prediction, predict
+from graphpasses.simulate.prediction import predict
 from graphpasses.simulate.rings import Topology
 
-__all__ = ["render_page"]
+__all__ = ["ShownRun", "render_page"]
+
+
+@dataclass(frozen=True)
+class ShownRun:
+    """A run to draw.
+
+    Args:
+        run: the run.
+        topology: of its cluster.
+        is_assumed: whether neither the run nor the user has told the topology.
+    """
+
+    run: Run
+    topology: Topology
+    is_assumed: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,52 +41,51 @@ class _Section:
 
     Args:
         letter: its name on the page.
-        run: the run.
-        topology: of its cluster.
+        shown: the run and its cluster.
         trouble: why it cannot be compared; empty if it can, or is the first.
         comparison: with the first run.
         strip: which steps are equal.
         sentences: about the first difference.
-        num_moved: gradients that lie elsewhere.
-        prediction: what its layout adds in another order.
+        num_moved: parameters whose gradients have another place.
+        num_reordered: those of which elements are reduced otherwise; None if it is not known.
         buckets: its buckets, beside the first run's.
         has_both_layouts: whether both runs recorded theirs; else the buckets are those of one.
     """
 
     letter: str
-    run: Run
-    topology: Topology
+    shown: ShownRun
     trouble: str = ""
     comparison: Comparison | None = None
     strip: tuple[Cell, ...] = ()
     sentences: tuple[str, ...] = ()
     num_moved: int = 0
-    prediction: Prediction | None = None
+    num_reordered: int | None = None
     buckets: tuple[BucketGroup, ...] = ()
     has_both_layouts: bool = False
 
 
-def render_page(runs: Sequence[tuple[Run, Topology]]) -> str:
+def render_page(runs: Sequence[ShownRun]) -> bytes:
     """Draws runs as a page of HTML that needs nothing else: no network, no other file.
 
     Args:
-        runs: at least one, each with the topology of its cluster; the others are compared with the first.
+        runs: at least one; the others are compared with the first.
 
     Returns:
-        The page. A run that cannot be compared with the first has a section that says why.
+        The page, in UTF-8. A run that cannot be compared with the first has a section that says why.
 
     Example:
         >>> run = read_run("eager.jsonl")  # doctest: +SKIP
-        >>> html = render_page([(run, Topology(run.header.world_size, gpus_per_node=8))])  # doctest: +SKIP
+        >>> page = render_page([ShownRun(run, Topology(64, gpus_per_node=8))])  # doctest: +SKIP
     """
     names = RingNames()
-    (first, topology), *others = runs
-    sections = [_Section("A", first, topology)]
+    first, *others = runs
+    sections = [_Section("A", first)]
     if not others:
-        buckets = draw_buckets(first.header.layouts, None, (topology, topology), None, names)
-        sections = [_Section("A", first, topology, buckets=buckets)]
-    for index, (run, its_topology) in enumerate(others, start=1):
-        sections.append(_compared(_letter(index), first, topology, run, its_topology, names))
+        layout, topologies = first.run.header.layouts, (first.topology, first.topology)
+        sections = [_Section("A", first, buckets=draw_buckets(layout, None, topologies, None, names))]
+    sections += [
+        _compared(_letter(index), first, other, names) for index, other in enumerate(others, start=1)
+    ]
     environment = Environment(
         loader=PackageLoader("graphpasses.html_report"),
         autoescape=True,
@@ -79,45 +93,38 @@ def render_page(runs: Sequence[tuple[Run, Topology]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    page: str = environment.get_template("report.html.jinja").render(
+    page = environment.get_template("report.html.jinja").render(
         sections=sections,
-        losses=draw_losses([(section.letter, section.run) for section in sections]),
+        losses=draw_losses([(section.letter, section.shown.run) for section in sections]),
         rings=[(number, len(ring), show_ring(ring, " → ")) for ring, number in names.numbers.items()],
     )
-    return page
+    return page.encode(errors="replace")  # file names may be bytes that are no text
 
 
-def _compared(
-    letter: str, first: Run, topology_a: Topology, run: Run, topology_b: Topology, names: RingNames
-) -> _Section:
-    a, b = first.header.layouts, run.header.layouts
+def _compared(letter: str, first: ShownRun, other: ShownRun, names: RingNames) -> _Section:
+    a, b = first.run.header.layouts, other.run.header.layouts
     has_both = a is not None and b is not None
-    is_one_cluster = topology_a.num_ranks == topology_b.num_ranks
-    prediction = predict(a, b, topology_b) if a and b and is_one_cluster else None
+    prediction = predict(a, b, other.topology) if a and b and first.topology == other.topology else None
+    moved = {move.fqn for move in diff_layouts(a, b).moves} if a and b else set()
     section = _Section(
         letter,
-        run,
-        topology_b,
-        num_moved=len(diff_layouts(a, b).moves) if a and b else 0,
-        prediction=prediction,
-        buckets=draw_buckets(a if has_both else None, b, (topology_a, topology_b), prediction, names),
+        other,
+        num_moved=len(moved),
+        num_reordered=None if prediction is None else len({each.fqn for each in prediction.reordered}),
+        buckets=draw_buckets(a if has_both else None, b, (first.topology, other.topology), prediction, names),
         has_both_layouts=has_both,
     )
     try:
-        comparison, differences = compare_runs(first, run), step_differences(first, run)
+        comparison, differences = compare_runs(first.run, other.run), step_differences(first.run, other.run)
     except CompareError as error:
         return replace(section, trouble=str(error))
     sentences: Iterable[str] = ()
     if comparison.parting is not None:
         sentences = explain(
-            comparison.parting,
-            prediction,
-            letter=letter,
-            has_layouts=has_both,
-            num_moved=section.num_moved,
+            comparison.parting, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
         )
     return replace(section, comparison=comparison, strip=draw_strip(differences), sentences=tuple(sentences))
 
 
 def _letter(index: int) -> str:
-    return chr(ord("A") + index) if index < 26 else f"run {index + 1}"
+    return chr(ord("A") + index) if index < 26 else f"run-{index + 1}"

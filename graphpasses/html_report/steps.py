@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graphpasses.parity.compare import StepDifference
-from graphpasses.parity.run_file import Run
+from graphpasses.parity.run_file import Loss, Run
 
 __all__ = ["Cell", "Chart", "Line", "draw_losses", "draw_strip"]
 
@@ -33,11 +34,13 @@ class Line:
 
     Args:
         name: of the run.
-        points: as SVG takes them.
+        stretches: points as SVG takes them, of steps in a row whose loss is finite.
+        first_lost: first step whose loss is not; None if all are.
     """
 
     name: str
-    points: str
+    stretches: tuple[str, ...]
+    first_lost: int | None
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,17 @@ def draw_strip(differences: Sequence[StepDifference]) -> tuple[Cell, ...]:
 
 def _cell(steps: Sequence[StepDifference]) -> Cell:
     name = f"step {steps[0].step}" if len(steps) == 1 else f"steps {steps[0].step} to {steps[-1].step}"
-    worst = max(steps, key=lambda step: (bool(step), len(step.weights), len(step.gradients)))
-    if not worst:
+    if not any(steps):
         return Cell("equal", f"{name}: equal")
-    counts = f"{len(worst.gradients)} gradients and {len(worst.weights)} weights differ"
-    loss = ", and the loss" if worst.loss else ""
-    return Cell("differs", f"{name}: {'up to ' if len(steps) > 1 else ''}{counts}{loss}")
+    counts = [
+        f"{max(map(len, its))} {what}"
+        for what, its in (
+            ("gradients", [step.gradients or () for step in steps]),
+            ("weights", [step.weights for step in steps]),
+        )
+    ]
+    loss = ", and the loss" if any(step.loss for step in steps) else ""
+    return Cell("differs", f"{name}: {'up to ' if len(steps) > 1 else ''}{' and '.join(counts)} differ{loss}")
 
 
 def draw_losses(runs: Sequence[tuple[str, Run]]) -> Chart | None:
@@ -85,31 +93,28 @@ def draw_losses(runs: Sequence[tuple[str, Run]]) -> Chart | None:
     Args:
         runs: each with its name.
     """
-    losses = {
-        name: {step.step: _mean(step.loss.values) for step in run.steps if step.loss} for name, run in runs
-    }
-    finite = {
-        name: {step: value for step, value in its.items() if math.isfinite(value)}
-        for name, its in losses.items()
-    }
-    steps = sorted({step for its in finite.values() for step in its})
+    losses = {name: {step.step: _mean(step.loss) for step in run.steps if step.loss} for name, run in runs}
+    values = [value for its in losses.values() for value in its.values() if math.isfinite(value)]
+    steps = sorted({step for its in losses.values() for step, value in its.items() if math.isfinite(value)})
     if len(steps) < 2:
         return None
-    values = [value for its in finite.values() for value in its.values()]
     lowest, highest = min(values), max(values)
-    lines = tuple(
-        Line(
-            name,
+    across, up = 1000 / (steps[-1] - steps[0]), 200 / (highest - lowest or 1.0)
+    lines = []
+    for name, its in losses.items():
+        stretches = [
             " ".join(
-                f"{1000 * (step - steps[0]) / (steps[-1] - steps[0]):.1f},"
-                f"{200 - 200 * (value - lowest) / (highest - lowest or 1.0):.1f}"
-                for step, value in its.items()
-            ),
-        )
-        for name, its in finite.items()
-    )
-    return Chart(lines, lowest, highest, steps[0], steps[-1])
+                f"{across * (step - steps[0]):.1f},{200 - up * (value - lowest):.1f}" for step, value in part
+            )
+            for is_finite, part in itertools.groupby(its.items(), lambda item: math.isfinite(item[1]))
+            if is_finite
+        ]
+        first_lost = next((step for step, value in its.items() if not math.isfinite(value)), None)
+        lines.append(Line(name, tuple(stretches), first_lost))
+    return Chart(tuple(lines), lowest, highest, steps[0], steps[-1])
 
 
-def _mean(values: Sequence[str]) -> float:
-    return math.fsum(map(float, values)) / len(values)
+def _mean(loss: Loss) -> float:
+    if not loss.dtype.startswith(("float", "bfloat")):  # a complex one has no place on a line
+        return math.nan
+    return sum(float(value) / len(loss.values) for value in loss.values)

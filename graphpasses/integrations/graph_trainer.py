@@ -28,7 +28,7 @@ from torchtitan.experiments.graph_trainer import passes as titan
 from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline, register_post_init_hook
 from torchtitan.tools.logging import logger
 
-from graphpasses.errors import UnsupportedError
+from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
@@ -232,7 +232,10 @@ def _record_pass(
     logger.info(f"graphpasses:\n{report}")
     if recorder is not None:
         recorder.record_passes(report)
-        recorder.record_layouts(graph_layout(replace(step, module=gm)))
+        try:
+            recorder.record_layouts(graph_layout(replace(step, module=gm)))
+        except LayoutError as error:  # the run can do without it
+            logger.warning(f"the bucket layouts of this run are not recorded: {error}")
     return gm
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphpasses._torch.fsdp2 import parameter_groups
-from graphpasses.errors import UnsupportedError
+from graphpasses.errors import GraphPassesError, UnsupportedError
+from graphpasses.fsdp.layout import Layout
 from graphpasses.integrations.titan_buckets import buckets_of
 from graphpasses.parity.hashing import named_gradients
 from graphpasses.parity.record import ParityRecorder
 
 __all__ = ["GRADIENT_NORM", "RECORDER", "recorded"]
 
+logger = logging.getLogger(__name__)
 GRADIENT_NORM = "(norm of all gradients)"
 RECORDER = "graphpasses_recorder"
 """Where a trainer that is recorded has its recorder, for passes to tell what they did."""
@@ -95,13 +98,12 @@ def recorded(
         model=f"{config.model_spec.name} {config.model_spec.flavor}",
         seed=config.debug.seed,
         topology=topology,
+        layouts=_eager_layout(model, config),
         overwrite=overwrite,
     ) as recorder:
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in hooks]
         for owner, name, hook in hooks:
             setattr(owner, name, hook)
-        if parameter_groups(model):  # an eager trainer's
-            recorder.record_layouts(buckets_of(model, config)[1])
         setattr(trainer, RECORDER, recorder)
         try:
             yield recorder
@@ -112,3 +114,14 @@ def recorded(
                     delattr(owner, name)
                 else:
                     setattr(owner, name, own)
+
+
+def _eager_layout(model: nn.Module, config: Any) -> Layout | None:
+    """Returns the layout of an eager trainer's reductions; a run can do without it."""
+    if not parameter_groups(model):
+        return None
+    try:
+        return buckets_of(model, config)[1]
+    except GraphPassesError as error:
+        logger.warning(f"the bucket layouts of this run are not recorded: {error}")
+        return None

@@ -23,6 +23,7 @@ def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
     Raises:
         LayoutError: see :func:`graphpasses.eager_layout`.
         UnsupportedError: see :func:`graphpasses.eager_layout`.
+        PlanError: see :func:`graphpasses.fsdp.chunked.chunked_buckets`.
 
     Example:
         >>> plan, layout = buckets_of(trainer.model_parts[0], trainer.config)  # doctest: +SKIP

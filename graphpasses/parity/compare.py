@@ -68,13 +68,13 @@ class StepDifference:
     Args:
         step: its number.
         loss: whether the losses differ; None if they could not be compared.
-        gradients: FQNs whose gradients differ.
+        gradients: FQNs whose gradients differ; None if they could not be compared.
         weights: FQNs whose weights differ.
     """
 
     step: int
     loss: bool | None
-    gradients: tuple[str, ...]
+    gradients: tuple[str, ...] | None
     weights: tuple[str, ...]
 
     def __bool__(self) -> bool:
@@ -89,7 +89,7 @@ class Parting:
         step: its number.
         first: what parted first, in the order in which a step makes them: the loss, the gradients, the weights.
         loss: whether the losses differ; None if they could not be compared.
-        gradients: FQNs whose gradients differ.
+        gradients: FQNs whose gradients differ; None if they could not be compared.
         weights: FQNs whose weights differ.
         losses: each run's losses, if both recorded any.
         moves: those of the differing parameters that lie elsewhere; empty without layouts.
@@ -98,7 +98,7 @@ class Parting:
     step: int
     first: Literal["loss", "gradients", "weights"]
     loss: bool | None
-    gradients: tuple[str, ...]
+    gradients: tuple[str, ...] | None
     weights: tuple[str, ...]
     losses: tuple[Loss, Loss] | None
     moves: tuple[MovedEntry, ...]
@@ -207,7 +207,7 @@ def _check_comparable(a: Run, b: Run) -> None:
 def _difference(x: StepRecord, y: StepRecord, same_ranks: bool, skipped: dict[str, int]) -> StepDifference:
     """Compares one step; notes in ``skipped`` what could not be."""
     weights = _differing("tensors", x.step, x.weights, y.weights)
-    gradients: tuple[str, ...] = ()
+    gradients: tuple[str, ...] | None = None
     has_gradients = [any(record.gradients.values()) for record in (x, y)]
     if all(has_gradients):
         gradients = _differing("gradients", x.step, x.gradients, y.gradients)
@@ -233,7 +233,7 @@ def _parting(
         "loss" if loss else "gradients" if gradients else "weights"
     )
     losses = (x.loss, y.loss) if x.loss and y.loss else None
-    moves = _moves(dict.fromkeys((*gradients, *weights)), a, b)
+    moves = _moves(dict.fromkeys((*(gradients or ()), *weights)), a, b)
     return Parting(x.step, first, loss, gradients, weights, losses, moves)
 
 
@@ -253,25 +253,28 @@ def _differing(
 def _moves(fqns: Mapping[str, None], a: Layout | None, b: Layout | None) -> tuple[MovedEntry, ...]:
     if a is None or b is None:
         return ()
-    moves = (MovedEntry(fqn, _places(a, fqn), _places(b, fqn)) for fqn in fqns)
+    places = _places(a), _places(b)
+    moves = (MovedEntry(fqn, *(tuple(its.get(fqn, ())) for its in places)) for fqn in fqns)
     return tuple(move for move in moves if move.a != move.b)
 
 
-def _places(layout: Layout, fqn: str) -> tuple[BucketPlace, ...]:
-    return tuple(
-        BucketPlace(
-            bucket.collective,
-            bucket.op,
-            bucket.dtype,
-            entry.offset,
-            entry.padded_numel,
-            bucket.num_bytes,
-            len(bucket.ranks),
-        )
-        for bucket in layout.buckets
-        for entry in bucket.entries
-        if entry.fqn == fqn
-    )
+def _places(layout: Layout) -> dict[str, list[BucketPlace]]:
+    """Returns the places of each parameter."""
+    places: dict[str, list[BucketPlace]] = {}
+    for bucket in layout.buckets:
+        num_bytes = bucket.num_bytes
+        for entry in bucket.entries:
+            place = BucketPlace(
+                bucket.collective,
+                bucket.op,
+                bucket.dtype,
+                entry.offset,
+                entry.padded_numel,
+                num_bytes,
+                len(bucket.ranks),
+            )
+            places.setdefault(entry.fqn, []).append(place)
+    return places
 
 
 def _notes(a: Run, b: Run, common: Sequence[int]) -> list[str]:

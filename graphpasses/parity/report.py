@@ -16,12 +16,26 @@ from graphpasses.terminal import add_row, plain_table
 
 __all__ = ["comparison_to_json", "meaning", "render_comparison"]
 
+_FORWARD = "the forward pass differs, or what went into it (the weights before the step, the batch)"
+# By what parted first, whether losses were compared, and whether gradients were.
 _MEANING = {
-    "loss": "the forward pass differs, or what went into it (the weights before the step, the batch)",
-    "gradients": "losses are equal: the backward pass or a reduction differs",
-    "weights": "losses and gradients are equal: the optimizer step differs, or the weights it began with",
+    ("loss", True, True): _FORWARD,
+    ("loss", True, False): _FORWARD,
+    ("gradients", True, True): "losses are equal: the backward pass or a reduction differs",
+    ("gradients", False, True): (
+        "losses were not compared: the forward pass, the backward pass or a reduction differs"
+    ),
+    ("weights", True, True): (
+        "losses and gradients are equal: the optimizer step differs, or the weights it began with"
+    ),
+    ("weights", False, True): (
+        "gradients are equal, losses were not compared: the optimizer step differs, or the weights it began with"
+    ),
+    ("weights", True, False): (
+        "losses are equal, gradients were not compared: the backward pass, a reduction or the optimizer step differs"
+    ),
+    ("weights", False, False): "losses and gradients were not compared: any part of the step may differ",
 }
-_NOT_SEEN = "losses were not compared: the forward pass, the backward pass or a reduction differs"
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
@@ -62,8 +76,7 @@ def meaning(parting: Parting) -> str:
     Args:
         parting: the first step in which two runs differ.
     """
-    blind = parting.first == "gradients" and parting.loss is None
-    return _NOT_SEEN if blind else _MEANING[parting.first]
+    return _MEANING[parting.first, parting.loss is not None, parting.gradients is not None]
 
 
 def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> RenderableType:
@@ -99,7 +112,7 @@ def _render_parting(parting: Parting, max_tensors: int) -> Iterable[RenderableTy
     yield Text(meaning(parting))
     if parting.loss and parting.losses:
         yield _loss_table(*parting.losses, max_tensors)
-    differing = [(fqn, "gradient") for fqn in parting.gradients] + [
+    differing = [(fqn, "gradient") for fqn in parting.gradients or ()] + [
         (fqn, "weight") for fqn in parting.weights
     ]
     if differing:

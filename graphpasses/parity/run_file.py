@@ -230,6 +230,8 @@ def _read_header(path: Path, data: bytes) -> RunHeader:
                 f"'{path}' has run format version {header['version']}, this graphpasses reads version "
                 f"{FORMAT_VERSION}: read it with the release that wrote it, or record it again"
             )
+        if type(header["world_size"]) is not int:
+            raise ValueError(f"its world_size is {header['world_size']!r}, not a number")
         layouts = header["layouts"]
         return RunHeader(
             torch=header["torch"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, get_args
 
 from graphpasses.errors import TopologyError
@@ -165,6 +166,7 @@ def default_topology(num_ranks: int) -> Topology:
     return Topology(num_ranks, gpus_per_node=num_ranks, mode="shared")
 
 
+@lru_cache(maxsize=64)
 def rings(topology: Topology) -> tuple[Ring, ...]:
     """Returns the ring of every channel.
 

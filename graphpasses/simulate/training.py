@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,7 @@ def load_task(source: str) -> Task:
             f"'{source}' does not define {', '.join(f'{name}()' for name in missing)}; a task has model(), "
             "shard(model, mesh), loss_fn(model, *batch) and batch(step, rank)"
         )
-    options = {
-        name: getattr(module, name)
-        for name in ("optimizer", "name", "seed", "num_replicas")
-        if hasattr(module, name)
-    }
+    options = {name: getattr(module, name) for name in _OPTIONAL if hasattr(module, name)}
     return Task(*(getattr(module, name) for name in _REQUIRED), **{"name": path.stem, **options})
 
 
@@ -151,7 +147,7 @@ def train_eager(
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
-        _train(task, "eager FSDP2", model, step, layout, topology, num_steps, path, done)
+        _train(task, "eager FSDP2", model, step, layout, num_steps, path, done)
 
     run_cluster(play, topology)
 
@@ -205,7 +201,7 @@ def train_graph(
             steps[shapes] = (rewrite or _default)(captured, mine.plan, mine.layout)
         step = step_for_rank(steps[shapes], model)
         layout = graph_layout(step) if dist.get_rank() == 0 else None
-        _train(task, run, model, step, layout, topology, num_steps, path, done, steps[shapes].report)
+        _train(task, run, model, step, layout, num_steps, path, done, steps[shapes].report)
 
     run_cluster(play, topology)
 
@@ -259,6 +255,8 @@ def _mesh(task: Task) -> DeviceMesh:
 
 
 def _check_replicas(task: Task, topology: Topology) -> None:
+    if type(task.num_replicas) is not int:
+        raise TaskError(f"task {task.name!r} has num_replicas = {task.num_replicas!r}, which is not a number")
     if not 1 <= task.num_replicas <= topology.num_ranks or topology.num_ranks % task.num_replicas:
         raise TaskError(
             f"task {task.name!r} has num_replicas = {task.num_replicas}, which does not divide the "
@@ -282,7 +280,6 @@ def _train(
     model: nn.Module,
     step: Callable[..., Tensor],
     layout: Layout | None,
-    topology: Topology,
     num_steps: int,
     path: Path,
     done: Callable[[int], object] | None,
@@ -295,7 +292,6 @@ def _train(
         run=run,
         model=task.name,
         seed=task.seed,
-        topology=asdict(topology),
         layouts=layout,
         overwrite=True,
     ) as recorder:

@@ -58,7 +58,7 @@ def test_table_and_report_tell_what_was_predicted(runs: Path, capsys: pytest.Cap
     assert out.count(" may differ, ") == 2
     page = run_path(runs, CASE.name, EAGER).with_name("report.html")
     assert f"report: {page}" in "".join(out.splitlines())
-    assert page.read_text().count("the order explains every difference") == 2
+    assert page.read_text().count(": the layout explains it.") == 2
 
 
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:

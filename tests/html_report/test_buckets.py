@@ -122,6 +122,35 @@ def test_a_bucket_that_was_split() -> None:
     assert [segment.state for segment in second.b.segments] == ["moved", "moved"]
 
 
+def test_bars_of_a_pair_have_one_scale() -> None:
+    a, b = layout(num_layers=1), layout(num_layers=1, num_ranks=8)
+    groups = draw_buckets(a, b, (CLUSTER, Topology(8, gpus_per_node=8)), None, RingNames())
+    pair = groups[0].pairs[0]
+    assert math.isclose(sum(part.width for part in pair.b.segments), 100)
+    assert math.isclose(sum(part.width for part in pair.a.segments), 100 * 6478 / 12954)
+    assert pair.reduction == " → ".join(
+        f"reduce_scatter avg bfloat16, {ranks} ranks, {size} bytes of each rank"
+        for ranks, size in ((16, "6,478"), (8, "12,954"))
+    )
+
+
+def test_another_reduction_marks_all_of_it() -> None:
+    a = layout(num_layers=1)
+    b = Layout(tuple(replace(bucket, dtype="float32") for bucket in a.buckets))
+    ((pair,),) = draw(a, b)
+    for bar in (pair.a, pair.b):
+        for segment in bar.segments:
+            assert segment.stretches == ((0.0, 100.0),)
+            assert "bfloat16 → float32: " in segment.text
+
+
+def test_rings_of_a_group_are_those_of_the_world() -> None:
+    names = RingNames()
+    a = Layout(tuple(replace(bucket, ranks=(1, 3, 9, 11)) for bucket in layout(num_ranks=4).buckets))
+    draw_buckets(a, None, (CLUSTER, CLUSTER), None, names)
+    assert {tuple(sorted(ring)) for ring in names.numbers} == {(1, 3, 9, 11)}
+
+
 def test_parameters_without_elements() -> None:
     """Sizes smaller than the number of ranks are padded, so no bar is empty; an empty one is drawn, too."""
     bucket = make_bucket_layout("reduce_scatter", range(16), "avg", torch.bfloat16, [("empty", (0,), 0)])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from graphpasses.fsdp import Layout, diff_layouts
 from graphpasses.html_report.explanation import explain, show_ring
+from graphpasses.integrations.record_trainer import GRADIENT_NORM
 from graphpasses.parity.compare import Parting
 from graphpasses.simulate import Topology, predict
-from tests.html_report.conftest import BIAS_FIRST, CLUSTER, layout
+from tests.html_report.conftest import BIAS_FIRST, CLUSTER, EAGER, layout
 
 
 def sentences(
@@ -21,7 +23,7 @@ def sentences(
 ) -> list[str]:
     parting = Parting(3, first, False, tuple(differing), tuple(differing), None, ())
     prediction = predict(a, b, cluster) if a and b else None
-    num_moved = len(diff_layouts(a, b).moves) if a and b else 0
+    num_moved = len({move.fqn for move in diff_layouts(a, b).moves}) if a and b else 0
     has_layouts = a is not None and b is not None
     found = explain(parting, prediction, letter="B", has_layouts=has_layouts, num_moved=num_moved)
     return list(found)
@@ -31,17 +33,16 @@ MOVED = [f"layers.{index}.up.{kind}" for index in range(2) for kind in ("weight"
 
 
 def test_the_order_explains_everything() -> None:
-    said = sentences(MOVED, layout(), layout(BIAS_FIRST))
     changed = predict(layout(), layout(BIAS_FIRST), CLUSTER)
     elements = sum(each.num_elements for each in changed.reordered)
-    whole = (
-        "4 gradients lie elsewhere in the two layouts, and 4 of them have elements that are added in another order "
-        f"there: {elements:,} of 103,648 elements of all gradients."
+    counts = (
+        "4 gradients have another place in the two layouts, and 4 of them have elements that are added in another "
+        f"order there: {elements:,} elements, padding included."
     )
-    assert said[:3] == [
+    assert sentences(MOVED, layout(), layout(BIAS_FIRST))[:3] == [
         "Losses are equal: the backward pass or a reduction differs.",
-        whole,
-        "The 4 gradients that differ are among them: the order explains every difference.",
+        counts,
+        "Every gradient that differs is among them (4): the layout explains it.",
     ]
 
 
@@ -49,20 +50,52 @@ def test_the_example_follows_an_element() -> None:
     example = sentences(MOVED, layout(), layout(BIAS_FIRST))[-1]
     assert example.startswith("For example layers.0.up.weight, from element ")
     first = predict(layout(), layout(BIAS_FIRST), CLUSTER).reordered[0].stretches[0][0]
-    assert f"in A it lies at byte {2 * first:,}, on channel 0" in example
-    assert f"in B at byte {2 * first + 64:,}, on channel 1" in example
-    assert example.endswith("Each of these sums is rounded to bfloat16, so another order gives other bits.")
+    assert f"in A it lies at byte {2 * first:,}, where channel 0 adds the ranks in the order " in example
+    assert f"in B at byte {2 * first + 64:,}, where channel 1 adds the ranks in the order " in example
+    assert example.endswith(
+        "Each of these sums is rounded to bfloat16, so another order may give other bits."
+    )
+
+
+def test_ranks_of_a_group_are_the_worlds() -> None:
+    """As in HSDP, where a group holds some of the ranks."""
+    ranks = (1, 3, 9, 11)
+    a, b = (
+        Layout(tuple(replace(bucket, ranks=ranks) for bucket in layout(order, num_ranks=4).buckets))
+        for order in (EAGER, BIAS_FIRST)
+    )
+    orders = re.findall(r"in the order ([\d +]+)", sentences(MOVED, a, b)[-1])
+    assert [sorted(map(int, order.split(" + "))) for order in orders] == [[1, 3, 9, 11]] * 2
+    assert orders[0] != orders[1]
+
+
+def test_a_parameter_in_several_reductions_is_counted_once() -> None:
+    def hybrid(order: Sequence[str]) -> Layout:
+        buckets = layout(order, num_ranks=8).buckets
+        replicas = (replace(bucket, collective="all_reduce", ranks=(0, 8)) for bucket in buckets)
+        return Layout((*buckets, *replicas))
+
+    said = sentences(MOVED, hybrid(EAGER), hybrid(BIAS_FIRST))
+    assert said[1].startswith("4 gradients have another place in the two layouts, and 4 of them")
+
+
+def test_another_reduction_is_not_called_another_order() -> None:
+    other = Layout(tuple(replace(bucket, op="sum") for bucket in layout().buckets))
+    fqns = [f"layers.{index}.{fqn}" for index in range(2) for fqn in EAGER]
+    said = sentences(fqns, layout(), other)
+    assert "6 of them have elements that are reduced otherwise (avg → sum) there" in said[1]
+    assert said[2:] == ["Every gradient that differs is among them (6): the layout explains it."]
 
 
 def test_the_order_explains_some_of_it() -> None:
-    said = sentences([*MOVED[:2], "layers.0.norm.weight"], layout(), layout(BIAS_FIRST))
-    assert said[2] == (
-        "Among them are 2 of the 3 gradients that differ. "
-        "The order does not explain the others: layers.0.norm.weight."
-    )
-    assert said[3].startswith(
-        "The sums of layers.1.up.weight, layers.1.up.bias have the same bits in either order"
-    )
+    differing = [*MOVED[:2], "layers.0.norm.weight"]
+    said = sentences(differing, layout(), layout(BIAS_FIRST))
+    assert said[2:4] == [
+        "Among them are 2 of the 3 gradients that differ, but not layers.0.norm.weight.",
+        "layers.1.up.bias, layers.1.up.weight may differ by their places, and do not: their sums were rounded alike.",
+    ]
+    said = sentences([*differing, GRADIENT_NORM], layout(), layout(BIAS_FIRST))
+    assert said[3].startswith("The norm of all gradients differs, too: where they are clipped by it")
 
 
 def test_the_order_explains_nothing() -> None:
@@ -70,7 +103,7 @@ def test_the_order_explains_nothing() -> None:
     assert said[2:] == ["None of them differs; what differs has another cause."]
     said = sentences(MOVED, layout(), layout(BIAS_FIRST), replace(CLUSTER, mode="shared"))
     assert said[1].startswith(
-        "4 gradients lie elsewhere, but on this cluster no element is added in another order."
+        "4 gradients have another place, but on this cluster no element is added in another"
     )
     assert sentences(MOVED, layout(), layout())[1].startswith("Both runs reduce with the same layout")
 
@@ -79,7 +112,7 @@ def test_what_is_not_known() -> None:
     assert sentences(MOVED)[1].startswith("Where gradients lie in their buckets is not known")
     parting = Parting(0, "gradients", False, ("w",), (), None, ())
     said = list(explain(parting, None, letter="B", has_layouts=True, num_moved=1))
-    assert said[1] == "The runs had clusters of different sizes, on which every sum has another order."
+    assert said[1] == "The runs had other clusters, on which the same sum has another order."
 
 
 def test_other_causes_end_the_explanation() -> None:

@@ -14,7 +14,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
-from graphpasses.html_report import render_page
+from graphpasses.html_report import ShownRun, render_page
 from graphpasses.parity import compare_runs
 from graphpasses.parity.run_file import Run
 from graphpasses.simulate import predict
@@ -68,7 +68,7 @@ def runs(write_run: WriteRun) -> list[Run]:
 
 
 def open_page(browser: Chrome, path: Path, *runs: Run) -> None:
-    path.write_text(render_page([(run, CLUSTER) for run in runs]))
+    path.write_bytes(render_page([ShownRun(run, CLUSTER) for run in runs]))
     browser.get(path.as_uri())
     assert browser.get_log("browser") == []
 

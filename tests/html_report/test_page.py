@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graphpasses import cli
-from graphpasses.html_report import render_page
+from graphpasses.html_report import ShownRun, render_page
 from graphpasses.parity.run_file import Run
 from graphpasses.simulate import Topology
 from tests.html_report.conftest import BIAS_FIRST, CLUSTER, EAGER, PASSES, WriteRun, layout
@@ -21,7 +24,7 @@ def text_of(page: str) -> str:
 
 
 def render(*runs: Run) -> str:
-    return render_page([(run, CLUSTER) for run in runs])
+    return render_page([ShownRun(run, CLUSTER) for run in runs]).decode()
 
 
 def test_it_needs_nothing_else(write_run: WriteRun) -> None:
@@ -33,7 +36,8 @@ def test_it_needs_nothing_else(write_run: WriteRun) -> None:
 def test_equal_runs(write_run: WriteRun) -> None:
     page = text_of(render(write_run("eager", layout()), write_run("graph", layout())))
     assert "Equal to A at all 4 common steps, bit for bit." in page
-    assert "2 buckets; 0 gradients lie elsewhere, 0 of them have elements" in page
+    assert "2 buckets; of 0 parameters the gradient has another place" in page
+    assert "of 0 of these, elements are reduced in another order or otherwise" in page
 
 
 def test_runs_that_part(write_run: WriteRun) -> None:
@@ -42,8 +46,9 @@ def test_runs_that_part(write_run: WriteRun) -> None:
         render(write_run("eager", layout()), write_run("graph", layout(BIAS_FIRST), differs=differs))
     )
     assert "Differs from A first in step 2: 1 gradients and 1 weights." in page
-    assert "2 buckets; 4 gradients lie elsewhere, 4 of them have elements" in page
-    assert "the order explains every difference" in page
+    assert "2 buckets; of 4 parameters the gradient has another place" in page
+    assert "of 4 of these, elements are reduced in another order or otherwise" in page
+    assert "Every gradient that differs is among them (1): the layout explains it." in page
 
 
 def test_three_runs_each_against_the_first(write_run: WriteRun) -> None:
@@ -57,8 +62,8 @@ def test_three_runs_each_against_the_first(write_run: WriteRun) -> None:
 def test_one_run(write_run: WriteRun) -> None:
     page = text_of(render(write_run("eager", layout(), passes=PASSES)))
     assert "A: eager" in page
-    assert "2 buckets. Each bar is one rank's part of a bucket, to scale;" in page
-    assert "elsewhere" not in page
+    assert "2 buckets. Each bar is one rank's part of a bucket, its parameters to scale;" in page
+    assert "another place" not in page
     assert "bucket-fsdp-collectives bitwise 2 40 → 33 7 → 3 0.0125" in page
 
 
@@ -84,7 +89,7 @@ def test_a_run_without_steps(write_run: WriteRun) -> None:
     page = text_of(render(write_run("eager", layout()), write_run("graph", layout(BIAS_FIRST), num_steps=0)))
     assert "not comparable" in page
     assert "It cannot be compared with A: the runs have no step in common" in page
-    assert "4 gradients lie elsewhere" in page
+    assert "of 4 parameters the gradient has another place" in page
 
 
 def test_layouts_of_one_run_only(write_run: WriteRun) -> None:
@@ -94,9 +99,9 @@ def test_layouts_of_one_run_only(write_run: WriteRun) -> None:
     assert "Where gradients lie in their buckets is not known" in page
     assert "B recorded no bucket layouts" in page
     page = text_of(render(write_run("eager"), write_run("graph", layout())))
-    assert "2 buckets. Each bar is one rank's part of a bucket, to scale;" in page
+    assert "2 buckets. Each bar is one rank's part of a bucket, its parameters to scale;" in page
     assert "B, bucket 0" in page
-    assert "elsewhere" not in page
+    assert "another place" not in page
 
 
 def test_a_run_of_another_seed(write_run: WriteRun) -> None:
@@ -111,9 +116,22 @@ def test_clusters_of_other_sizes(write_run: WriteRun) -> None:
         write_run("graph", layout(num_ranks=8), num_ranks=8, differs={0: ["layers.0.up.bias"]}),
     )
 
-    page = text_of(render_page([(a, CLUSTER), (b, Topology(8, gpus_per_node=8))]))
-    assert "The runs had clusters of different sizes" in page
-    assert "8 ranks on 1 node, rail rings" in page
+    page = text_of(
+        render_page([ShownRun(a, CLUSTER), ShownRun(b, Topology(8, gpus_per_node=8), True)]).decode()
+    )
+    assert "The runs had other clusters, on which the same sum has another order." in page
+    assert "8 ranks on 1 node, shared rings, 16 channels (assumed)" in page
+
+
+def test_clusters_with_other_rings(write_run: WriteRun) -> None:
+    a, b = write_run("eager", layout()), write_run("graph", layout(), differs={0: ["layers.0.up.bias"]})
+    other = replace(CLUSTER, mode="cross_nic")
+    page = text_of(render_page([ShownRun(a, CLUSTER), ShownRun(b, other)]).decode())
+    assert "The runs had other clusters" in page
+    assert (
+        "of 0 parameters the gradient has another place (byte, size of the bucket, or reduction). Each"
+        in page
+    )
 
 
 def test_names_cannot_break_the_page(write_run: WriteRun) -> None:
@@ -121,6 +139,57 @@ def test_names_cannot_break_the_page(write_run: WriteRun) -> None:
     page = render(run, run)
     assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)" in page
+
+
+def test_what_was_not_compared_is_not_called_equal(write_run: WriteRun) -> None:
+    def without(name: str, **options: Any) -> Run:
+        run = write_run(name, **options)
+        return replace(run, steps=tuple(replace(step, gradients={}) for step in run.steps))
+
+    page = render(without("eager"), without("graph", differs={1: ["layers.0.up.bias"]}))
+    assert "0</b> gradients and <b>1</b> weights" in page
+    assert (
+        "Losses are equal, gradients were not compared: the backward pass, a reduction or the optimizer"
+        in page
+    )
+    assert "<tr><td>layers.0.up.bias</td><td>–</td><td>differs</td></tr>" in page
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"gpus_per_node": "8"},
+        {"mode": "H100 SXM"},
+        {"gpus_per_node": 5},
+        "2 x DGX",
+        {"explicit_rings": None},
+        None,
+    ],
+)
+def test_clusters_that_are_described_otherwise(
+    write_run: WriteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: object
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write_run("eager", layout()).path
+    header, *lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([json.dumps(json.loads(header) | {"topology": described}) + "\n", *lines]))
+    assert cli.main(["report", str(path)]) == 0
+    assert "16 ranks on 2 nodes, rail rings, 16 channels (assumed)" in Path("report.html").read_text()
+    assert cli.main(["report", str(path), "--mode", "cross_nic"]) == 0
+    assert "16 ranks on 2 nodes, cross_nic rings, 16 channels<" in Path("report.html").read_text()
+
+
+def test_a_number_of_ranks_that_nodes_of_8_do_not_hold(
+    write_run: WriteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", str(write_run("eager", num_ranks=12).path)]) == 0
+    assert "12 ranks on 3 nodes, rail rings, 16 channels (assumed)" in Path("report.html").read_text()
+
+
+def test_names_that_are_no_text(write_run: WriteRun) -> None:
+    run = replace(write_run("eager"), path=Path("\udcff.jsonl"))
+    assert b"?.jsonl" in render_page([ShownRun(run, CLUSTER)])
 
 
 def test_the_command(write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,8 +211,16 @@ def test_bad_input(write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFi
         ([path, "--out", nowhere], f"graphpasses: cannot write '{nowhere}': No such file or directory\n"),
         (
             [path, "--ranks", "10"],
-            "graphpasses: 10 ranks cannot fill nodes of 8 GPUs; num_ranks must be a multiple of gpus_per_node\n",
+            f"graphpasses: '{path}' has 16 ranks, --ranks says 10\n",
+        ),
+        (
+            [path, "--gpus-per-node", "5"],
+            f"graphpasses: the cluster of '{path}': 16 ranks cannot fill nodes of 5 GPUs",
+        ),
+        (
+            [path, "--out", path],
+            f"graphpasses: --out is '{path}', which is one of the runs; name another file\n",
         ),
     ):
         assert cli.main(["report", *arguments]) == 2
-        assert capsys.readouterr().err == message
+        assert capsys.readouterr().err.startswith(message)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from graphpasses.html_report.steps import draw_losses, draw_strip
 from graphpasses.parity.compare import StepDifference, step_differences
-from graphpasses.parity.run_file import Loss
+from graphpasses.parity.run_file import Loss, Run
 from tests.html_report.conftest import WriteRun
 
 
@@ -41,15 +41,35 @@ def test_losses(write_run: WriteRun) -> None:
     chart = draw_losses([("A", run)])
     assert chart is not None
     assert (chart.lowest, chart.highest, chart.first, chart.last) == (2.0, 4.0, 0, 2)
-    assert chart.lines[0].points == "0.0,0.0 500.0,100.0 1000.0,200.0"
+    assert chart.lines[0].stretches == ("0.0,0.0 500.0,100.0 1000.0,200.0",)
+    assert chart.lines[0].first_lost is None
 
 
-def test_losses_that_are_not_finite_are_left_out(write_run: WriteRun) -> None:
-    run = write_run("a", num_steps=4)
-    nan = Loss("float32", ("7fc00000",), ("nan",))
-    run = replace(run, steps=(*run.steps[:3], replace(run.steps[3], loss=nan)))
-    chart = draw_losses([("A", run)])
+def with_losses(run: Run, *losses: Loss) -> Run:
+    steps = zip(run.steps, losses, strict=True)
+    return replace(run, steps=tuple(replace(step, loss=loss) for step, loss in steps))
+
+
+def test_losses_that_are_not_finite_break_the_line(write_run: WriteRun) -> None:
+    losses = [
+        Loss("float32", ("0",) * 2, values) for values in (("4.0", "4.0"), ("inf", "-inf"), ("3.0", "3.0"))
+    ]
+    chart = draw_losses([("A", with_losses(write_run("a", num_steps=3), *losses))])
     assert chart is not None
-    assert chart.last == 2
+    assert chart.lines[0].stretches == ("0.0,0.0", "1000.0,200.0")
+    assert chart.lines[0].first_lost == 1
+
+
+def test_losses_that_cannot_be_drawn(write_run: WriteRun) -> None:
+    run = write_run("a", num_steps=3)
     assert draw_losses([("A", replace(run, steps=run.steps[:1]))]) is None
     assert draw_losses([("A", replace(run, steps=()))]) is None
+    assert draw_losses([("A", with_losses(run, *[Loss("complex64", ("0",), ("(1+2j)",))] * 3))]) is None
+    huge = draw_losses([("A", with_losses(run, *[Loss("float64", ("0",) * 3, ("1e308",) * 3)] * 3))])
+    assert huge is not None
+    assert huge.lines[0].first_lost is None
+
+
+def test_the_most_of_several_steps() -> None:
+    steps = [StepDifference(0, None, None, ("a",)), StepDifference(1, True, ("a", "b"), ())] * 300
+    assert draw_strip(steps)[0].text == "steps 0 to 1: up to 2 gradients and 1 weights differ, and the loss"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from graphpasses.errors import RunFileError, UnsupportedError
+from graphpasses.errors import LayoutError, RunFileError, UnsupportedError
+from graphpasses.integrations import record_trainer
 from graphpasses.integrations.record_trainer import GRADIENT_NORM, recorded
 from graphpasses.parity import compare_runs, read_run
 
@@ -93,3 +94,18 @@ def test_model_parts_are_refused(tmp_path: Path) -> None:
         "this rank's trainer has 2 model parts; only runs without pipeline parallelism can be recorded"
     )
     assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_layouts_that_cannot_be_told_do_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(model: nn.Module, config: Any) -> Any:
+        raise LayoutError("several dtypes")
+
+    monkeypatch.setattr(record_trainer, "parameter_groups", lambda model: [model])
+    monkeypatch.setattr(record_trainer, "buckets_of", refuse)
+    train(tmp_path / "a.jsonl", torch.ones(3, 2))
+    assert caplog.messages == ["the bucket layouts of this run are not recorded: several dtypes"]
+    run = read_run(tmp_path / "a.jsonl")
+    assert run.header.layouts is None
+    assert len(run.steps) == 3
