@@ -36,8 +36,8 @@ def test_it_needs_nothing_else(write_run: WriteRun) -> None:
 def test_equal_runs(write_run: WriteRun) -> None:
     page = text_of(render(write_run("eager", layout()), write_run("graph", layout())))
     assert "Equal to A at all 4 common steps, bit for bit." in page
-    assert "2 buckets; of 0 parameters the gradient has another place" in page
-    assert "of 0 of these, elements are reduced in another order or otherwise" in page
+    assert "2 buckets. 0 gradients have another place (byte, bucket size or reduction);" in page
+    assert "0 of them have elements that are reduced in another order or otherwise" in page
 
 
 def test_runs_that_part(write_run: WriteRun) -> None:
@@ -46,8 +46,8 @@ def test_runs_that_part(write_run: WriteRun) -> None:
         render(write_run("eager", layout()), write_run("graph", layout(BIAS_FIRST), differs=differs))
     )
     assert "Differs from A first in step 2: 1 gradients and 1 weights." in page
-    assert "2 buckets; of 4 parameters the gradient has another place" in page
-    assert "of 4 of these, elements are reduced in another order or otherwise" in page
+    assert "2 buckets. 4 gradients have another place (byte, bucket size or reduction);" in page
+    assert "4 of them have elements that are reduced in another order or otherwise" in page
     assert "Every gradient that differs is among them (1): the layout explains it." in page
 
 
@@ -89,7 +89,7 @@ def test_a_run_without_steps(write_run: WriteRun) -> None:
     page = text_of(render(write_run("eager", layout()), write_run("graph", layout(BIAS_FIRST), num_steps=0)))
     assert "not comparable" in page
     assert "It cannot be compared with A: the runs have no step in common" in page
-    assert "of 4 parameters the gradient has another place" in page
+    assert "4 gradients have another place" in page
 
 
 def test_layouts_of_one_run_only(write_run: WriteRun) -> None:
