@@ -128,10 +128,7 @@ def test_clusters_with_other_rings(write_run: WriteRun) -> None:
     other = replace(CLUSTER, mode="cross_nic")
     page = text_of(render_page([ShownRun(a, CLUSTER), ShownRun(b, other)]).decode())
     assert "The runs had other clusters" in page
-    assert (
-        "of 0 parameters the gradient has another place (byte, size of the bucket, or reduction). Each"
-        in page
-    )
+    assert "2 buckets. 0 gradients have another place (byte, bucket size or reduction). Each" in page
 
 
 def test_names_cannot_break_the_page(write_run: WriteRun) -> None:
