@@ -19,7 +19,7 @@ __all__ = ["report"]
 
 
 def report(
-    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN")] = (),
+    runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN [RUN …]")] = (),
     /,
     *,
     cluster: Annotated[ClusterOptions, arg(name="")] = DEFAULT_CLUSTER,
