@@ -237,6 +237,14 @@ class TrainGraph:
         values[index] = value
         self.graph.output_node().args = (values,)
 
+    def replace_outputs(self, values: Mapping[fx.Node, fx.Node]) -> None:
+        """Replaces flat output values, all at once: fx looks at every output for each that it replaces.
+
+        Args:
+            values: by the nodes that they replace.
+        """
+        self.graph.output_node().args = ([values.get(value, value) for value in self.output_values],)
+
     def remove_inputs(self, indices: Iterable[int]) -> None:
         """Removes placeholders that nothing reads, and their entries in ``inputs``.
 

@@ -341,3 +341,14 @@ def test_plain_tied_language_model_equals_eager() -> None:
     assert same_bits(step(*token_batch(1)), expected)
     for (fqn, p), q in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert same_bits(p.grad, q.grad), fqn
+
+
+def test_outputs_are_replaced_all_at_once(step: TrainGraph) -> None:
+    values = step.output_values
+    with step.graph.inserting_before(step.graph.output_node()):
+        news = {old: step.graph.call_function(aten.neg.default, (old,)) for old in values[1:]}
+    step.replace_outputs(news)
+    assert step.output_values == [values[0], *news.values()]
+    step.replace_outputs({})
+    assert step.output_values == [values[0], *news.values()]
+    assert all(list(old.users) == [new] for old, new in news.items())

@@ -13,7 +13,7 @@ from rich.table import Table
 from experiments.pass_bench.full_size import NUM_RANKS, Timing, time_passes
 
 
-def main(flavors: tuple[str, ...] = ("8B", "70B", "405B"), rounds: int = 3) -> int:
+def main(flavors: tuple[str, ...] = ("8B", "70B", "405B"), rounds: int = 5) -> int:
     """Times the default pipeline, and torchtitan's passes for the same work, on full-size Llama 3 steps.
 
     The steps are traced on fake tensors for 64 ranks that exist in name only. Each model has a process of its own.

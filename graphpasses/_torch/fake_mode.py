@@ -11,8 +11,6 @@ import torch
 # meta kernel runs at once; dispatched to the mode, it takes ten times as long. Tested: 2.13.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from graphpasses._torch import pytree
-
 __all__ = ["fake_call", "fake_mode_of"]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -43,8 +41,13 @@ def fake_mode_of(*values: Any) -> FakeTensorMode | None:
     Args:
         values: trees of anything, e.g. the ``meta["val"]`` of a graph's nodes.
     """
-    for leaf in pytree.tree_leaves(values):
-        mode: FakeTensorMode | None = getattr(leaf, "fake_mode", None)
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            mode: FakeTensorMode | None = fake_mode_of(*value)
+        elif isinstance(value, dict):
+            mode = fake_mode_of(*value.values())
+        else:
+            mode = getattr(value, "fake_mode", None)
         if mode is not None:
             return mode
     return None

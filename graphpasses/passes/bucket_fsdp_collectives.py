@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -176,7 +176,10 @@ def _move_before(point: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) ->
         point.prepend(link)
 
 
-def _apply_reduce(graph: TrainGraph, plan: _Reduce, order: Mapping[fx.Node, int]) -> None:
+def _apply_reduce(
+    graph: TrainGraph, plan: _Reduce, order: Mapping[fx.Node, int]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yields each reduced gradient and what takes its place; only the output reads them."""
     last = max((reduction.gradient for reduction in plan.reductions), key=order.__getitem__)
     like = plan.reductions[0].reduce_scatter
     num_shards, group = like.args[2:]
@@ -215,7 +218,7 @@ def _apply_reduce(graph: TrainGraph, plan: _Reduce, order: Mapping[fx.Node, int]
             for node in reduction.tail:
                 if node.target != CAST:
                     part = graph.emit(node.target, (part, *node.args[1:]), node.kwargs, like=node)  # type: ignore[arg-type]
-            reduction.reduced.replace_all_uses_with(part)
+            yield reduction.reduced, part
 
 
 def _by_shard(graph: TrainGraph, gradient: fx.Node, reduction: GradReduction, num_shards: int) -> fx.Node:
@@ -298,8 +301,9 @@ class BucketFSDPCollectives(GraphPass):
         order = {node: index for index, node in enumerate(graph.graph.nodes)}
         for gather in gathers:
             _apply_gather(graph, gather, order)
-        for reduce in reduces:
-            _apply_reduce(graph, reduce, order)
+        graph.replace_outputs(
+            dict(pair for reduce in reduces for pair in _apply_reduce(graph, reduce, order))
+        )
         for note in notes:
             graph.note(note)
         if self.contract is not None:
