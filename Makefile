@@ -8,7 +8,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 LOCK := .ci/lock/$(DEVICE).txt
 READY := $(VENV)/.ready-$(DEVICE)
 
-.PHONY: setup parity test lint types bench lock clean
+.PHONY: setup parity scale test lint types bench lock clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -28,6 +28,10 @@ parity: $(READY)
 	$(RUN) -m experiments.fsdp_parity
 	$(RUN) -m experiments.graph_trainer_parity
 	$(RUN) -m experiments.torchrec_parity
+
+# 64 ranks on this machine; --ranks 64 128 256 takes an hour.
+scale: $(READY)
+	$(RUN) -m experiments.scale_parity --ranks 64
 
 # Two processes, each with whole files, since what is launched once serves a file's tests.
 test: lint types
