@@ -139,6 +139,7 @@ def layout_places(layout: Layout) -> dict[PlaceKey, Place]:
     places: dict[PlaceKey, Place] = {}
     num_seen: defaultdict[tuple[str, str], int] = defaultdict(int)
     for index, bucket in enumerate(layout.buckets):
+        num_bytes = bucket.num_bytes  # a sum over its entries
         for entry in bucket.entries:
             key = (entry.fqn, bucket.collective)
             places[*key, num_seen[key]] = Place(
@@ -148,7 +149,7 @@ def layout_places(layout: Layout) -> dict[PlaceKey, Place]:
                 bucket.dtype,
                 entry.offset,
                 entry.padded_numel,
-                bucket.num_bytes,
+                num_bytes,
                 entry.shard_dim,
                 index,
             )

@@ -97,19 +97,28 @@ class Join:
 
 @dataclass(frozen=True)
 class Row:
-    """A parameter of a pair in numbers; None for a run that does not reduce it.
+    """A gradient, where it lies in both runs, and what of it is reduced otherwise.
 
     Args:
         fqn: of the parameter.
-        a: its place in the first run.
+        a: its place in the first run; None if that does not reduce it.
         b: its place in the second run.
-        num_reordered: elements that are added in another order, on all ranks of a group.
+        reordered: what of it is added in another order; None if nothing is.
     """
 
     fqn: str
     a: Place | None
     b: Place | None
-    num_reordered: int
+    reordered: Reordered | None
+
+    @property
+    def num_reordered(self) -> int:
+        """Elements that are added in another order, on all ranks of a group."""
+        return self.reordered.num_elements if self.reordered else 0
+
+    def on(self, side: Side) -> Place | None:
+        """Returns its place in one of the runs."""
+        return self.a if side == "a" else self.b
 
 
 @dataclass(frozen=True)
@@ -190,7 +199,7 @@ def draw_buckets(
     entries = []
     for key in dict.fromkeys([*places[0], *places[1]]):
         here, there = places[0].get(key), places[1].get(key)
-        entries.append(_Entry(key[0], here, there, found.get((key[0], here, there))))
+        entries.append(Row(key[0], here, there, found.get((key[0], here, there))))
     is_compared = a is not None and b is not None
     in_a, in_b = _by_bucket(entries, "a"), _by_bucket(entries, "b")
     alike: dict[object, list[BucketPair]] = {}
@@ -201,35 +210,27 @@ def draw_buckets(
     return tuple(BucketGroup(tuple(pairs)) for pairs in alike.values())
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A gradient, where it lies in both layouts, and what of it is added in another order."""
-
-    fqn: str
-    a: Place | None
-    b: Place | None
-    reordered: Reordered | None
-
-    def place(self, side: Side) -> Place:
-        place = self.a if side == "a" else self.b
-        assert place is not None
-        return place
+def _place(entry: Row, side: Side) -> Place:
+    """Returns the place of an entry in a run that reduces it."""
+    place = entry.on(side)
+    assert place is not None
+    return place
 
 
-def _by_bucket(entries: Iterable[_Entry], side: Side) -> dict[int, list[_Entry]]:
+def _by_bucket(entries: Iterable[Row], side: Side) -> dict[int, list[Row]]:
     """Returns the entries of each bucket of a side, in byte order."""
-    found: dict[int, list[_Entry]] = {}
+    found: dict[int, list[Row]] = {}
     for entry in entries:
-        place = entry.a if side == "a" else entry.b
+        place = entry.on(side)
         if place is not None:
             found.setdefault(place.bucket, []).append(entry)
     return {
-        index: sorted(found[index], key=lambda entry: entry.place(side).offset) for index in sorted(found)
+        index: sorted(found[index], key=lambda entry: _place(entry, side).offset) for index in sorted(found)
     }
 
 
 def _paired(
-    entries: Iterable[_Entry], in_a: Mapping[int, object], in_b: Mapping[int, object]
+    entries: Iterable[Row], in_a: Mapping[int, object], in_b: Mapping[int, object]
 ) -> Iterator[tuple[int, int]]:
     """Yields a bucket of the first layout and the one of the second that has most of its bytes; -1 is none."""
     shared: dict[int, Counter[int]] = {}
@@ -248,13 +249,13 @@ def _paired(
 
 
 def _pair(
-    entries: tuple[list[_Entry], list[_Entry]],
+    entries: tuple[list[Row], list[Row]],
     topologies: tuple[Topology, Topology],
     names: RingNames,
     is_compared: bool,
 ) -> BucketPair:
     sides: tuple[Side, Side] = ("a", "b")
-    firsts = [its[0].place(side) for its, side in zip(entries, sides, strict=True) if its]
+    firsts = [_place(its[0], side) for its, side in zip(entries, sides, strict=True) if its]
     total = max(first.num_bytes for first in firsts) or 1
     bars = [
         _bar(its, side, total, topology, names, is_compared) if its else None
@@ -272,18 +273,18 @@ def _pair(
     rows = [*entries[0], *(entry for entry in entries[1] if id(entry) not in top)]
     module = _common_prefix([entry.fqn for entry in rows]).removesuffix(".")
     reduction = " → ".join(dict.fromkeys(map(_reduction, firsts)))
-    return BucketPair(module, reduction, bars[0], bars[1], joins, tuple(map(_row, rows)))
+    return BucketPair(module, reduction, bars[0], bars[1], joins, tuple(rows))
 
 
 def _bar(
-    entries: Sequence[_Entry],
+    entries: Sequence[Row],
     side: Side,
     total: int,
     topology: Topology,
     names: RingNames,
     is_compared: bool,
 ) -> Bar:
-    first = entries[0].place(side)
+    first = _place(entries[0], side)
     group, count = topology.restrict(first.ranks), first.num_bytes // first.itemsize
     ring_of = [names[tuple(first.ranks[rank] for rank in ring)] for ring in rings(group)]
     per_chunk = ", each chunk from another rank on" if first.collective == "all_reduce" else ""
@@ -311,9 +312,9 @@ def _common_prefix(fqns: Sequence[str]) -> str:
     return "".join(f"{names[0]}." for names in same)
 
 
-def _segment(entry: _Entry, side: Side, total: int, prefix: str, is_compared: bool) -> Segment:
-    place = entry.place(side)
-    other = entry.b if side == "a" else entry.a
+def _segment(entry: Row, side: Side, total: int, prefix: str, is_compared: bool) -> Segment:
+    place = _place(entry, side)
+    other = entry.on("b" if side == "a" else "a")
     lines = [
         entry.fqn,
         f"byte {place.offset:,} of {place.num_bytes:,}, {place.padded_numel:,} elements of each rank's part",
@@ -341,12 +342,6 @@ def _segment(entry: _Entry, side: Side, total: int, prefix: str, is_compared: bo
 
 def _edges(segment: Segment) -> tuple[float, float]:
     return segment.left, segment.left + segment.width
-
-
-def _row(entry: _Entry) -> Row:
-    place = entry.a or entry.b
-    assert place is not None
-    return Row(entry.fqn, entry.a, entry.b, entry.reordered.num_elements if entry.reordered else 0)
 
 
 def _reduction(place: Place) -> str:

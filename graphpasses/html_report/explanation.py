@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from graphpasses.fsdp.layout_diff import Place
-from graphpasses.integrations.record_trainer import GRADIENT_NORM
 from graphpasses.parity.compare import Parting
 from graphpasses.parity.report import meaning
+from graphpasses.parity.run_file import GRADIENT_NORM
 from graphpasses.simulate.nccl import reduction_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Ring, Topology

@@ -17,11 +17,11 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.integrations.titan_buckets import buckets_of
 from graphpasses.parity.hashing import named_gradients
 from graphpasses.parity.record import ParityRecorder
+from graphpasses.parity.run_file import GRADIENT_NORM
 
 __all__ = ["GRADIENT_NORM", "RECORDER", "recorded"]
 
 logger = logging.getLogger(__name__)
-GRADIENT_NORM = "(norm of all gradients)"
 RECORDER = "graphpasses_recorder"
 """Where a trainer that is recorded has its recorder, for passes to tell what they did."""
 

@@ -260,20 +260,20 @@ def _moves(fqns: Mapping[str, None], a: Layout | None, b: Layout | None) -> tupl
 
 def _places(layout: Layout) -> dict[str, list[BucketPlace]]:
     """Returns the places of each parameter."""
+    from graphpasses.fsdp.layout_diff import layout_places  # imports torch, as the layout has
+
     places: dict[str, list[BucketPlace]] = {}
-    for bucket in layout.buckets:
-        num_bytes = bucket.num_bytes
-        for entry in bucket.entries:
-            place = BucketPlace(
-                bucket.collective,
-                bucket.op,
-                bucket.dtype,
-                entry.offset,
-                entry.padded_numel,
-                num_bytes,
-                len(bucket.ranks),
-            )
-            places.setdefault(entry.fqn, []).append(place)
+    for (fqn, *_), place in layout_places(layout).items():
+        found = BucketPlace(
+            place.collective,
+            place.op,
+            place.dtype,
+            place.offset,
+            place.padded_numel,
+            place.num_bytes,
+            len(place.ranks),
+        )
+        places.setdefault(fqn, []).append(found)
     return places
 
 

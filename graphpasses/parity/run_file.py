@@ -22,9 +22,11 @@ from graphpasses.pass_report import PassReport, PipelineReport
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
 
-__all__ = ["FORMAT_VERSION", "Loss", "Run", "RunHeader", "StepRecord", "read_run"]
+__all__ = ["FORMAT_VERSION", "GRADIENT_NORM", "Loss", "Run", "RunHeader", "StepRecord", "read_run"]
 
 FORMAT_VERSION = 1
+GRADIENT_NORM = "(norm of all gradients)"
+"""Under which name a trainer's norm is recorded, as if it were a gradient."""
 _FORMAT = "graphpasses-run"
 # Every run file starts with these bytes, whatever its version.
 _MAGIC = b'{"format": "' + _FORMAT.encode() + b'", "version": '
