@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from graphpasses.capture.compile_report import CompileReport
     from graphpasses.capture.simple_fsdp import simple_fsdp
     from graphpasses.capture.torch_compile import compile
+    from graphpasses.capture.traced_result import read_traced_result
     from graphpasses.capture.train_step import capture_train_step
     from graphpasses.errors import GraphPassesError
     from graphpasses.fsdp.graph_layout import graph_layout
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
     from graphpasses.fsdp.layout_diff import diff_layouts
     from graphpasses.fsdp.plan import BucketPlan, Reduction
     from graphpasses.graph import TrainGraph
+    from graphpasses.graph.pass_report import Numerics
     from graphpasses.identity import IdentityMap, preserve_identity
     from graphpasses.parity.compare import compare_runs
     from graphpasses.parity.hashing import weight_hash
     from graphpasses.parity.record import ParityRecorder
     from graphpasses.parity.run_file import read_run
     from graphpasses.passes import default_pipeline, recommender_pipeline
-    from graphpasses.pipeline import GraphPass, Numerics, Pipeline
+    from graphpasses.passes.runner import GraphPass, Pipeline
 
 __version__ = "0.1.0"
 
@@ -34,13 +36,13 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "BucketPlan": "fsdp.plan",
     "CompileReport": "capture.compile_report",
-    "GraphPass": "pipeline",
+    "GraphPass": "passes.runner",
     "GraphPassesError": "errors",
     "IdentityMap": "identity",
     "Layout": "fsdp.layout",
-    "Numerics": "pipeline",
+    "Numerics": "graph.pass_report",
     "ParityRecorder": "parity.record",
-    "Pipeline": "pipeline",
+    "Pipeline": "passes.runner",
     "Reduction": "fsdp.plan",
     "TrainGraph": "graph",
     "capture_train_step": "capture.train_step",
@@ -52,6 +54,7 @@ _MODULE_OF = {
     "graph_layout": "fsdp.graph_layout",
     "preserve_identity": "identity",
     "read_run": "parity.run_file",
+    "read_traced_result": "capture.traced_result",
     "simple_fsdp": "capture.simple_fsdp",
     "recommender_pipeline": "passes",
     "weight_hash": "parity.hashing",
@@ -78,6 +81,7 @@ __all__ = [
     "graph_layout",
     "preserve_identity",
     "read_run",
+    "read_traced_result",
     "recommender_pipeline",
     "simple_fsdp",
     "weight_hash",

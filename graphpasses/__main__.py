@@ -2,6 +2,6 @@
 
 import sys
 
-from graphpasses.cli import main
+from graphpasses.commands.app import main
 
 sys.exit(main())

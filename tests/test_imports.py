@@ -25,7 +25,7 @@ OPTIONAL = ("torchtitan", "torchrec", "fbgemm_gpu", "rich", "tyro")
             "graphpasses.capture",
             "graphpasses.fsdp",
             "graphpasses.fsdp.graph_layout",
-            "graphpasses.pipeline",
+            "graphpasses.passes.runner",
             "graphpasses.parity",
             "graphpasses.simulate",
         ],

@@ -64,7 +64,9 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, list[flo
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = [torch.randint(0, vocab, (4, 65), generator=generator) for _ in range(num_rounds + 2)]
     captured = capture_train_step(loss_fn, model, batches[0])
-    step = default_pipeline(BucketPlan.from_fully_shard(eager), contract=eager_layout(eager)).run(captured)
+    step = default_pipeline(BucketPlan.from_fully_shard(eager), expected_layout=eager_layout(eager)).run(
+        captured
+    )
 
     def eager_step(tokens: Tensor) -> Tensor:
         loss = loss_fn(eager, tokens)

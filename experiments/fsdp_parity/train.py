@@ -25,7 +25,7 @@ from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.parity import ParityRecorder
 from graphpasses.passes import default_pipeline
-from graphpasses.pipeline import Pipeline
+from graphpasses.passes.runner import Pipeline
 from graphpasses.simulate import Topology, configure
 
 SEED = 0
@@ -54,21 +54,21 @@ def train_cases(cases: tuple[Case, ...], num_steps: int, folder: Path) -> None:
 def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> Iterator[str]:
     run_path(folder, case.name, "eager").parent.mkdir(parents=True, exist_ok=True)
     eager = _eager_model(case, mesh)
-    contract = eager_layout(eager)
+    expected_layout = eager_layout(eager)
 
     torch.manual_seed(SEED)
     model = simple_fsdp(
         MODELS[case.model](), mesh, param_dtype=torch.bfloat16, reduce_dtype=case.reduce_dtype
     )
     captured = capture_train_step(loss_fn, model, _tokens(0))
-    contract = contract.without(captured.without_gradient & _in(contract))
+    expected_layout = expected_layout.without(captured.without_gradient & _in(expected_layout))
 
     def eager_step(tokens: Tensor) -> Tensor:
         loss = loss_fn(eager, tokens)
         loss.backward()
         return loss.detach()
 
-    _train(case, "eager", eager, eager_step, contract, num_steps, folder)
+    _train(case, "eager", eager, eager_step, expected_layout, num_steps, folder)
     yield "eager"
 
     plan = BucketPlan.from_fully_shard(eager)
@@ -76,9 +76,12 @@ def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> I
     for variant in case.variants:
         step: Callable[[Tensor], Tensor]
         if variant == COMPILED:
-            step, layout = _compiled_step(model, default_pipeline(plan, contract=contract)), contract
+            step, layout = (
+                _compiled_step(model, default_pipeline(plan, expected_layout=expected_layout)),
+                expected_layout,
+            )
         else:
-            step = graph = rewritten(variant, captured, plan, contract)
+            step = graph = rewritten(variant, captured, plan, expected_layout)
             layout = graph_layout(graph)
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), initial, strict=True):
@@ -111,17 +114,17 @@ def _eager_model(case: Case, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def rewritten(variant: str, captured: TrainGraph, plan: BucketPlan, contract: Layout) -> TrainGraph:
+def rewritten(variant: str, captured: TrainGraph, plan: BucketPlan, expected_layout: Layout) -> TrainGraph:
     """Returns the step that a variant runs.
 
     Args:
         variant: the default pipeline, or a control.
         captured: the captured step.
         plan: eager's buckets.
-        contract: their layout, which the default pipeline must meet, and a control must not.
+        expected_layout: their layout, which the default pipeline must meet, and a control must not.
     """
     if variant == DEFAULT:
-        return default_pipeline(plan, contract=contract).run(captured, excerpts=True)
+        return default_pipeline(plan, expected_layout=expected_layout).run(captured, excerpts=True)
     if variant == NO_COALESCING:
         step = default_pipeline(plan, disable=("coalesce-grad-reductions",)).run(captured, excerpts=True)
     elif variant == ALL_REDUCE_FIRST:
@@ -130,7 +133,9 @@ def rewritten(variant: str, captured: TrainGraph, plan: BucketPlan, contract: La
         in_execution_order = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured)
         wrong = wrong_plan(variant, plan, captured.model, graph_layout(in_execution_order))
         step = default_pipeline(wrong).run(captured, excerpts=True)
-    assert diff_layouts(contract, graph_layout(step)), f"{variant} has eager's layout: it controls nothing"
+    assert diff_layouts(expected_layout, graph_layout(step)), (
+        f"{variant} has eager's layout: it controls nothing"
+    )
     return step
 
 

@@ -14,8 +14,8 @@ from experiments.graph_trainer_bench.steps import VARIANTS, measure
 from experiments.graph_trainer_bench.volume import volumes
 from experiments.graph_trainer_parity.cases import DEFAULTS, EAGER, OURS
 from experiments.graph_trainer_parity.ranks import stores
-from graphpasses.integrations.titan_cpu import make_assets
-from graphpasses.integrations.titan_cpu_configs import Recipe
+from graphpasses.commands.train_torchtitan_on_cpu import make_assets
+from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 from graphpasses.parity.launch import run_ranks
 
 _RECIPES = {

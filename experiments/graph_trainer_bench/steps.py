@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from experiments.graph_trainer_bench.volume import ring_bytes
 from experiments.graph_trainer_parity.cases import DEFAULTS, EAGER, OURS
 from experiments.graph_trainer_parity.ranks import as_torchrun
-from graphpasses.integrations.titan_cpu_configs import Recipe, trainer_config
+from graphpasses.integrations.torchtitan.cpu_configs import Recipe, trainer_config
 
 __all__ = ["VARIANTS", "Measured", "measure"]
 
@@ -62,7 +62,7 @@ def measure(recipe: Recipe, num_rounds: int, folder: Path, ports: Sequence[int])
     with as_torchrun(folder, ports, "gloo") as begin:
         from torch.distributed.fsdp import FSDPModule
 
-        from graphpasses.integrations.graph_trainer import PIPELINE
+        from graphpasses.integrations.torchtitan.pass_pipeline import PIPELINE
 
         begin()
         pipelines = {EAGER: None, DEFAULTS: "default", OURS: PIPELINE}

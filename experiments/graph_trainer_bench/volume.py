@@ -14,8 +14,8 @@ from torch import Tensor, fx
 
 from experiments.graph_trainer_parity.cases import DEFAULTS, OURS
 from experiments.graph_trainer_parity.ranks import own_groups
-from graphpasses.fsdp.chains import collective_ranks
-from graphpasses.integrations.titan_cpu_configs import Recipe, trainer_config
+from graphpasses.analysis.parameter_collectives import collective_ranks
+from graphpasses.integrations.torchtitan.cpu_configs import Recipe, trainer_config
 
 __all__ = ["Volume", "ring_bytes", "volumes"]
 
@@ -43,7 +43,7 @@ def volumes(recipe: Recipe, num_ranks: int, folder: Path) -> dict[str, Volume]:
     with own_groups(folder):
         from torchtitan.experiments.graph_trainer import trainer as graph_trainer
 
-        from graphpasses.integrations.graph_trainer import PIPELINE
+        from graphpasses.integrations.torchtitan.pass_pipeline import PIPELINE
 
         found: dict[str, Volume] = {}
         for name, pipeline in ((DEFAULTS, "default"), (OURS, PIPELINE)):

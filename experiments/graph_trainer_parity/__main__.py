@@ -15,7 +15,7 @@ from experiments._parity.select import select
 from experiments._parity.verdict import Verdict, compare, run_path, verdict_table
 from experiments.graph_trainer_parity.cases import CASES, CHECKPOINT_STEP, EAGER, RESTARTS, Case
 from experiments.graph_trainer_parity.ranks import stores, train_cases
-from graphpasses.integrations.titan_cpu import make_assets
+from graphpasses.commands.train_torchtitan_on_cpu import make_assets
 from graphpasses.parity.launch import run_ranks
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments._parity.verdict import Must
-from graphpasses.integrations.titan_cpu_configs import Recipe
+from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 
 __all__ = [
     "CASES",

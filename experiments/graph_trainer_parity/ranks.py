@@ -15,7 +15,7 @@ import torch.distributed as dist
 from experiments._parity.progress import count_runs
 from experiments._parity.verdict import run_path
 from experiments.graph_trainer_parity.cases import EAGER, TOPOLOGY, Case
-from graphpasses.integrations.titan_cpu import use_cpu
+from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.simulate import Topology, configure
 
 __all__ = ["as_torchrun", "own_groups", "stores", "train_cases"]

@@ -21,11 +21,11 @@ from experiments.graph_trainer_parity.cases import (
 )
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.integrations import graph_trainer
-from graphpasses.integrations.record_trainer import recorded
-from graphpasses.integrations.titan_cpu_configs import trainer_config
+from graphpasses.integrations.torchtitan import pass_pipeline
+from graphpasses.integrations.torchtitan.cpu_configs import trainer_config
+from graphpasses.parity.record_trainer import recorded
 from graphpasses.passes import default_pipeline
-from graphpasses.pipeline import Pipeline
+from graphpasses.passes.runner import Pipeline
 
 __all__ = ["train"]
 
@@ -40,7 +40,7 @@ def train(case: Case, variant: str, num_steps: int, folder: Path) -> None:
         folder: see ``train_cases``.
     """
     pipelines = {EAGER: None, DEFAULTS: "default"}
-    config = trainer_config(case.recipe, folder, num_steps, pipelines.get(variant, graph_trainer.PIPELINE))
+    config = trainer_config(case.recipe, folder, num_steps, pipelines.get(variant, pass_pipeline.PIPELINE))
     config.dump_folder = str(case.dump_folder(folder) / variant)
     if case.has_restarts:
         config.checkpoint.enable, config.checkpoint.interval = True, CHECKPOINT_STEP
@@ -50,7 +50,7 @@ def train(case: Case, variant: str, num_steps: int, folder: Path) -> None:
         config.checkpoint.load_step = CHECKPOINT_STEP
         config.checkpoint.load_only = True
     with (
-        mock.patch.object(graph_trainer, "default_pipeline", sorted_pipeline)
+        mock.patch.object(pass_pipeline, "default_pipeline", sorted_pipeline)
         if variant == SORTED
         else nullcontext()
     ):
@@ -63,7 +63,7 @@ def train(case: Case, variant: str, num_steps: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def sorted_pipeline(plan: BucketPlan, *, contract: Layout) -> Pipeline:
+def sorted_pipeline(plan: BucketPlan, *, expected_layout: Layout) -> Pipeline:
     """Returns the pipeline with the parameters of each bucket in another order, and no layout to keep to."""
-    del contract
+    del expected_layout
     return default_pipeline(reorder(plan, str))

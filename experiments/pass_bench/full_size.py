@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
-from graphpasses.integrations.titan_cpu import use_cpu
 from graphpasses.passes import default_pipeline
 
 __all__ = ["Timing", "time_passes"]

@@ -28,7 +28,7 @@ from graphpasses.capture.compile_report import CompileReport
 from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.parity import ParityRecorder
 from graphpasses.passes import recommender_pipeline
-from graphpasses.pipeline import Pipeline
+from graphpasses.passes.runner import Pipeline
 
 SEED, LR = 0, 0.01
 
@@ -113,4 +113,4 @@ def _pipeline(case: Case) -> Pipeline:
     if case.dense == "ddp":
         return recommender_pipeline()
     eager = build(case, LR, shard_dense(case, EAGER))
-    return recommender_pipeline(BucketPlan.from_fully_shard(eager), contract=eager_layout(eager))
+    return recommender_pipeline(BucketPlan.from_fully_shard(eager), expected_layout=eager_layout(eager))

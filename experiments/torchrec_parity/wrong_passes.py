@@ -14,7 +14,7 @@ from experiments.torchrec_parity.cases import ALL_REDUCE_FIRST, BY_NAME, MERGED,
 from graphpasses.embedding.lookup import LookupCall
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes import BucketFSDPCollectives
-from graphpasses.pipeline import GraphPass, Numerics, Pipeline
+from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
 __all__ = ["wrong_pipeline"]
 
@@ -51,7 +51,7 @@ class MergeLookups(GraphPass):
 
     name: ClassVar[str] = "merge-lookups"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.MODEL})
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.DYNAMO})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns 1."""
@@ -62,7 +62,11 @@ class MergeLookups(GraphPass):
 
 
 def _pack_by_name(p: GraphPass) -> GraphPass:
-    return replace(p, plan=reorder(p.plan, str), contract=None) if isinstance(p, BucketFSDPCollectives) else p
+    return (
+        replace(p, plan=reorder(p.plan, str), expected_layout=None)
+        if isinstance(p, BucketFSDPCollectives)
+        else p
+    )
 
 
 def wrong_pipeline(variant: str, pipeline: Pipeline) -> Pipeline:

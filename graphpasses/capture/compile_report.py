@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from graphpasses.graph import Stage
-from graphpasses.pipeline import PipelineReport
+from graphpasses.passes.runner import PipelineReport
 
 __all__ = ["CompileReport"]
 

@@ -18,7 +18,7 @@ from graphpasses.errors import CaptureError, GraphPassesError
 
 if TYPE_CHECKING:
     from graphpasses.capture.torch_compile import CompileOptions
-    from graphpasses.embedding.capture import DDPCalls
+    from graphpasses.embedding.torchrec.tracing_scope import DDPCalls
 
 __all__ = ["CompiledCall"]
 
@@ -80,8 +80,13 @@ class CompiledCall:
                 self._report.write()
 
     def _call_torchrec(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from graphpasses.embedding.capture import ddp_calls, needs_eager_call, prepare_inputs, tracing_scope
-        from graphpasses.embedding.fake_kernels import register_fake_kernels
+        from graphpasses.embedding.torchrec.fake_kernels import register_fake_kernels
+        from graphpasses.embedding.torchrec.tracing_scope import (
+            ddp_calls,
+            needs_eager_call,
+            prepare_inputs,
+            tracing_scope,
+        )
 
         if self._ddp is None:
             if needs_eager_call(self._modules):

@@ -22,8 +22,8 @@ from graphpasses.graph import (
     TrainGraph,
     argument,
 )
+from graphpasses.graph.parameters import parameter_infos
 from graphpasses.identity import IdentityMap
-from graphpasses.parameters import parameter_infos
 
 __all__ = ["ModelInputs", "read_aot_graph", "read_model_graph"]
 
@@ -37,7 +37,7 @@ class ModelInputs:
     Args:
         model: the module that the user compiles.
         identity: who is who in it.
-        inputs: what each placeholder of the ``MODEL`` graph carries.
+        inputs: what each placeholder of the ``DYNAMO`` graph carries.
     """
 
     model: nn.Module
@@ -46,7 +46,7 @@ class ModelInputs:
 
 
 def read_model_graph(module: fx.GraphModule, model: nn.Module) -> TrainGraph:
-    """Returns the graph that Dynamo traced as a ``MODEL`` graph.
+    """Returns the graph that Dynamo traced as a ``DYNAMO`` graph.
 
     Args:
         module: what Dynamo gives its backend; shared, not copied.
@@ -77,19 +77,19 @@ def read_model_graph(module: fx.GraphModule, model: nn.Module) -> TrainGraph:
             identity=identity,
             parameters=parameter_infos(model, identity),
             model=model,
-            stage=Stage.MODEL,
+            stage=Stage.DYNAMO,
             live=tuple(live),
         )
     )
 
 
 def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) -> TrainGraph:
-    """Returns a graph that AOTAutograd made of a ``MODEL`` graph; its signature is fixed.
+    """Returns a graph that AOTAutograd made of a ``DYNAMO`` graph; its signature is fixed.
 
     Args:
         module: the joint, forward or backward graph; shared, not copied.
         stage: which of them it is.
-        origin: the inputs of the ``MODEL`` graph, as AOTAutograd was given them.
+        origin: the inputs of the ``DYNAMO`` graph, as AOTAutograd was given them.
     """
     _read_sizes_behind_waits(module.graph)
     inputs = []

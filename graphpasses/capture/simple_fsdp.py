@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpasses.errors import UnsupportedError
+from graphpasses.graph.parameters import parameter_infos
 from graphpasses.identity import IdentityMap, preserve_identity
-from graphpasses.parameters import parameter_infos
 
 __all__ = ["simple_fsdp"]
 

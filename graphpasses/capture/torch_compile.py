@@ -21,7 +21,7 @@ from graphpasses.errors import PipelineError
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.identity import did_you_mean
 from graphpasses.passes import recommender_pipeline
-from graphpasses.pipeline import Pipeline
+from graphpasses.passes.runner import Pipeline
 
 __all__ = ["compile", "graphpasses"]
 

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph.parameters import find_state, parameter_infos
 from graphpasses.identity import IdentityMap
-from graphpasses.parameters import find_state, parameter_infos
 
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
@@ -19,7 +19,28 @@ __all__ = ["read_traced_result"]
 
 
 def read_traced_result(traced: TracedResult, *, model: nn.Module) -> TrainGraph:
-    """Implements :meth:`graphpasses.graph.TrainGraph.from_traced_result`."""
+    """Makes a step of what torchtitan's ``minimal_fx_tracer`` has traced.
+
+    The traced function must return the loss and then one gradient (or None) per trainable parameter, in the
+    order of ``model.named_parameters(remove_duplicate=False)``, or of ``model.parameters()``, as torchtitan's
+    graph_trainer does.
+
+    Args:
+        traced: what the tracer returned; its graph module is shared, not copied.
+        model: the module that was traced.
+
+    Returns:
+        The step. Its signature is marked fixed: passes keep every placeholder.
+
+    Raises:
+        CaptureError: the traced state or outputs do not fit the model.
+        UnsupportedError: a parameter is sharded otherwise than evenly by FSDP over tensor parallelism, or an
+            input is another tensor subclass than DTensor.
+
+    Example:
+        >>> traced = minimal_fx_tracer(fn, module=model)(x)  # doctest: +SKIP
+        >>> step = read_traced_result(traced, model=model)  # doctest: +SKIP
+    """
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     inputs: list[GraphInput] = []

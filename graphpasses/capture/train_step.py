@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpasses._torch import pytree
+from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind, TrainGraph
 
@@ -101,7 +102,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
                 f"cannot; compute with torch.where, or decide outside: {str(error).splitlines()[0]}"
             ) from error
         raise
-    graph = TrainGraph.from_traced_result(traced, model=model)
+    graph = read_traced_result(traced, model=model)
     graph.fixed_signature = False
     if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
         raise CaptureError(

@@ -13,7 +13,7 @@ from graphpasses.errors import UnknownPassError
 from graphpasses.identity import did_you_mean
 
 if TYPE_CHECKING:
-    from graphpasses.pipeline import GraphPass
+    from graphpasses.passes.runner import GraphPass
 
 __all__ = ["passes"]
 
@@ -57,7 +57,7 @@ def passes(name: Annotated[str, Positional, arg(metavar="NAME")] = "", /, *, jso
 
 def _catalogue() -> dict[str, type[GraphPass]]:
     import graphpasses.passes as package
-    from graphpasses.pipeline import GraphPass
+    from graphpasses.passes.runner import GraphPass
 
     found = (getattr(package, each) for each in package.__all__)
     classes = (each for each in found if inspect.isclass(each) and issubclass(each, GraphPass))

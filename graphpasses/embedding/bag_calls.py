@@ -77,7 +77,7 @@ class BagCall:
 
 
 def read_bag_calls(graph: TrainGraph) -> tuple[dict[fx.Node, BagCall], dict[str, str]]:
-    """Finds the calls of ``embedding_bag`` in a ``MODEL`` graph.
+    """Finds the calls of ``embedding_bag`` in a ``DYNAMO`` graph.
 
     Args:
         graph: what Dynamo traced.

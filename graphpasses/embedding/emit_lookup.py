@@ -31,7 +31,7 @@ def emit_lookup(
     """Emits a lookup whose backward updates the tables.
 
     Args:
-        graph: a ``MODEL`` graph.
+        graph: a ``DYNAMO`` graph.
         layout: the features and their tables.
         weights: the tables, as one flat tensor.
         bags: the op's ``indices``, ``offsets``, ``indice_weights`` and ``pooling_mode``.

@@ -103,7 +103,7 @@ class LiveInput:
 
 @dataclass(frozen=True)
 class LookupCall:
-    """One call in a ``MODEL`` graph of ``split_embedding_codegen_lookup_<optimizer>_function_pt2``.
+    """One call in a ``DYNAMO`` graph of ``split_embedding_codegen_lookup_<optimizer>_function_pt2``.
 
     Args:
         node: the call.
@@ -122,7 +122,7 @@ class LookupCall:
         """Returns the lookups of a graph, in order, but for those by other optimizers.
 
         Args:
-            graph: a ``MODEL`` graph.
+            graph: a ``DYNAMO`` graph.
         """
         inputs = {
             node: LiveInput(position, item.fqn, tensor)
@@ -277,7 +277,7 @@ def add_layout(graph: TrainGraph, layout: TableLayout, name: str) -> dict[str, A
     """Returns the arguments that tell a lookup its features' dimensions and rows; tensors become inputs of the graph.
 
     Args:
-        graph: a ``MODEL`` graph.
+        graph: a ``DYNAMO`` graph.
         layout: the features and their tables.
         name: names the inputs.
     """
@@ -297,7 +297,7 @@ def add_states(
     """Returns the arguments that tell a lookup where its tables and optimizer states lie.
 
     Args:
-        graph: a ``MODEL`` graph; offsets become inputs of it.
+        graph: a ``DYNAMO`` graph; offsets become inputs of it.
         layout: where they lie.
         states: the flat tensor of the tables, then that of the optimizer's states, if it has one.
         name: names the inputs.

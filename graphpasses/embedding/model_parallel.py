@@ -21,7 +21,7 @@ from torchrec.distributed.types import (
 )
 
 from graphpasses._torch.group_copies import groups_are_kept
-from graphpasses.embedding.checkpoint_keys import check_keys, check_shapes, keys_message, merge_repeated_keys
+from graphpasses.embedding.checkpoints import check_keys, check_shapes, keys_message, merge_repeated_keys
 from graphpasses.embedding.planner import fit_plan
 from graphpasses.embedding.planner import plan as make_plan
 from graphpasses.embedding.table_names import find_aliases, give_names, one_name_each

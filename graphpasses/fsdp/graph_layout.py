@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses.errors import LayoutError
-from graphpasses.fsdp.chains import (
+from graphpasses.analysis.parameter_collectives import (
     ALL_REDUCE,
     CAST,
     REDUCE_SCATTER,
@@ -20,9 +19,10 @@ from graphpasses.fsdp.chains import (
     collective_ranks,
     is_result_of,
 )
+from graphpasses.errors import LayoutError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.graph import TrainGraph, argument
-from graphpasses.parameters import ParameterInfo
+from graphpasses.graph.parameters import ParameterInfo
 
 __all__ = ["graph_layout"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graphpasses.errors import RunFileError
-from graphpasses.pass_report import PassReport, PipelineReport
+from graphpasses.graph.pass_report import PassReport, PipelineReport
 
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout

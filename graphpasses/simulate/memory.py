@@ -10,7 +10,7 @@ from torch import nn
 
 from graphpasses.errors import ClusterError
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.parameters import find_state
+from graphpasses.graph.parameters import find_state
 
 __all__ = ["check_memory", "cluster_memory"]
 

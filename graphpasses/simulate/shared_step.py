@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from graphpasses._torch.group_ranks import mesh_group_names
 from graphpasses.errors import ClusterError
 from graphpasses.graph import TrainGraph, is_collective
-from graphpasses.parameters import find_state, parameter_infos
+from graphpasses.graph.parameters import find_state, parameter_infos
 
 __all__ = ["step_for_rank"]
 

@@ -23,8 +23,8 @@ from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
+from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.parity import ParityRecorder
-from graphpasses.pass_report import PipelineReport
 from graphpasses.passes import default_pipeline
 from graphpasses.simulate.cluster import run_cluster, share
 from graphpasses.simulate.memory import check_memory
@@ -172,7 +172,7 @@ def train_graph(
         num_steps: optimizer steps.
         path: run file, replaced if it exists.
         rewrite: makes of the captured step the one that runs (default: the default pipeline with eager's buckets,
-            whose layout is its contract).
+            whose layout it must have).
         run: name of the run.
         done: told how many steps are done.
 
@@ -207,7 +207,7 @@ def train_graph(
 
 
 def _default(captured: TrainGraph, plan: BucketPlan, layout: Layout) -> TrainGraph:
-    return default_pipeline(plan, contract=layout).run(captured, excerpts=True)
+    return default_pipeline(plan, expected_layout=layout).run(captured, excerpts=True)
 
 
 @dataclass(frozen=True)

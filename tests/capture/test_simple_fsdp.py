@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import simple_fsdp
 from graphpasses.errors import UnsupportedError
+from graphpasses.graph.parameters import find_state
 from graphpasses.identity import IdentityMap
-from graphpasses.parameters import find_state
-from tests.models import Even, LanguageModel, captured_fsdp, frozen, make_mesh
+from tests.helpers.models import Even, LanguageModel, captured_fsdp, frozen, make_mesh
 
 
 def test_keeps_ties_and_frozen_parameters() -> None:

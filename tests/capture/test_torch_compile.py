@@ -19,7 +19,7 @@ from torch._inductor import config as inductor_config
 import graphpasses
 from graphpasses.errors import CaptureError, LayoutError, PipelineError, UnknownPassError
 from graphpasses.graph import InputKind, OutputKind, Stage, TrainGraph
-from graphpasses.pipeline import GraphPass, Numerics, Pipeline
+from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
 STAGES = frozenset(Stage) - {Stage.STEP}
 
@@ -110,7 +110,7 @@ def test_passes_see_what_every_value_is() -> None:
     look = Look()
     model = Net()
     train(model, graphpasses.compile(model, pipeline=Pipeline((look,)), inner="aot_eager"), num_steps=1)
-    assert [graph.stage for graph in look.seen] == [Stage.MODEL, Stage.JOINT, Stage.FORWARD, Stage.BACKWARD]
+    assert [graph.stage for graph in look.seen] == [Stage.DYNAMO, Stage.JOINT, Stage.FORWARD, Stage.BACKWARD]
     fqns = {fqn for fqn, _ in model.named_parameters()}
     for graph in look.seen[:3]:
         assert {item.fqn for item in graph.inputs if item.kind is InputKind.PARAMETER} == fqns
@@ -165,7 +165,7 @@ class AddInput(GraphPass):
 
     name: ClassVar[str] = "add-input"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.MODEL})
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.DYNAMO})
     offset: torch.Tensor = field(default_factory=lambda: torch.ones(4), compare=False, repr=False)
 
     def rewrite(self, graph: TrainGraph) -> int:
@@ -218,7 +218,7 @@ def test_report(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[:3] == [
         "1 graph",
-        "graph 0, model:",
+        "graph 0, dynamo:",
         "  pass  numerics  rewrites  nodes    collectives  ms",
     ]
     assert [line for line in lines if line.startswith("graph")] == [

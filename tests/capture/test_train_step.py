@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from graphpasses.capture import capture_train_step
+from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import InputKind, TrainGraph
 from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
-from graphpasses.pipeline import Pipeline
-from tests.models import same_bits
+from graphpasses.passes.runner import Pipeline
+from tests.helpers.models import same_bits
 
 
 def mean_square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -226,7 +227,7 @@ def test_loss_is_a_dtensor() -> None:
     from torch.distributed.tensor import DTensor, Replicate
 
     from graphpasses._torch.fake_process_group import fake_process_group
-    from tests.models import make_mesh
+    from tests.helpers.models import make_mesh
 
     with fake_process_group(4):
         mesh = make_mesh()
@@ -314,7 +315,7 @@ def test_batch_of_subclasses_is_refused() -> None:
     from torch.distributed.tensor import DTensor, Replicate
 
     from graphpasses._torch.fake_process_group import fake_process_group
-    from tests.models import make_mesh
+    from tests.helpers.models import make_mesh
 
     with fake_process_group(4):
         x = DTensor.from_local(batch(), make_mesh(), [Replicate()])
@@ -343,10 +344,10 @@ def traced(model: nn.Module, outputs: Callable[..., list[torch.Tensor]]) -> Any:
     return minimal_fx_tracer(fn, module=model)(batch())
 
 
-def test_from_traced_result() -> None:
+def test_read_traced_result() -> None:
     model = nn.Linear(3, 2)
     result = traced(model, lambda loss, gradients: [loss, *gradients])
-    step = TrainGraph.from_traced_result(result, model=model)
+    step = read_traced_result(result, model=model)
     assert step.module is result.gm
     assert step.fixed_signature
     assert [item.fqn for item in step.inputs] == ["weight", "bias", "batch leaf 0"]
@@ -361,18 +362,18 @@ def test_from_traced_result() -> None:
     )
 
 
-def test_from_traced_result_without_gradients() -> None:
+def test_read_traced_result_without_gradients() -> None:
     model = nn.Linear(3, 2)
     result = traced(model, lambda loss, gradients: [loss, gradients[0]])
     with pytest.raises(CaptureError) as caught:
-        TrainGraph.from_traced_result(result, model=model)
+        read_traced_result(result, model=model)
     assert str(caught.value) == (
         "the traced step returns 2 values; expected the loss and one gradient for each of the 2 trainable "
         "parameters (names of tied ones counted each)"
     )
 
 
-def test_from_traced_result_of_another_model() -> None:
+def test_read_traced_result_of_another_model() -> None:
     result = traced(nn.Linear(3, 2), lambda loss, gradients: [loss, *gradients])
     with pytest.raises(CaptureError, match=r"^the model has no parameter or buffer 'weight' any more"):
-        TrainGraph.from_traced_result(result, model=nn.Sequential(nn.Linear(3, 2)))
+        read_traced_result(result, model=nn.Sequential(nn.Linear(3, 2)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphpasses import cli
+from graphpasses.commands import app
 from graphpasses.fsdp import Layout, make_bucket_layout
 from graphpasses.parity.run_file import RunHeader, StepRecord, end_line, header_line, step_line
 
@@ -35,7 +35,7 @@ def batch(step, rank):
 
 
 def test_no_subcommand_is_missing_here(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
+    assert app.main(["--help"]) == 0
     listed = re.search(r"\{(.*?)\}", "".join(capsys.readouterr().out.split()))
     assert listed
     assert {command.split()[0] for command in COMMANDS} == set(listed[1].split(","))
@@ -52,10 +52,10 @@ def test_example(
         (tmp_path / name).write_bytes(header_line(header) + step_line(record) + end_line(1))
     (tmp_path / "my_model.py").write_text(TASK)
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*command.split(), "--help"]) == 0
+    assert app.main([*command.split(), "--help"]) == 0
     text = capsys.readouterr().out
     assert "Exit codes: " in text
     example = re.search(r"^Example: graphpasses (.*)$", text, re.MULTILINE)
     assert example
     assert example[1].startswith(command)
-    assert cli.main(shlex.split(example[1])) == 0
+    assert app.main(shlex.split(example[1])) == 0

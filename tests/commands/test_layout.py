@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphpasses import cli
+from graphpasses.commands import app
 from graphpasses.fsdp import Layout, make_bucket_layout
 from graphpasses.parity.run_file import RunHeader, end_line, header_line
 from graphpasses.simulate import Topology
@@ -34,34 +34,34 @@ def runs(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_show(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["layout", "show", runs[0]]) == 0
+    assert app.main(["layout", "show", runs[0]]) == 0
     header, first, *_ = capsys.readouterr().out.splitlines()
     assert header.split() == ["bucket", "reduction", "parameter", "byte", "elements", "padded"]
     assert first.split("  ")[0] == "0"
     assert "reduce_scatter avg bfloat16, 16 ranks, 6466 bytes each" in first
-    assert cli.main(["layout", "show", runs[0], "--json"]) == 0
+    assert app.main(["layout", "show", runs[0], "--json"]) == 0
     assert Layout.from_json(json.loads(capsys.readouterr().out)).buckets[0].num_bytes == 6466
 
 
 def test_diff(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["layout", "diff", *runs]) == 1
+    assert app.main(["layout", "diff", *runs]) == 1
     out = capsys.readouterr().out
     assert out.startswith("on 16 ranks on 2 nodes, rail rings, 16 channels:\n")
     assert "elements (" in out
-    assert cli.main(["layout", "diff", runs[0], runs[0]]) == 0
+    assert app.main(["layout", "diff", runs[0], runs[0]]) == 0
     assert "no element would be added in another order" in capsys.readouterr().out
-    assert cli.main(["layout", "diff", *runs, "--mode", "shared", "--num-channels", "4"]) == 0
+    assert app.main(["layout", "diff", *runs, "--mode", "shared", "--num-channels", "4"]) == 0
 
 
 def test_diff_as_json(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["layout", "diff", *runs, "--json"]) == 1
+    assert app.main(["layout", "diff", *runs, "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     assert (data["topology"]["mode"], data["reordered"][0]["fqn"]) == ("rail", "w")
     assert data["reordered"][0]["num_elements"] > 0
 
 
 def test_sweep(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["layout", "diff", *runs, "--ranks", "8", "--sweep"]) == 1  # one node alone shows nothing
+    assert app.main(["layout", "diff", *runs, "--ranks", "8", "--sweep"]) == 1  # one node alone shows nothing
     header, *rows = capsys.readouterr().out.split("added in another order:")[1].strip().splitlines()
     assert header.split()[:3] == ["ranks", "1", "channels"]
     cells = {row.split()[0]: row.split()[1:] for row in rows}
@@ -74,10 +74,10 @@ def test_rings_of_a_log(runs: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
     log = tmp_path / "nccl.log"
     forth, back = " ".join(map(str, range(16))), " ".join(map(str, reversed(range(16))))
     log.write_text(f"Channel 00/02 : {forth}\nChannel 01/02 : {back}\n")
-    assert cli.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 1
+    assert app.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 1
     assert "explicit rings, 2 channels:" in capsys.readouterr().out
     log.write_text(f"Channel 00/02 : {forth}\nChannel 01/02 : {forth}\n")
-    assert cli.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 0
+    assert app.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 0
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_rings_of_a_log(runs: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
 def test_impossible_clusters(
     runs: tuple[str, str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["layout", "diff", *runs, *options]) == 2
+    assert app.main(["layout", "diff", *runs, *options]) == 2
     assert capsys.readouterr().err == f"graphpasses: {message}\n"
 
 
@@ -104,16 +104,16 @@ def test_a_log_of_other_rings(
 ) -> None:
     log = tmp_path / "nccl.log"
     log.write_text("Channel 00/01 : 0 1 1 3\n")
-    assert cli.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 2
+    assert app.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 2
     assert "channel 00 of the log is [0, 1, 1, 3], not a permutation" in capsys.readouterr().err
     log.write_text("Channel 00/01 : 0 1 2 3\n")
-    assert cli.main(["layout", "diff", *runs, "--nccl-log", str(log), "--ranks", "16"]) == 2
+    assert app.main(["layout", "diff", *runs, "--nccl-log", str(log), "--ranks", "16"]) == 2
     assert capsys.readouterr().err == "graphpasses: the log has 4 ranks, --ranks says 16\n"
 
 
 def test_a_run_without_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "a.jsonl", None)
-    assert cli.main(["layout", "show", path]) == 2
+    assert app.main(["layout", "show", path]) == 2
     assert capsys.readouterr().err.startswith(
         f"graphpasses: '{path}' has no bucket layouts; record it with Parity"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from graphpasses import cli
+from graphpasses.commands import app
 from graphpasses.parity import read_run
 from graphpasses.simulate import Topology
 
@@ -47,7 +47,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_equal_on_ranks_with_shards_of_several_shapes(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """10 rows on 8 ranks: two, or none."""
-    assert cli.main(["parity", "task.py", "--ranks", "8", "--gpus-per-node", "4", "--steps", "2"]) == 0
+    assert app.main(["parity", "task.py", "--ranks", "8", "--gpus-per-node", "4", "--steps", "2"]) == 0
     assert "equal: all 2 common steps, bit for bit" in capsys.readouterr().out
     eager, graph = (read_run(f"runs/parity/{name}.jsonl") for name in ("eager", "graph"))
     assert (eager.header.model, eager.header.seed, eager.header.run) == ("two layers", 3, "eager FSDP2")
@@ -57,7 +57,7 @@ def test_equal_on_ranks_with_shards_of_several_shapes(task: Path, capsys: pytest
 
 def test_hybrid_sharding(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task.write_text(TASK + "\nnum_replicas = 2\n")
-    assert cli.main(["parity", "task.py", "--ranks", "8", "--gpus-per-node", "4", "--steps", "2"]) == 0
+    assert app.main(["parity", "task.py", "--ranks", "8", "--gpus-per-node", "4", "--steps", "2"]) == 0
     assert "equal: all 2 common steps, bit for bit" in capsys.readouterr().out
     layout = read_run("runs/parity/graph.jsonl").header.layouts
     assert layout
@@ -65,14 +65,14 @@ def test_hybrid_sharding(task: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("reduce_scatter", (0, 1, 2, 3)),
         ("all_reduce", (0, 4)),
     ]
-    assert cli.main(["report", "runs/parity/eager.jsonl", "runs/parity/graph.jsonl"]) == 0
+    assert app.main(["report", "runs/parity/eager.jsonl", "runs/parity/graph.jsonl"]) == 0
     assert "all_reduce" in Path("report.html").read_text()
 
 
 def test_replicas_that_do_not_divide_the_ranks(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for num in (3, 0, 8):
         task.write_text(f"{TASK}\nnum_replicas = {num}\n")
-        assert cli.main(["parity", "task.py", "--ranks", "4", "--gpus-per-node", "2"]) == 2
+        assert app.main(["parity", "task.py", "--ranks", "4", "--gpus-per-node", "2"]) == 2
         assert capsys.readouterr().err == (
             f"graphpasses: task 'two layers' has num_replicas = {num}, which does not divide the 4 ranks of the "
             "cluster\n"
@@ -102,7 +102,7 @@ def loss_fn(model, tokens):
         "here",
         "--json",
     ]
-    assert cli.main(command) == 1
+    assert app.main(command) == 1
     assert json.loads(capsys.readouterr().out)["parting"]["step"] == 0
     assert read_run("here/graph.jsonl").complete
 
@@ -121,13 +121,13 @@ def test_a_task_that_is_none(
     task: Path, source: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task.write_text(source)
-    assert cli.main(["parity", "task.py"]) == 2
+    assert app.main(["parity", "task.py"]) == 2
     assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
 
 
 def test_what_fails_on_a_rank(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task.write_text(f"{TASK}\ndef batch(step, rank):\n    raise IndexError('out of data')\n")
-    assert cli.main(["parity", "task.py", "--ranks", "2"]) == 2
+    assert app.main(["parity", "task.py", "--ranks", "2"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("graphpasses: rank 0 failed:\nTraceback")
     assert "IndexError: out of data" in err
@@ -143,12 +143,12 @@ def test_what_fails_on_a_rank(task: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_wrong_options(
     task: Path, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["parity", "task.py", *options]) == 2
+    assert app.main(["parity", "task.py", *options]) == 2
     assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
 
 
 def test_no_such_file(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["parity", "no_such_task.py"]) == 2
+    assert app.main(["parity", "no_such_task.py"]) == 2
     missing = task.with_name("no_such_task.py")
     assert capsys.readouterr().err == (
         f"graphpasses: cannot import 'no_such_task.py': [Errno 2] No such file or directory: '{missing}'\n"

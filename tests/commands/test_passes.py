@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from graphpasses import cli, passes
-from graphpasses.pipeline import GraphPass
+from graphpasses.commands import app, passes
+from graphpasses.passes.runner import GraphPass
 
 
 def test_every_pass_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["passes"]) == 0
+    assert app.main(["passes"]) == 0
     _, *rows = capsys.readouterr().out.splitlines()
     classes = [getattr(passes, name) for name in passes.__all__]
     expected = {cls.name for cls in classes if isinstance(cls, type) and issubclass(cls, GraphPass)}
@@ -23,19 +23,19 @@ def test_every_pass_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["passes", "regather-parameters"]) == 0
+    assert app.main(["passes", "reshard-after-forward"]) == 0
     first, *text = capsys.readouterr().out.splitlines()
-    assert first == "regather-parameters: bitwise; step graphs; runs after bucket-fsdp-collectives"
+    assert first == "reshard-after-forward: bitwise; step graphs; runs after bucket-fsdp-collectives"
     assert "Gathers the parameters of resharded buckets again before backward first reads them." in text
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["passes", "fold-sizes", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fold-sizes"]["stages"] == ["joint", "step"]
+    assert app.main(["passes", "fuse-size-tensors", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fuse-size-tensors"]["stages"] == ["joint", "step"]
 
 
 def test_unknown_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["passes", "fold-size"]) == 2
+    assert app.main(["passes", "fold-size"]) == 2
     assert capsys.readouterr().err == (
-        "graphpasses: there is no pass 'fold-size'; did you mean 'fold-sizes'?; see graphpasses passes\n"
+        "graphpasses: there is no pass 'fold-size'; did you mean 'fuse-size-tensors'?; see graphpasses passes\n"
     )

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from graphpasses import cli
+from graphpasses.commands import app
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", "--ranks", "4", "--gpus-per-node", "2", "--num-elements", "20000"]) == 0
+    assert app.main(["simulate", "--ranks", "4", "--gpus-per-node", "2", "--num-elements", "20000"]) == 0
     title, header, *rows = capsys.readouterr().out.splitlines()
     assert title == "4 ranks on 2 nodes, rail rings, 16 channels; reduce_scatter of 20,000 bfloat16:"
     assert header.split() == ["channel", "first", "element", "elements", "order", "of", "addition"]
@@ -19,7 +19,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--ranks", "4", "--gpus-per-node", "2", "--collective", "all_reduce", "--num-elements", "8"]
-    assert cli.main(["simulate", *options, "--dtype", "float32", "--json"]) == 0
+    assert app.main(["simulate", *options, "--dtype", "float32", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert [(part["start"], part["stop"]) for part in data["parts"]] == [(0, 4), (4, 8)]
 
@@ -34,5 +34,5 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["simulate", *options]) == 2
+    assert app.main(["simulate", *options]) == 2
     assert capsys.readouterr().err.startswith(f"graphpasses: {message}")

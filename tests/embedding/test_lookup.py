@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from graphpasses.embedding.lookup import LookupCall, TableLayout, add_layout, add_states
 from graphpasses.graph import TrainGraph
-from tests.embedding.tables import Lookups, model_graph, tables
+from tests.helpers.tables import Lookups, model_graph, tables
 
 
 @pytest.fixture(scope="module")

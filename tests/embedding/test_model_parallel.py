@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.profiler import ProfilerActivity, profile
 
-from tests.embedding.recommenders import CPU, bags, ids, same, sequences, state_of  # isort: skip
+from tests.helpers.recommenders import CPU, bags, ids, same, sequences, state_of  # isort: skip
 from torchrec.distributed import sharding_plan as plans
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDMP
@@ -28,8 +28,8 @@ import graphpasses as gp
 from graphpasses.embedding import DistributedModelParallel, plan
 from graphpasses.errors import CheckpointError, ShardingError
 from graphpasses.parity.launch import run_ranks
-from tests.embedding import shared_towers
-from tests.embedding.shared_towers import (
+from tests.helpers import shared_towers
+from tests.helpers.shared_towers import (
     PATTERNS,
     SAME_PARENT,
     FusedEmbeddingBagCollection,
@@ -179,7 +179,7 @@ def test_training(num_ranks: int) -> None:
         f"{pattern.__name__}, {sharding}": expected_facts(pattern)
         for pattern, sharding in itertools.product(PATTERNS, SHARDINGS)
     }
-    for facts in run_ranks(trained, num_ranks, preload=("torch", "tests.embedding.recommenders")):
+    for facts in run_ranks(trained, num_ranks, preload=("torch", "tests.helpers.recommenders")):
         assert facts == expected
 
 
@@ -221,7 +221,7 @@ def sequences_trained() -> dict[str, list[bool]]:
 
 
 def test_sequences() -> None:
-    for facts in run_ranks(sequences_trained, 2, preload=("torch", "tests.embedding.recommenders")):
+    for facts in run_ranks(sequences_trained, 2, preload=("torch", "tests.helpers.recommenders")):
         assert facts == {
             f"{pattern}, {sharding}": [True, True]
             for pattern, sharding in itertools.product(("same_parent", "wrapper"), SHARDINGS)
@@ -386,7 +386,7 @@ def resharded() -> dict[str, Any]:
 
 
 def test_reshard() -> None:
-    for facts in run_ranks(resharded, 2, preload=("torch", "tests.embedding.recommenders")):
+    for facts in run_ranks(resharded, 2, preload=("torch", "tests.helpers.recommenders")):
         assert facts == {"volume": 1.5, "plan": [[1], [1]], "one module": True, "weights": True}
 
 
@@ -416,7 +416,7 @@ def test_members() -> None:
     )
     by_parent = [f"{tower}.ebc.{table}" for tower in ("user", "item") for table in tables]
     for rank, (members, checkpoints, refusals, fails) in enumerate(
-        run_ranks(on_two_ranks, 2, preload=("torch", "tests.embedding.recommenders"))
+        run_ranks(on_two_ranks, 2, preload=("torch", "tests.helpers.recommenders"))
     ):
         own = [*of_user, *score]
         assert members == {
@@ -544,7 +544,7 @@ def one_tower(sharding: str) -> nn.Module:
 
 
 def test_distributed_checkpoint(tmp_path: Path) -> None:
-    preload = ("torch", "tests.embedding.recommenders")
+    preload = ("torch", "tests.helpers.recommenders")
     folder = str(tmp_path / "checkpoint")
     (keys, saved), _ = run_ranks(save, 2, folder, preload=preload)
     tables = [f"model.user.ebc.embedding_bags.t{index}.weight" for index in range(NUM_TABLES)]
@@ -603,7 +603,7 @@ def compiled() -> dict[str, list[object]]:
 
 
 def test_in_a_graph() -> None:
-    for facts in run_ranks(compiled, 2, preload=("torch", "tests.embedding.recommenders")):
+    for facts in run_ranks(compiled, 2, preload=("torch", "tests.helpers.recommenders")):
         # Bits, and lookups and all-to-alls in eager and in the graph.
         assert facts == {
             "TwoTowers": [[True] * 3, (2, 10), (2, 4)],
@@ -676,7 +676,7 @@ def pipelined() -> list[object]:
 
 
 def test_pipelines() -> None:
-    for facts in run_ranks(pipelined, 2, preload=("torch", "tests.embedding.recommenders")):
+    for facts in run_ranks(pipelined, 2, preload=("torch", "tests.helpers.recommenders")):
         assert facts == [
             (
                 "the model calls 'inner.user.ebc' and 'inner.item.ebc', which is one module, more than once "

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
+from graphpasses.analysis.parameter_collectives import CAST, find_grad_reductions
 from graphpasses.errors import PlanError
-from graphpasses.fsdp.chains import CAST, find_grad_reductions
 from graphpasses.fsdp.chunked import chunked_buckets
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import BucketLayout, Layout, make_bucket_layout
 from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.fsdp.plan import Bucket, BucketPlan
 from graphpasses.passes import default_pipeline
-from tests.models import LanguageModel, on_fake_ranks
+from tests.helpers.models import LanguageModel, on_fake_ranks
 
 
 def buckets_of(model: nn.Module) -> tuple[BucketPlan, Layout]:
@@ -48,7 +48,7 @@ def test_head_in_chunks(tied: bool) -> None:
             ["emb.weight", "norm.weight", "norm.bias"],
         ]
 
-        graph = default_pipeline(plan, contract=layout).run(captured)
+        graph = default_pipeline(plan, expected_layout=layout).run(captured)
         assert not diff_layouts(layout, graph_layout(graph))
         slots = graph.gradient_slots()["emb.weight"]
         assert len(slots) == (2 if tied else 1)
@@ -64,7 +64,7 @@ def test_tied_uses_in_chunks_are_added_apart() -> None:
 
     with on_fake_ranks(Twice(), reduce_dtype=torch.float32) as captured:
         plan, layout = chunked_buckets(*buckets_of(captured.model), captured.model, "head")
-        pipeline = default_pipeline(plan, contract=layout, disable=("bucket-fsdp-collectives",))
+        pipeline = default_pipeline(plan, expected_layout=layout, disable=("bucket-fsdp-collectives",))
         found = find_grad_reductions(pipeline.run(captured))["emb.weight"]
         gradients = {reduction.name: reduction.gradient for reduction in found}
         assert gradients.keys() == {"emb.weight", "head.weight"}

@@ -17,8 +17,8 @@ from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.plan import Bucket
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import BucketFSDPCollectives, CoalesceGradReductions, DeduplicateShared
-from graphpasses.pipeline import Pipeline
-from tests.models import (
+from graphpasses.passes.runner import Pipeline
+from tests.helpers.models import (
     Even,
     LanguageModel,
     Parallel,

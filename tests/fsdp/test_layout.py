@@ -1,4 +1,4 @@
-"""Padding, offsets and differences of layouts; against FSDP2's own buffers in tests/multiprocess."""
+"""Padding, offsets and differences of layouts; against FSDP2's own buffers in test_eager_layout.py."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphpasses.fsdp import Layout, make_bucket_layout
+from graphpasses.graph.pass_report import Excerpt, Numerics, PassReport, PipelineReport
 from graphpasses.parity.run_file import (
     Loss,
     Run,
@@ -21,7 +22,6 @@ from graphpasses.parity.run_file import (
     read_run,
     step_line,
 )
-from graphpasses.pass_report import Excerpt, Numerics, PassReport, PipelineReport
 from graphpasses.simulate import Topology
 
 CLUSTER = Topology(16, gpus_per_node=8)

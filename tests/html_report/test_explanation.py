@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from graphpasses.fsdp import Layout, diff_layouts
 from graphpasses.html_report.explanation import explain, show_ring
-from graphpasses.integrations.record_trainer import GRADIENT_NORM
 from graphpasses.parity.compare import Parting
+from graphpasses.parity.record_trainer import GRADIENT_NORM
 from graphpasses.simulate import Topology, predict
 from tests.html_report.conftest import BIAS_FIRST, CLUSTER, EAGER, layout
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphpasses import cli
+from graphpasses.commands import app
 from graphpasses.html_report import ShownRun, render_page
 from graphpasses.parity.run_file import Run
 from graphpasses.simulate import Topology
@@ -170,9 +170,9 @@ def test_clusters_that_are_described_otherwise(
     path = write_run("eager", layout()).path
     header, *lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([json.dumps(json.loads(header) | {"topology": described}) + "\n", *lines]))
-    assert cli.main(["report", str(path)]) == 0
+    assert app.main(["report", str(path)]) == 0
     assert "16 ranks on 2 nodes, rail rings, 16 channels (assumed)" in Path("report.html").read_text()
-    assert cli.main(["report", str(path), "--mode", "cross_nic"]) == 0
+    assert app.main(["report", str(path), "--mode", "cross_nic"]) == 0
     assert "16 ranks on 2 nodes, cross_nic rings, 16 channels<" in Path("report.html").read_text()
 
 
@@ -180,7 +180,7 @@ def test_a_number_of_ranks_that_nodes_of_8_do_not_hold(
     write_run: WriteRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["report", str(write_run("eager", num_ranks=12).path)]) == 0
+    assert app.main(["report", str(write_run("eager", num_ranks=12).path)]) == 0
     assert "12 ranks on 3 nodes, rail rings, 16 channels (assumed)" in Path("report.html").read_text()
 
 
@@ -192,10 +192,10 @@ def test_names_that_are_no_text(write_run: WriteRun) -> None:
 def test_the_command(write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(write_run(name, layout()).path) for name in ("eager", "graph")]
     out = tmp_path / "page.html"
-    assert cli.main(["report", *paths, "--out", str(out)]) == 0
+    assert app.main(["report", *paths, "--out", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     assert "equal at all 4 steps" in out.read_text()
-    assert cli.main(["report", *paths, "--out", str(out), "--json"]) == 0
+    assert app.main(["report", *paths, "--out", str(out), "--json"]) == 0
     assert f'"num_bytes": {out.stat().st_size}' in capsys.readouterr().out
 
 
@@ -219,5 +219,5 @@ def test_bad_input(write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFi
             f"graphpasses: --out is '{path}', which is one of the runs; name another file\n",
         ),
     ):
-        assert cli.main(["report", *arguments]) == 2
+        assert app.main(["report", *arguments]) == 2
         assert capsys.readouterr().err.startswith(message)

@@ -17,8 +17,8 @@ from torch import nn
 
 from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
+from graphpasses.graph.pass_report import Excerpt, Numerics, PassReport, PipelineReport
 from graphpasses.parity import ParityRecorder, gradient_hashes, read_run, weight_hashes
-from graphpasses.pass_report import Excerpt, Numerics, PassReport, PipelineReport
 from graphpasses.simulate import Topology, run_cluster
 
 LAYOUT = Layout(
@@ -268,7 +268,15 @@ def report_of(num_rewrites: int) -> PipelineReport:
     counts = {"all_gather_into_tensor": 2}
     excerpt = Excerpt(("- a = aten.relu.default(x)",), ("+ b = aten.sin.default(x)",), 2)
     report = PassReport(
-        "fold-sizes", Numerics.BITWISE, num_rewrites, (5, 4), (counts, counts), 0.5, ("left",), (excerpt,), 1
+        "fuse-size-tensors",
+        Numerics.BITWISE,
+        num_rewrites,
+        (5, 4),
+        (counts, counts),
+        0.5,
+        ("left",),
+        (excerpt,),
+        1,
     )
     return PipelineReport((report,))
 

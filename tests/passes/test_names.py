@@ -13,7 +13,7 @@ import graphpasses.passes
 from graphpasses.errors import LayoutError
 from graphpasses.fsdp import BucketPlan, Layout
 from graphpasses.passes import default_pipeline, recommender_pipeline
-from graphpasses.pipeline import GraphPass, Numerics
+from graphpasses.passes.runner import GraphPass, Numerics
 
 FILES = sorted(info.name for info in pkgutil.iter_modules(graphpasses.passes.__path__))
 
@@ -62,15 +62,15 @@ def test_default_pipeline() -> None:
 
 
 def test_recommender_pipeline_has_the_passes_of_both_where_there_is_a_plan() -> None:
-    plan, contract = BucketPlan.from_modules([]), Layout(())
-    sparse, both = recommender_pipeline(), recommender_pipeline(plan, contract=contract)
-    dense = default_pipeline(plan, contract=contract)
+    plan, expected_layout = BucketPlan.from_modules([]), Layout(())
+    sparse, both = recommender_pipeline(), recommender_pipeline(plan, expected_layout=expected_layout)
+    dense = default_pipeline(plan, expected_layout=expected_layout)
     assert set(both.passes) == {*sparse.passes, *dense.passes}
     for part in (sparse, dense):
         assert [p for p in both.passes if p in part.passes] == list(part.passes)
     assert all(p.numerics is Numerics.BITWISE for p in both.passes)
 
 
-def test_recommender_pipeline_with_a_contract_alone() -> None:
-    with pytest.raises(LayoutError, match=r"recommender_pipeline\(plan, contract=contract\)"):
-        recommender_pipeline(contract=Layout(()))
+def test_recommender_pipeline_with_an_expected_layout_alone() -> None:
+    with pytest.raises(LayoutError, match=r"recommender_pipeline\(plan, expected_layout=expected_layout\)"):
+        recommender_pipeline(expected_layout=Layout(()))

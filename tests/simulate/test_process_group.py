@@ -1,4 +1,4 @@
-"""The nccl_sim backend in a world of one rank; tests/multiprocess/test_nccl_sim.py has the rest."""
+"""The nccl_sim backend in a world of one rank; test_nccl_sim.py has the rest."""
 
 from __future__ import annotations
 

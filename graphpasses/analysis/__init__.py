@@ -1,0 +1,1 @@
+"""What graphs are asked, without being rewritten."""

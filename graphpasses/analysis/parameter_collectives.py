@@ -1,0 +1,328 @@
+"""Find in a graph how each parameter is unsharded and how each gradient is reduced.
+
+Both are found from what the graph's inputs and outputs are, and from the ranks that a collective joins, never from
+node names or positions: collectives of tensor parallelism, on parameters, activations or gradients, are none of
+FSDP's. As traced from SimpleFSDP (torch.distributed.tensor._redistribute), with rank-dependent padding in brackets:
+
+    unshard:  placeholder -> cast -> [pad] -> all_gather -> wait -> [slice] -> view -> compute
+    reduce:   gradient -> cast -> [all_reduce -> wait] -> [split, pad, cat] -> reduce_scatter -> wait
+              -> [slice] -> cast -> output
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+
+from graphpasses._torch.group_ranks import named_group_ranks
+from graphpasses.graph import WAIT, TrainGraph, argument
+from graphpasses.graph.parameters import ParameterInfo
+
+__all__ = [
+    "Gather",
+    "GradReduction",
+    "Unshard",
+    "find_gathers",
+    "find_grad_reductions",
+    "find_unshards",
+    "gradient_summands",
+]
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+ALL_REDUCE = c10d.all_reduce.default
+CAST = aten._to_copy.default
+ADD_IN_PLACE = aten.add_.Tensor
+
+# From a parameter's placeholder to its all-gather, as traced, and as packed by bucket-fsdp-collectives.
+_BEFORE_ALL_GATHER = frozenset({CAST, aten.constant_pad_nd.default, aten.view.default})
+_PACK_OPS = _BEFORE_ALL_GATHER | {aten.cat.default, aten.reshape.default, aten.view.dtype}
+# An unshard copies a parameter's bytes: casts, padding, packing, the gather, and what undoes them.
+UNSHARD_OPS = _PACK_OPS | {
+    ALL_GATHER,
+    WAIT,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.split_with_sizes_copy.default,
+    operator.getitem,
+}
+# What stands between a reduction's wait and the gradient output.
+_AFTER_REDUCTION = frozenset(
+    {CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, aten.detach.default}
+)
+
+
+@dataclass(frozen=True)
+class Unshard:
+    """How one parameter is gathered: ``all_gather`` reads its padded local shard, ``wait`` yields all shards."""
+
+    fqn: str
+    all_gather: fx.Node
+    wait: fx.Node
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One all-gather of parameters, packed or not: ``chain`` leads from their placeholders to it, in order."""
+
+    fqns: frozenset[str]
+    chain: tuple[fx.Node, ...]
+
+    @property
+    def all_gather(self) -> fx.Node:
+        """The all-gather."""
+        return self.chain[-1]
+
+
+@dataclass(frozen=True)
+class GradReduction:
+    """How one gradient is reduced.
+
+    Args:
+        fqn: canonical FQN of the parameter.
+        name: the name of the output that it goes to; a tied parameter has several.
+        gradient: this rank's whole gradient, before FSDP casts, pads or reduces it.
+        entry: the node of the chain that reads ``gradient``.
+        reduce_scatter: the reduce-scatter.
+        wait: its wait.
+        all_reduce: the all-reduce that the trace puts *before* it under HSDP, or None.
+        tail: the nodes after ``wait`` that undo padding and casts, in order.
+    """
+
+    fqn: str
+    name: str
+    gradient: fx.Node
+    entry: fx.Node
+    reduce_scatter: fx.Node
+    wait: fx.Node
+    all_reduce: fx.Node | None
+    tail: tuple[fx.Node, ...]
+
+    @property
+    def reduced(self) -> fx.Node:
+        """The last node of the chain: the sharded gradient."""
+        return self.tail[-1] if self.tail else self.wait
+
+
+def calls(value: Any, target: Any) -> TypeGuard[fx.Node]:
+    """Whether ``value`` is a node that calls ``target``."""
+    return isinstance(value, fx.Node) and value.op == "call_function" and value.target == target
+
+
+def wait_of(collective: fx.Node) -> fx.Node:
+    """Returns the one wait of a collective (the pipeline's checker guarantees that there is one)."""
+    return next(user for user in collective.users if user.target == WAIT)
+
+
+def collective_ranks(collective: fx.Node) -> tuple[int, ...]:
+    """Returns the global ranks that a functional collective joins; its process group must be alive on this rank."""
+    return named_group_ranks(str(collective.args[-1]))
+
+
+def find_unshards(graph: TrainGraph) -> list[Unshard]:
+    """Returns every all-gather by which FSDP unshards one parameter, in order of the inputs and then of their users.
+
+    Args:
+        graph: the captured step.
+    """
+    found: list[Unshard] = []
+    for fqn, placeholder in graph.parameter_placeholders():
+        pending = [placeholder]
+        while pending:
+            node = pending.pop(0)
+            for user in node.users:
+                if user.target == ALL_GATHER:
+                    if collective_ranks(user) == graph.parameters[fqn].shard_ranks:
+                        found.append(Unshard(fqn, user, wait_of(user)))
+                elif user.target in _BEFORE_ALL_GATHER:
+                    pending.append(user)
+    return found
+
+
+def find_gathers(graph: TrainGraph) -> list[Gather]:
+    """Returns every all-gather by which FSDP unshards parameters, one or several, in the order of the graph.
+
+    Args:
+        graph: the captured, possibly rewritten, step.
+    """
+    fqn_of = {placeholder: fqn for fqn, placeholder in graph.parameter_placeholders()}
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    gathers = (
+        _gather(node, fqn_of, order)
+        for node in graph.graph.find_nodes(op="call_function", target=ALL_GATHER, sort=True)
+    )
+    return [
+        gather
+        for gather in gathers
+        if gather is not None
+        and {collective_ranks(gather.all_gather)}
+        == {graph.parameters[fqn].shard_ranks for fqn in gather.fqns}
+    ]
+
+
+def _gather(
+    all_gather: fx.Node, fqn_of: Mapping[fx.Node, str], order: Mapping[fx.Node, int]
+) -> Gather | None:
+    """Returns the chain that leads to an all-gather; None if it gathers anything else than parameters."""
+    fqns: set[str] = set()
+    chain: set[fx.Node] = {all_gather}
+    pending = [all_gather]
+    while pending:
+        for source in pending.pop().all_input_nodes:
+            if source in fqn_of:
+                fqns.add(fqn_of[source])
+            elif source.target not in _PACK_OPS:
+                return None
+            elif source not in chain:
+                chain.add(source)
+                pending.append(source)
+    return Gather(frozenset(fqns), tuple(sorted(chain, key=order.__getitem__)))
+
+
+def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
+    """Yields the summands of a gradient output, leftmost first.
+
+    Autograd adds the gradients of several uses after each has been reduced; the adds form a tree. Those of
+    several backward calls it adds in place, which comes to the same where nothing else reads that memory.
+
+    Args:
+        value: a gradient output's node.
+
+    Yields:
+        ``(source, tail)``: the last nodes of the summand are ``tail``, in order, and only undo casts and
+        padding of ``source``, which is a wait if the summand is the result of one collective.
+    """
+    pending = [value]
+    while pending:
+        source = pending.pop()
+        tail: list[fx.Node] = []
+        while source.target in _AFTER_REDUCTION:
+            tail.insert(0, source)
+            source = argument(source)
+        if is_add(source) and all(node.target == aten.detach.default for node in tail):
+            pending += reversed(source.all_input_nodes)
+        else:
+            yield source, tuple(tail)
+
+
+def is_add(node: fx.Node) -> bool:
+    """Whether ``node`` is a plain sum of two nodes, or one in place that no other reader can tell from it."""
+    if len(node.all_input_nodes) != 2 or node.kwargs:
+        return False
+    return node.target == aten.add.Tensor or (node.target == ADD_IN_PLACE and _is_alone(argument(node)))
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Whether the memory of ``node`` was made by the graph and has one reader."""
+    while len(node.users) == 1:
+        if node.target not in (aten.detach.default, ADD_IN_PLACE):
+            return node.target in (WAIT, CAST, aten.add.Tensor)
+        node = argument(node)
+    return False
+
+
+def is_read_inside(value: fx.Node) -> bool:
+    """Whether the step itself reads a gradient output, or a reduced summand of it.
+
+    Args:
+        value: a gradient output's node.
+    """
+    nodes: set[fx.Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        nodes.add(node)
+        if node.target in _AFTER_REDUCTION or is_add(node):
+            pending += node.all_input_nodes
+    return any(user.op != "output" and user not in nodes for node in nodes for user in node.users)
+
+
+def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
+    """Returns, by canonical FQN, every reduce-scatter that contributes to the parameter's gradient.
+
+    Args:
+        graph: the captured step.
+
+    Returns:
+        In output order and, within one output, in the order of autograd's adds. A summand that is not the
+        result of one reduce-scatter of this parameter alone, over its FSDP group, does not appear.
+    """
+    found: dict[str, list[GradReduction]] = {}
+    values = graph.output_values
+    for fqn, slots in graph.gradient_slots().items():
+        info = graph.parameters[fqn]
+        for slot in slots:
+            for source, tail in gradient_summands(values[slot]) if values[slot] is not None else ():
+                if is_result_of(source, REDUCE_SCATTER, info.shard_ranks):
+                    found.setdefault(fqn, []).append(_reduction(info, graph.outputs[slot].fqn, source, tail))
+    return found
+
+
+def is_result_of(value: Any, target: Any, ranks: tuple[int, ...]) -> TypeGuard[fx.Node]:
+    """Whether ``value`` is the wait of a collective of this kind over these ranks, in this order."""
+    return calls(value, WAIT) and calls(value.args[0], target) and collective_ranks(value.args[0]) == ranks
+
+
+def _reduction(info: ParameterInfo, name: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduction:
+    reduce_scatter = argument(wait)
+    gradient, entry = before_padding(reduce_scatter)
+    all_reduce = None
+    if is_result_of(gradient, ALL_REDUCE, info.replicate_ranks):
+        all_reduce = argument(gradient)
+        gradient, entry = before_padding(all_reduce)
+    if gradient.target == CAST and set(gradient.kwargs) == {"dtype"}:
+        gradient, entry = argument(gradient), gradient
+    return GradReduction(info.fqn, name, gradient, entry, reduce_scatter, wait, all_reduce, tail)
+
+
+def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Undoes ``cat([split(x)[0], …, pad(split(x)[-1])])``, which brings ``x`` into (rank, shard) order.
+
+    Returns:
+        ``(x, its reader)``; where there is no such padding, the collective's input and the collective.
+    """
+    value = argument(collective)
+    if value.target != aten.cat.default or len(value.args) != 1:
+        return value, collective
+    splits: set[fx.Node] = set()
+    parts = value.args[0]
+    assert isinstance(parts, (list, tuple))
+    for index, part in enumerate(parts):
+        if calls(part, aten.constant_pad_nd.default):
+            part = part.args[0]
+        if calls(part, aten.new_zeros.default) and part.meta["val"].numel() == 0:
+            continue  # a rank whose shard is all padding
+        if calls(part, operator.getitem) and calls(part.args[0], aten.split.Tensor) and part.args[1] == index:
+            splits.add(part.args[0])
+        else:
+            return value, collective
+    if len(splits) != 1:
+        return value, collective
+    split = splits.pop()
+    return argument(split), split
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the tracer saw autograd's engine run ``node``."""
+    return bool(node.meta.get("autograd_backward", False))
+
+
+def is_mutated(node: fx.Node) -> bool:
+    """Whether a user of ``node``, or of a view of it, writes into its memory."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            schema = getattr(user.target, "_schema", None)
+            if schema is not None and schema.is_mutable:
+                return True
+            if user.target is operator.getitem or getattr(user.target, "is_view", False):
+                pending.append(user)
+    return False

@@ -1,0 +1,50 @@
+"""``torchtitan.train`` with the pass pipeline ``graphpasses`` registered.
+
+::
+
+    torchrun … -m graphpasses.commands.train_torchtitan --module graph_trainer.llama3 --config … \\
+        --compile.pass_pipeline graphpasses
+
+``--record FILE`` before torchtitan's arguments writes hashes of every step, for ``graphpasses compare``; also of
+torchtitan's eager trainers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["main"]
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs ``torchtitan.train`` with the pipeline registered, and records it if asked to by ``--record FILE``.
+
+    Args:
+        args: the command line (default: ``sys.argv[1:]``); all but ``--record`` is torchtitan's.
+    """
+    from torchtitan import train, trainer
+
+    import graphpasses.integrations.torchtitan.pass_pipeline  # noqa: F401  registers the pipeline
+    from graphpasses.parity.record_trainer import recorded
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--record", type=Path)
+    ours, theirs = parser.parse_known_args(args)
+    sys.argv[1:] = theirs
+    if ours.record is not None:
+        run = trainer.Trainer.train
+
+        def run_recorded(self: Any) -> None:
+            with recorded(self, ours.record):
+                run(self)
+
+        trainer.Trainer.train = run_recorded
+    train.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tracing TorchRec and FBGEMM whole: patches, fake kernels, inputs; whatever names a part of them."""

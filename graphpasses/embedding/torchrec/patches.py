@@ -1,0 +1,362 @@
+"""Every patch of TorchRec and of DistributedDataParallel: what keeps Dynamo from tracing them whole and right.
+
+Patches are in place while a compiled model is called: see ``tracing_scope``. What is not traced meanwhile, in other
+threads, too, does what it did before, but for the check of the order of features.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphpasses.embedding.torchrec.key_order import check_key_order
+from graphpasses.embedding.torchrec.patching import Patch, PatchSet
+from graphpasses.errors import UnsupportedError
+
+__all__ = ["DDP_PATCHES", "TORCHREC_PATCHES"]
+
+TORCHREC_VERSIONS = ("1.8.0",)
+
+
+# ---- DistributedDataParallel ---------------------------------------------------------------------------
+
+
+def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP calls its C++ reducer and logger in its forward. ``DDPCalls`` does so around the graph."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.module(*args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+# ---- Python that Dynamo does not know ------------------------------------------------------------------
+
+
+def _without_walrus(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original assigns with := in a list comprehension, at which Dynamo breaks the graph."""
+
+    def get_resize_awaitables(self: Any) -> list[Any]:
+        modules = [module for module in self._emb_modules if hasattr(module, "get_rs_awaitable")]
+        awaitables = [module.get_rs_awaitable() for module in modules]
+        return [awaitable for awaitable in awaitables if awaitable is not None]
+
+    return get_resize_awaitables
+
+
+def _without_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original calls ``cast(Awaitable[KeyedJaggedTensor], ...)``; Dynamo knows no subscripted types."""
+    from torchrec.distributed.types import NoWait
+
+    def forward(self: Any, sparse_features: Any) -> Any:
+        return NoWait(NoWait(sparse_features))
+
+    return forward
+
+
+def _on_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original's bounds check corrects ids in place, in slices of unknown length of a tensor.
+
+    AOTAutograd cannot write such a slice back. Corrected in a copy, ids that are out of range stay so in the tensor
+    that they came from, which nothing else looks up.
+    """
+
+    def prepare_inputs(
+        self: Any,
+        indices: Tensor,
+        offsets: Tensor,
+        per_sample_weights: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            indices = indices.clone()
+            per_sample_weights = None if per_sample_weights is None else per_sample_weights.clone()
+        return original(self, indices, offsets, per_sample_weights, *args, **kwargs)
+
+    return prepare_inputs
+
+
+def _without_caches(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An unsharded collection caches in its batch what it computes per feature.
+
+    The cache would be outputs of the graph, which are made anew at each call and read by nobody: the batch that is
+    traced is a copy. So is this, whose cache stays in the graph.
+    """
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    def maybe_td_to_kjt(features: Any, keys: list[str] | None = None) -> Any:
+        features = original(features, keys)
+        if not torch.compiler.is_dynamo_compiling() or features.variable_stride_per_key():
+            return features
+        return KeyedJaggedTensor(
+            keys=features.keys(),
+            values=features.values(),
+            weights=features.weights_or_none(),
+            lengths=features.lengths_or_none(),
+            offsets=features.offsets_or_none(),
+            stride=features.stride(),
+            inverse_indices=features.inverse_indices_or_none(),
+        )
+
+    return maybe_td_to_kjt
+
+
+def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Dynamo breaks the graph at logger calls."""
+
+    def log(self: Any, msg: str) -> None:
+        if not torch.compiler.is_dynamo_compiling():
+            original(self, msg)
+
+    return log
+
+
+# ---- batch sizes that differ between ranks -------------------------------------------------------------
+# A graph does not know the batch sizes of other ranks. Traced, TorchRec either compares them, at which tracing ends,
+# or takes them to be equal, which gives wrong results where a rank's last batch is smaller.
+
+
+def _permute_no_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, traced, calls an operator that refuses a batch without samples."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    def permute(self: Any, indices: list[int], indices_tensor: Tensor | None = None) -> Any:
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            or self.variable_stride_per_key()
+            or not statically_known_true(self.lengths().numel() == 0)
+        ):
+            return original(self, indices, indices_tensor)
+        return KeyedJaggedTensor(
+            keys=[self.keys()[index] for index in indices],
+            values=self.values(),
+            weights=self.weights_or_none(),
+            lengths=self.lengths(),
+            stride=0,
+            length_per_key=[0] * len(indices),
+        )
+
+    return permute
+
+
+def _permute_received(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, traced, permutes received features as if every rank's batch had rank 0's size."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from graphpasses.ops.permute_batches import permute_batches
+
+    def dist_init(
+        keys: list[str],
+        tensors: list[Tensor],
+        variable_stride_per_key: bool,
+        num_workers: int,
+        recat: Tensor | None,
+        stride_per_rank: list[int] | None,
+        stagger: int = 1,
+    ) -> Any:
+        if variable_stride_per_key or stride_per_rank is None or not torch.compiler.is_dynamo_compiling():
+            return original(
+                keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
+            )
+        if recat is not None and (len(keys) > 1 or stagger > 1):  # one feature lies as it came, rank by rank
+            tensors = permute_batches(tensors, recat, stride_per_rank)
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=tensors[1],
+            weights=tensors[2] if len(tensors) == 3 else None,
+            lengths=tensors[0],
+            stride=sum(stride_per_rank),
+        ).sync()
+
+    return dist_init
+
+
+def _two_collectives(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original asks for ``len(set(batch_size_per_rank))``."""
+
+    def forward(self: Any, local_embs: Tensor, sharding_ctx: Any = None) -> Any:
+        if (
+            sharding_ctx is None
+            or sharding_ctx.variable_batch_per_feature
+            or not torch.compiler.is_dynamo_compiling()
+        ):
+            return original(self, local_embs, sharding_ctx)
+        num_local_ranks = self._intra_pg.size()
+        by_local_rank, sums = self._preprocess_batch_size_per_rank(
+            num_local_ranks, self._cross_pg.size(), sharding_ctx.batch_size_per_rank
+        )
+        reduced = self._intra_dist(local_embs, input_splits=sums).wait()
+        return self._cross_dist(reduced, batch_size_per_rank=by_local_rank[self._rank % num_local_ranks])
+
+    return forward
+
+
+def _permute_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original asks for ``len(set(batch_size_per_rank))``, and permutes with or without a derivative by it."""
+    from graphpasses.ops.permute_batches import PermuteSequences
+
+    def forward(
+        self: Any,
+        local_embs: Tensor,
+        lengths: Tensor,
+        input_splits: list[int],
+        output_splits: list[int],
+        unbucketize_permute_tensor: Tensor | None = None,
+        batch_size_per_rank: list[int] | None = None,
+        sparse_features_recat: Tensor | None = None,
+    ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if sparse_features_recat is not None:
+                local_embs = PermuteSequences.apply(  # type: ignore[no-untyped-call]
+                    local_embs, lengths.view(-1), sparse_features_recat, batch_size_per_rank
+                )
+            # Without lengths the original permutes nothing more.
+            lengths, batch_size_per_rank, sparse_features_recat = lengths.new_empty(0), None, None
+        return original(
+            self,
+            local_embs,
+            lengths,
+            input_splits,
+            output_splits,
+            unbucketize_permute_tensor,
+            batch_size_per_rank,
+            sparse_features_recat,
+        )
+
+    return forward
+
+
+def _flatten_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original flattens embeddings only where it permutes them."""
+
+    def all2all_sequence_sync(pg: Any, a2ai: Any, sharded_input_embeddings: Tensor) -> Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            sharded_input_embeddings = sharded_input_embeddings.view(-1)
+        return original(pg, a2ai, sharded_input_embeddings)  # type: ignore[no-any-return]
+
+    return all2all_sequence_sync
+
+
+def _reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, traced, adds what an all-to-all brought, in another order than eager's reduce-scatter.
+
+    Two numbers have but one sum, so between two ranks the all-to-all stays, which a pass can merge with others.
+    """
+    from torchrec.distributed.comm_ops import get_gradient_division, pg_name
+
+    from graphpasses.ops.permute_batches import ReduceScatterV
+
+    def reduce_scatter_v_sync(pg: Any, rsi: Any, input: Tensor) -> Tensor:
+        if pg.size() <= 2 or not torch.compiler.is_dynamo_compiling():
+            return original(pg, rsi, input)  # type: ignore[no-any-return]
+        if rsi.codecs is not None:
+            input = rsi.codecs.forward.encode(input)
+        divisor = pg.size() if get_gradient_division() else 1
+        output: Tensor = ReduceScatterV.apply(input, rsi.input_splits, pg.rank(), pg_name(pg), divisor)  # type: ignore[no-untyped-call]
+        return output if rsi.codecs is None else rsi.codecs.forward.decode(output)
+
+    return reduce_scatter_v_sync
+
+
+# ---- order of columns ----------------------------------------------------------------------------------
+
+
+def _tell_columns(original: None) -> Callable[..., Any]:
+    """A new method. The order never changes, so it is a constant of the graph."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _graphpasses_columns(self: nn.Module) -> tuple[list[int], list[int]]:
+        widths: list[int] = self._offset_dim_list.diff().tolist()  # type: ignore[operator]
+        order: list[int] = self._permute.tolist()  # type: ignore[operator]
+        return widths, order
+
+    return _graphpasses_columns  # type: ignore[no-any-return]
+
+
+def _permute_columns(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original takes the order of columns from a tensor; as numbers, passes see it."""
+
+    def forward(self: Any, pooled_embs: Tensor) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling():
+            return original(self, pooled_embs)  # type: ignore[no-any-return]
+        widths, order = self._graphpasses_columns()
+        parts = torch.split_with_sizes(pooled_embs, widths, 1)
+        return torch.cat([parts[index] for index in order], 1)
+
+    return forward
+
+
+# ---- order of features ---------------------------------------------------------------------------------
+
+
+def _check_features(original: None) -> Callable[..., Any]:
+    """A new method. As a constant it runs while Dynamo traces and leaves neither nodes nor guards."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _graphpasses_check_features(self: nn.Module, keys: tuple[str, ...]) -> None:
+        check_key_order(self, keys)
+
+    return _graphpasses_check_features  # type: ignore[no-any-return]
+
+
+def _with_checked_features(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original takes features by position and does not look at their names. Dynamo guards the names."""
+
+    def input_dist(self: Any, ctx: Any, features: Any) -> Any:
+        self._graphpasses_check_features(tuple(features.keys()))
+        return original(self, ctx, features)
+
+    return input_dist
+
+
+# ---- the patches ---------------------------------------------------------------------------------------
+
+
+def _check_version() -> None:
+    version = importlib.metadata.version("torchrec").partition("+")[0]
+    if version not in TORCHREC_VERSIONS:
+        raise UnsupportedError(
+            f"TorchRec {version} was not tested with graphpasses, which traces it with patches; "
+            f"install torchrec {' or '.join(TORCHREC_VERSIONS)}"
+        )
+
+
+DDP_PATCHES = PatchSet(Patch("torch.nn.parallel:DistributedDataParallel.forward", _call_module))
+
+_DIST = "torchrec.distributed"
+_TBE = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen"
+_PERMUTE = "fbgemm_gpu.permute_pooled_embedding_modules_split:PermutePooledEmbeddingsSplit"
+TORCHREC_PATCHES = PatchSet(
+    Patch(f"{_DIST}.embedding_lookup:GroupedPooledEmbeddingsLookup.get_resize_awaitables", _without_walrus),
+    Patch(f"{_DIST}.embedding_lookup:GroupedEmbeddingsLookup.get_resize_awaitables", _without_walrus),
+    Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
+    Patch(f"{_TBE}.prepare_inputs", _on_copies),
+    Patch(f"{_TBE}.log", _silent),
+    Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.permute", _permute_no_samples),
+    Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.dist_init", _permute_received),
+    Patch("torchrec.modules.embedding_modules:maybe_td_to_kjt", _without_caches),
+    Patch(f"{_DIST}.sharding.twrw_sharding:TwRwPooledEmbeddingDist.forward", _two_collectives),
+    Patch(f"{_DIST}.sharding.grid_sharding:GridPooledEmbeddingDist.forward", _two_collectives),
+    Patch(f"{_PERMUTE}._graphpasses_columns", _tell_columns),
+    Patch(f"{_PERMUTE}.forward", _permute_columns),
+    Patch(f"{_DIST}.dist_data:SequenceEmbeddingsAllToAll.forward", _permute_sequences),
+    Patch(f"{_DIST}.comm_ops:all2all_sequence_sync", _flatten_sequences),
+    Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", _reduce_as_eager),
+    *(
+        Patch(f"{_DIST}.{module}.{name}", wrap)
+        for module in ("embeddingbag:ShardedEmbeddingBagCollection", "embedding:ShardedEmbeddingCollection")
+        for name, wrap in (
+            ("_graphpasses_check_features", _check_features),
+            ("input_dist", _with_checked_features),
+        )
+    ),
+    check=_check_version,
+)

@@ -1,0 +1,74 @@
+"""Arithmetic on sizes that a graph computes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses.graph.train_graph import TrainGraph
+
+__all__ = ["Size", "SizeArithmetic"]
+
+Size = fx.Node | int
+
+
+class SizeArithmetic:
+    """Emits arithmetic on sizes at a graph's insertion point: each operation once, none for numbers.
+
+    Args:
+        graph: the graph.
+        like: a node of the same origin, see :meth:`TrainGraph.emit`.
+    """
+
+    def __init__(self, graph: TrainGraph, *, like: fx.Node) -> None:
+        self._graph, self._like = graph, like
+        self._emitted: dict[object, fx.Node] = {}
+
+    def row_shape(self, tensor: fx.Node) -> list[Size]:
+        """Returns the sizes of a tensor's dims behind the first."""
+        return [
+            size if isinstance(size, int) else self._emit(torch.ops.aten.sym_size.int, tensor, dim)
+            for dim, size in enumerate(tensor.meta["val"].shape)
+            if dim > 0
+        ]
+
+    def sum(self, sizes: Iterable[Size]) -> Size:
+        """Returns the sum of sizes."""
+        number, nodes = 0, []
+        for size in sizes:
+            if isinstance(size, fx.Node):
+                nodes.append(size)
+            else:
+                number += size
+        if not nodes:
+            return number
+        if len(nodes) == 1 and number == 0:
+            return nodes[0]
+        return self._emit(torch.sym_sum, (*nodes, number) if number else tuple(nodes))
+
+    def product(self, a: Size, b: Size) -> Size:
+        """Returns the product of two sizes."""
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        if 0 in (a, b):
+            return 0
+        if 1 in (a, b):
+            return b if a == 1 else a
+        return self._emit(operator.mul, a, b)
+
+    def dot(self, rows: Iterable[Size], row_sizes: Iterable[Size]) -> Size:
+        """Returns the sum of ``rows[i] * row_sizes[i]``, with one product per row size."""
+        by_size: dict[Size, list[Size]] = {}
+        for size, row_size in zip(rows, row_sizes, strict=True):
+            by_size.setdefault(row_size, []).append(size)
+        whole = by_size.pop(1, [])
+        return self.sum([*whole, *(self.product(self.sum(sizes), row) for row, sizes in by_size.items())])
+
+    def _emit(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        if (target, args) not in self._emitted:
+            self._emitted[target, args] = self._graph.emit(target, args, like=self._like)
+        return self._emitted[target, args]

@@ -1,0 +1,1 @@
+"""torchtitan: the pass pipeline for its graph_trainer."""

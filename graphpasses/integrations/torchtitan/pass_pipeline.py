@@ -1,0 +1,242 @@
+"""The passes inside torchtitan's graph_trainer: ``--compile.pass_pipeline graphpasses``.
+
+Importing this module registers the pipeline; ``python -m graphpasses.commands.train_torchtitan`` runs
+``torchtitan.train`` with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import operator
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torchtitan.config import CompileConfig
+from torchtitan.experiments.graph_trainer import passes as titan
+from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline, register_post_init_hook
+from torchtitan.tools.logging import logger
+
+from graphpasses.capture.traced_result import read_traced_result
+from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph import TrainGraph
+from graphpasses.graph.pass_report import PassReport, PipelineReport
+from graphpasses.identity import IdentityMap
+from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, buckets_of
+from graphpasses.passes import default_pipeline
+
+__all__ = ["PIPELINE", "eager_buckets", "eager_twin", "graph_passes"]
+
+PIPELINE = "graphpasses"
+
+# Ours in place of torchtitan's deduplicate_fsdp_unshard_chains, bucketing and reordering.
+_BEFORE_MEMORY_POLICY = ("deduplicate-shared", "coalesce-grad-reductions")
+
+# Options of graph_trainer whose passes work on its own buckets, or on a graph that they already rewrote.
+_UNSUPPORTED = (
+    "enable_fsdp_ag_rs_overlap",
+    "enable_fsdp_dense_region_overlap",
+    "enable_async_tensor_parallel",
+    "enable_autoparallel",
+    "ep_overlap.enabled",
+    "precompile_artifact_dir",
+)
+
+_trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+@register_post_init_hook(PIPELINE)  # type: ignore[untyped-decorator]
+def _remember(trainer: Any) -> None:
+    """The pipeline is given the configuration alone, and needs the model."""
+    _trainers[id(trainer.config)] = trainer
+
+
+def eager_twin(trainer: Any) -> nn.Module:
+    """Returns the model as torchtitan's own trainer shards it: FSDP2's groups, on device meta.
+
+    Args:
+        trainer: a graph_trainer, which has SimpleFSDP's parameters in place of groups.
+
+    Raises:
+        UnsupportedError: torchtitan has no eager model of this name.
+    """
+    config = trainer.config
+    name = config.model_spec.name.rpartition("/")[2]
+    try:
+        models = importlib.import_module(f"torchtitan.models.{name}")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the buckets of {config.model_spec.name!r} are those of torchtitan's eager model, and there is no "
+            f"torchtitan.models.{name}; use another --compile.pass_pipeline for this model"
+        ) from error
+    with torch.device("meta"):
+        model: nn.Module = trainer.model_config.build()
+    sharded: nn.Module = models.model_registry(config.model_spec.flavor).parallelize_fn(
+        model,
+        parallel_dims=trainer.parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=None,
+        dump_folder=config.dump_folder,
+    )
+    return sharded
+
+
+def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
+    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions.
+
+    Args:
+        trainer: a graph_trainer.
+
+    Raises:
+        UnsupportedError: see :func:`eager_twin`; or tensor parallelism meets tied weights.
+    """
+    eager = eager_twin(trainer)
+    _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
+    return buckets_of(eager, trainer.config)
+
+
+@register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]
+def graph_passes(
+    traced: Any, config: Any, *, parallel_dims: Any = None
+) -> list[Callable[..., fx.GraphModule]]:
+    """Returns the passes that graph_trainer runs over a traced step, in order.
+
+    Args:
+        traced: what graph_trainer traced.
+        config: of the trainer.
+        parallel_dims: its meshes.
+
+    Returns:
+        Our passes, with the buckets and the layout of the eager model; torchtitan's memory policy, offloading and
+        rematerialization between them, Inductor and (on CUDA) CUDA graphs behind them.
+
+    Raises:
+        UnsupportedError: see :func:`eager_buckets`; eager shards a parameter on another dim; or an option asks for a
+            pass that does not go with ours.
+        LayoutError: (from a pass) the graph's buckets are not eager's.
+    """
+    _check_options(config)
+    trainer = _trainer_of(config)
+    step = read_traced_result(traced, model=trainer.model_parts[0])
+    plan, expected_layout = eager_buckets(trainer)
+    _refuse_other_shards(step, expected_layout)
+    pipeline = default_pipeline(plan, expected_layout=expected_layout)
+    reports: list[PassReport] = []
+    on_rewritten = getattr(trainer, ON_REWRITTEN, None)
+    ours = {p.name: p.as_function(step, reports, excerpts=on_rewritten is not None) for p in pipeline.passes}
+    passes: list[Callable[..., fx.GraphModule]] = [
+        titan.eliminate_dead_code_pass,
+        *(ours.pop(name) for name in _BEFORE_MEMORY_POLICY),
+        functools.partial(titan.tag_with_memory_policy_pass, config=config),
+        functools.partial(
+            titan.apply_cpu_offload_pass,
+            prefetch_lookahead=config.compile.cpu_offload_prefetch_n_layers,
+            defer_n_layers=config.compile.cpu_offload_defer_n_layers,
+        ),
+        titan.selective_activation_remat_pass,
+        *ours.values(),
+        functools.partial(_report_pass, step=step, reports=reports, on_rewritten=on_rewritten),
+        functools.partial(_finish_pass, traced=traced),
+        titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
+    ]
+    has_cuda_graphs = trainer.device.type == "cuda" and "cudagraph_pass" not in config.compile.disable_passes
+    passes += titan.final_inductor_compile_passes(config.compile, use_cudagraph=has_cuda_graphs)
+    if trainer.device.type == "cuda":
+        passes.append(
+            functools.partial(
+                titan.cudagraph_pass,
+                static_input_indices=list(range(traced.num_static_inputs)),
+                tensor_input_indices=traced.tensor_input_indices,
+            )
+        )
+    names = [getattr(p, "func", p).__name__ for p in passes]
+    for name in config.compile.disable_passes:
+        if name not in names:
+            logger.warning(
+                f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
+            )
+    return passes
+
+
+def _check_options(config: Any) -> None:
+    for option in _UNSUPPORTED:
+        if operator.attrgetter(option)(config.compile):
+            raise UnsupportedError(
+                f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
+            )
+
+
+def _trainer_of(config: Any) -> Any:
+    trainer = _trainers.get(id(config))
+    if trainer is None:
+        raise UnsupportedError(
+            f"the pipeline {PIPELINE} needs the trainer whose step it rewrites, and no GraphTrainer was made of this "
+            "configuration since graphpasses.integrations.torchtitan.pass_pipeline was imported; import it first, "
+            "and do not precompile"
+        )
+    return trainer
+
+
+def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:
+    """Refuses weights that are tied again only after eager's groups were made of them."""
+    names_in_eager = IdentityMap.of(eager)
+    for names in identity.parameters:
+        if len({names_in_eager.canonical(name) for name in names}) > 1:
+            raise UnsupportedError(
+                f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
+                "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
+                "them (enable_weight_tying = False), or train with tensor_parallel_degree 1"
+            )
+
+
+def _refuse_other_shards(step: TrainGraph, expected_layout: Layout) -> None:
+    """FSDP2's trainer shards experts on dim 1 where there are more ranks than experts, SimpleFSDP's does not."""
+    for entry in (entry for bucket in expected_layout.buckets for entry in bucket.entries):
+        info = step.parameters[entry.fqn]
+        if info.shard_dim not in (None, entry.shard_dim):
+            raise UnsupportedError(
+                f"torchtitan's eager trainer shards {entry.fqn!r} of shape {info.shape} as Shard({entry.shard_dim}), "
+                f"graph_trainer as Shard({info.shard_dim}) over {len(info.shard_ranks)} ranks: each rank holds, and "
+                "each byte of a bucket reduces, other elements. FSDP2's trainer does so with experts where there are "
+                "more data-parallel ranks, replicas included, than experts: use no more, or another "
+                "--compile.pass_pipeline"
+            )
+
+
+def _report_pass(
+    gm: fx.GraphModule,
+    example_inputs: object = None,
+    *,
+    step: TrainGraph,
+    reports: list[PassReport],
+    on_rewritten: Callable[[PipelineReport, TrainGraph], None] | None,
+) -> fx.GraphModule:
+    """Tells the user, and who asked for it, what was done."""
+    report = PipelineReport(tuple(reports))
+    logger.info(f"graphpasses:\n{report}")
+    if on_rewritten is not None:
+        on_rewritten(report, replace(step, module=gm))
+    return gm
+
+
+def _finish_pass(gm: fx.GraphModule, example_inputs: object = None, *, traced: Any) -> fx.GraphModule:
+    """Tells torchtitan of gradients that are None, since their sum is another name's."""
+    node = gm.graph.output_node()
+    flat, layouts = iter(list(node.args[0])), traced.output_subclass_layouts  # type: ignore[arg-type]
+    outputs: list[Any] = []
+    for index in range(traced.num_flat_outputs):
+        parts = [next(flat) for _ in range(layouts[index].num_tensors if index in layouts else 1)]
+        if index in layouts and parts[0] is None:
+            del layouts[index], parts[1:]
+        outputs += parts
+    node.args = (outputs,)
+    gm.recompile()
+    return gm

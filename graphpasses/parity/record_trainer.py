@@ -1,0 +1,138 @@
+"""Hashes of every step of torchtitan's trainers, in a run file that ``graphpasses compare`` reads."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphpasses._torch.fsdp2 import parameter_groups
+from graphpasses.errors import GraphPassesError, LayoutError, UnsupportedError
+from graphpasses.fsdp.graph_layout import graph_layout
+from graphpasses.fsdp.layout import Layout
+from graphpasses.graph import TrainGraph
+from graphpasses.graph.pass_report import PipelineReport
+from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, buckets_of
+from graphpasses.parity.hashing import named_gradients
+from graphpasses.parity.record import ParityRecorder
+from graphpasses.parity.run_file import GRADIENT_NORM
+
+__all__ = ["GRADIENT_NORM", "recorded"]
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def recorded(
+    trainer: Any,
+    path: str | os.PathLike[str],
+    *,
+    run: str = "",
+    topology: Mapping[str, object] | None = None,
+    overwrite: bool = False,
+) -> Iterator[ParityRecorder]:
+    """Records each step that a trainer makes inside: losses, clipped gradients and their norm, weights.
+
+    Of an eager trainer the bucket layouts are recorded, too, and of the pipeline ``graphpasses`` the layouts of its
+    graph and what its passes did.
+
+    Args:
+        trainer: torchtitan's ``Trainer`` or one of its subclasses, built; all ranks call this.
+        path: file to write.
+        run: name of the run.
+        topology: description of the cluster; anything that JSON takes.
+        overwrite: whether to replace a file that exists.
+
+    Yields:
+        The recorder.
+
+    Raises:
+        UnsupportedError: the trainer has several model parts, as with pipeline parallelism.
+        RunFileError: see :class:`graphpasses.parity.ParityRecorder`.
+
+    Example:
+        >>> with recorded(trainer, "eager.jsonl"):  # doctest: +SKIP
+        ...     trainer.train()
+    """
+    if len(trainer.model_parts) != 1:
+        raise UnsupportedError(
+            f"this rank's trainer has {len(trainer.model_parts)} model parts; only runs without pipeline parallelism "
+            "can be recorded"
+        )
+    (model,) = trainer.model_parts
+    config, metrics = trainer.config, trainer.metrics_processor
+    losses: list[Tensor] = []
+    norms: list[float] = []
+
+    def forward_backward_step(**inputs: Any) -> Any:
+        loss = run_forward_backward(**inputs)
+        losses.append(loss.detach().clone())
+        return loss
+
+    def log(step: int, average: float, maximum: float, grad_norm: float, **more: Any) -> None:
+        norms.append(grad_norm)
+        write_log(step, average, maximum, grad_norm, **more)
+
+    def train_step(batches: Any) -> None:
+        losses.clear()
+        norms.clear()
+        run_step(batches)
+        gradients: dict[str, Tensor | None] = dict(named_gradients(model))
+        if norms:  # torchtitan's, of the steps that it logs
+            gradients[GRADIENT_NORM] = torch.tensor(norms[-1], dtype=torch.float64)
+        recorder.record(trainer.step, torch.stack(losses).sum(), model, gradients)
+
+    run_forward_backward, run_step, write_log = trainer.forward_backward_step, trainer.train_step, metrics.log
+    hooks = (
+        (trainer, "forward_backward_step", forward_backward_step),
+        (trainer, "train_step", train_step),
+        (metrics, "log", log),
+    )
+    with ParityRecorder(
+        path,
+        run=run,
+        model=f"{config.model_spec.name} {config.model_spec.flavor}",
+        seed=config.debug.seed,
+        topology=topology,
+        layouts=_eager_layout(model, config),
+        overwrite=overwrite,
+    ) as recorder:
+        before = [(owner, name, vars(owner).get(name)) for owner, name, _ in hooks]
+        for owner, name, hook in hooks:
+            setattr(owner, name, hook)
+        setattr(trainer, ON_REWRITTEN, functools.partial(_record_rewritten, recorder))
+        try:
+            yield recorder
+        finally:
+            delattr(trainer, ON_REWRITTEN)
+            for owner, name, own in before:
+                if own is None:  # its class's
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, own)
+
+
+def _record_rewritten(recorder: ParityRecorder, report: PipelineReport, step: TrainGraph) -> None:
+    """Records what the pipeline ``graphpasses`` did to a trainer's step."""
+    recorder.record_passes(report)
+    try:
+        recorder.record_layouts(graph_layout(step))
+    except LayoutError as error:  # the run can do without it
+        logger.warning(f"the bucket layouts of this run are not recorded: {error}")
+
+
+def _eager_layout(model: nn.Module, config: Any) -> Layout | None:
+    """Returns the layout of an eager trainer's reductions; a run can do without it."""
+    if not parameter_groups(model):
+        return None
+    try:
+        return buckets_of(model, config)[1]
+    except GraphPassesError as error:
+        logger.warning(f"the bucket layouts of this run are not recorded: {error}")
+        return None

@@ -1,0 +1,1 @@
+"""Passes for models with embedding tables."""

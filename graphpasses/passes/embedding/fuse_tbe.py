@@ -1,0 +1,215 @@
+"""Lookups of distinct tables by equal optimizers become one, and so do their backward updates."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from graphpasses._torch.dynamo import guard_identity
+from graphpasses._torch.storage import addresses
+from graphpasses._torch.torch_calls import launches_collective
+from graphpasses.analysis.levels import grad_modes, has_gradient, order_by_rank, rank_calls
+from graphpasses.embedding.arena import Arena
+from graphpasses.embedding.lookup import LookupCall, TableLayout
+from graphpasses.errors import OptimizerError
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["FuseTBE"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which lookups become one, and the order of the graph in which those of a group stand side by side."""
+
+    groups: tuple[tuple[LookupCall, ...], ...]
+    ranks: dict[fx.Node, int]
+
+
+def _plan(graph: TrainGraph) -> _Plan:
+    calls = LookupCall.all(graph)
+    memories = Counter(address for value in graph.live for address in addresses(value))
+    candidates = {}
+    for call in calls:
+        obstacle = _obstacle(call, memories)
+        if obstacle is None:
+            candidates[call.node] = call
+        elif len(calls) > 1:
+            graph.note(f"the lookup of {call.module} is left alone: {obstacle}")
+    ranks = rank_calls(graph.graph, odd=candidates.__contains__, in_turn=launches_collective)
+    modes, trained = grad_modes(graph.graph), _with_gradient(graph)
+    groups: dict[object, list[LookupCall]] = {}
+    for node, call in candidates.items():
+        homes = tuple(map(id, map(Arena.home, call.state_tensors)))  # two arenas cannot become one
+        key = (ranks[node], modes[node], node in trained, homes, call.settings())
+        groups.setdefault(key, []).append(call)
+    for call, *others in groups.values():
+        home = Arena.home(call.state_tensors[0])
+        if not others and len(calls) > 1 and home is not None and home is not call.state_tensors[0]:
+            graph.note(
+                f"the lookup of {call.module} is left alone: a model compiled before fused it with others"
+            )
+    return _Plan(tuple(tuple(group) for group in groups.values() if len(group) > 1), ranks)
+
+
+def _obstacle(call: LookupCall, memories: Mapping[int, int]) -> str | None:
+    """Returns why a lookup cannot be part of another; None if it can."""
+    if (obstacle := call.obstacle()) is not None:
+        return obstacle
+    is_shared = any(memories[address] > 1 for tensor in call.state_tensors for address in addresses(tensor))
+    if is_shared or any(len(node.users) > 1 for node in call.states):
+        return "the model also reads its tables elsewhere; joint updates of a row change the result"
+    weights = call.arguments["indice_weights"]
+    if weights is not None and has_gradient(weights) and sum(map(has_gradient, weights.users)) > 1:
+        return "the weights of its ids get gradients from elsewhere, too, which are added in an order"
+    return next(filter(None, map(Arena.obstacle, call.state_tensors)), None)
+
+
+def _with_gradient(graph: TrainGraph) -> set[fx.Node]:
+    """Returns the nodes whose gradient the outputs of the graph may ask for."""
+    nodes: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node.op == "output" or node in nodes:
+            nodes.update(filter(has_gradient, node.all_input_nodes))
+    return nodes
+
+
+def _apply(graph: TrainGraph, plan: _Plan) -> int:
+    order_by_rank(graph.graph, plan.ranks)
+    arenas: dict[int, fx.Node] = {}
+    for calls in plan.groups:
+        _fuse(graph, calls, arenas)
+    return sum(map(len, plan.groups))
+
+
+def _fuse(graph: TrainGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.Node]) -> None:
+    """Puts one call behind the last of ``calls``, which no longer depend on anything that stands behind them."""
+    first, last = calls[0], calls[-1]
+    for state in (state for call in calls for state in call.states):
+        guard_identity(state)  # other tables do not lie in the arenas: for them it is another graph
+    modules = [call.module for call in calls]
+    name = f"{modules[0]} to {modules[-1]}"
+    states, starts = [], []
+    tensors_by_state = zip(*(call.state_tensors for call in calls), strict=True)
+    for key, tensors in zip(("weights", "momentum1"), tensors_by_state, strict=False):
+        arena = Arena.of(tensors, [f"{module}.{key}_host" for module in modules])
+        if id(arena.flat) not in arenas:
+            arenas[id(arena.flat)] = graph.add_input(arena.flat, f"{name}.{key}")
+        states.append(arenas[id(arena.flat)])
+        starts.append(arena.offsets)
+        positions = [call.inputs[call.arguments[key][0]].position for call in calls]
+        graph.input_checks.append(_arena_check(arena, positions))
+    graph.input_checks.append(_rate_check(calls))
+
+    def inputs(key: str) -> list[fx.Node]:
+        return [call.arguments[key] for call in calls]
+
+    with graph.graph.inserting_before(last.node.next):
+        num_features = [call.num_features for call in calls]
+        joined = graph.emit(
+            JOIN_BAGS, (inputs("indices"), inputs("offsets"), num_features, modules), like=last.node
+        )
+        indices, lengths = [graph.emit(operator.getitem, (joined, i), like=last.node) for i in range(2)]
+        lengths = graph.emit(aten.view.default, (lengths, [-1]), like=last.node)
+        offsets = graph.emit(
+            torch.ops.fbgemm.asynchronous_complete_cumsum.default, (lengths,), like=last.node
+        )
+        weights = None
+        if first.arguments["indice_weights"] is not None:
+            weights = graph.emit(aten.cat.default, (inputs("indice_weights"),), like=last.node)
+        layout = TableLayout.join([call.layout() for call in calls], *starts)
+        fused = first.emit(
+            graph, layout, states, indices=indices, offsets=offsets, indice_weights=weights, name=name
+        )
+        outputs = _split(graph, calls, fused)
+    for call, output in zip(calls, outputs, strict=True):
+        output.meta["val"] = call.node.meta["val"]
+        for user in call.node.replace_all_uses_with(output):
+            graph.mark_value_known(user)  # its input has the value that it was traced with
+        graph.graph.erase_node(call.node)
+
+
+def _split(graph: TrainGraph, calls: Sequence[LookupCall], fused: fx.Node) -> list[fx.Node]:
+    """Emits what each lookup returned, in memory of its own."""
+    if calls[0].is_pooled:
+        dims = [call.arguments["total_D"] for call in calls]
+        sizes = [_batch_size(graph, call) for call in calls]
+        parts = graph.emit(SPLIT_FEATURES, (fused, dims, sizes), like=fused)
+        return [graph.emit(operator.getitem, (parts, i), like=call.node) for i, call in enumerate(calls)]
+    sizes = [graph.emit(aten.sym_size.int, (call.arguments["indices"], 0), like=call.node) for call in calls]
+    parts = graph.emit(aten.split_with_sizes.default, (fused, sizes), like=fused)
+    views = [graph.emit(operator.getitem, (parts, i), like=call.node) for i, call in enumerate(calls)]
+    return [graph.emit(aten.clone.default, (view,), like=view) for view in views]
+
+
+def _batch_size(graph: TrainGraph, call: LookupCall) -> fx.Node:
+    num_offsets = graph.emit(aten.sym_size.int, (call.arguments["offsets"], 0), like=call.node)
+    num_bags = graph.emit(operator.sub, (num_offsets, 1), like=call.node)
+    return graph.emit(operator.floordiv, (num_bags, call.num_features), like=call.node)
+
+
+def _arena_check(arena: Arena, positions: Sequence[int]) -> Callable[[Sequence[Any]], None]:
+    return lambda values: arena.check([values[position] for position in positions])
+
+
+def _rate_check(calls: Sequence[LookupCall]) -> Callable[[Sequence[Any]], None]:
+    modules = [call.module for call in calls]
+    positions = [call.inputs[call.arguments["learning_rate_tensor"]].position for call in calls]
+
+    def check(values: Sequence[Any]) -> None:
+        rates = [values[position].item() for position in positions]
+        for rate, module in zip(rates, modules, strict=True):
+            if rate != rates[0]:
+                raise OptimizerError(
+                    f"{modules[0]} and {module} have learning rates {rates[0]} and {rate}, but one lookup stands for "
+                    "both, and its backward knows one rate: set them alike, call torch.compiler.reset() to compile "
+                    "again, or disable the pass 'fuse-tbe'"
+                )
+
+    return check
+
+
+@dataclass(frozen=True)
+class FuseTBE(GraphPass):
+    """Makes lookups of distinct tables one call, across modules and sharding types; autograd makes one of backward.
+
+    ::
+
+        a = lookup(weights_a, ids_a, offsets_a, …);   b = lookup(weights_b, ids_b, offsets_b, …)
+        a, b = split(lookup(arena, *join(ids_a, ids_b, offsets_a, offsets_b), …))
+
+    Lookups become one that agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
+    embedding dimension, too) and do not depend on each other. Their tables and optimizer states move into one memory
+    (:class:`~graphpasses.embedding.arena.Arena`), where every tensor that looks at them follows. Each call checks
+    that they still lie there, and that the learning rates still agree; for other tables, those of another instance of
+    the model or ones that were put in their place, Dynamo compiles again.
+
+    A table that the model looks up twice is left alone: its optimizer would see one gradient where it sees two.
+    Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.
+
+    Example:
+        >>> Pipeline((HoistInputDists(), FuseTBE())).run(graph).report  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "fuse-tbe"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.DYNAMO})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"hoist-input-dists"})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of lookups that became part of another.
+
+        Raises:
+            ArenaError: two lookups claim one memory.
+        """
+        plan = _plan(graph)
+        return _apply(graph, plan) if plan.groups else 0

@@ -1,0 +1,50 @@
+"""Collectives that bring a module its input go before those that bring other modules' outputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from graphpasses._torch.torch_calls import is_higher_order, launches_collective
+from graphpasses.analysis.levels import order_by_rank, rank_calls
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["HoistInputDists"]
+
+
+def _brings_output(node: fx.Node) -> bool:
+    """Whether a node is a differentiable collective: TorchRec sends ids without gradients, embeddings with."""
+    return is_higher_order(node) and launches_collective(node)
+
+
+@dataclass(frozen=True)
+class HoistInputDists(GraphPass):
+    """Runs the input dists of all modules before the first output dist, as far as none depends on one.
+
+    TorchRec finishes one module before it begins the next::
+
+        in_a; lookup_a; out_a;   in_b; lookup_b; out_b
+        in_a; lookup_a; in_b; lookup_b;   out_a; out_b
+
+    Only then can lookups of two modules be one (``fuse-tbe``), or their all-to-alls. The new order follows from how
+    collectives depend on the outputs of others, which is the same on every rank of a model whose ranks run the same
+    code; where a rank has no tables, or others than the rest, makes no difference.
+
+    Example:
+        >>> Pipeline((HoistInputDists(),)).run(graph).report  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "hoist-input-dists"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.DYNAMO})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of collectives that changed their place among others."""
+        before = list(filter(launches_collective, graph.graph.nodes))
+        # On a rank without tables an output dist needs less, so no output dist goes before an earlier collective.
+        order_by_rank(graph.graph, rank_calls(graph.graph, odd=_brings_output, in_turn=_brings_output))
+        after = filter(launches_collective, graph.graph.nodes)
+        return sum(a is not b for a, b in zip(before, after, strict=True))

@@ -1,0 +1,243 @@
+"""``embedding_bag`` calls of a plain model become lookups of FBGEMM's table-batched embeddings (TBE)."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from graphpasses._torch.dynamo import guard_identity
+from graphpasses.analysis.levels import grad_modes, order_by_rank, rank_calls
+from graphpasses.embedding.arena import Arena
+from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
+from graphpasses.embedding.emit_lookup import emit_lookup
+from graphpasses.embedding.fused_update import FusedUpdate
+from graphpasses.embedding.lookup import TableLayout
+from graphpasses.embedding.torchrec.fake_kernels import register_fake_kernels
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.ops.pack_bags import PACK_BAGS
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["LowerEmbeddingBags"]
+
+# FBGEMM's `PoolingMode`.
+_POOLING_MODES = {"sum": 0, "mean": 1}
+
+
+@dataclass(frozen=True)
+class LoweringPlan:
+    """What becomes of a graph's calls of ``embedding_bag``.
+
+    Args:
+        lookups: calls that become one lookup each; those of one table stand together.
+        ranks: the order of nodes in which the calls of a lookup stand side by side.
+        left_alone: of each table whose calls stay, why.
+    """
+
+    lookups: tuple[tuple[BagCall, ...], ...]
+    ranks: dict[fx.Node, int]
+    left_alone: dict[str, str]
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Whether a node calls ``x.float()``; what is looked up is float32."""
+    return node.op == "call_method" and node.target == "float"
+
+
+def _plan(graph: TrainGraph) -> LoweringPlan:
+    calls, left_alone = read_bag_calls(graph)
+    ranks = rank_calls(graph.graph, odd=calls.__contains__, in_turn=lambda node: False)
+    modes = grad_modes(graph.graph)
+    groups: dict[Any, list[BagCall]] = defaultdict(list)
+    for node, call in calls.items():
+        groups[call.kind, ranks[node], modes[node]].append(call)
+    num_groups = Counter(fqn for group in groups.values() for fqn in {call.fqn for call in group})
+    scattered = {fqn for fqn, number in num_groups.items() if number > 1}
+    lookups = []
+    for group in groups.values():
+        by_table: dict[str, list[BagCall]] = defaultdict(list)
+        for call in group:
+            if call.fqn not in scattered:
+                by_table[call.fqn].append(call)
+        if by_table:
+            lookups.append(tuple(call for table in by_table.values() for call in table))
+    reason = "its calls are not alike, or one needs what the other looks up: they cannot be one update"
+    return LoweringPlan(tuple(lookups), ranks, left_alone | dict.fromkeys(scattered, reason))
+
+
+def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate) -> TableLayout:
+    rows = {call.fqn: call.table.size(0) for call in calls}
+    first_rows = dict(zip(rows, accumulate(rows.values(), initial=0), strict=False))
+    weights = dict(zip(rows, arena.offsets, strict=True))
+    states = dict(zip(rows, update.arenas["sum"].offsets, strict=True)) if update.arenas else {}
+    return TableLayout(
+        dims=tuple(call.table.size(1) for call in calls),
+        first_rows=tuple(first_rows[call.fqn] for call in calls),
+        num_rows=sum(rows.values()),
+        weights_offsets=tuple(weights[call.fqn] for call in calls),
+        momentum1_offsets=tuple(states[call.fqn] for call in calls if states),
+    )
+
+
+def _check_tables(graph: TrainGraph, arena: Arena, weights: Sequence[fx.Node]) -> None:
+    """Lets each call check that it reads the tables that lie in ``arena``; for others it is another graph."""
+    position = {node: index for index, node in enumerate(graph.placeholders)}
+    positions = [position[weight] for weight in weights]
+    for weight in weights:
+        guard_identity(weight)
+    graph.input_checks.append(lambda values: arena.check([values[position] for position in positions]))
+
+
+def _emit_lookup(graph: TrainGraph, calls: Sequence[BagCall]) -> fx.Node:
+    """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D]."""
+    tables = {call.fqn: call.table for call in calls}
+    name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
+    arena = Arena.of(list(tables.values()), list(tables))
+    update = FusedUpdate.of(calls[0].kind.form, tables)
+    _check_tables(graph, arena, list({call.fqn: call.weight for call in calls}.values()))
+    graph.checks.append(update.refresh)
+    weights = graph.add_input(arena.flat, f"{name}.weights_host")
+    bags, layout = _emit_bags(graph, calls), _layout(calls, arena, update)
+    return emit_lookup(graph, layout, weights, bags, update, name=name, like=calls[0].node)
+
+
+def _emit_bags(graph: TrainGraph, calls: Sequence[BagCall]) -> dict[str, Any]:
+    """Emits what a lookup reads of the batch; returns it by the names of the lookup's arguments."""
+
+    def emit(target: Callable[..., Any], *args: Any) -> fx.Node:
+        return graph.emit(target, args, like=calls[0].node)
+
+    packed = emit(
+        PACK_BAGS,
+        [call.ids for call in calls],
+        [call.offsets for call in calls],
+        [call.table.size(0) for call in calls],
+        [call.fqn for call in calls],
+        calls[0].kind.include_last_offset,
+    )
+    weights = [emit(torch.flatten, call.weights) for call in calls if call.weights is not None]
+    return {
+        "indices": emit(operator.getitem, packed, 0),
+        "offsets": emit(operator.getitem, packed, 1),
+        "pooling_mode": _POOLING_MODES[calls[0].kind.mode],
+        "indice_weights": emit(torch.cat, weights) if weights else None,
+    }
+
+
+def _replace_calls(graph: TrainGraph, calls: Sequence[BagCall], output: fx.Node) -> None:
+    """Gives the users of ``calls`` their columns of ``output``, and erases the calls."""
+    ends = accumulate((call.table.size(1) for call in calls), initial=0)
+    columns = dict(zip((call.node for call in calls), pairwise(ends), strict=True))
+    for node in columns:
+        for user in filter(_is_float, tuple(node.users)):
+            user.replace_all_uses_with(node)
+            graph.graph.erase_node(user)
+    for cat in dict.fromkeys(user for node in columns for user in node.users if user.target is torch.cat):
+        _join_columns(graph, cat, output, columns)
+    for node, (start, stop) in columns.items():
+        if node.users:
+            part = output
+            if len(calls) > 1:
+                with graph.graph.inserting_before(node):
+                    part = graph.emit(
+                        operator.getitem, (output, (slice(None), slice(start, stop))), like=node
+                    )
+                    layout = {"memory_format": torch.contiguous_format}
+                    part = graph.emit(torch.clone, (part,), layout, like=node)
+            node.replace_all_uses_with(part)
+        graph.graph.erase_node(node)
+
+
+def _join_columns(
+    graph: TrainGraph, cat: fx.Node, output: fx.Node, columns: dict[fx.Node, tuple[int, int]]
+) -> None:
+    """Lets ``cat`` read columns of ``output`` that stand side by side as one; all of them are ``output`` itself."""
+    arguments: dict[str, Any] = dict(zip(("tensors", "dim"), cat.args, strict=False)) | cat.kwargs
+    if arguments.keys() != {"tensors", "dim"} or arguments["dim"] not in (1, -1):
+        return
+    parts: list[fx.Node | tuple[int, int]] = []
+    for tensor in arguments["tensors"]:
+        start, stop = columns.get(tensor, (-1, -1))
+        match parts:
+            case [*_, (first, last)] if last == start:
+                parts[-1] = (first, stop)
+            case _:
+                parts.append(tensor if start < 0 else (start, stop))
+    if parts == [(0, output.meta["val"].size(1))] and all(set(node.users) == {cat} for node in columns):
+        cat.replace_all_uses_with(output)
+        graph.graph.erase_node(cat)
+        return
+
+    def read(part: fx.Node | tuple[int, int]) -> fx.Node:
+        if isinstance(part, fx.Node):
+            return part
+        return graph.emit(operator.getitem, (output, (slice(None), slice(*part))), like=cat)
+
+    with graph.graph.inserting_before(cat):
+        cat.args, cat.kwargs = (list(map(read, parts)), 1), {}
+
+
+@dataclass(frozen=True)
+class LowerEmbeddingBags(GraphPass):
+    """Makes one lookup of FBGEMM's TBE of the ``embedding_bag`` calls of a plain model.
+
+    ::
+
+        a = embedding_bag(ids_a, table_a, offsets_a);  b = embedding_bag(ids_b, table_b, offsets_b)
+        x = cat([a, b], 1)
+
+        ids, offsets = graphpasses::pack_bags([ids_a, ids_b], [offsets_a, offsets_b], …)   # checks them, too
+        x = split_embedding_codegen_lookup_sgd_function_pt2(tables, ids, offsets, …)
+
+    It lowers tables whose SGD, Adagrad or RowWiseAdagrad was put into backward by ``apply_optimizer_in_backward``:
+    they get a fused update in place of a gradient. There is one lookup per optimizer and its options, pooling, and
+    batch size, weighted or not. The optimizers stay true: the update reads their learning rate at each step and
+    writes their state. Parameters stay the objects that they were; their memory moves, see
+    :class:`~graphpasses.embedding.arena.Arena`.
+
+    Against eager, what is looked up has the same bits if bags are summed, weighted or not, and is rounded otherwise
+    if they are averaged. A row to which several ids of a batch point adds their gradients in another order. Where ids
+    are distinct, tables under SGD and Adagrad's sums have eager's bits; tables under Adagrad and RowWiseAdagrad, the
+    latter's sums, and gradients of per-sample weights are rounded otherwise.
+
+    Left alone and noted are tables without an optimizer in backward, or with one that has no fused form; those that
+    are not float32 parameters on the CPU; calls with ``padding_idx``, ``max_norm``, ``scale_grad_by_freq``,
+    ``sparse`` or ``mode="max"``; and tables that the model reads otherwise, too, or whose calls cannot be one lookup:
+    eager makes one update of all. As with TorchRec's fused modules, a backward over several calls of the compiled
+    model makes one update for each where eager makes one of their sum; so does a backward through two graphs, or
+    through a use of the table outside of the graph.
+
+    Raises, at a step:
+        IdError: an id is not a row of its table, or offsets make no bags.
+        OptimizerError: optimizers of one lookup were given different learning rates, or other options.
+        ArenaError: a table was moved or replaced.
+
+    Example:
+        >>> compiled = graphpasses.compile(model, pipeline=recommender_pipeline(lower_embedding_bags=True))
+        ... # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "lower-embedding-bags"
+    numerics: ClassVar[Numerics] = Numerics.ROUNDING
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.DYNAMO})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of calls that went."""
+        plan = _plan(graph)
+        for table, reason in plan.left_alone.items():
+            graph.note(f"{table} is looked up as before: {reason}")
+        if plan.lookups:
+            register_fake_kernels()
+            order_by_rank(graph.graph, plan.ranks)
+        for calls in plan.lookups:
+            first = next(node for node in graph.graph.nodes if node in {call.node for call in calls})
+            with graph.graph.inserting_before(first):
+                output = _emit_lookup(graph, calls)
+            _replace_calls(graph, calls, output)
+        return sum(map(len, plan.lookups))

@@ -1,0 +1,228 @@
+"""FBGEMM's writing operators write in place: fused updates their tables, bounds checks their indices."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphpasses._torch import pytree
+from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
+from graphpasses._torch.effects import storages
+from graphpasses.graph import Stage, TrainGraph, argument, is_collective
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["ReinplaceTBEUpdates"]
+
+aten = torch.ops.aten
+
+# These read a tensor's shape, not its values.
+_METADATA_OPS = frozenset(
+    {
+        aten.sym_size.int,
+        aten.sym_stride.int,
+        aten.sym_numel.default,
+        aten.sym_storage_offset.default,
+    }
+)
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether ``node`` makes a tensor without reading values (``reshape`` may copy)."""
+    is_view = node.target is operator.getitem or getattr(node.target, "is_view", False)
+    return is_view and storages(node) <= storages(*node.all_input_nodes[:1])
+
+
+def _is_empty(node: fx.Node) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in node.meta["val"].shape)
+
+
+def _clones_alike(node: fx.Node) -> bool:
+    """Whether a clone has the strides that the copy of ``auto_functionalized_v2`` has: those of the tensor."""
+    value = node.meta["val"]
+    return statically_known_true(sym_eq(torch.empty_like(value).stride(), value.stride()))
+
+
+def _copies(call: fx.Node, functionalized: FunctionalizedCall, index: int) -> list[fx.Node]:
+    """Returns the nodes whose value is base ``index`` after the call."""
+    return [user for user in call.users if user.args[1] == functionalized.num_results + index]
+
+
+class _Memory:
+    """Who reads and who keeps which memory. Every value of a written tensor has a storage of its own, still."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.position = {node: index for index, node in enumerate(graph.nodes)}
+        self.last_reader: dict[StorageWeakRef, fx.Node] = {}
+        self.returned: set[StorageWeakRef] = set()
+        self.owners: defaultdict[StorageWeakRef, set[fx.Node]] = defaultdict(set)
+        self.written_back: set[fx.Node] = set()
+        for node in self.position:
+            if node.op in ("placeholder", "get_attr"):
+                for storage in storages(node):
+                    self.owners[storage].add(node)
+            elif node.op == "output":
+                self.returned = storages(*node.all_input_nodes)
+            elif node.target is aten.copy_.default:
+                self.written_back.add(argument(node))
+                self._read(node, storages(argument(node, 1)))
+            elif node.target not in _METADATA_OPS and not _is_view(node):
+                self._read(node, storages(*node.all_input_nodes))
+
+    def _read(self, node: fx.Node, memory: set[StorageWeakRef]) -> None:
+        # A collective reads until it is waited for.
+        reader = max((node, *node.users), key=self.position.__getitem__) if is_collective(node) else node
+        for storage in memory:
+            last = self.last_reader.setdefault(storage, reader)
+            self.last_reader[storage] = max(last, reader, key=self.position.__getitem__)
+
+    def why_copied(self, node: fx.Node, call: FunctionalizedCall, index: int) -> str | None:
+        """Returns why base ``index`` of ``call`` cannot be written in place; None if it can."""
+        base, old = call.bases[index], storages(call.bases[index])
+        new = storages(*_copies(node, call, index))
+        owners = {owner for storage in old for owner in self.owners[storage]}
+        readers = [self.last_reader[storage] for storage in old if storage in self.last_reader]
+        late = [reader for reader in readers if self.position[reader] > self.position[node]]
+        others = _nodes(call.reads) + [other for other in call.bases if other is not base]
+        if _is_empty(base):
+            return None
+        if late:
+            return f"{late[0].name} reads the old value afterwards"
+        if not old.isdisjoint(self.returned):
+            return "the graph returns the old value"
+        if not old.isdisjoint(storages(*others)):
+            return "another argument of the call shares its memory"
+        if owners and (len(owners) > 1 or not owners <= self.written_back):
+            return "its owner keeps the old value"
+        if owners and not new.isdisjoint(self.returned):
+            return "the graph returns the new value, too"
+        for storage in new:
+            self.owners[storage] = owners
+        return None
+
+
+@dataclass(frozen=True)
+class DirectCall:
+    """A functionalized call that shall become a direct one.
+
+    Args:
+        node: the call.
+        copied: the numbers of the bases of which it shall write copies.
+    """
+
+    node: fx.Node
+    copied: frozenset[int]
+
+
+def _plan(graph: TrainGraph) -> list[DirectCall]:
+    memory = _Memory(graph.graph)
+    fqns = {node: item.fqn for node, item in zip(graph.placeholders, graph.inputs, strict=True)}
+    direct = []
+    for node in memory.position:
+        call = read_functionalized_call(node)
+        if call is None or call.op.namespace != "fbgemm":
+            continue
+        copied = set()
+        for index, base in enumerate(call.bases):
+            reason = memory.why_copied(node, call, index)
+            if reason is not None:
+                copied.add(index)
+                if base in fqns:
+                    graph.note(f"{call.op} writes a copy of {fqns[base]}: {reason}")
+        if all(_clones_alike(call.bases[index]) for index in copied):
+            direct.append(DirectCall(node, frozenset(copied)))
+        else:
+            graph.note(f"{call.op} writes a copy of a tensor with gaps: left alone")
+    return direct
+
+
+def _emit_written(graph: TrainGraph, value: Any, bases: Sequence[fx.Node], *, like: fx.Node) -> Any:
+    if isinstance(value, list):
+        return [_emit_written(graph, item, bases, like=like) for item in value]
+    if not isinstance(value, WrittenView):
+        return value
+    base = bases[value.base]
+    return base if value.view is None else graph.emit(value.view, (base, *value.args), like=like)
+
+
+def _emit_direct(graph: TrainGraph, direct: DirectCall) -> tuple[fx.Node, list[fx.Node]]:
+    """Returns the direct call, and its bases, which hold their new values behind it."""
+    node = direct.node
+    call = read_functionalized_call(node)  # anew: bases may be what calls that are direct by now have written
+    assert call is not None
+    bases = [
+        graph.emit(aten.clone.default, (base,), like=node) if index in direct.copied else base
+        for index, base in enumerate(call.bases)
+    ]
+    values = dict(call.reads)
+    for name, written in call.writes.items():
+        values[name] = _emit_written(graph, written, bases, like=node)
+    arguments = call.op._schema.arguments
+    args = tuple(values[argument.name] for argument in arguments if not argument.kwarg_only)
+    kwargs = {argument.name: values[argument.name] for argument in arguments if argument.kwarg_only}
+    return graph.emit(call.op, args, kwargs, like=node), bases
+
+
+def _apply(graph: TrainGraph, direct: DirectCall) -> None:
+    node = direct.node
+    with graph.graph.inserting_before(node):
+        call, bases = _emit_direct(graph, direct)
+    num_results = len(node.meta["val"]) - len(bases)
+    for output in list(node.users):
+        index: Any = output.args[1]
+        if index < num_results > 1:
+            output.args = (call, index)
+            continue
+        value = call if index < num_results else bases[index - num_results]
+        if value is call or index - num_results in direct.copied:
+            value.meta["val"] = output.meta["val"]  # whose storage is that of the views that follow
+            graph.mark_value_known(value)
+        graph.replace_equal(output, value)
+    graph.graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class ReinplaceTBEUpdates(GraphPass):
+    """Lets fused updates write their tables, and bounds checks their indices, in place.
+
+    AOTAutograd makes functions of FBGEMM's writing operators, which clone what they write: a whole table, twice::
+
+        new = auto_functionalized_v2(backward_sgd, ..., _all_bases=[table])[1]
+        copy_(table, new)                                       ->    backward_sgd(..., table, ...)
+
+    A call writes in place where nobody behind it reads what was there before (not even a collective that is under
+    way), where the graph does not return that memory, and where an input, if it is one, changes anyway. Otherwise
+    the call writes a clone; for inputs a note says why. Several updates of one table stay in their order.
+
+    Writes make an order of nodes binding, so this pass comes last.
+
+    Example:
+        >>> print(Pipeline((ReinplaceTBEUpdates(),)).run(backward).report)  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "reinplace-tbe-updates"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    # Not joint graphs: their partitioner may run a node in both halves.
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.FORWARD, Stage.BACKWARD})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of calls that are direct now."""
+        planned = _plan(graph)
+        for direct in planned:
+            _apply(graph, direct)
+        for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default):
+            if argument(node) is argument(node, 1):
+                node.replace_all_uses_with(argument(node))
+                graph.graph.erase_node(node)
+        return len(planned)

@@ -1,0 +1,218 @@
+"""What a forward pass computes twice, above all when a shared module is called again with the same features."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from graphpasses._torch import pytree
+from graphpasses._torch.auto_functionalized import read_functionalized_call
+from graphpasses._torch.effects import collective_group, has_hidden_state, storages, written_inputs
+from graphpasses._torch.group_ranks import named_group
+from graphpasses._torch.symbols import can_name_alike, name_alike
+from graphpasses._torch.tracing import outside_tracing
+from graphpasses.agreement import agree
+from graphpasses.errors import AgreementError
+from graphpasses.graph import ALL_TO_ALL, InputKind, TrainGraph, argument
+
+__all__ = ["find_repeats", "merge_repeats"]
+
+aten = torch.ops.aten
+
+_BOUNDS_CHECK = "fbgemm.bounds_check_indices.default"
+_LOOKUP = re.compile(r"fbgemm\.split_embedding_(nobag_)?codegen_forward_\w+_pt2_wrapper\.default")
+_UNINITIALIZED = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+
+
+# ---- which nodes have a value that another node may have ------------------------------------------------
+
+
+def _called(node: fx.Node) -> str:
+    """Returns the name of the operator of a functionalized call; ``""`` for any other node."""
+    call = read_functionalized_call(node)
+    return "" if call is None else str(call.op)
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether the value of a call follows from its inputs, and computing it does nothing else."""
+    if (name := _called(node)) == _BOUNDS_CHECK:
+        return str(_warning(node).meta["val"].device) == "cpu"
+    if name:
+        return _LOOKUP.fullmatch(name) is not None
+    if node.target in _UNINITIALIZED:
+        return _is_empty(node.meta["val"])
+    if node.target == aten._assert_scalar.default:
+        return True
+    if has_hidden_state(node) or any(written_inputs(node)):
+        return False
+    if collective_group(node) is not None:
+        return node.target == ALL_TO_ALL
+    value = node.meta.get("val")
+    kinds = (torch.Tensor, torch.SymInt, torch.SymBool, int, type(None))
+    return value is not None and all(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
+
+
+def _is_empty(value: torch.Tensor) -> bool:
+    return any(isinstance(size, int) and size == 0 for size in value.shape)
+
+
+def _bases(call: fx.Node) -> list[fx.Node]:
+    return cast(list[fx.Node], call.kwargs["_all_bases"])
+
+
+def _warning(bounds_check: fx.Node) -> fx.Node:
+    """Returns the number of bad ids that a bounds check is given, to be written."""
+    return _bases(bounds_check)[cast(int, bounds_check.kwargs["_warning_base_index"])]
+
+
+def _counter(bounds_check: fx.Node) -> fx.Node:
+    """Returns that number before the first of all checks that write it."""
+    warning = _warning(bounds_check)
+    while warning.target is operator.getitem and _called(argument(warning)) == _BOUNDS_CHECK:
+        warning = _warning(argument(warning))
+    return warning
+
+
+def _freeze(value: Any) -> object:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return tuple((key, _freeze(item)) for key, item in value.items())
+    return type(value), value  # 1 == 1.0
+
+
+def _key(graph: TrainGraph, node: fx.Node, repeated: Mapping[fx.Node, fx.Node]) -> object:
+    """Returns what only nodes of equal value have in common; None if no other may have the node's value."""
+    if node.op == "get_attr":
+        value = operator.attrgetter(str(node.target))(graph.module)
+        if type(value) is not torch.Tensor:
+            return None
+        with outside_tracing():
+            data = value.flatten().view(torch.uint8).tolist()
+        return value.dtype, value.device, value.shape, value.stride(), tuple(data)
+    if node.op != "call_function" or not _is_function(node):
+        return None
+    inputs: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: repeated.get(n, n))
+    args, kwargs = inputs
+    if node.target == aten._assert_scalar.default:
+        return node.target, args[0]  # without the message
+    if _called(node) == _BOUNDS_CHECK:
+        # On CPU a check overwrites the count of the one before, or leaves it.
+        bases = [
+            _counter(node) if base is _warning(node) else repeated.get(base, base) for base in _bases(node)
+        ]
+        kwargs = {**kwargs, "_all_bases": bases}
+    return node.target, _freeze(args), _freeze(kwargs)
+
+
+# ---- repeats ---------------------------------------------------------------------------------------------
+
+
+def _find_repeats(graph: TrainGraph, classes: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+    """Returns the repeats that this rank sees, if all-to-alls may repeat only those of their class."""
+    returned = storages(*graph.graph.output_node().all_input_nodes)
+    backward = {
+        node
+        for item, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if item.kind is InputKind.TANGENT
+    }
+    first: dict[object, fx.Node] = {}
+    repeated: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        if not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+            continue
+        key = _key(graph, node, repeated)
+        # What is returned must not share memory with another value; an all-to-all goes with its wait.
+        memory = storages(node, *node.users) if node in classes else storages(node)
+        if key is None or not memory.isdisjoint(returned):
+            continue
+        kept = first.setdefault((key, classes.get(node)), node)
+        if kept is not node and can_name_alike(node, kept):
+            repeated[node] = kept
+    return repeated
+
+
+def find_repeats(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
+    """Finds what a forward pass repeats: lookups, all-to-alls, reads of sizes, and what lies between.
+
+    An all-to-all repeats another if it does on every rank: a rank without tables may see less difference than the
+    rest. Each rank says which it sees repeated; of these, the ones that all see may be merged. Without the others a
+    rank may see fewer, so they ask until nothing changes.
+
+    Args:
+        graph: a joint graph.
+
+    Returns:
+        Each repeating node, in order, with the earlier one.
+
+    Raises:
+        AgreementError: ranks see different all-to-alls, or this one compiled again what it no longer sees as agreed.
+    """
+    launches = [node for node in graph.graph.nodes if node.target == ALL_TO_ALL]
+    index = {node: number for number, node in enumerate(launches)}
+    classes, all_different = [0] * len(launches), list(range(len(launches)))
+    while True:
+        repeated = _find_repeats(graph, dict(zip(launches, classes, strict=True)))
+        local = [index[repeated.get(node, node)] for node in launches]
+        agreed = _agreed(graph, launches, classes, local) if classes != all_different else all_different
+        if agreed == classes:
+            break
+        classes = agreed
+    if any(local[number] != local[first] for number, first in enumerate(classes)):
+        raise AgreementError(
+            "this rank compiled the joint graph again, and now all-to-alls differ that all ranks agreed to launch as "
+            "one. Disable 'deduplicate-shared' for this model"
+        )
+    return repeated
+
+
+def _agreed(
+    graph: TrainGraph, launches: Sequence[fx.Node], classes: Sequence[int], repeats: list[int]
+) -> list[int]:
+    """Returns for each all-to-all the first one that it repeats on every rank."""
+    groups = list(dict.fromkeys(map(collective_group, launches)))
+    question = [f"repeats within {classes}"]
+    question += [
+        f"{node.target} of {node.meta['val'].dtype} in process group {groups.index(collective_group(node))}"
+        for node in launches
+    ]
+    # Group after group, as along the axes of a mesh, what one rank knows reaches all.
+    for group in groups:
+        everyone = agree(question, repeats, model=graph.model, group=named_group(group))
+        seen = list(zip(*everyone, strict=True))
+        first = {key: number for number, key in reversed(list(enumerate(seen)))}
+        repeats = [first[key] for key in seen]
+    return repeats
+
+
+def merge_repeats(graph: TrainGraph) -> int:
+    """Removes every node that :func:`find_repeats` finds; its users read the earlier one.
+
+    Args:
+        graph: a joint graph.
+
+    Returns:
+        The number of nodes removed.
+
+    Raises:
+        AgreementError: as above.
+    """
+    repeated = find_repeats(graph)
+    for node, kept in repeated.items():
+        name_alike(node, kept)
+        graph.replace_equal(node, kept)
+    return len(repeated)

@@ -1,0 +1,182 @@
+"""What a pass changed in a graph, as excerpts for people."""
+
+from __future__ import annotations
+
+import bisect
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx
+
+from graphpasses.graph import TrainGraph
+from graphpasses.graph.pass_report import Excerpt
+
+__all__ = ["Line", "find_excerpts", "read_lines"]
+
+_CONTEXT = 2  # unchanged lines around a change
+_MAX_LINES = 40  # of one side of an excerpt
+_MAX_CHARS = 160
+_MAX_EXCERPTS = 30
+
+
+@dataclass(frozen=True)
+class Line:
+    """A node as it was when it was read.
+
+    Args:
+        node: the node, which tells it from others of the same text.
+        text: what it computes, from what, and its dtype and shape.
+        operator: its operator alone, which is alike in all layers of a model.
+    """
+
+    node: fx.Node
+    text: str
+    operator: str
+
+
+def read_lines(graph: TrainGraph) -> list[Line]:
+    """Reads a step's graph as text, one line per node.
+
+    Args:
+        graph: the step; what it becomes later does not change its lines.
+
+    Example:
+        >>> [line.text for line in read_lines(captured)][-2:]  # doctest: +SKIP
+        ['mul = aten.mul.Tensor(x, weight_1)  # float32[4, 8], of layers.0.weight', 'return [mul]']
+    """
+    names = {node: item.fqn for node, item in zip(graph.placeholders, graph.inputs, strict=True)}
+    return [Line(node, _text(node, names), _operator(node)) for node in graph.graph.nodes]
+
+
+def find_excerpts(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Excerpt, ...], int]:
+    """Finds the places where a graph changed, and shows those that look alike once.
+
+    Args:
+        before: the graph as it was.
+        after: as it is; nodes that it kept are the same objects.
+
+    Returns:
+        The excerpts, in the order of the graph; and how many changed places none of them stands for, since there
+        would be too many.
+
+    Example:
+        >>> before = read_lines(graph)  # doctest: +SKIP
+        >>> DeduplicateShared().rewrite(graph)  # doctest: +SKIP
+        >>> found, num_left_out = find_excerpts(before, read_lines(graph))  # doctest: +SKIP
+    """
+    kept = _kept(before, after)
+    staying = {before[index].node for index, _ in kept}
+    texts = [{line.node: line.text for line in lines} for lines in (before, after)]
+    sides = []
+    for lines, mark, other in ((before, "-", texts[1]), (after, "+", texts[0])):
+        marks = [
+            " " if line.node in staying else "~" if other.get(line.node) == line.text else mark
+            for line in lines
+        ]
+        sides.append(_Side(lines, marks))
+    alike: dict[object, list[tuple[slice, slice]]] = {}
+    for place in _places(kept, len(before), len(after)):
+        alike.setdefault(tuple(map(_Side.signature, sides, place)), []).append(place)
+    patterns = list(alike.values())
+    before_side, after_side = sides
+    found = (
+        Excerpt(before_side.show(places[0][0]), after_side.show(places[0][1]), len(places))
+        for places in patterns[:_MAX_EXCERPTS]
+    )
+    return tuple(found), sum(map(len, patterns[_MAX_EXCERPTS:]))
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A graph before or after a pass, and each line's mark."""
+
+    lines: Sequence[Line]
+    marks: Sequence[str]
+
+    def signature(self, place: slice) -> object:
+        """Returns what is equal for places that look alike."""
+        marked = zip(self.marks[place], self.lines[place], strict=True)
+        return tuple((mark, line.operator) for mark, line in marked if mark != " ")
+
+    def show(self, place: slice) -> tuple[str, ...]:
+        """Returns the lines of a place and some around them; of very many the first and the last."""
+        around = slice(max(0, place.start - _CONTEXT), place.stop + _CONTEXT)
+        shown = [
+            f"{mark} {line.text[:_MAX_CHARS]}{'…' * (len(line.text) > _MAX_CHARS)}"
+            for mark, line in zip(self.marks[around], self.lines[around], strict=True)
+        ]
+        if len(shown) > _MAX_LINES:
+            half = _MAX_LINES // 2
+            shown[half:-half] = [f"… {len(shown) - 2 * half} more lines"]
+        return tuple(shown)
+
+
+def _places(
+    kept: Sequence[tuple[int, int]], num_before: int, num_after: int
+) -> Iterator[tuple[slice, slice]]:
+    """Yields where lines changed, before and after; places with few lines between them that stayed are one."""
+    changed: list[tuple[slice, slice]] = []
+    for (i, j), (next_i, next_j) in itertools.pairwise([(-1, -1), *kept, (num_before, num_after)]):
+        if next_i - i == 1 and next_j - j == 1:
+            continue
+        start_before, start_after = i + 1, j + 1
+        if changed and start_before - changed[-1][0].stop <= 2 * _CONTEXT:
+            start_before, start_after = (side.start for side in changed.pop())
+        changed.append((slice(start_before, next_i), slice(start_after, next_j)))
+    yield from changed
+
+
+def _kept(before: Sequence[Line], after: Sequence[Line]) -> list[tuple[int, int]]:
+    """Returns the indices of lines that stayed: a longest common subsequence, each line being one of its kind."""
+    index_of = {line.node: index for index, line in enumerate(before)}
+    common = [
+        (i, j)
+        for j, line in enumerate(after)
+        if (i := index_of.get(line.node)) is not None and before[i].text == line.text
+    ]
+    # The longest ascending subsequence, by patience sorting: ends[n] is the last of the best one of length n + 1.
+    ends: list[int] = []
+    pairs: list[int] = []
+    previous: list[int] = []
+    for index, (i, _) in enumerate(common):
+        length = bisect.bisect_left(ends, i)
+        previous.append(pairs[length - 1] if length else -1)
+        ends[length : length + 1] = [i]
+        pairs[length : length + 1] = [index]
+    kept, index = [], pairs[-1] if pairs else -1
+    while index >= 0:
+        kept.append(common[index])
+        index = previous[index]
+    return kept[::-1]
+
+
+def _text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]!r}"
+    text = f"{node.name} = {_operator(node)}"
+    if node.op not in ("placeholder", "get_attr"):
+        arguments = [*map(repr, node.args), *(f"{name}={value!r}" for name, value in node.kwargs.items())]
+        text += f"({', '.join(arguments)})"
+    facts = [_shape(node.meta.get("val"))]
+    facts += [f"of {names[each]}" for each in (node, *node.all_input_nodes) if names.get(each)]
+    said = ", ".join(filter(None, facts))
+    return f"{text}  # {said}" if said else text
+
+
+def _operator(node: fx.Node) -> str:
+    if node.op in ("placeholder", "output"):
+        return node.op
+    if isinstance(node.target, str):
+        return node.target
+    # An operator's own text is its short name, a function's is its address.
+    return node.target.__name__ if inspect.isroutine(node.target) else str(node.target)
+
+
+def _shape(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple | list) and value and all(isinstance(each, Tensor) for each in value):
+        return f"{len(value)} tensors, the first {_shape(value[0])}"
+    return ""

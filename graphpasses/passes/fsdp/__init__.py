@@ -1,0 +1,1 @@
+"""Passes that give FSDP steps eager FSDP2's collectives and bits."""

@@ -1,0 +1,333 @@
+"""One all-gather, one reduce-scatter and one HSDP all-reduce per bucket, packed in eager FSDP2's byte order."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import fx
+
+from graphpasses.analysis.parameter_collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    CAST,
+    REDUCE_SCATTER,
+    GradReduction,
+    Unshard,
+    find_grad_reductions,
+    find_unshards,
+    is_backward,
+)
+from graphpasses.errors import LayoutError, UnsupportedError
+from graphpasses.fsdp.graph_layout import SPLIT, graph_layout
+from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.layout_diff import diff_layouts
+from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction
+from graphpasses.graph import WAIT, Stage, TrainGraph, argument
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["BucketFSDPCollectives"]
+
+aten = torch.ops.aten
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Gather:
+    """All-gathers to launch as one, in byte order."""
+
+    unshards: tuple[Unshard, ...]
+
+
+@dataclass(frozen=True)
+class _Reduce:
+    """Gradients to reduce as one, in byte order, and how."""
+
+    reductions: tuple[GradReduction, ...]
+    reduction: Reduction
+
+
+def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], list[_Reduce], list[str]]:
+    """Returns what to bucket, and what was left alone and why. Reads nothing that differs between ranks."""
+    # A parameter is gathered in forward and, where activations are recomputed, again in backward.
+    unshards: dict[tuple[str, bool], list[Unshard]] = {}
+    for unshard in find_unshards(graph):
+        unshards.setdefault((unshard.fqn, is_backward(unshard.all_gather)), []).append(unshard)
+    # By the names under which buckets have them: a tied parameter may be in two, see chunked_buckets.
+    accumulated = {fqn for bucket in buckets if bucket.accumulates for fqn in bucket.fqns}
+    reductions: dict[str, list[GradReduction]] = {}
+    for reduction in itertools.chain.from_iterable(find_grad_reductions(graph).values()):
+        name = reduction.name if reduction.name in accumulated else reduction.fqn
+        reductions.setdefault(name, []).append(reduction)
+    gathers: list[_Gather] = []
+    reduces: list[_Reduce] = []
+    for bucket in buckets:
+        # FSDP2 splits a group by process group, in first-seen order (shard_placement_fn can choose one).
+        for backward in (False, True):
+            found = [unshards[fqn, backward][0] for fqn in bucket.fqns if (fqn, backward) in unshards]
+            for members in _by_group(found, lambda unshard: unshard.all_gather.args[1:]):
+                if len(members) > 1:
+                    gathers.append(_Gather(members))
+        _refuse_zeros(graph, bucket, reductions)
+        reduced = [reductions[fqn][0] for fqn in bucket.fqns if len(reductions.get(fqn, ())) == 1]
+        for together in _by_group(reduced, _reduce_group):
+            captured = _captured_reduction(together[0])
+            how = bucket.reduction or captured
+            how = replace(how, dtype=how.dtype or captured.dtype)
+            if len(together) > 1 or together[0].all_reduce or captured != how:
+                reduces.append(_Reduce(together, how))
+    return gathers, reduces, _notes(graph, buckets, unshards, reductions)
+
+
+def _refuse_zeros(graph: TrainGraph, bucket: Bucket, reductions: Mapping[str, object]) -> None:
+    parameters, canonical = graph.parameters, graph.identity.canonical
+    missing = [f for f in bucket.fqns if parameters[canonical(f)].requires_grad and f not in reductions]
+    if bucket.reduces_unused and missing:
+        raise UnsupportedError(
+            f"eager reduces zeros for {missing[0]!r} of bucket {bucket.name!r}, which this step leaves without a "
+            "gradient (set_reduce_scatter_unused_params); the graph has no gradient to pack. Turn it off in eager, "
+            "or make the step use the parameter"
+        )
+
+
+def _by_group(members: Iterable[T], key: Callable[[T], object]) -> list[tuple[T, ...]]:
+    groups: dict[object, list[T]] = {}
+    for member in members:
+        groups.setdefault(key(member), []).append(member)
+    return [tuple(group) for group in groups.values()]
+
+
+def _reduce_group(reduction: GradReduction) -> object:
+    all_reduce = reduction.all_reduce.args[1:] if reduction.all_reduce else None
+    return reduction.reduce_scatter.args[1:], all_reduce
+
+
+def _captured_reduction(reduction: GradReduction) -> Reduction:
+    op = reduction.reduce_scatter.args[1]
+    all_reduce_op = reduction.all_reduce.args[1] if reduction.all_reduce else op
+    return Reduction(op, all_reduce_op, dtype=reduction.reduce_scatter.meta["val"].dtype)  # type: ignore[arg-type]
+
+
+def _notes(
+    graph: TrainGraph,
+    buckets: Sequence[Bucket],
+    unshards: Mapping[tuple[str, bool], Sequence[Unshard]],
+    reductions: Mapping[str, Sequence[GradReduction]],
+) -> list[str]:
+    gathered = {fqn for fqn, _ in unshards}
+    planned = {fqn for bucket in buckets for fqn in bucket.fqns}
+    sharded = {fqn: info for fqn, info in graph.parameters.items() if info.shard_dim is not None}
+    trainable = {fqn for fqn, info in sharded.items() if info.requires_grad}
+    read = {fqn for fqn, placeholder in graph.parameter_placeholders() if placeholder.users}
+    unread = sharded.keys() - read
+    notes = []
+    for message, fqns in (
+        ("in no plan entry, keep their own collectives", (gathered | set(reductions)) - planned),
+        (
+            "gathered several times, only the first is bucketed",
+            {f for (f, _), u in unshards.items() if len(u) > 1},
+        ),
+        ("reduced several times, not bucketed", {f for f, r in reductions.items() if len(r) > 1}),
+        ("trainable without a gradient in this step, not reduced", trainable & graph.without_gradient),
+        ("not read by this step, not gathered", unread),
+    ):
+        if fqns:
+            notes.append(f"{message}: {', '.join(sorted(fqns))}")
+    return notes
+
+
+def _apply_gather(graph: TrainGraph, plan: _Gather, order: Mapping[fx.Node, int]) -> None:
+    first = min((unshard.all_gather for unshard in plan.unshards), key=order.__getitem__)
+    shards = [argument(unshard.all_gather) for unshard in plan.unshards]
+    _, num_shards, group = first.args
+    dtypes = {shard.meta["val"].dtype for shard in shards}
+    with graph.graph.inserting_before(first):
+        for shard in shards:
+            _move_before(first, shard, order)
+        flat = [graph.emit(aten.reshape.default, (shard, [-1]), like=first) for shard in shards]
+        if len(dtypes) > 1:  # as FSDP2: mixed dtypes travel as bytes
+            flat = [graph.emit(aten.view.dtype, (node, torch.uint8), like=first) for node in flat]
+        packed = graph.emit(aten.cat.default, (flat,), like=first)
+        launched = graph.emit(ALL_GATHER, (packed, num_shards, group), like=first)
+        gathered = graph.emit(WAIT, (launched,), like=first)
+        rows = graph.emit(aten.view.default, (gathered, [num_shards, -1]), like=first)
+        sizes = [node.meta["val"].numel() for node in flat]
+        parts = graph.emit(aten.split_with_sizes_copy.default, (rows, sizes, 1), like=first)
+        for index, unshard in enumerate(plan.unshards):
+            value = unshard.wait.meta["val"]
+            part = graph.emit(operator.getitem, (parts, index), like=unshard.wait)
+            if len(dtypes) > 1:
+                part = graph.emit(aten.view.dtype, (part, value.dtype), like=unshard.wait)
+            whole = graph.emit(aten.view.default, (part, list(value.shape)), like=unshard.wait)
+            unshard.wait.replace_all_uses_with(whole)
+
+
+def _move_before(point: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
+    """Moves the chain from a placeholder to ``node`` before ``point``, unless it is there."""
+    chain = []
+    while node.op != "placeholder" and order[node] > order[point]:
+        chain.append(node)
+        node = argument(node)
+    for link in reversed(chain):
+        point.prepend(link)
+
+
+def _apply_reduce(
+    graph: TrainGraph, plan: _Reduce, order: Mapping[fx.Node, int]
+) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yields each reduced gradient and what takes its place; only the output reads them."""
+    last = max((reduction.gradient for reduction in plan.reductions), key=order.__getitem__)
+    like = plan.reductions[0].reduce_scatter
+    num_shards, group = like.args[2:]
+    assert isinstance(num_shards, int)
+    how = plan.reduction
+    dtype = how.dtype or like.meta["val"].dtype
+    gradients = [reduction.gradient for reduction in plan.reductions]
+    uniform = len({gradient.meta["val"].dtype for gradient in gradients}) == 1
+    with graph.graph.inserting_before(last.next):
+        rows = [
+            _by_shard(
+                graph, gradient if uniform else _cast(graph, gradient, dtype), reduction, int(num_shards)
+            )
+            for gradient, reduction in zip(gradients, plan.reductions, strict=True)
+        ]
+        packed = graph.emit(aten._chunk_cat.default, (rows, 0, num_shards), like=like)
+        value = _divide(graph, _cast(graph, packed, dtype), how.predivide)
+        value = graph.emit(REDUCE_SCATTER, (value, how.reduce_scatter_op, num_shards, group), like=like)
+        value = graph.emit(WAIT, (value,), like=like)
+        if all_reduce := plan.reductions[0].all_reduce:
+            value = graph.emit(ALL_REDUCE, (value, how.all_reduce_op, all_reduce.args[2]), like=like)
+            value = graph.emit(WAIT, (value,), like=like)
+        value = _divide(graph, value, how.postdivide)
+        final = {reduction.reduced.meta["val"].dtype for reduction in plan.reductions}
+        if len(final) == 1:
+            value = _cast(graph, value, *final)
+        flat = graph.emit(aten.view.default, (value, [-1]), like=like)
+        sizes = [reduction.wait.meta["val"].numel() for reduction in plan.reductions]
+        parts = graph.emit(SPLIT, (flat, sizes), like=like)
+        for index, reduction in enumerate(plan.reductions):
+            part = graph.emit(operator.getitem, (parts, index), like=reduction.wait)
+            part = graph.emit(
+                aten.view.default, (part, list(reduction.wait.meta["val"].shape)), like=reduction.wait
+            )
+            part = _cast(graph, part, reduction.reduced.meta["val"].dtype)
+            for node in reduction.tail:
+                if node.target != CAST:
+                    part = graph.emit(node.target, (part, *node.args[1:]), node.kwargs, like=node)  # type: ignore[arg-type]
+            yield reduction.reduced, part
+
+
+def _by_shard(graph: TrainGraph, gradient: fx.Node, reduction: GradReduction, num_shards: int) -> fx.Node:
+    """Brings the shards of a gradient sharded on another dim than 0 to dim 0."""
+    info = graph.parameters[reduction.fqn]
+    dim = info.shard_dim or 0
+    if dim == 0:
+        return gradient
+    if info.shape[dim] % num_shards:
+        raise UnsupportedError(
+            f"parameter {reduction.fqn!r} is sharded on dim {dim} of size {info.shape[dim]}, which {num_shards} "
+            "ranks do not divide; eager FSDP2 refuses it too. Shard it on dim 0"
+        )
+    split = graph.emit(
+        aten.split.Tensor, (gradient, info.shape[dim] // num_shards, dim), like=reduction.reduce_scatter
+    )
+    chunks = [
+        graph.emit(operator.getitem, (split, index), like=reduction.reduce_scatter)
+        for index in range(num_shards)
+    ]
+    return graph.emit(aten.cat.default, (chunks,), like=reduction.reduce_scatter)
+
+
+def _cast(graph: TrainGraph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if node.meta["val"].dtype == dtype:
+        return node
+    return graph.emit(CAST, (node,), {"dtype": dtype}, like=node)
+
+
+def _divide(graph: TrainGraph, node: fx.Node, divisor: float | None) -> fx.Node:
+    if divisor is None or divisor == 1:
+        return node
+    return graph.emit(aten.div.Scalar, (node, divisor), like=node)
+
+
+@dataclass(frozen=True)
+class BucketFSDPCollectives(GraphPass):
+    """Launches one all-gather, one reduce-scatter and, with HSDP, one all-reduce per plan entry.
+
+    ::
+
+        wait(all_gather(a));  wait(all_gather(b))      ->  split(wait(all_gather(cat(a, b))))
+        wait(reduce_scatter(cast(ga))), … of gb        ->  split(cast(wait(reduce_scatter(cast(pack(ga, gb))))))
+        reduce_scatter(wait(all_reduce(cast(ga)))), …  ->  split(wait(all_reduce(wait(reduce_scatter(pack(…))))))
+
+    Every gradient is packed per parameter, in the plan's order, at eager FSDP2's byte offset: the byte offset
+    decides the NCCL ring, and so the order of addition. Parameters without a gradient stay in the all-gather
+    and drop out of the reduce-scatter. All decisions come from the plan and from facts equal on every rank.
+    Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather`` and ``foreach_reduce``.
+
+    Args:
+        plan: which parameters share a bucket, in which order, and how they are reduced.
+        expected_layout: a layout, usually ``eager_layout(eager_model)``, that the result must equal; parameters
+            without a gradient in this step are taken out of it first.
+
+    Raises (from ``rewrite``):
+        PlanError: the plan does not fit the model.
+        LayoutError: the result differs from ``expected_layout``; the message lists what moved.
+        UnsupportedError: a reduced gradient is read inside the step, or an uneven Shard(dim≠0).
+
+    Example:
+        >>> plan = BucketPlan.from_fully_shard(eager_model)  # doctest: +SKIP
+        >>> expected_layout = eager_layout(eager_model)  # doctest: +SKIP
+        >>> Pipeline((DeduplicateShared(), CoalesceGradReductions(),
+        ...           BucketFSDPCollectives(plan, expected_layout))).run(step)  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "bucket-fsdp-collectives"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared", "coalesce-grad-reductions"})
+
+    plan: BucketPlan
+    expected_layout: Layout | None = None
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of buckets made."""
+        gathers, reduces, notes = _plan(graph, self.plan.resolve(graph.model))
+        _refuse_inner_readers(reduces)
+        order = {node: index for index, node in enumerate(graph.graph.nodes)}
+        for gather in gathers:
+            _apply_gather(graph, gather, order)
+        graph.replace_outputs(
+            dict(pair for reduce in reduces for pair in _apply_reduce(graph, reduce, order))
+        )
+        for note in notes:
+            graph.note(note)
+        if self.expected_layout is not None:
+            _check_layout(graph, self.expected_layout)
+        return len(gathers) + len(reduces)
+
+
+def _refuse_inner_readers(reduces: Iterable[_Reduce]) -> None:
+    for reduction in (reduction for reduce in reduces for reduction in reduce.reductions):
+        chain = (reduction.wait, *reduction.tail)
+        readers = {user for node in chain for user in node.users} - set(chain)
+        if inner := [user for user in readers if user.op != "output"]:
+            raise UnsupportedError(
+                f"the reduced gradient of {reduction.fqn!r} is read inside the step by {inner[0].name}; its "
+                "reduction cannot wait for its bucket. Move that computation out of the captured step"
+            )
+
+
+def _check_layout(graph: TrainGraph, expected_layout: Layout) -> None:
+    present = {entry.fqn for bucket in expected_layout.buckets for entry in bucket.entries}
+    asked = expected_layout.without(present & graph.without_gradient)
+    if diff := diff_layouts(asked, graph_layout(graph)):
+        raise LayoutError(
+            "the graph cannot meet the layout that was asked for (before: asked, after: graph); take the plan from "
+            "BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction, and both models the same "
+            f"sharded dims\n{diff}"
+        )

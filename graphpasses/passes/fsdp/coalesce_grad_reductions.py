@@ -1,0 +1,195 @@
+"""Add the gradients of a parameter's uses before they are reduced, as eager does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from graphpasses.analysis.parameter_collectives import (
+    ADD_IN_PLACE,
+    CAST,
+    GradReduction,
+    find_grad_reductions,
+    gradient_summands,
+    is_add,
+    is_read_inside,
+)
+from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph import WAIT, Stage, TrainGraph
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["CoalesceGradReductions"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Coalesce:
+    """Reduce the sum of ``reductions``' gradients, in order, once; put it in ``slot`` and clear ``cleared``."""
+
+    fqn: str
+    reductions: tuple[GradReduction, ...]
+    slot: int
+    cleared: tuple[int, ...]
+    after_cast: bool
+
+
+def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesce], list[str]]:
+    """Returns what to coalesce, and what was left alone and why."""
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    values = graph.output_values
+    reductions = find_grad_reductions(graph)
+    plans: list[_Coalesce] = []
+    notes: list[str] = []
+    for fqn, slots, after_cast in _reduced_together(graph, accumulated):
+        num_summands = sum(1 for slot in slots for _ in gradient_summands(values[slot]))
+        if num_summands < 2:
+            continue
+        names = {graph.outputs[slot].fqn for slot in slots}
+        found = [reduction for reduction in reductions.get(fqn, ()) if reduction.name in names]
+        reason = _obstacle(found, num_summands, values, slots)
+        if reason:
+            notes.append(f"{fqn}: {num_summands} gradients are not added before their reduction: {reason}")
+            continue
+        if any(_is_reduced_already(reduction) for reduction in found):
+            raise UnsupportedError(
+                f"parameter {fqn!r} is read {num_summands} times, and tensor parallelism reduces the gradient of "
+                "each use before FSDP does; eager adds the uses first. Read it once in forward and share what was "
+                "read, or capture the step without tensor parallelism"
+            )
+        # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
+        in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
+        plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:]), after_cast))
+    return plans, notes
+
+
+def _reduced_together(
+    graph: TrainGraph, accumulated: frozenset[str]
+) -> Iterator[tuple[str, list[int], bool]]:
+    """Yields FQNs and gradient outputs that eager reduces as one, and whether it adds them after their cast.
+
+    A tied parameter's gradients of several backward calls are apart from its others.
+    """
+    values = graph.output_values
+    for fqn, slots in graph.gradient_slots().items():
+        by_cast: dict[bool, list[int]] = {}
+        for slot in slots:
+            if values[slot] is not None:
+                after_cast = not accumulated.isdisjoint((fqn, graph.outputs[slot].fqn))
+                by_cast.setdefault(after_cast, []).append(slot)
+        for after_cast, together in by_cast.items():
+            yield fqn, together, after_cast
+
+
+def _obstacle(
+    found: list[GradReduction], num_summands: int, values: list[fx.Node], slots: list[int]
+) -> str | None:
+    if len(found) != num_summands:
+        return "some are not the result of one reduce-scatter"
+    facts = {
+        (
+            reduction.gradient.meta["val"].dtype,
+            tuple(reduction.gradient.meta["val"].shape),
+            reduction.reduce_scatter.args[1:],
+            reduction.all_reduce.args[1:] if reduction.all_reduce else None,
+        )
+        for reduction in found
+    }
+    if len(facts) > 1:
+        return "their dtypes, ops or process groups differ"
+    if any(is_read_inside(values[slot]) for slot in slots):
+        return "a reduced gradient is read inside the step"
+    return None
+
+
+def _is_reduced_already(reduction: GradReduction) -> bool:
+    return any(source.target == WAIT for source, _ in gradient_summands(reduction.gradient))
+
+
+def _apply(graph: TrainGraph, plan: _Coalesce) -> None:
+    first, *rest = (_summand(reduction, plan.after_cast) for reduction in plan.reductions)
+    reduction = plan.reductions[-1]
+    last = _summand(reduction, plan.after_cast)
+    readers = [reduction.entry] if last is reduction.gradient else list(last.users)
+    total = first
+    with graph.graph.inserting_before(last.next):
+        for summand in rest:
+            total = graph.emit(aten.add.Tensor, (total, summand), like=last)
+    for reader in readers:
+        reader.replace_input_with(last, total)
+    values = graph.output_values
+    for slot in (plan.slot, *plan.cleared):
+        _free(values[slot])
+        graph.set_output(slot, None if slot in plan.cleared else reduction.reduced)
+
+
+def _free(value: fx.Node) -> None:
+    """Makes sums in place plain ones, which go with the rest of what nobody reads any more."""
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        if node.target == aten.detach.default or is_add(node):
+            pending += node.all_input_nodes
+        if node.target == ADD_IN_PLACE:
+            node.target = aten.add.Tensor
+
+
+def _summand(reduction: GradReduction, after_cast: bool) -> fx.Node:
+    return reduction.entry if after_cast and reduction.entry.target == CAST else reduction.gradient
+
+
+@dataclass(frozen=True)
+class CoalesceGradReductions(GraphPass):
+    """Adds the gradients of all uses of a parameter, then reduces the sum once.
+
+    Eager accumulates a tied or reused parameter's gradients on each rank, in the parameter's compute dtype
+    and in the order in which backward yields them, and reduces the total. The traced graph reduces each use
+    and adds afterwards, which rounds differently and costs one collective per use::
+
+        add(cast(wait(reduce_scatter(cast(a)))), cast(wait(reduce_scatter(cast(b)))))
+        cast(wait(reduce_scatter(cast(add(a, b)))))
+
+    Of a tied parameter's several outputs the first carries the total and the others become None. Where a
+    summand does not come from a reduce-scatter alone, or dtypes, ops or groups differ, the parameter is left
+    alone and noted. A parameter whose gradient tensor parallelism reduces must be read once. Source: FSDP2's
+    ``_fsdp_param_group.py``, ``post_backward``, reduces ``unsharded_param.grad``; autograd's ``input_buffer.cpp``
+    accumulates in order of arrival.
+
+    Where the step calls backward several times, FSDP2 adds what each call yields after its cast::
+
+        cast(wait(reduce_scatter(add(cast(a), cast(b)))))
+
+    Source: FSDP2's ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``.
+
+    Args:
+        plan: its entries that accumulate are those with several backward calls; None: there are none.
+
+    Raises (from ``rewrite``):
+        UnsupportedError: tensor parallelism reduces the gradients of a parameter's uses one by one.
+
+    Example:
+        >>> Pipeline((DeduplicateShared(), CoalesceGradReductions())).run(step)  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "coalesce-grad-reductions"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared"})
+
+    plan: BucketPlan | None = None
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of reductions that went."""
+        buckets = self.plan.resolve(graph.model) if self.plan is not None else ()
+        accumulated = frozenset(fqn for bucket in buckets if bucket.accumulates for fqn in bucket.fqns)
+        plans, notes = _plan(graph, accumulated)
+        for plan in plans:
+            _apply(graph, plan)
+        for note in notes:
+            graph.note(note)
+        return sum(len(plan.reductions) - 1 for plan in plans)

@@ -1,0 +1,116 @@
+"""One placeholder per tensor, one unshard chain per parameter, one lookup and input dist per module and input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from graphpasses.analysis.parameter_collectives import UNSHARD_OPS, is_backward, is_mutated
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.passes.embedding.repeats import merge_repeats
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["DeduplicateShared"]
+
+
+def _plan_placeholders(graph: TrainGraph) -> dict[int, int]:
+    """Maps the position of every repeated input to the position of its first occurrence."""
+    first: dict[tuple[str, str], int] = {}
+    repeated: dict[int, int] = {}
+    for index, item in enumerate(graph.inputs):
+        if not item.is_state:
+            continue
+        kept = first.setdefault((graph.identity.canonical(item.fqn), item.attr), index)
+        if kept != index:
+            repeated[index] = kept
+    return repeated
+
+
+def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
+    """Maps every node that repeats another unshard chain's node to that node.
+
+    Forward and backward are kept apart: a parameter that is gathered again in backward was freed on purpose.
+    A parameter that the step writes has another value in each chain.
+    """
+    first: dict[object, fx.Node] = {}
+    repeated: dict[fx.Node, fx.Node] = {}
+    chain = {node for _, node in graph.parameter_placeholders() if not is_mutated(node)}
+    for node in graph.graph.nodes:
+        if node.target not in UNSHARD_OPS:
+            continue
+        if not chain.issuperset(node.all_input_nodes) or not node.all_input_nodes:
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: repeated.get(n, n))
+        key = (node.target, is_backward(node), _freeze(args), _freeze(kwargs))
+        kept = first.setdefault(key, node)
+        chain.add(node)
+        if kept is not node:
+            repeated[node] = kept
+    return repeated
+
+
+def _freeze(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_freeze, value))
+    if isinstance(value, dict):
+        return tuple((key, _freeze(item)) for key, item in value.items())
+    return value
+
+
+@dataclass(frozen=True)
+class DeduplicateShared(GraphPass):
+    """Computes once what a step shares: placeholders, unshard chains, lookups and input dists.
+
+    A tied parameter reaches the graph once per name, and a parameter that is read twice is gathered twice::
+
+        a = wait(all_gather(cast(emb_weight)));   b = wait(all_gather(cast(head_weight)))   # one tensor
+        a = wait(all_gather(cast(emb_weight)));   b = a
+
+    Chains whose value is written in place are left alone and noted. Where another runner owns the flat
+    signature the repeated placeholders stay, unread. Gradients stay as they are: see
+    ``coalesce-grad-reductions``.
+
+    A module that is called twice with the same features sends and looks them up twice. In a joint graph the forward
+    pass does so once, in backward each call still updates the tables, in eager's order::
+
+        a = lookup(table, all_to_all(ids));   b = lookup(table, all_to_all(ids))
+        a = lookup(table, all_to_all(ids));   b = a
+
+    For this the pass merges all nodes of the forward pass that compute the same, all-to-alls where every rank sees
+    that they do. The compile door turns AOTAutograd's own elimination off, by which each rank decides alone.
+
+    Example:
+        >>> Pipeline((DeduplicateShared(),)).run(step).report  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "deduplicate-shared"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of placeholders, chains and repeats that went."""
+        placeholders = graph.placeholders
+        repeated_inputs = _plan_placeholders(graph)
+        num_rewrites = 0
+        for index, first in repeated_inputs.items():
+            if placeholders[index].users:
+                placeholders[index].replace_all_uses_with(placeholders[first])
+                num_rewrites += graph.inputs[index].is_tensor
+        if not graph.fixed_signature:
+            graph.remove_inputs(repeated_inputs)
+
+        repeated = _plan_chains(graph)
+        written = {kept for node, kept in repeated.items() if is_mutated(node) or is_mutated(kept)}
+        for node, kept in repeated.items():
+            if kept in written:
+                graph.note(
+                    f"{node.name} repeats {kept.name}, but one of them is written in place: left alone"
+                )
+                continue
+            num_rewrites += any(source.op == "placeholder" for source in node.all_input_nodes)
+            node.replace_all_uses_with(kept)
+        if graph.stage is Stage.JOINT:
+            num_rewrites += merge_repeats(graph)
+        return num_rewrites

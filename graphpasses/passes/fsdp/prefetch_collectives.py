@@ -1,0 +1,131 @@
+"""Launch the next bucket's all-gather early, wait for reductions late."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from graphpasses.analysis.parameter_collectives import (
+    ALL_REDUCE,
+    CAST,
+    REDUCE_SCATTER,
+    Gather,
+    calls,
+    find_gathers,
+    wait_of,
+)
+from graphpasses.errors import PipelineError
+from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["PrefetchCollectives"]
+
+aten = torch.ops.aten
+
+_UNPACK_OPS = frozenset(
+    {
+        CAST,
+        WAIT,
+        aten.detach.default,
+        aten.div.Scalar,
+        aten.slice.Tensor,
+        aten.split_with_sizes.default,
+        aten.view.default,
+        operator.getitem,
+    }
+)
+
+
+def _unpack_chain(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
+    """Returns ``wait`` and what unpacks it, up to an HSDP all-reduce; None if the step computes with it."""
+    chain: set[fx.Node] = {wait}
+    pending = [wait]
+    while pending:
+        for user in pending.pop().users:
+            if user.op == "output" or user in chain:
+                continue
+            if user.target == ALL_REDUCE:
+                chain.add(user)
+            elif user.target in _UNPACK_OPS:
+                chain.add(user)
+                pending.append(user)
+            else:
+                return None
+    return sorted(chain, key=order.__getitem__)
+
+
+@dataclass(frozen=True)
+class PrefetchCollectives(GraphPass):
+    """Overlaps collectives with compute, as FSDP2 does, by moving launches and waits; no value changes.
+
+    The all-gather of the bucket that is used next is launched before the wait for the current one::
+
+        ag0; wait(ag0); compute0; ag1; wait(ag1); compute1   ->   ag0; ag1; wait(ag0); compute0; wait(ag1); …
+
+    A reduce-scatter is waited for when the next one is about to be launched, an HSDP all-reduce one later, so
+    that at most one of each holds its buffers. Gathers that depend on compute stay; so do reductions whose
+    result the step computes with, such as those of tensor parallelism.
+
+    Args:
+        num_ahead: how many all-gathers are in flight beside the one that is waited for, at least 1.
+
+    Raises:
+        PipelineError: ``num_ahead`` is less than 1.
+
+    Example:
+        >>> Pipeline((BucketFSDPCollectives(plan), PrefetchCollectives())).run(step)  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "prefetch-collectives"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives", "reshard-after-forward"})
+
+    num_ahead: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_ahead < 1:
+            raise PipelineError(f"prefetch-collectives: num_ahead must be at least 1, not {self.num_ahead}")
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Moves nodes of ``graph`` in place; returns the number of launches and waits that moved."""
+        nodes = list(graph.graph.nodes)
+        order = {node: index for index, node in enumerate(nodes)}
+        self._launch_early(find_gathers(graph), order)
+        _wait_late(
+            [node for node in nodes if node.target == REDUCE_SCATTER], graph.graph.output_node(), order
+        )
+        # What moved is what now has another neighbour among the nodes that launch, wait or compute.
+        after = {node: index for index, node in enumerate(graph.graph.nodes)}
+        return sum(order[node] != after[node] for node in nodes if is_collective(node) or node.target == WAIT)
+
+    def _launch_early(self, gathers: list[Gather], order: dict[fx.Node, int]) -> None:
+        num_launched = 1
+        for index, current in enumerate(gathers, start=1):
+            wait = wait_of(current.all_gather)
+            ahead = gathers[num_launched : index + self.num_ahead]
+            for node in (node for gather in ahead for node in gather.chain):
+                if order[node] > order[wait]:
+                    wait.prepend(node)
+            num_launched = index + self.num_ahead
+
+
+def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node, order: dict[fx.Node, int]) -> None:
+    launches: list[fx.Node] = []
+    tails: list[tuple[list[fx.Node], list[list[fx.Node]]]] = []
+    for reduce_scatter in reduce_scatters:
+        chain = _unpack_chain(wait_of(reduce_scatter), order)
+        all_reduces = [node for node in chain or () if calls(node, ALL_REDUCE)]
+        late = [_unpack_chain(wait_of(node), order) for node in all_reduces]
+        if chain is not None and None not in late:
+            launches.append(reduce_scatter)
+            tails.append((chain, [tail for tail in late if tail is not None]))
+    points = [*launches[1:], output, output]
+    for index, (chain, late_chains) in enumerate(tails):
+        for point, moved in [(points[index], chain), *((points[index + 1], tail) for tail in late_chains)]:
+            for node in moved:
+                point.prepend(node)

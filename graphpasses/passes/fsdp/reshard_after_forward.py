@@ -1,0 +1,125 @@
+"""Free unsharded parameters after forward and gather them again in backward, as ``reshard_after_forward``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from graphpasses.analysis.parameter_collectives import ALL_GATHER, UNSHARD_OPS, find_gathers, is_backward
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["ReshardAfterForward"]
+
+
+@dataclass(frozen=True)
+class _Regather:
+    """Nodes to repeat, in order, before ``point`` for the backward ``readers`` of any of them."""
+
+    nodes: tuple[fx.Node, ...]
+    readers: tuple[fx.Node, ...]
+
+
+def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[_Regather]:
+    """Returns, per forward all-gather of resharded parameters that backward reads, what to repeat for it."""
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    plans = []
+    for gather in find_gathers(graph):
+        if is_backward(gather.all_gather) or not gather.fqns <= resharded:
+            continue
+        unsharded = _unsharded_values(gather.all_gather)
+        readers = dict.fromkeys(
+            user for node in unsharded for user in node.users if is_backward(user) and user not in unsharded
+        )
+        if readers:
+            nodes = sorted({*gather.chain, *_needed(unsharded, readers)}, key=order.__getitem__)
+            plans.append(_Regather(tuple(nodes), tuple(sorted(readers, key=order.__getitem__))))
+    return plans
+
+
+def _unsharded_values(all_gather: fx.Node) -> dict[fx.Node, None]:
+    """Returns the forward values that are a copy or a view of what ``all_gather`` gathered."""
+    values = {all_gather: None}
+    pending = [all_gather]
+    while pending:
+        for user in pending.pop().users:
+            if user in values or is_backward(user) or not values.keys() >= set(user.all_input_nodes):
+                continue
+            if user.target == ALL_GATHER:  # of tensor parallelism, which keeps what it gathers
+                continue
+            if user.target in UNSHARD_OPS or getattr(user.target, "is_view", False):
+                values[user] = None
+                pending.append(user)
+    return values
+
+
+def _needed(values: dict[fx.Node, None], readers: dict[fx.Node, None]) -> set[fx.Node]:
+    pending = [source for reader in readers for source in reader.all_input_nodes if source in values]
+    needed: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += [source for source in node.all_input_nodes if source in values]
+    return needed
+
+
+def _apply(graph: TrainGraph, plan: _Regather) -> None:
+    again: dict[fx.Node, fx.Node] = {}
+    with graph.graph.inserting_before(plan.readers[0]):
+        for node in plan.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: again.get(n, n))
+            # Not node_copy, which searches for a free name from the copied one's number on: quadratic.
+            again[node] = graph.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            again[node].meta = {**node.meta, "autograd_backward": True}
+            if graph.is_value_known(node):  # the same call on the same values
+                graph.mark_value_known(again[node])
+    for reader in plan.readers:
+        for source in reader.all_input_nodes:
+            if source in again:
+                reader.replace_input_with(source, again[source])
+
+
+@dataclass(frozen=True)
+class ReshardAfterForward(GraphPass):
+    """Gathers the parameters of resharded buckets again before backward first reads them.
+
+    The traced graph keeps every unsharded parameter from forward to backward. FSDP2 frees a resharded group's
+    after forward, which saves memory and costs one more all-gather::
+
+        w = wait(all_gather(p));  y = mm(x, w);  …;  gx = mm(gy, t(w))
+        w = wait(all_gather(p));  y = mm(x, w);  …;  w2 = wait(all_gather(p));  gx = mm(gy, t(w2))
+
+    Parameters that backward does not read, such as an embedding's, are not gathered again (FSDP2 does, since
+    it cannot know). Source: FSDP2's ``_fsdp_param_group.py``, ``post_forward`` and ``pre_backward``.
+
+    Args:
+        plan: which buckets are resharded (``reshard_after_forward`` of their entries).
+
+    Example:
+        >>> plan = BucketPlan.from_fully_shard(eager_model)  # doctest: +SKIP
+        >>> Pipeline((BucketFSDPCollectives(plan), ReshardAfterForward(plan))).run(step)  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "reshard-after-forward"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives"})
+
+    plan: BucketPlan
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of all-gathers added."""
+        resharded = frozenset(
+            fqn
+            for bucket in self.plan.resolve(graph.model)
+            if bucket.reshard_after_forward
+            for fqn in bucket.fqns
+        )
+        plans = _plan(graph, resharded)
+        for plan in plans:
+            _apply(graph, plan)
+        return len(plans)

@@ -1,0 +1,93 @@
+"""The pipelines that make compiled steps equal to eager FSDP2's and TorchRec's: literal tuples of passes."""
+
+from __future__ import annotations
+
+from graphpasses.errors import LayoutError
+from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.passes.embedding.bucket_all_to_all import BucketAllToAll
+from graphpasses.passes.embedding.deduplicate_sizes import DeduplicateSizes
+from graphpasses.passes.embedding.eliminate_split_cat import EliminateSplitCat
+from graphpasses.passes.embedding.fuse_size_tensors import FuseSizeTensors
+from graphpasses.passes.embedding.fuse_tbe import FuseTBE
+from graphpasses.passes.embedding.hoist_input_dists import HoistInputDists
+from graphpasses.passes.embedding.lower_embedding_bags import LowerEmbeddingBags
+from graphpasses.passes.embedding.reinplace_tbe_updates import ReinplaceTBEUpdates
+from graphpasses.passes.fsdp.bucket_fsdp_collectives import BucketFSDPCollectives
+from graphpasses.passes.fsdp.coalesce_grad_reductions import CoalesceGradReductions
+from graphpasses.passes.fsdp.deduplicate_shared import DeduplicateShared
+from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives
+from graphpasses.passes.fsdp.reshard_after_forward import ReshardAfterForward
+from graphpasses.passes.runner import GraphPass, Pipeline
+
+__all__ = ["default_pipeline", "recommender_pipeline"]
+
+
+def default_pipeline(
+    plan: BucketPlan, *, expected_layout: Layout | None = None, disable: tuple[str, ...] = ()
+) -> Pipeline:
+    """Returns the pipeline whose result has eager FSDP2's bits and number of collectives.
+
+    Args:
+        plan: the buckets, e.g. ``BucketPlan.from_fully_shard(eager_model)``.
+        expected_layout: layout that the result must equal, e.g. ``eager_layout(eager_model)``; None checks nothing.
+        disable: names of passes to leave out.
+
+    Example:
+        >>> step = default_pipeline(plan).run(capture_train_step(loss_fn, model, batch))  # doctest: +SKIP
+    """
+    return Pipeline((DeduplicateShared(), *_fsdp_passes(plan, expected_layout)), disable=disable)
+
+
+def recommender_pipeline(
+    plan: BucketPlan | None = None,
+    *,
+    expected_layout: Layout | None = None,
+    lower_embedding_bags: bool = False,
+    disable: tuple[str, ...] = (),
+) -> Pipeline:
+    """Returns the pipeline for models with embedding tables: what ``torch.compile(backend="graphpasses")`` runs.
+
+    Args:
+        plan: the buckets of dense layers that SimpleFSDP shards, as in :func:`default_pipeline`; None if none are.
+        expected_layout: layout that their reductions must have; None checks nothing.
+        lower_embedding_bags: make lookups of FBGEMM's TBE of a plain model's ``embedding_bag`` calls, too, which is
+            many times as fast but may round otherwise than eager.
+        disable: names of passes to leave out.
+
+    Raises:
+        LayoutError: there is an expected layout without a plan.
+
+    Example:
+        >>> [p.name for p in recommender_pipeline().passes][0]
+        'deduplicate-shared'
+        >>> compiled = graphpasses.compile(model, pipeline=recommender_pipeline(plan))  # doctest: +SKIP
+    """
+    if plan is None and expected_layout is not None:
+        raise LayoutError(
+            "an expected layout is met by a plan; write recommender_pipeline(plan, expected_layout=expected_layout)"
+        )
+    return Pipeline(
+        (
+            *((LowerEmbeddingBags(),) if lower_embedding_bags else ()),
+            DeduplicateShared(),
+            HoistInputDists(),
+            FuseTBE(),
+            *(_fsdp_passes(plan, expected_layout) if plan is not None else ()),
+            DeduplicateSizes(),
+            BucketAllToAll(),
+            FuseSizeTensors(),
+            EliminateSplitCat(),
+            ReinplaceTBEUpdates(),
+        ),
+        disable=disable,
+    )
+
+
+def _fsdp_passes(plan: BucketPlan, expected_layout: Layout | None) -> tuple[GraphPass, ...]:
+    return (
+        CoalesceGradReductions(plan),
+        BucketFSDPCollectives(plan, expected_layout),
+        ReshardAfterForward(plan),
+        PrefetchCollectives(),
+    )

@@ -1,0 +1,262 @@
+"""Run passes over a captured step, check the graph between them, and report what each did."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import hashlib
+import inspect
+import re
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from torch import fx
+
+from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError, VerificationError
+from graphpasses.graph import ALL_TO_ALL, WAIT, Stage, TrainGraph, argument
+from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
+from graphpasses.graph.verification import Contract, verify
+from graphpasses.passes.excerpts import find_excerpts, read_lines
+
+__all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
+
+
+@dataclass(frozen=True)
+class GraphPass(abc.ABC):
+    """A rewrite of a captured training step; a frozen dataclass whose fields are its options.
+
+    A subclass sets ``name`` (its command-line name: its file's name, with dashes), ``numerics`` and, where it
+    needs them, ``stages`` and ``runs_after``, and implements :meth:`rewrite`. Verification, dead code, timing
+    and reports are the pipeline's work.
+
+    Example:
+        >>> @dataclass(frozen=True)
+        ... class RemoveDetach(GraphPass):
+        ...     name = "remove-detach"
+        ...     numerics = Numerics.BITWISE
+        ...
+        ...     def rewrite(self, graph):
+        ...         nodes = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
+        ...         for node in nodes:
+        ...             node.replace_all_uses_with(node.args[0])
+        ...         return len(nodes)
+    """
+
+    name: ClassVar[str]
+    numerics: ClassVar[Numerics]
+    stages: ClassVar[frozenset[Stage]] = frozenset(Stage)
+    runs_after: ClassVar[frozenset[str]] = frozenset()
+
+    @abc.abstractmethod
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place.
+
+        Args:
+            graph: the step; the pass owns this copy.
+
+        Returns:
+            The number of rewrites; 0 if nothing changed.
+        """
+
+    def uuid(self) -> str:
+        """Returns a digest of the source of the pass's module and of its options, for compilers' caches."""
+        source = inspect.getsource(sys.modules[type(self).__module__])
+        return hashlib.sha256(f"{self.name}\n{source}\n{self!r}".encode()).hexdigest()
+
+    def as_function(
+        self, step: TrainGraph, reports: list[PassReport] | None = None, *, excerpts: bool = False
+    ) -> Callable[..., fx.GraphModule]:
+        """Returns the pass as a plain function ``(gm, example_inputs=None) -> gm``, for other runners.
+
+        The function checks the graph as the pipeline does, keeps the flat signature (no placeholder goes)
+        and rewrites ``gm`` in place.
+
+        Args:
+            step: the traced step to which the graph module belongs; it says what inputs and outputs are.
+            reports: gets what the pass did, each time it runs.
+            excerpts: whether reports show the places that changed.
+        """
+
+        def run(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+            graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[], _known={})
+            graph.mark_all_known()
+            report = _run_pass(self, graph, Contract.of(graph), (), excerpts)
+            if reports is not None:
+                reports.append(report)
+            gm.recompile()
+            return gm
+
+        run.__name__ = re.sub(r"\W", "_", self.name) + "_pass"
+        run.__doc__ = inspect.getdoc(self)
+        return run
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A literal sequence of passes.
+
+    Args:
+        passes: the passes, in the order in which they run.
+        disable: names of passes to leave out.
+        stop_after: name of the last pass to run, to bisect; None runs all.
+
+    Raises:
+        UnknownPassError: ``disable`` or ``stop_after`` names a pass that is not among ``passes``.
+        PipelineError: a name occurs twice, or a pass stands before one that it must run after.
+
+    Example:
+        >>> pipeline = Pipeline((DeduplicateShared(), CoalesceGradReductions()))  # doctest: +SKIP
+        >>> step = pipeline.run(capture_train_step(loss_fn, model, batch))  # doctest: +SKIP
+        >>> print(step.report)  # doctest: +SKIP
+    """
+
+    passes: tuple[GraphPass, ...]
+    disable: Collection[str] = ()
+    stop_after: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [p.name for p in self.passes]
+        for name in names:
+            if names.count(name) > 1:
+                raise PipelineError(f"pass {name!r} is in the pipeline {names.count(name)} times")
+        if isinstance(self.disable, str):
+            raise PipelineError(f"disable takes a collection of names; write disable=({self.disable!r},)")
+        wanted = [*self.disable, *([self.stop_after] if self.stop_after is not None else [])]
+        for name in wanted:
+            if name not in names:
+                raise UnknownPassError(f"unknown pass {name!r}; this pipeline has: {', '.join(names)}")
+        for index, p in enumerate(self.passes):
+            late = [name for name in names[index + 1 :] if name in p.runs_after]
+            if late:
+                raise PipelineError(f"pass {p.name!r} must run after {late[0]!r}; put it behind")
+
+    def at(self, stage: Stage) -> Pipeline:
+        """Returns the pipeline of those passes that accept graphs of a stage.
+
+        Args:
+            stage: the part of a step that a graph holds.
+        """
+        names = [p.name for p in self.passes]
+        end = len(names) if self.stop_after is None else names.index(self.stop_after) + 1
+        passes = self.passes[:end]
+        return Pipeline(tuple(p for p in passes if stage in p.stages and p.name not in self.disable))
+
+    def uuid(self) -> str:
+        """Returns a digest of the passes that run and of their options, for compilers' caches."""
+        parts = [p.uuid() for p in self.passes if p.name not in self.disable]
+        return hashlib.sha256("\n".join([*parts, str(self.stop_after)]).encode()).hexdigest()
+
+    def run(self, graph: TrainGraph, *, dump: Path | str | None = None, excerpts: bool = False) -> TrainGraph:
+        """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
+
+        Args:
+            graph: the captured step.
+            dump: folder for the readable code of the graph after every pass; None writes nothing.
+            excerpts: whether the report shows the places that each pass changed, which takes about as long as the
+                passes.
+
+        Returns:
+            The rewritten step; its ``report`` says what each pass did.
+
+        Raises:
+            VerificationError: a pass left a malformed graph; it names the pass and the ones before it.
+            PipelineError: a pass raised something else; its own exception is the cause.
+            GraphPassesError: what the passes themselves refuse.
+        """
+        graph = graph.copy()
+        contract = Contract.of(graph)
+        reports: list[PassReport] = []
+        folder = Path(dump) if dump is not None else None
+        _write(folder, 0, "captured", graph)
+        for p in self.passes:
+            if p.name not in self.disable:
+                before = tuple(report.name for report in reports)
+                reports.append(_run_pass(p, graph, contract, before, excerpts))
+                _write(folder, len(reports), p.name, graph)
+            if p.name == self.stop_after:
+                break
+        graph.module.recompile()
+        graph.report = PipelineReport(tuple(reports))
+        return graph
+
+
+def _run_pass(
+    p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple[str, ...], excerpts: bool
+) -> PassReport:
+    history = f"pass {p.name!r}" + (f" (after {', '.join(before)})" if before else "")
+    if graph.stage not in p.stages:
+        stages = ", ".join(sorted(stage.value for stage in p.stages))
+        raise PipelineError(f"{history} accepts the stages {stages}; this graph is a {graph.stage.value}")
+    num_nodes, collectives = len(graph.graph.nodes), graph.collectives()
+    lines = read_lines(graph) if excerpts else []
+    start = time.perf_counter()
+    try:
+        num_rewrites = p.rewrite(graph)
+    except GraphPassesError as error:
+        error.add_note(f"raised by {history}")
+        raise
+    except Exception as error:
+        raise PipelineError(f"{history} failed: {type(error).__name__}: {error}") from error
+    try:
+        if graph.stage is Stage.DYNAMO:  # fx cannot tell which torch-level calls have effects
+            graph.graph.lint()
+        else:
+            _eliminate_dead_code(graph.graph)
+    except RuntimeError as error:
+        raise VerificationError(f"{history} left a malformed graph: {error}") from error
+    seconds = time.perf_counter() - start
+    verify(graph, contract, history)
+    notes, graph.notes = tuple(graph.notes), []
+    found, num_left_out = find_excerpts(lines, read_lines(graph)) if excerpts else ((), 0)
+    return PassReport(
+        name=p.name,
+        numerics=p.numerics,
+        num_rewrites=num_rewrites,
+        num_nodes=(num_nodes, len(graph.graph.nodes)),
+        collectives=(collectives, graph.collectives()),
+        seconds=seconds,
+        notes=notes,
+        excerpts=found,
+        num_left_out=num_left_out,
+    )
+
+
+def _eliminate_dead_code(graph: fx.Graph) -> None:
+    """Erases calls that nobody reads; as torch's own, but asks for side effects only where nobody reads."""
+    if not _is_well_formed(graph):
+        graph.lint()  # says what is wrong
+    for node in reversed(graph.nodes):
+        if not node.users and not _is_kept(node):
+            graph.erase_node(node)
+
+
+def _is_well_formed(graph: fx.Graph) -> bool:
+    """Whether every input is a node before its reader, and every name is one node's; lint takes ten times as long."""
+    seen: set[fx.Node] = set()
+    names: set[str] = set()
+    for node in graph.nodes:
+        if not seen.issuperset(node.all_input_nodes):
+            return False
+        seen.add(node)
+        names.add(node.name)
+    return len(names) == len(seen)
+
+
+def _is_kept(node: fx.Node) -> bool:
+    if node.target == WAIT:
+        # torch marks waits as having side effects. One that nobody reads has none that a step could see, except that
+        # where this rank ignores what an all-to-all brings, others do not.
+        return argument(node).target == ALL_TO_ALL
+    return node.is_impure()
+
+
+def _write(folder: Path | None, index: int, name: str, graph: TrainGraph) -> None:
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    code = graph.module.print_readable(print_output=False, include_stride=True)
+    (folder / f"{index:02d}-{name}.py").write_text(code)

@@ -1,0 +1,82 @@
+"""Numbers that integer tensors hold: followed through what moves data, and no further."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.analysis.value_numbering import HeldNumbers, Received
+from graphpasses.graph import ALL_TO_ALL, WAIT
+
+aten = torch.ops.aten
+
+
+def number(size: int) -> Tensor:
+    return aten.scalar_tensor.default(size, dtype=torch.int64)
+
+
+def held_by_outputs(
+    fn: Callable[..., Sequence[Tensor]], *inputs: Tensor
+) -> tuple[HeldNumbers, list[fx.Node]]:
+    module = make_fx(fn, tracing_mode="symbolic")(*inputs)
+    return HeldNumbers(module), list(module.graph.output_node().args[0])
+
+
+def test_moved() -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        rows, cols = x.shape
+        pairs = torch.stack([torch.tensor([1, 2]), torch.stack([number(rows), number(cols)])], 1)
+        flat = pairs.view([4])
+        return [flat, pairs.t()[1], torch.cat([flat[1:3], number(rows).unsqueeze(0)]).clone()]
+
+    held, (flat, second, joined) = held_by_outputs(fn, torch.ones(3, 5))
+    one, rows, two, cols = held.numbers(flat)
+    assert (one, two) == (1, 2)
+    assert [str(size) for size in (rows, cols)] == ["sym_size_int", "sym_size_int_1"]
+    assert held.numbers(second) == [rows, cols]
+    assert held.ids(joined) == [held.ids(flat)[1], held.ids(flat)[2], held.ids(flat)[1]]
+
+
+def test_equal_sizes_have_one_id() -> None:
+    def fn(x: Tensor, y: Tensor) -> list[Tensor]:
+        total = x + y  # of one size from here on
+        return [torch.stack([number(x.shape[0]), number(total.shape[0]), number(y.shape[0]), number(7)])]
+
+    held, (sizes,) = held_by_outputs(fn, torch.ones(3), torch.ones(3))
+    assert held.ids(sizes) == [0, 0, 0, 1]
+
+
+def test_received() -> None:
+    with fake_process_group(2):
+
+        def fn(x: Tensor) -> list[Tensor]:
+            sent = torch.stack([number(x.shape[0]), number(1), number(2)])
+            received = WAIT(ALL_TO_ALL(sent, [3, 3], [1, 2], dist.group.WORLD.group_name))
+            return [received.view([2, 3]).t()[1]]
+
+        held, (second,) = held_by_outputs(fn, torch.ones(4))
+    first, other = held.numbers(second)
+    assert isinstance(first, Received)
+    assert isinstance(other, Received)
+    assert (first.source, first.index, other.source, other.index) == (0, 1, 1, 1)
+    assert first.launch is other.launch
+
+
+def test_near_misses() -> None:
+    with fake_process_group(2):
+
+        def fn(x: Tensor, ids: Tensor) -> list[Tensor]:
+            size = number(x.shape[0])
+            half = aten.scalar_tensor.default(x.shape[0] / 2, dtype=torch.float64)
+            dynamic = ids.tolist()
+            unknown = WAIT(ALL_TO_ALL(ids, [1, 1], [1, 1], dist.group.WORLD.group_name))
+            splits = WAIT(ALL_TO_ALL(torch.stack([size] * 2), dynamic, [1, 1], dist.group.WORLD.group_name))
+            return [size + 1, half, ids, torch.stack([size, ids[0]]), unknown, splits, size.int()]
+
+        held, outputs = held_by_outputs(fn, torch.ones(4), torch.tensor([1, 1]))
+    assert [node in held for node in outputs] == [False] * 7

@@ -1,0 +1,59 @@
+"""DistributedDataParallel's part of a compiled call; with real reducers see test_capture.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from graphpasses.embedding.torchrec.ddp_calls import ddp_calls
+from graphpasses.errors import UnsupportedError
+
+
+class FakeDDP(DistributedDataParallel):
+    """One that is not wired to a process group."""
+
+    def __init__(self, log: list[str], name: str, module: nn.Module, mixed_precision: Any = None) -> None:
+        nn.Module.__init__(self)
+        self.log, self.name, self.module, self.mixed_precision = log, name, module, mixed_precision
+
+    def _pre_forward(self, *inputs: Any) -> None:
+        self.log.append(f"before {self.name}")
+
+    def _post_forward(self, outputs: Any) -> Any:
+        self.log.append(f"after {self.name}")
+        return (*outputs, self.name)
+
+
+def test_ddp_calls_nest() -> None:
+    log: list[str] = []
+    sharded = nn.Linear(1, 1)
+    sharded._lookups = [FakeDDP(log, "table", nn.Linear(1, 1))]  # type: ignore[assignment]
+    calls = ddp_calls([FakeDDP(log, "outer", nn.Sequential(sharded, sharded))])
+    calls.before()
+    assert calls.after(()) == ("table", "outer")
+    assert log == ["before outer", "before table", "after table", "after outer"]
+
+
+def test_mixed_precision_ddp_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"mixed_precision=\.\.\.\) around Linear cannot be compiled"):
+        ddp_calls([FakeDDP([], "outer", nn.Linear(1, 1), mixed_precision=object())])
+
+
+def test_gradients_come_in_one_order() -> None:
+    modules = [nn.Linear(1, 1, bias=False) for _ in range(3)]
+    calls = ddp_calls([FakeDDP([], str(i), module) for i, module in enumerate(modules)])
+    order: list[int] = []
+    weights = [module.weight for module in modules]
+    for index, weight in enumerate(weights):
+        weight.register_post_accumulate_grad_hook(lambda _, index=index: order.append(index))
+    compiled = calls.in_order(lambda *inputs: torch.stack(inputs).sum())
+    for inputs in (weights, weights[::-1], weights[1:] + weights[:1]):
+        order.clear()
+        compiled(*inputs).backward()
+        assert order == [0, 1, 2]
+    with torch.no_grad():
+        assert not compiled(*weights).requires_grad

@@ -1,0 +1,148 @@
+"""torchtitan's own trainers on real ranks: eager FSDP2 and graph_trainer with our pipeline have the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from experiments.graph_trainer_parity.ranks import as_torchrun, stores
+from graphpasses.commands.train_torchtitan_on_cpu import make_assets
+from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp import diff_layouts
+from graphpasses.identity import IdentityMap
+from graphpasses.integrations.torchtitan.cpu_configs import Recipe
+from graphpasses.parity import compare_runs, read_run
+from graphpasses.parity.launch import run_ranks
+from tests.helpers.models import LanguageModel
+
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a model is trained like."""
+
+    recipe: Recipe
+    has_passes: bool = True
+
+
+# experiments/graph_trainer_parity has more models and steps.
+CASES = {
+    "sharded": {
+        "llama3 tied": Case(Recipe("llama3", tied=True, num_layers=2)),
+        # A control: as traced, a tied weight's gradients are reduced one by one, and then added.
+        "no passes": Case(Recipe("llama3", tied=True, num_layers=2), has_passes=False),
+        "chunked loss": Case(Recipe("llama3", tied=True, chunked_loss=True, num_layers=2)),
+    },
+    # By itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
+    "hybrid": {"llama3 tied": Case(Recipe("llama3", tied=True, num_layers=2, num_replicas=2))},
+    "sharded × tensor parallel": {"llama3": Case(Recipe("llama3", num_layers=2, tensor_parallel=2))},
+}
+
+
+def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> None:
+    """Records each case, eagerly and by graph_trainer."""
+    with as_torchrun(folder, ports) as begin:
+        from graphpasses.integrations.torchtitan.cpu_configs import trainer_config
+        from graphpasses.integrations.torchtitan.pass_pipeline import PIPELINE
+        from graphpasses.parity.record_trainer import recorded
+
+        for name, case in cases.items():
+            for run, pipeline in (("eager", None), ("ours", PIPELINE)):
+                begin()
+                config: Any = trainer_config(case.recipe, folder, NUM_STEPS, pipeline)
+                if pipeline and not case.has_passes:
+                    config.compile.enable_passes = False
+                trainer = config.build()
+                with recorded(trainer, folder / f"{name} {run}.jsonl"):
+                    trainer.train()
+                trainer.close()
+                dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_eager(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan")
+    make_assets(tmp_path)
+    cases = CASES[name]
+    with stores(2 * len(cases)) as ports:
+        run_ranks(train_all, 4, cases, tmp_path, ports)
+    for case, how in cases.items():
+        eager, ours = (read_run(tmp_path / f"{case} {run}.jsonl") for run in ("eager", "ours"))
+        comparison = compare_runs(eager, ours)
+        assert comparison.num_steps == NUM_STEPS
+        assert comparison.equal == how.has_passes, case
+        assert eager.steps[0].weights != eager.steps[-1].weights
+        assert "(norm of all gradients)" in eager.steps[0].gradients
+        assert not eager.passes
+        assert bool(ours.passes) == how.has_passes
+        assert eager.header.layouts
+        if how.has_passes:
+            assert ours.header.layouts
+            assert not diff_layouts(eager.header.layouts, ours.header.layouts)
+        assert all(any(each.excerpts for each in report) for report in ours.passes.values())
+
+
+def test_weights_that_tensor_parallelism_unties_are_refused() -> None:
+    """torchtitan ties them again only when FSDP2's groups were made."""
+    pytest.importorskip("torchtitan")
+    from graphpasses.integrations.torchtitan.pass_pipeline import _check_ties
+
+    tied, untied = LanguageModel(), LanguageModel(tied=False)
+    _check_ties(IdentityMap.of(tied), LanguageModel())
+    _check_ties(IdentityMap.of(untied), LanguageModel(tied=False))
+    with pytest.raises(UnsupportedError) as caught:
+        _check_ties(IdentityMap.of(tied), untied)
+    assert str(caught.value) == (
+        "'emb.weight' and 'head.weight' are one tied weight, which torchtitan's tensor parallelism takes for several "
+        "until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie them "
+        "(enable_weight_tying = False), or train with tensor_parallel_degree 1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("enable_fsdp_ag_rs_overlap", True),
+        ("ep_overlap.enabled", True),
+        ("precompile_artifact_dir", "somewhere"),
+    ],
+)
+def test_options_that_do_not_go_with_our_passes(option: str, value: object) -> None:
+    pytest.importorskip("torchtitan")
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+
+    from graphpasses.integrations.torchtitan.pass_pipeline import graph_passes
+
+    config = SimpleNamespace(compile=GraphTrainerCompileConfig())
+    *path, name = option.split(".")
+    setattr(getattr(config.compile, *path) if path else config.compile, name, value)
+    with pytest.raises(UnsupportedError) as caught:
+        graph_passes(None, config)
+    assert str(caught.value) == (
+        f"--compile.{option} does not go with --compile.pass_pipeline graphpasses; leave one of them out"
+    )
+
+
+def test_pipeline_without_a_trainer() -> None:
+    pytest.importorskip("torchtitan")
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+
+    from graphpasses.integrations.torchtitan.pass_pipeline import graph_passes
+
+    with pytest.raises(UnsupportedError, match=r"^the pipeline graphpasses needs the trainer whose step"):
+        graph_passes(None, SimpleNamespace(compile=GraphTrainerCompileConfig()))
+
+
+def test_assets_are_the_same_each_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_assets(tmp_path / name)
+    files = [sorted(p for p in (tmp_path / name).rglob("*") if p.is_file()) for name in ("a", "b")]
+    assert [p.name for p in files[0]] == ["data.json", "tokenizer.json", "tokenizer_config.json"]
+    assert [p.read_bytes() for p in files[0]] == [p.read_bytes() for p in files[1]]

@@ -1,0 +1,333 @@
+"""Fused lookups: equal bits in outputs, tables and optimizer states; what may not be fused is left alone."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchrec")
+
+import graphpasses
+from graphpasses.capture.compile_report import CompileReport
+from graphpasses.embedding.arena import Arena
+from graphpasses.embedding.lookup import LookupCall
+from graphpasses.errors import ArenaError, IdError, OptimizerError
+from graphpasses.passes import FuseTBE
+from graphpasses.passes.runner import PassReport, Pipeline
+from tests.helpers.tables import BOUNDS_CHECKS, NUM_ROWS, Bags, Look, Lookups, bags, tables
+
+PIPELINE = Pipeline((FuseTBE(),))
+ELSEWHERE = (
+    "is left alone: the model also reads its tables elsewhere; joint updates of a row change the result"
+)
+FOREIGN = "is left alone: its memory is not its own: NumPy, a file or another process uses it"
+
+
+class Compiled:
+    """A compiled model, and what the pass did to each of its graphs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        torch.compiler.reset()
+        self.report = CompileReport()
+        self.call = graphpasses.compile(
+            model, pipeline=PIPELINE, inner="aot_eager", fullgraph=True, report=self.report
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    @property
+    def passes(self) -> list[PassReport]:
+        return [report["fuse-tbe"] for _, _, report in self.report.stages]
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    """Returns copies of all weights, optimizer states and gradients."""
+    values = [*model.parameters(), *model.buffers()]
+    return [value.detach().clone() for value in values + [p.grad for p in values if p.grad is not None]]
+
+
+def assert_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def step(call: Callable[..., Tensor], model: nn.Module, batch: Sequence[Bags]) -> list[Tensor]:
+    """Returns the loss, the gradients of the weights of ids, and the model's state behind a step."""
+    loss = call(batch)
+    loss.backward()
+    return [loss.detach(), *(weights.grad for *_, weights in batch if weights is not None), *state(model)]
+
+
+@dataclass
+class Twins:
+    """A model, and its equal that is compiled."""
+
+    eager: nn.Module
+    model: nn.Module
+    compiled: Compiled
+
+    @classmethod
+    def of(cls, build: Callable[[], nn.Module]) -> Twins:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(build())
+        return cls(*models, Compiled(models[1]))
+
+    def step(self, seed: int, **options: Any) -> None:
+        """Trains both one step and compares them."""
+        batches = [self.eager.batch(seed, **options) for _ in range(2)]
+        expected = step(self.eager, self.eager, batches[0])
+        assert_same(step(self.compiled, self.model, batches[1]), expected)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "pooling", "is_weighted", "is_half"),
+    [
+        ("sgd", "sum", True, False),
+        ("sgd", "none", False, False),
+        ("sgd", "sum", False, True),
+        ("adagrad", "mean", False, False),
+        ("rowwise_adagrad", "sum", True, False),
+    ],
+)
+def test_bits(optimizer: str, pooling: str, is_weighted: bool, is_half: bool) -> None:
+    dims = ((8, 8), (8,), (8, 8)) if pooling == "none" else ((8, 12), (4,), (16, 36))
+    features = ((0, 0, 1), (0,), (0, 1))  # two features of one table
+
+    def build() -> nn.Module:
+        return Lookups(
+            [
+                tables(d, optimizer, pooling, features=f, is_half=is_half)
+                for d, f in zip(dims, features, strict=True)
+            ]
+        )
+
+    twins = Twins.of(build)
+    for seed, batch_size in enumerate((5, 7)):
+        twins.step(seed, is_weighted=is_weighted, batch_size=batch_size)
+    assert {report.num_rewrites for report in twins.compiled.passes} == {3}
+    assert all(Arena.home(module.weights_host) is not None for module in twins.model.tables)
+
+
+class OfOtherSizes(Lookups):
+    def batch(self, seed: int, **options: Any) -> list[Bags]:
+        return [bags(n, 10 * seed + i, (3, 0, 6)[(i + seed) % 3]) for i, n in enumerate(self.num_features())]
+
+
+def test_batch_sizes_may_differ() -> None:
+    twins = Twins.of(lambda: OfOtherSizes([tables((8, 8), "adagrad", "mean") for _ in range(3)]))
+    for seed in range(3):
+        twins.step(seed)
+    assert {report.num_rewrites for report in twins.compiled.passes} == {3}
+
+
+def test_other_settings_make_other_lookups() -> None:
+    def build() -> nn.Module:
+        others = [
+            tables((8,), "adagrad"),
+            tables((8,), pooling="mean"),
+            tables((8,), rate=0.2),
+            tables((8,), pooling="none"),
+            tables((12,), pooling="none"),
+            tables((8,), is_half=True),
+        ]
+        return Lookups([tables((8,)), *others, tables((12,))])
+
+    twins = Twins.of(build)
+    for seed in range(2):
+        twins.step(seed)
+    assert {(report.num_rewrites, report.notes) for report in twins.compiled.passes} == {(2, ())}
+    homes = [Arena.home(module.weights_host) for module in twins.model.tables]
+    assert [index for index, home in enumerate(homes) if home is not None] == [0, 7]
+
+
+class Entangled(Lookups):
+    """Looks up twice in one table, once with ids that come from another, and once without a gradient."""
+
+    def forward(self, batch: Sequence[Bags]) -> Tensor:
+        plain, other, twice, chosen, frozen = self.tables
+        first = plain(*batch[0])
+        ids = (first.sum(1) > 0).long()
+        outputs = [
+            first,
+            other(*batch[1]),
+            twice(*batch[2]),
+            twice(*batch[2]),
+            chosen(ids, torch.arange(ids.numel() + 1)),
+        ]
+        return sum((output * self.scale).sin().sum() for output in outputs) * frozen(*batch[4]).detach().sum()
+
+
+def test_entangled_lookups_are_left_alone() -> None:
+    twins = Twins.of(lambda: Entangled([tables((8,), "adagrad") for _ in range(5)]))
+    for seed in range(2):
+        twins.step(seed, batch_size=6)
+    report = twins.compiled.passes[0]
+    assert report.num_rewrites == 2  # the first two
+    assert report.notes == (f"the lookup of tables.2 {ELSEWHERE}",) * 2
+    homes = [Arena.home(module.weights_host) for module in twins.model.tables]
+    assert [home is not None for home in homes] == [True, True, False, False, False]
+
+
+def lookups() -> nn.Module:
+    return Lookups([tables((8, 4), "rowwise_adagrad"), tables((4,), "rowwise_adagrad")])
+
+
+def test_models_live_on_as_they_were() -> None:
+    twins = Twins.of(lookups)
+    twins.step(0)
+    views = [module.split_embedding_weights()[0] for module in twins.model.tables]
+    saved = [copy.deepcopy(model.state_dict()) for model in (twins.eager, twins.model)]
+    twins.step(1)
+    for model, view in zip(twins.model.tables, views, strict=True):
+        assert torch.equal(view, model.split_embedding_weights()[0])
+    batch = twins.model.batch(2)
+    with torch.no_grad():
+        assert torch.equal(twins.model(batch), twins.eager(batch))  # without the compiled graph
+        assert torch.equal(twins.compiled(batch), twins.eager(batch))
+    twin = copy.deepcopy(twins.model)
+    assert_same([*twin.parameters()], [*twins.model.parameters()])
+    step(twin, twin, batch)
+    assert_same(state(twins.model), state(twins.eager))
+    for model, values in zip((twins.eager, twins.model), saved, strict=True):
+        model.load_state_dict(values)
+    twins.step(3)
+    assert len({id(Arena.home(module.weights_host)) for module in twins.model.tables}) == 1
+    assert len(twins.compiled.passes) > 1  # training and inference are graphs of their own, in one memory
+    assert {report.num_rewrites for report in twins.compiled.passes} == {2}
+
+
+def test_learning_rates_must_stay_equal() -> None:
+    twins = Twins.of(lookups)
+    twins.step(0)
+    for model in (twins.eager, twins.model):
+        for module in model.tables:
+            module.set_learning_rate(0.01)
+    twins.step(1)
+    twins.model.tables[1].set_learning_rate(0.5)
+    with pytest.raises(
+        OptimizerError,
+        match=r"^tables.0 and tables.1 have learning rates 0\.00999\d+ and 0\.5, .*torch.compiler.reset",
+    ):
+        twins.compiled(twins.model.batch(2))
+
+
+def test_each_instance_of_a_model_has_its_own_graph() -> None:
+    """Dynamo would give the second one the first one's, and so its tables."""
+    torch.manual_seed(0)
+    models = [lookups(), lookups()]
+    twins = copy.deepcopy(models)
+    torch.compiler.reset()
+    report = CompileReport()
+    options = {"pipeline": PIPELINE, "inner": "aot_eager", "report": report}
+    calls = [torch.compile(model, backend="graphpasses", options=options, fullgraph=True) for model in models]
+    for _ in range(2):
+        for model, call, twin in zip(models, calls, twins, strict=True):
+            batch = twin.batch(0)
+            assert_same(step(call, model, batch), step(twin, twin, batch))
+    assert report.num_graphs == 2
+    assert len({id(Arena.home(module.weights_host)) for model in models for module in model.tables}) == 2
+
+
+def test_replaced_tables_are_compiled_again() -> None:
+    twins = Twins.of(lookups)
+    twins.step(0)
+    old = [Arena.home(module.weights_host) for module in twins.model.tables]
+    for model in (twins.eager, twins.model):
+        model.load_state_dict(copy.deepcopy(twins.eager.state_dict()), assign=True)
+    twins.step(1)
+    twins.step(2)
+    new = [Arena.home(module.weights_host) for module in twins.model.tables]
+    assert new[0] is new[1] is not None
+    assert new[0] is not old[0]
+
+
+def test_moved_tables_are_noticed() -> None:
+    model = lookups()
+    compiled = Compiled(model)
+    compiled(model.batch(0))
+    table = model.tables[0].weights_host
+    table.data = table.data.clone()
+    with pytest.raises(ArenaError, match=r"^tables.0.weights_host was moved or replaced"):
+        compiled(model.batch(0))
+
+
+def test_ids_outside_of_bags_are_refused() -> None:
+    model = lookups()
+    (ids, offsets, _), other = model.batch(0)
+    with pytest.raises(IdError, match=r"^tables.0 was called with offsets that leave some of its ids out"):
+        Compiled(model)([(ids, offsets.clamp(min=1), None), other])
+
+
+@pytest.mark.parametrize("mode", BOUNDS_CHECKS)
+def test_bounds_checks_keep_mode_and_message(mode: str, capfd: pytest.CaptureFixture[str]) -> None:
+    twins = Twins.of(lookups)
+    for module in (*twins.eager.tables, *twins.model.tables):
+        module.bounds_check_mode_int = BOUNDS_CHECKS[mode].value
+    twins.step(0)
+    results, messages = [], []
+    for call, model in ((twins.eager, twins.eager), (twins.compiled, twins.model)):
+        (first, *_), (second, *_) = batch = model.batch(1)
+        first[0], second[1] = NUM_ROWS + 2, -3
+        capfd.readouterr()
+        if mode == "fatal":
+            with pytest.raises(RuntimeError) as caught:
+                call(batch)
+            messages.append([str(caught.value)])
+        else:
+            results.append(step(call, model, batch))
+            messages.append(re.findall(r"EmbeddingBoundsCheck.*", capfd.readouterr().err))
+    assert messages[0] == messages[1]
+    if mode == "fatal":
+        assert messages[0][0].startswith("Expected idx < num_rows to be true")
+        return
+    assert [re.findall(r"idx: \S+ num_rows: \d+", text) for text in messages[0]] == [
+        ["idx: 22, num_rows: 20"],
+        ["idx: -3, num_rows: 20"],
+    ]
+    assert_same(*results)
+    assert [module.bounds_check_warning.item() for module in twins.model.tables] == [1, 1]
+
+
+def test_a_table_belongs_to_one_memory() -> None:
+    first = lookups()
+    Compiled(first)(first.batch(0))
+    second = Lookups([first.tables[0], tables((8,), "rowwise_adagrad")])
+    compiled = Compiled(second)
+    compiled(second.batch(0))
+    (report,) = compiled.passes
+    assert (report.num_rewrites, report.notes) == (
+        0,
+        ("the lookup of tables.0 is left alone: a model compiled before fused it with others",),
+    )
+
+
+def test_foreign_memory_stays_where_it_is() -> None:
+    model = lookups()
+    model.tables[1].weights_host.detach().numpy()
+    compiled = Compiled(model)
+    compiled(model.batch(0))
+    (report,) = compiled.passes
+    assert (report.num_rewrites, report.notes) == (0, (f"the lookup of tables.1 {FOREIGN}",))
+
+
+def test_a_second_run_changes_nothing() -> None:
+    model, look = lookups(), Look()
+    torch.compiler.reset()
+    pipeline = Pipeline((FuseTBE(), look))
+    graphpasses.compile(model, pipeline=pipeline, inner="aot_eager", fullgraph=True)(model.batch(0))
+    (once,) = look.seen
+    twice = PIPELINE.run(once)
+    assert twice.report["fuse-tbe"].num_rewrites == 0
+    assert [node.target for node in twice.graph.nodes] == [node.target for node in once.graph.nodes]
+    assert len(LookupCall.all(once)) == 1

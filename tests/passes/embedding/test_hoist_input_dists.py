@@ -1,0 +1,185 @@
+"""Input dists before output dists, and lookups of sharded modules in one: equal bits, equal order on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("torchrec")
+
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import sharding_plan as plans
+from torchrec.optim import RowWiseAdagrad
+
+import graphpasses
+from graphpasses._torch.torch_calls import launches_collective
+from graphpasses.capture.compile_report import CompileReport
+from graphpasses.graph import Stage
+from graphpasses.parity.launch import run_ranks
+from graphpasses.passes import (
+    BucketAllToAll,
+    DeduplicateShared,
+    FuseTBE,
+    HoistInputDists,
+    ReinplaceTBEUpdates,
+)
+from graphpasses.passes.runner import Pipeline
+from tests.helpers.recommenders import (
+    BATCH_SIZE,
+    DIM,
+    NUM_ROWS,
+    Case,
+    Scored,
+    bags,
+    differences,
+    ids,
+    sequences,
+    state_of,
+)
+from tests.helpers.tables import Look
+
+PRELOAD = ("torch", "tests.helpers.recommenders")
+TW0, TW1 = plans.table_wise(rank=0), plans.table_wise(rank=1)
+RW, CW = plans.row_wise(), plans.column_wise(ranks=[0, 1])
+
+Batch = tuple[KeyedJaggedTensor, ...]
+
+
+class Several(nn.Module):
+    """Collections one behind the other; a dense layer between them sees those before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items, self.weighted = bags(2, "u"), bags(3, "i"), bags(2, "w", is_weighted=True)
+        self.between = nn.Linear(2 * DIM, 4)
+        self.score = nn.Linear(4 + 5 * DIM, 1)
+
+    def forward(
+        self, users: KeyedJaggedTensor, items: KeyedJaggedTensor, weighted: KeyedJaggedTensor
+    ) -> Tensor:
+        seen = self.between(self.users(users).values()).relu_()
+        both = [self.items(items).values(), self.weighted(weighted).values()]
+        return self.score(torch.cat([seen, *both], dim=1)).mean()
+
+
+def several(rank: int, step: int) -> Batch:
+    weighted = ids(rank, step, 2, "w", is_weighted=True)
+    return (ids(rank, step, 2, "u"), ids(rank, step, 3, "i"), weighted)
+
+
+class Nested(nn.Module):
+    """The second collection looks up what follows from the first one's output, the third does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = bags(1, "a"), bags(1, "b"), bags(1, "c")
+        self.score = nn.Linear(3 * DIM, 1)
+
+    def forward(self, first: KeyedJaggedTensor, third: KeyedJaggedTensor) -> Tensor:
+        a = self.first(first).values()
+        chosen = (a.detach().sum(1) * 100).long().abs() % NUM_ROWS
+        second = KeyedJaggedTensor(
+            keys=["bf0"], values=chosen, lengths=torch.ones(BATCH_SIZE, dtype=torch.int64)
+        )
+        return self.score(
+            torch.cat([a, self.second(second).values(), self.third(third).values()], dim=1)
+        ).mean()
+
+
+class TwoSequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Scored(sequences(2), DIM), Scored(sequences(3), DIM)
+
+    def forward(self, left: KeyedJaggedTensor, right: KeyedJaggedTensor) -> Tensor:
+        return self.left(left) + self.right(right)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    # Rank 1 has no table of the users, so its graph has fewer lookups.
+    "several": lambda: Case(Several, (TW0, TW0, RW, CW, TW1, RW, TW0), several, RowWiseAdagrad),
+    "nested": lambda: Case(
+        Nested, (TW0, TW1, TW0), lambda rank, step: (ids(rank, step, 1, "a"), ids(rank, step, 1, "c"))
+    ),
+    "sequences": lambda: Case(
+        TwoSequences,
+        (TW0, RW),
+        lambda rank, step: (ids(rank, step, 2), ids(rank, step, 3)),
+        torch.optim.Adagrad,
+    ),
+}
+
+
+class Compiled:
+    """A model compiled as users do; keeps the graph behind the passes of the ``DYNAMO`` stage."""
+
+    def __init__(self, model: nn.Module) -> None:
+        torch.compiler.reset()
+        self.model, self.backend, self.look = model, CompileReport(), Look()
+        passes = (DeduplicateShared(), HoistInputDists(), FuseTBE(), self.look)
+        self.call = graphpasses.compile(
+            model,
+            pipeline=Pipeline((*passes, BucketAllToAll(), ReinplaceTBEUpdates())),
+            inner="aot_eager",
+            fullgraph=True,
+            report=self.backend,
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    def num_rewrites(self, name: str) -> int:
+        reports = [report for _, stage, report in self.backend.stages if stage is Stage.DYNAMO]
+        return sum(report[name].num_rewrites for report in reports)
+
+
+def load_state(compiled: Compiled, case: Case) -> list[str]:
+    """Returns what goes wrong when a model with fused tables loads an earlier state, or runs eager."""
+    model, batches = compiled.model, [case.batch(dist.get_rank(), step) for step in range(3)]
+    states = [copy.deepcopy(part) for part in (model.state_dict(), model.fused_optimizer.state_dict())]
+    before = state_of(model)
+    compiled(*batches[0]).backward()
+    model.load_state_dict(states[0])
+    model.fused_optimizer.load_state_dict(states[1])
+    after = {name: value for name, value in state_of(model).items() if "gradients" not in name}
+    wrong = [f"{name} was not loaded" for name in after if not torch.equal(after[name], before[name])]
+    losses = [call(*batches[1]).detach() for call in (model, compiled)]
+    return wrong + ["eager differs"] * (not torch.equal(*losses))
+
+
+def check(name: str) -> tuple[list[str], list[str], int]:
+    """Trains a case; returns what is wrong, whence its collectives come, and how many lookups were fused."""
+    made: list[Compiled] = []
+
+    def compile(model: nn.Module) -> Compiled:
+        made.append(Compiled(model))
+        return made[-1]
+
+    case = CASES[name]()
+    wrong = differences(case, compile)
+    (compiled,) = made
+    wrong += load_state(compiled, case)
+    graph = compiled.look.seen[0]
+    order = [str(node.meta["stack_trace"]) for node in graph.graph.nodes if launches_collective(node)]
+    return wrong, order, compiled.num_rewrites("fuse-tbe")
+
+
+def check_cases() -> dict[str, tuple[list[str], list[str], int]]:
+    return {name: check(name) for name in CASES}
+
+
+def test_ranks_agree_and_bits_stay() -> None:
+    ranks = run_ranks(check_cases, 2, preload=PRELOAD)
+    for name in CASES:
+        (wrong, order, _), (wrong_1, order_1, _) = [found[name] for found in ranks]
+        assert wrong == wrong_1 == [], name
+        assert order == order_1, name
+        assert len(set(order)) > len(order) / 3  # the lines tell the modules apart
+    num_fused = {name: [found[name][2] for found in ranks] for name in CASES}
+    assert num_fused == {"several": [5, 3], "nested": [2, 0], "sequences": [4, 2]}
