@@ -331,11 +331,13 @@ def test_use_before_definition(step: TrainGraph) -> None:
 
 def test_values_are_checked_once(step: TrainGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline stays linear in the graph: only new and changed calls are computed again."""
-    from graphpasses import verify
+    from graphpasses.graph import verification
 
     checked: list[str] = []
-    fake_value = verify.fake_value
-    monkeypatch.setattr(verify, "fake_value", lambda node: checked.append(node.name) or fake_value(node))
+    fake_value = verification.fake_value
+    monkeypatch.setattr(
+        verification, "fake_value", lambda node: checked.append(node.name) or fake_value(node)
+    )
 
     def insert(graph: TrainGraph) -> None:
         mm = first(graph, aten.mm.default)
