@@ -1,4 +1,4 @@
-"""One collective per plan entry, in eager's byte order: the rewrite itself. Bits: capture/test_train_step_on_ranks.py."""
+"""One collective per plan entry, in eager's byte order: the rewrite. Bits: capture/test_train_step_on_ranks.py."""
 
 from __future__ import annotations
 
