@@ -51,11 +51,12 @@ bench: $(READY)
 	$(RUN) -m experiments.torchrec_bench
 	$(RUN) experiments/hash_bench/run.py
 
-# Needs uv (`pip install uv`). UV_FIND_LINKS or UV_EXTRA_INDEX_URL must show it the CPU build of torch.
+# Pins that stand stay; UPGRADE=--upgrade renews them. Needs uv (`pip install uv`), which UV_FIND_LINKS or
+# UV_EXTRA_INDEX_URL must show the CPU build of torch.
 lock:
-	uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	  --all-extras pyproject.toml .ci/lock/cpu.in --override .ci/lock/cpu.overrides -o .ci/lock/cpu.txt
-	uv pip compile --quiet --upgrade --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	  --all-extras pyproject.toml .ci/lock/cuda.in -o .ci/lock/cuda.txt
 
 clean:
