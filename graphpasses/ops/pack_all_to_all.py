@@ -18,21 +18,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["PACK", "UNPACK", "packed_dtype"]
+from graphpasses.ops.define import define_operator
 
-torch.library.define(
-    "graphpasses::pack_all_to_all",
-    "(Tensor[] inputs, SymInt[] splits) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-torch.library.define(
-    "graphpasses::unpack_all_to_all",
-    "(Tensor packed, SymInt[] splits, SymInt[] row_shapes, int[] row_dims, ScalarType[] dtypes) -> Tensor[]",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-
-PACK = torch.ops.graphpasses.pack_all_to_all.default
-UNPACK = torch.ops.graphpasses.unpack_all_to_all.default
+__all__ = ["PACK", "UNPACK", "pack_all_to_all", "packed_dtype", "unpack_all_to_all"]
 
 
 def packed_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
@@ -60,7 +48,23 @@ def _row_shapes(sizes: Sequence[int], row_dims: Sequence[int]) -> Iterator[Seque
         start += num_dims
 
 
-def _pack(inputs: list[Tensor], splits: list[int]) -> Tensor:
+# ---- pack ----------------------------------------------------------------------------------------------
+
+
+def pack_all_to_all(inputs: Sequence[Tensor], splits: Sequence[int]) -> Tensor:
+    """Packs what several all-to-alls send.
+
+    Args:
+        inputs: per member: its rows, [rows, ...], any dtype, rank after rank.
+        splits: per member, and in it per rank: how many of its rows are for that rank.
+
+    Returns:
+        1-D, of :func:`packed_dtype`.
+
+    Example:
+        >>> pack_all_to_all([torch.tensor([1, 2, 3]), torch.tensor([7, 8])], [1, 2, 1, 1])
+        tensor([1, 7, 2, 3, 8])
+    """
     dtype = packed_dtype([tensor.dtype for tensor in inputs])
     for_rank: list[list[Tensor]] = [[] for _ in range(len(splits) // len(inputs))]
     for tensor, rows in zip(inputs, _by_member(splits, len(inputs)), strict=True):
@@ -82,13 +86,43 @@ def _pack(inputs: list[Tensor], splits: list[int]) -> Tensor:
     return torch.cat(packed) if packed else inputs[0].new_empty(0, dtype=dtype)
 
 
-def _unpack(
+def _fake_pack(inputs: Sequence[Tensor], splits: Sequence[int]) -> Tensor:
+    dtype = packed_dtype([tensor.dtype for tensor in inputs])
+    sizes = [t.numel() * (t.element_size() if t.dtype != dtype else 1) for t in inputs]
+    return inputs[0].new_empty(torch.sym_sum(sizes), dtype=dtype)  # type: ignore[no-untyped-call]
+
+
+PACK = define_operator(
+    "pack_all_to_all(Tensor[] inputs, SymInt[] splits) -> Tensor", pack_all_to_all, fake=_fake_pack
+)
+
+
+# ---- unpack --------------------------------------------------------------------------------------------
+
+
+def unpack_all_to_all(
     packed: Tensor,
-    splits: list[int],
-    row_shapes: list[int],
-    row_dims: list[int],
-    dtypes: list[torch.dtype],
+    splits: Sequence[int],
+    row_shapes: Sequence[int],
+    row_dims: Sequence[int],
+    dtypes: Sequence[torch.dtype],
 ) -> list[Tensor]:
+    """Unpacks what one all-to-all of several members' rows brought.
+
+    Args:
+        packed: what arrived, 1-D, of :func:`packed_dtype`.
+        splits: per member, and in it per rank: how many of its rows came from that rank.
+        row_shapes: the shapes of the members' rows, end to end.
+        row_dims: per member: the number of dims of a row.
+        dtypes: one per member.
+
+    Returns:
+        Per member: its rows, [rows, ...], in memory of its own.
+
+    Example:
+        >>> unpack_all_to_all(torch.tensor([1, 7, 2, 3, 8]), [1, 2, 1, 1], [], [0, 0], [torch.int64] * 2)
+        [tensor([1, 2, 3]), tensor([7, 8])]
+    """
     num_members = len(dtypes)
     members = list(
         zip(_by_member(splits, num_members), _row_shapes(row_shapes, row_dims), dtypes, strict=True)
@@ -118,18 +152,12 @@ def _unpack(
     return outputs
 
 
-def _fake_pack(inputs: list[Tensor], splits: list[int]) -> Tensor:
-    dtype = packed_dtype([tensor.dtype for tensor in inputs])
-    sizes = [t.numel() * (t.element_size() if t.dtype != dtype else 1) for t in inputs]
-    return inputs[0].new_empty(torch.sym_sum(sizes), dtype=dtype)  # type: ignore[no-untyped-call]
-
-
 def _fake_unpack(
     packed: Tensor,
-    splits: list[int],
-    row_shapes: list[int],
-    row_dims: list[int],
-    dtypes: list[torch.dtype],
+    splits: Sequence[int],
+    row_shapes: Sequence[int],
+    row_dims: Sequence[int],
+    dtypes: Sequence[torch.dtype],
 ) -> list[Tensor]:
     shapes = _row_shapes(row_shapes, row_dims)
     num_rows = [torch.sym_sum(rows) for rows in _by_member(splits, len(dtypes))]  # type: ignore[no-untyped-call]
@@ -139,7 +167,9 @@ def _fake_unpack(
     ]
 
 
-torch.library.impl("graphpasses::pack_all_to_all", "default", _pack)
-torch.library.impl("graphpasses::unpack_all_to_all", "default", _unpack)
-torch.library.register_fake("graphpasses::pack_all_to_all", _fake_pack)
-torch.library.register_fake("graphpasses::unpack_all_to_all", _fake_unpack)
+UNPACK = define_operator(
+    "unpack_all_to_all(Tensor packed, SymInt[] splits, SymInt[] row_shapes, int[] row_dims, ScalarType[] dtypes)"
+    " -> Tensor[]",
+    unpack_all_to_all,
+    fake=_fake_unpack,
+)

@@ -1,0 +1,63 @@
+"""How every operator of ours is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["define_operator"]
+
+
+def define_operator(
+    schema: str,
+    reference: Callable[..., Any],
+    *,
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+) -> Callable[..., Any]:
+    """Defines ``torch.ops.graphpasses.<name>.default`` and returns it.
+
+    ``torch.library.custom_op`` does the same and checks, at each call, that no output aliases an input. The check
+    and its wrappers cost more than the dispatch: with nine tensors a call took 24 µs, this one 10 µs (torch 2.13,
+    CPU). Our operators run in every step; ``torch.library.opcheck`` makes the check in their tests.
+
+    Args:
+        schema: the name and what follows it, e.g. ``"double(Tensor x) -> Tensor"``. Nothing may be written, and no
+            output may alias an input.
+        reference: what the operator computes, on any device.
+        fake: the same for fake tensors: shapes and dtypes.
+        backward: as for ``torch.library.register_autograd``; None for an operator that runs without gradients.
+        save: what ``torch.library.register_autograd`` calls ``setup_context``.
+
+    Returns:
+        The operator.
+
+    Raises:
+        RuntimeError: the operator exists.
+
+    Example:
+        >>> double = define_operator(
+        ...     "example_double(Tensor x) -> Tensor",
+        ...     lambda x: 2 * x,
+        ...     fake=torch.empty_like,
+        ...     backward=lambda ctx, gradient: 2 * gradient,
+        ... )
+        >>> double
+        <OpOverload(op='graphpasses.example_double', overload='default')>
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> double(x).sum().backward()
+        >>> x.grad
+        tensor([2., 2.])
+    """
+    name, _, signature = schema.partition("(")
+    full_name = f"graphpasses::{name}"
+    torch.library.define(full_name, f"({signature}", tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(full_name, "default", reference)
+    torch.library.register_fake(full_name, fake)
+    if backward is not None:
+        torch.library.register_autograd(full_name, backward, setup_context=save)
+    operator: Callable[..., Any] = getattr(torch.ops.graphpasses, name).default
+    return operator
