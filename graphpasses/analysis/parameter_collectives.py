@@ -310,11 +310,6 @@ def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:
     return argument(split), split
 
 
-def is_backward(node: fx.Node) -> bool:
-    """Whether the tracer saw autograd's engine run ``node``."""
-    return bool(node.meta.get("autograd_backward", False))
-
-
 def is_mutated(node: fx.Node) -> bool:
     """Whether a user of ``node``, or of a view of it, writes into its memory."""
     pending = [node]

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import fx
 
 from graphpasses._torch.effects import collective_group
+from graphpasses.analysis.backward import backward_nodes, tangents
 from graphpasses.analysis.dependencies import place_nodes, predecessors, stable_order
 from graphpasses.collective_sequence import Launches
 from graphpasses.errors import AgreementError
-from graphpasses.graph import ALL_TO_ALL, WAIT, InputKind, Stage, TrainGraph, argument
+from graphpasses.graph import ALL_TO_ALL, WAIT, Stage, TrainGraph, argument
 from graphpasses.graph.size_arithmetic import Size, SizeArithmetic
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK, packed_dtype
 from graphpasses.passes.embedding.columns import agree_on_columns, merge_columns
@@ -70,19 +71,11 @@ def _needed_collectives(
     number = {node: index for index, node in enumerate(launches)}
     # A bucket starts where it is packed, as an all-to-all does where it reads its input.
     number |= {argument(node): number[node] for node in members if argument(node).target == PACK}
-    tangents = {
-        node
-        for item, node in zip(graph.inputs, graph.placeholders, strict=True)
-        if item.kind is InputKind.TANGENT
-    }
-    backward = set(tangents)
-    for node, needed in before.items():
-        if not backward.isdisjoint(needed):
-            backward.add(node)
+    starts, backward = tangents(graph), backward_nodes(graph, before)
     forward = sum(1 << index for index, node in enumerate(launches) if node not in backward)
     masks: dict[fx.Node, int] = {}
     for node, needed in before.items():
-        masks[node] = forward if node in tangents else 0
+        masks[node] = forward if node in starts else 0
         for other in needed:
             is_passed = other not in number or number[other] == number.get(node)
             masks[node] |= masks[other] if is_passed else 1 << number[other]

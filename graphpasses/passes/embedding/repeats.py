@@ -17,8 +17,9 @@ from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.symbols import can_name_alike, name_alike
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.agreement import agree
+from graphpasses.analysis.backward import backward_nodes
 from graphpasses.errors import AgreementError
-from graphpasses.graph import ALL_TO_ALL, InputKind, TrainGraph, argument
+from graphpasses.graph import ALL_TO_ALL, TrainGraph, argument
 
 __all__ = ["find_repeats", "merge_repeats"]
 
@@ -124,16 +125,11 @@ def _key(graph: TrainGraph, node: fx.Node, repeated: Mapping[fx.Node, fx.Node]) 
 def _find_repeats(graph: TrainGraph, classes: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
     """Returns the repeats that this rank sees, if all-to-alls may repeat only those of their class."""
     returned = storages(*graph.graph.output_node().all_input_nodes)
-    backward = {
-        node
-        for item, node in zip(graph.inputs, graph.placeholders, strict=True)
-        if item.kind is InputKind.TANGENT
-    }
+    backward = backward_nodes(graph)
     first: dict[object, fx.Node] = {}
     repeated: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
-        if not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+        if node in backward:
             continue
         key = _key(graph, node, repeated)
         # What is returned must not share memory with another value; an all-to-all goes with its wait.

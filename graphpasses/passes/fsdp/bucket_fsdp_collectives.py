@@ -11,6 +11,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import fx
 
+from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.parameter_collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -20,7 +21,6 @@ from graphpasses.analysis.parameter_collectives import (
     Unshard,
     find_grad_reductions,
     find_unshards,
-    is_backward,
 )
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.graph_layout import SPLIT, graph_layout

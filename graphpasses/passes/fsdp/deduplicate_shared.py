@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphpasses.analysis.parameter_collectives import UNSHARD_OPS, is_backward, is_mutated
+from graphpasses.analysis.backward import is_backward
+from graphpasses.analysis.parameter_collectives import UNSHARD_OPS, is_mutated
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes.embedding.repeats import merge_repeats
 from graphpasses.passes.runner import GraphPass, Numerics

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphpasses.analysis.parameter_collectives import ALL_GATHER, UNSHARD_OPS, find_gathers, is_backward
+from graphpasses.analysis.backward import is_backward
+from graphpasses.analysis.parameter_collectives import ALL_GATHER, UNSHARD_OPS, find_gathers
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes.runner import GraphPass, Numerics

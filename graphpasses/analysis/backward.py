@@ -1,0 +1,63 @@
+"""Which nodes of a training graph belong to its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import fx
+
+from graphpasses.graph import InputKind, TrainGraph
+
+__all__ = ["backward_nodes", "is_backward", "tangents"]
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether autograd's engine ran a node while a whole step was traced.
+
+    torch's tracer marks such nodes (``torch.fx.proxy``). In a joint graph of AOTAutograd use :func:`backward_nodes`:
+    the tangents tell more there.
+
+    Args:
+        node: a node of a ``STEP`` graph.
+
+    Example:
+        >>> node = fx.Graph().placeholder("x")
+        >>> is_backward(node)
+        False
+    """
+    return bool(node.meta.get("autograd_backward", False))
+
+
+def tangents(graph: TrainGraph) -> set[fx.Node]:
+    """Returns the placeholders of a joint graph that are gradients of its forward outputs.
+
+    Args:
+        graph: a graph of any stage; only joint graphs have tangents.
+    """
+    return {
+        node
+        for item, node in zip(graph.inputs, graph.placeholders, strict=True)
+        if item.kind is InputKind.TANGENT
+    }
+
+
+def backward_nodes(
+    graph: TrainGraph, dependencies: Mapping[fx.Node, Iterable[fx.Node]] | None = None
+) -> set[fx.Node]:
+    """Returns the nodes of the backward pass.
+
+    In a joint graph these are the tangents and what depends on one; in a graph without tangents, the nodes that
+    autograd's engine ran.
+
+    Args:
+        graph: the graph.
+        dependencies: for each node, in the order of the graph, what must run before it; its inputs by default.
+    """
+    backward = tangents(graph)
+    if not backward:
+        return set(filter(is_backward, graph.graph.nodes))
+    for node in graph.graph.nodes:
+        needed = node.all_input_nodes if dependencies is None else dependencies[node]
+        if not backward.isdisjoint(needed):
+            backward.add(node)
+    return backward
