@@ -57,10 +57,12 @@ def talk_much() -> int:
     return number
 
 
+@pytest.mark.multiprocess
 def test_ranks_that_trace_do_not_wait_for_gloos_threads() -> None:
     assert run_ranks(talk_much, 2, timeout=60.0) == [299, 299]
 
 
+@pytest.mark.multiprocess
 def test_two_ranks() -> None:
     first, second = run_ranks(talk, 2)
     assert first.pop("again") == [0, 1]
@@ -101,6 +103,7 @@ def ask_alone() -> str:
     return message
 
 
+@pytest.mark.multiprocess
 def test_a_rank_that_asks_alone_does_not_wait_for_ever() -> None:
     assert run_ranks(ask_alone, 2) == [
         (

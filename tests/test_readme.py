@@ -32,6 +32,7 @@ def without_times(text: str) -> list[str]:
     return [re.sub(r"\s+\d+\.\d$", "", line) for line in text.splitlines() if line.strip()]
 
 
+@pytest.mark.multiprocess
 def test_tied_example(tmp_path: Path) -> None:
     (tmp_path / "tied.py").write_text(block("example: tied.py"))
     launch = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "tied.py")
@@ -48,6 +49,7 @@ def test_dlrm_example(tmp_path: Path) -> None:
     assert without_times(printed) == without_times(block("output: dlrm.py"))
 
 
+@pytest.mark.multiprocess
 def test_towers_example(tmp_path: Path) -> None:
     pytest.importorskip("torchrec")
     (tmp_path / "towers.py").write_text(block("example: towers.py"))

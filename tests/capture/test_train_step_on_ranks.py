@@ -292,6 +292,7 @@ def outcomes() -> list[dict[str, Outcome]]:
     return run_ranks(train_all, NUM_RANKS, [*CASES, *CONTROLS], preload=PRELOAD, timeout=300.0)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     for rank, ranks_outcomes in enumerate(outcomes):
@@ -301,6 +302,7 @@ def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
         assert outcome.layouts == "layouts are equal"
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
 def test_launches_as_many_collectives_as_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     outcome = outcomes[0][name]
@@ -315,6 +317,7 @@ def test_launches_as_many_collectives_as_eager(name: str, outcomes: list[dict[st
     assert outcome.collectives == expected
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CONTROLS)
 def test_control_differs(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     assert not any(ranks_outcomes[name].error for ranks_outcomes in outcomes)

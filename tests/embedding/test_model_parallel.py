@@ -173,6 +173,7 @@ def expected_facts(pattern: Pattern) -> dict[str, Any]:
     return facts if pattern in SAME_PARENT else {**facts, "TorchRec's bits": True}
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_training(num_ranks: int) -> None:
     expected = {
@@ -220,6 +221,7 @@ def sequences_trained() -> dict[str, list[bool]]:
     return facts
 
 
+@pytest.mark.multiprocess
 def test_sequences() -> None:
     for facts in run_ranks(sequences_trained, 2, preload=("torch", "tests.helpers.recommenders")):
         assert facts == {
@@ -385,6 +387,7 @@ def resharded() -> dict[str, Any]:
     }
 
 
+@pytest.mark.multiprocess
 def test_reshard() -> None:
     for facts in run_ranks(resharded, 2, preload=("torch", "tests.helpers.recommenders")):
         assert facts == {"volume": 1.5, "plan": [[1], [1]], "one module": True, "weights": True}
@@ -407,6 +410,7 @@ def on_two_ranks() -> list[dict[str, Any]]:
     return [members(), checkpoints(), refusals(), torchrec_fails()]
 
 
+@pytest.mark.multiprocess
 def test_members() -> None:
     tables = [f"embedding_bags.t{index}.weight" for index in range(NUM_TABLES)]
     of_user, of_item, score = (
@@ -543,6 +547,7 @@ def one_tower(sharding: str) -> nn.Module:
     return DistributedModelParallel(model, device=CPU, plan=plans)
 
 
+@pytest.mark.multiprocess
 def test_distributed_checkpoint(tmp_path: Path) -> None:
     preload = ("torch", "tests.helpers.recommenders")
     folder = str(tmp_path / "checkpoint")
@@ -602,6 +607,7 @@ def compiled() -> dict[str, list[object]]:
     return facts
 
 
+@pytest.mark.multiprocess
 def test_in_a_graph() -> None:
     for facts in run_ranks(compiled, 2, preload=("torch", "tests.helpers.recommenders")):
         # Bits, and lookups and all-to-alls in eager and in the graph.
@@ -675,6 +681,7 @@ def pipelined() -> list[object]:
     return [refused, is_control, once == once_piped, len(set(piped(TrainPipelineBase, calls_both=True)))]
 
 
+@pytest.mark.multiprocess
 def test_pipelines() -> None:
     for facts in run_ranks(pipelined, 2, preload=("torch", "tests.helpers.recommenders")):
         assert facts == [

@@ -76,6 +76,7 @@ def counted() -> tuple[dict[str, list[object]], dict[str, str], bool]:
     return facts, types, planned["user.ebc"] is planned["item.ebc"]
 
 
+@pytest.mark.multiprocess
 def test_ranks() -> None:
     expected: dict[str, list[object]] = {}
     for pattern in PATTERNS:

@@ -25,11 +25,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.multiprocess
 def test_as_it_must_be(runs: Path) -> None:
     table, num_wrong = judge([CASE], runs, NUM_STEPS)
     assert (table.row_count, num_wrong) == (2, 0)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("variant", "recorded"), [(DEFAULT, NO_COALESCING), (NO_COALESCING, "eager")])
 def test_a_variant_that_is_not_as_it_must_be(runs: Path, tmp_path: Path, variant: str, recorded: str) -> None:
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
@@ -37,6 +39,7 @@ def test_a_variant_that_is_not_as_it_must_be(runs: Path, tmp_path: Path, variant
     assert judge([CASE], tmp_path, NUM_STEPS)[1] == 1
 
 
+@pytest.mark.multiprocess
 def test_a_run_that_is_too_short(runs: Path) -> None:
     assert judge([CASE], runs, NUM_STEPS + 1)[1] > 0
 
@@ -46,6 +49,7 @@ def test_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.startswith("no case contains 'bert'; there are: llama-fsdp-bf16, ")
 
 
+@pytest.mark.multiprocess
 def test_a_simulated_cluster_gives_the_bits_of_processes(runs: Path, tmp_path: Path) -> None:
     run_cluster(train_cases, Topology(**TOPOLOGY), (CASE,), NUM_STEPS, tmp_path)
     configure(None)

@@ -39,6 +39,7 @@ def _num_wrong(folder: Path, outcomes: dict[tuple[str, str], Outcome], num_steps
     return experiment.judge([CASE], outcomes, {}, folder, num_steps)[1]
 
 
+@pytest.mark.multiprocess
 def test_as_it_must_be(runs: Runs) -> None:
     folder, outcomes = runs
     table, num_wrong = experiment.judge([CASE], outcomes, {"LAMB": ("no kernel", True)}, folder, NUM_STEPS)
@@ -49,6 +50,7 @@ def test_as_it_must_be(runs: Runs) -> None:
     assert sum(compiled.calls.collectives) <= sum(eager.calls.collectives)
 
 
+@pytest.mark.multiprocess
 def test_tables_beside_fsdp_layers(runs: Runs) -> None:
     folder, outcomes = runs
     table, num_wrong = experiment.judge([BESIDE], outcomes, {}, folder, NUM_STEPS)
@@ -64,6 +66,7 @@ def test_controls_are_other_pipelines() -> None:
     assert wrong_pipeline(COMPILED, right) == right
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("variant", "recorded"), [(COMPILED, OTHER_LR), (OTHER_LR, EAGER)])
 def test_a_variant_that_is_not_as_it_must_be(runs: Runs, tmp_path: Path, variant: str, recorded: str) -> None:
     folder, outcomes = runs
@@ -72,21 +75,25 @@ def test_a_variant_that_is_not_as_it_must_be(runs: Runs, tmp_path: Path, variant
     assert _num_wrong(tmp_path, outcomes) == 1
 
 
+@pytest.mark.multiprocess
 def test_a_recompilation(runs: Runs) -> None:
     folder, outcomes = runs
     twice = replace(outcomes[CASE.name, COMPILED], num_graphs=2)
     assert _num_wrong(folder, outcomes | {(CASE.name, COMPILED): twice}) == 1
 
 
+@pytest.mark.multiprocess
 def test_runs_that_are_too_short(runs: Runs) -> None:
     assert _num_wrong(*runs, num_steps=NUM_STEPS + 1) == 2
 
 
+@pytest.mark.multiprocess
 def test_what_torchrec_no_longer_refuses(runs: Runs) -> None:
     folder, outcomes = runs
     assert experiment.judge([CASE], outcomes, {"LAMB": ("", False)}, folder, NUM_STEPS)[1] == 1
 
 
+@pytest.mark.multiprocess
 def test_exit_code(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, outcomes = runs
     monkeypatch.setattr(experiment, "CASES", (CASE,))

@@ -484,6 +484,7 @@ def results() -> list[dict[str, str]]:
     return run_ranks(run_checks, NUM_RANKS, [*CASES, *CHECKS, *(TITAN_CHECKS if has_titan else ())])
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", [*CASES, *CHECKS, *TITAN_CHECKS])
 def test_on_four_ranks(name: str, results: list[dict[str, str]]) -> None:
     if name not in results[0]:

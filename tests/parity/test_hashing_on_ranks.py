@@ -199,6 +199,7 @@ def found(request: pytest.FixtureRequest, folder: Path) -> tuple[int, dict[str, 
     return request.param, results[0]
 
 
+@pytest.mark.multiprocess
 def test_sharding_does_not_show(found: tuple[int, dict[str, Any]], expected: dict[str, Any]) -> None:
     num_ranks, hashes = found
     layouts = ["plain", "shard 0", "shard 1", "shard 2", "replicate"]
@@ -210,6 +211,7 @@ def test_sharding_does_not_show(found: tuple[int, dict[str, Any]], expected: dic
     assert hashes["transposed"] == tensor_hash(whole_tensors()["uneven"].t())
 
 
+@pytest.mark.multiprocess
 def test_fsdp_hashes_as_one_rank_does(found: tuple[int, dict[str, Any]], expected: dict[str, Any]) -> None:
     num_ranks, hashes = found
     assert hashes["fsdp"] == expected["model"]
@@ -221,6 +223,7 @@ def test_fsdp_hashes_as_one_rank_does(found: tuple[int, dict[str, Any]], expecte
     assert sum(digest is None for digest in gradients.values()) == 1
 
 
+@pytest.mark.multiprocess
 def test_strided_shards_of_fsdp_over_tensor_parallel(found: tuple[int, dict[str, Any]]) -> None:
     num_ranks, hashes = found
     if num_ranks != 4:
@@ -231,6 +234,7 @@ def test_strided_shards_of_fsdp_over_tensor_parallel(found: tuple[int, dict[str,
         assert scattered == SCATTERED
 
 
+@pytest.mark.multiprocess
 def test_a_group_of_some_ranks(found: tuple[int, dict[str, Any]], expected: dict[str, Any]) -> None:
     num_ranks, hashes = found
     if num_ranks != 4:
@@ -243,12 +247,14 @@ def test_a_group_of_some_ranks(found: tuple[int, dict[str, Any]], expected: dict
     )
 
 
+@pytest.mark.multiprocess
 def test_values_of_each_rank_its_own_are_stacked(found: tuple[int, dict[str, Any]]) -> None:
     num_ranks, hashes = found
     stacked = torch.stack([torch.full((2,), float(rank)) for rank in range(num_ranks)])
     assert hashes["own"] == tensor_hash(stacked)
 
 
+@pytest.mark.multiprocess
 def test_disagreement_raises_on_every_rank(found: tuple[int, dict[str, Any]]) -> None:
     num_ranks, hashes = found
     ranks = list(range(num_ranks))
@@ -274,6 +280,7 @@ def test_disagreement_raises_on_every_rank(found: tuple[int, dict[str, Any]]) ->
         )
 
 
+@pytest.mark.multiprocess
 def test_runs_of_other_world_sizes_compare(found: tuple[int, dict[str, Any]], folder: Path) -> None:
     num_ranks, hashes = found
     path, alone = folder / f"{num_ranks}.jsonl", folder / f"1-of-{num_ranks}.jsonl"

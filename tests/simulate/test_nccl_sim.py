@@ -322,6 +322,7 @@ def run_checks() -> list[str]:
     return [check.__name__ for check in CHECKS]
 
 
+@pytest.mark.multiprocess
 def test_backend() -> None:
     """One launch for all checks: importing torch and forming a group take longer than they do."""
     names = [check.__name__ for check in CHECKS]

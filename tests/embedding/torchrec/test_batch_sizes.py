@@ -117,6 +117,7 @@ def on_2_ranks() -> list[dict[str, list[str]]]:
     return run_ranks(check_all, 2, preload=PRELOAD)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
 def test_on_2_ranks(on_2_ranks: list[dict[str, list[str]]], name: str) -> None:
     assert [found[name] for found in on_2_ranks] == [[], []]

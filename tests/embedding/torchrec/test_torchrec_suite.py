@@ -53,6 +53,7 @@ def run_suite(sources: str, *, ours: bool) -> tuple[int, dict[str, str]]:
     return result.testsRun - len(others), others
 
 
+@pytest.mark.multiprocess
 @pytest.mark.skipif(not SOURCES, reason="TORCHREC_SOURCES names no checkout of TorchRec")
 def test_torchrec_suite() -> None:
     pytest.importorskip("hypothesis")

@@ -66,6 +66,7 @@ def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> Non
                 dist.destroy_process_group()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_eager(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torchtitan")

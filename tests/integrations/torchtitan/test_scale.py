@@ -183,6 +183,7 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int, str]
     return played
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_ranks", "rank", "name"), PLAYED)
 def test_buckets_are_eagers(
     steps: dict[tuple[int, int, str], Step], num_ranks: int, rank: int, name: str
@@ -195,6 +196,7 @@ def test_buckets_are_eagers(
     assert step.num_eager == step.num_reductions == (num_groups, num_groups * (name == "hybrid"))
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", UNEVEN)
 def test_ranks_decide_alike(steps: dict[tuple[int, int, str], Step], name: str) -> None:
     first, middle, last = (steps[256, rank, name] for rank in (0, 128, 255))
@@ -203,12 +205,14 @@ def test_ranks_decide_alike(steps: dict[tuple[int, int, str], Step], name: str) 
     assert first.gathered == middle.gathered == last.gathered
 
 
+@pytest.mark.multiprocess
 def test_some_ranks_have_parameters_without_elements(steps: dict[tuple[int, int, str], Step]) -> None:
     """Else the tests above would not see decisions that depend on a rank's own shards."""
     assert steps[256, 0, "qwen3 tied"].smallest_shard > 0
     assert steps[256, 255, "qwen3 tied"].smallest_shard == 0
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("num_ranks", "rank", "name"), PLAYED)
 def test_all_gathers_follow_the_layers(
     steps: dict[tuple[int, int, str], Step], num_ranks: int, rank: int, name: str
@@ -221,6 +225,7 @@ def test_all_gathers_follow_the_layers(
     assert step.is_prefetched
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("name", "moved"),
     [("sorted", "layers.0.attention.wo.bias"), ("not coalesced", "tok_embeddings.weight")],
@@ -231,6 +236,7 @@ def test_other_buckets_are_refused(steps: dict[tuple[int, int, str], Step], name
     assert re.search(rf"^{re.escape(moved)} +bucket", error, re.MULTILINE)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("num_ranks", [64, 256])
 def test_experts_that_eager_shards_on_another_dim_are_refused(
     steps: dict[tuple[int, int, str], Step], num_ranks: int

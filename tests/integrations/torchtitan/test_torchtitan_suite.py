@@ -226,11 +226,13 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     return outcomes
 
 
+@pytest.mark.multiprocess
 def test_unshard_chains_are_canonicalized(outcomes: dict[tuple[str, str], tuple[str, list[int]]]) -> None:
     assert outcomes[DEDUP, "deduplicate"] == ("", [])
     assert outcomes[DEDUP, "unchanged"][0] == "AssertionError: Scalars are not equal!"
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "backward"), [(NEVER, []), (ALWAYS, [4, 3, 2, 1, 0])])
 def test_all_gathers_follow_the_layers(
     outcomes: dict[tuple[str, str], tuple[str, list[int]]], name: str, backward: list[int]

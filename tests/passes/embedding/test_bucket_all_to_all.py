@@ -301,6 +301,7 @@ def check_on_ranks(*cases: Case) -> tuple[dict[str, Any], dict[str, Any]]:
 ON_FOUR = {case: CASES[case] for case in (mixed_dtypes_and_shapes, dynamic_splits, read_on_one_rank)}
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("num_ranks", "cases"), [(2, CASES), (4, {**ON_FOUR, two_groups: expected(5, 2, [A2A] * 3)})]
 )

@@ -202,6 +202,7 @@ def check_on_ranks() -> tuple[dict[str, Any], str]:
     return results, compiled_again()
 
 
+@pytest.mark.multiprocess
 def test_ranks() -> None:
     for rank, (results, message) in enumerate(
         run_ranks(check_on_ranks, 2, preload=("torch", "tests.helpers.recommenders"))

@@ -76,6 +76,7 @@ def check_on_ranks() -> tuple[Any, ...]:
     return check(two_modules), check(other_on_rank_1), again()
 
 
+@pytest.mark.multiprocess
 def test_ranks() -> None:
     for rank, (equal, other, message) in enumerate(run_ranks(check_on_ranks, 2)):
         # A rank knows what comes from itself: both sizes of the first module, and the one of the second. From the

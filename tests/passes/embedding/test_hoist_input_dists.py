@@ -174,6 +174,7 @@ def check_cases() -> dict[str, tuple[list[str], list[str], int]]:
     return {name: check(name) for name in CASES}
 
 
+@pytest.mark.multiprocess
 def test_ranks_agree_and_bits_stay() -> None:
     ranks = run_ranks(check_cases, 2, preload=PRELOAD)
     for name in CASES:

@@ -379,6 +379,7 @@ def on_two_ranks() -> dict[str, Any]:
         }
 
 
+@pytest.mark.multiprocess
 def test_two_ranks() -> None:
     pytest.importorskip("torchrec")
     first, second = run_ranks(on_two_ranks, 2)

@@ -1,0 +1,63 @@
+"""What all tests have: names for docstring examples, and markers that are checked.
+
+- Examples in docstrings have the names of their module, and those that :func:`_names_of_examples` adds.
+- A test marked ``gpu`` runs where there is a CUDA device.
+- A test marked ``multiprocess`` may start ranks, with ``run_ranks`` or ``torch.distributed.run``; others may not.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import graphpasses
+from graphpasses._torch.fake_process_group import fake_process_group
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _names_of_examples(doctest_namespace: dict[str, Any]) -> None:
+    doctest_namespace.update(
+        torch=torch, dist=dist, nn=nn, graphpasses=graphpasses, fake_process_group=fake_process_group
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Covers fixtures, too: those of a module are set up by its first test."""
+    if item.get_closest_marker("multiprocess"):
+        return (yield)
+
+    def refuse(*args: Any) -> None:
+        pytest.fail(f"{item.nodeid} starts ranks; mark it with @pytest.mark.multiprocess")
+
+    class Popen(subprocess.Popen[Any]):
+        def __init__(self, args: Any, *others: Any, **options: Any) -> None:
+            if "torch.distributed.run" in args:
+                refuse()
+            super().__init__(args, *others, **options)
+
+    with mock.patch.object(BaseProcess, "start", refuse), mock.patch.object(subprocess, "Popen", Popen):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def _names_of_groups() -> Iterator[None]:
+    """Lets the next world have the name that DTensor's caches know it by: torch counts worlds that failed, too."""
+    yield
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
