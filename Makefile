@@ -1,4 +1,4 @@
-# Two commands do everything on a fresh machine: `make parity` and `make test`. Both set up .venv first.
+# `make` lists what there is. Every target sets up .venv first, if it has to.
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -8,10 +8,14 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 LOCK := .ci/lock/$(DEVICE).txt
 READY := $(VENV)/.ready-$(DEVICE)
 
-.PHONY: setup parity scale test lint types bench lock clean
+.DEFAULT_GOAL := help
+.PHONY: help setup parity scale test lint types bench docs lock clean
 .DELETE_ON_ERROR:
 
-setup: $(READY)
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## install what .ci/lock pins into .venv
 
 $(READY): $(LOCK) pyproject.toml
 	@echo "Setting up $(VENV) for $(DEVICE) from $(LOCK)"
@@ -24,27 +28,31 @@ $(READY): $(LOCK) pyproject.toml
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-parity: $(READY)
+parity: $(READY) ## train eager and rewritten, compare every bit, print the tables
 	$(RUN) -m experiments.fsdp_parity
 	$(RUN) -m experiments.graph_trainer_parity
 	$(RUN) -m experiments.torchrec_parity
 
 # 64 ranks on this machine; --ranks 64 128 256 takes an hour.
-scale: $(READY)
+scale: $(READY) ## the same on 64 simulated ranks
 	$(RUN) -m experiments.scale_parity --ranks 64
 
 # Two processes, each with whole files, since what is launched once serves a file's tests.
-test: lint types
+test: lint types ## lint, types and tests
 	$(RUN) -m pytest -n 2 --dist loadfile
 
-lint: $(READY)
+lint: $(READY) ## ruff, and the layers of imports
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo --cache-dir .ruff_cache/imports
 
-types: $(READY)
+types: $(READY) ## mypy, strict
 	$(RUN) -m mypy
 
-bench: $(READY)
+docs: $(READY) ## build the documentation into site/, without network
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
+bench: $(READY) ## measure, side by side with the baselines
 	$(RUN) -m experiments.fsdp_bench
 	$(RUN) -m experiments.graph_trainer_bench
 	$(RUN) -m experiments.pass_bench
@@ -53,11 +61,11 @@ bench: $(READY)
 
 # Pins that stand stay; UPGRADE=--upgrade renews them. Needs uv (`pip install uv`), which UV_FIND_LINKS or
 # UV_EXTRA_INDEX_URL must show the CPU build of torch.
-lock:
+lock: ## renew .ci/lock after a change of pyproject.toml
 	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	  --all-extras pyproject.toml .ci/lock/cpu.in --override .ci/lock/cpu.overrides -o .ci/lock/cpu.txt
 	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	  --all-extras pyproject.toml .ci/lock/cuda.in -o .ci/lock/cuda.txt
 
-clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean: ## delete what make made
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

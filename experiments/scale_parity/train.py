@@ -14,8 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from experiments.fsdp_parity.models import SEQ, loss_fn
 from experiments.fsdp_parity.train import rewritten
 from experiments.scale_parity.cases import EAGER, GRAPH, MODELS, VOCAB, Case
+from graphpasses.parity.training import Task, train_eager, train_graph
 from graphpasses.simulate import Topology
-from graphpasses.simulate.training import Task, train_eager, train_graph
 
 __all__ = ["train"]
 

@@ -17,7 +17,7 @@ from graphpasses.capture.compile_report import CompileReport
 from graphpasses.errors import CaptureError, GraphPassesError
 
 if TYPE_CHECKING:
-    from graphpasses.capture.torch_compile import CompileOptions
+    from graphpasses.capture.compile_options import CompileOptions
     from graphpasses.embedding.torchrec.tracing_scope import DDPCalls
 
 __all__ = ["CompiledCall"]

@@ -46,7 +46,7 @@ def parity(
     from graphpasses.parity.compare import compare_runs
     from graphpasses.parity.report import comparison_to_json, render_comparison
     from graphpasses.parity.run_file import read_run
-    from graphpasses.simulate.training import load_task, train_eager, train_graph
+    from graphpasses.parity.training import load_task, train_eager, train_graph
     from graphpasses.terminal import make_console
 
     if steps < 1:

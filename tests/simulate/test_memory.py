@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from graphpasses.errors import ClusterError
+from graphpasses.parity.training import Task, train_eager, train_graph
 from graphpasses.simulate import Topology, memory
-from graphpasses.simulate.training import Task, train_eager, train_graph
 
 
 def test_what_is_unsharded_grows_with_the_ranks_and_shards_do_not() -> None:

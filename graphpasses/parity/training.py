@@ -24,7 +24,7 @@ from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.pass_report import PipelineReport
-from graphpasses.parity import ParityRecorder
+from graphpasses.parity.record import ParityRecorder
 from graphpasses.passes import default_pipeline
 from graphpasses.simulate.cluster import run_cluster, share
 from graphpasses.simulate.memory import check_memory

@@ -1,0 +1,68 @@
+"""What a user may tell ``torch.compile`` about the backend ``graphpasses``, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from graphpasses.capture.compile_report import CompileReport
+from graphpasses.errors import PipelineError
+from graphpasses.graph import Stage
+from graphpasses.identity import did_you_mean
+from graphpasses.passes import recommender_pipeline
+from graphpasses.passes.runner import Pipeline
+
+__all__ = ["CompileOptions", "Inner"]
+
+Inner = Literal["inductor", "aot_eager"]
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """The options of the backend; see :func:`compile`."""
+
+    pipeline: Pipeline = field(default_factory=recommender_pipeline)
+    inner: Inner = "inductor"
+    disable: Collection[str] = ()
+    report: CompileReport | Path | str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pipeline, Pipeline):
+            raise PipelineError(
+                f"option 'pipeline' takes a graphpasses.Pipeline, got {type(self.pipeline).__name__}; "
+                "write Pipeline((pass, ...)) or graphpasses.recommender_pipeline()"
+            )
+        if self.inner not in ("inductor", "aot_eager"):
+            raise PipelineError(f"option 'inner' is 'inductor' or 'aot_eager', got {self.inner!r}")
+        if self.disable:
+            disable = (*self.pipeline.disable, *_names(self.disable))
+            object.__setattr__(self, "pipeline", replace(self.pipeline, disable=disable))
+        if not isinstance(self.report, CompileReport):
+            path = Path(self.report) if self.report is not None else None
+            object.__setattr__(self, "report", CompileReport(path))
+        assert isinstance(self.report, CompileReport)
+        self.report.notes += [
+            f"{p.name}: left out, it takes captured steps only"
+            for p in self.pipeline.passes
+            if p.stages == {Stage.STEP} and p.name not in self.pipeline.disable
+        ]
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> CompileOptions:
+        """Checks the options that a user gave ``torch.compile``."""
+        names = [item.name for item in fields(cls)]
+        for name in options or {}:
+            if name not in names:
+                raise PipelineError(
+                    f"unknown option {name!r} of backend 'graphpasses'; it has {', '.join(names)}"
+                    + did_you_mean(name, names)
+                )
+        return cls(**(options or {}))
+
+
+def _names(disable: Collection[str]) -> Collection[str]:
+    if isinstance(disable, str):
+        raise PipelineError(f"disable takes a collection of names; write disable=[{disable!r}]")
+    return disable
