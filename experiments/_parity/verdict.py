@@ -91,14 +91,15 @@ def _part(run: Run, only: Callable[[str], bool]) -> Run:
 
 
 def _in_words(comparison: Comparison) -> str:
-    parting = comparison.parting
-    if parting is None:
+    divergence = comparison.divergence
+    if divergence is None:
         return f"equal at all {comparison.num_steps} steps"
-    tensors = parting.gradients or parting.weights
-    result = f"step {parting.step}: {parting.first}, {len(tensors)} tensors, first {tensors[0] if tensors else '-'}"
-    if parting.moves:
-        move = parting.moves[0]
-        places = [f"byte {p.offset} of {p.num_bytes}" for p in (*move.a[:1], *move.b[:1])]
+    tensors = divergence.gradients or divergence.weights
+    which = f"{len(tensors)} tensors, first {tensors[0] if tensors else '-'}"
+    result = f"step {divergence.step}: {divergence.first}, {which}"
+    if divergence.moves:
+        move = divergence.moves[0]
+        places = [f"byte {p.offset} of {p.num_bytes}" for p in (move.before, move.after) if p]
         result += f"; {move.fqn} moved: {' → '.join(places)}"
     return result
 

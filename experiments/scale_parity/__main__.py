@@ -93,8 +93,8 @@ def _predict(eager: Run, other: Run, topology: Topology) -> tuple[str, bool]:
     assert eager.header.layouts is not None
     assert other.header.layouts is not None
     prediction = predict(eager.header.layouts, other.header.layouts, topology)
-    parting = compare_runs(eager, other).parting
-    differing = set(parting.gradients or ()) if parting is not None else set()
+    divergence = compare_runs(eager, other).divergence
+    differing = set(divergence.gradients or ()) if divergence is not None else set()
     is_so = differing <= {each.fqn for each in prediction.reordered}
     num = len(prediction.reordered)
     return (f"{num} may differ, {len(differing)} do" if num else "none can differ"), is_so

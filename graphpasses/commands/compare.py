@@ -24,7 +24,7 @@ def compare(
 ) -> int:
     """Compare two recorded runs, step by step and tensor by tensor.
 
-    Tells the first step in which they differ, whether the loss, the gradients or the weights parted first, which
+    Reports the first step in which they differ, whether the loss, the gradients or the weights differ first, which
     tensors differ there, and which of those lie elsewhere in the buckets of the two runs.
 
     Exit codes: 0 the runs are equal, 1 they differ, 2 they cannot be compared (the reason is on stderr).

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from graphpasses.fsdp.layout_diff import Place
-from graphpasses.parity.compare import Parting
+from graphpasses.parity.compare import Divergence
 from graphpasses.parity.report import meaning
 from graphpasses.parity.run_file import GRADIENT_NORM
 from graphpasses.simulate.nccl import reduction_parts
@@ -24,20 +24,20 @@ _NOT_ONE_CLUSTER = "The runs had other clusters, on which the same sum has anoth
 
 
 def explain(
-    parting: Parting, prediction: Prediction | None, *, letter: str, has_layouts: bool, num_moved: int
+    divergence: Divergence, prediction: Prediction | None, *, letter: str, has_layouts: bool, num_moved: int
 ) -> Iterator[str]:
     """Yields sentences about the first step in which two runs differ.
 
     Args:
-        parting: that step.
+        divergence: that step.
         prediction: what the layouts add in another order; None if it cannot be said.
         letter: name of the second run; the first is A.
         has_layouts: whether both runs recorded their layouts.
         num_moved: parameters whose gradients have another place.
     """
-    text = meaning(parting)
+    text = meaning(divergence)
     yield f"{text[0].upper()}{text[1:]}."
-    if parting.first != "gradients":
+    if divergence.first != "gradients":
         return
     if not has_layouts:
         yield _NO_LAYOUTS
@@ -54,7 +54,7 @@ def explain(
             "layout does not explain the difference; on another cluster it may."
         )
     else:
-        yield from _explain_order(parting.gradients or (), prediction, letter, num_moved)
+        yield from _explain_order(divergence.gradients or (), prediction, letter, num_moved)
 
 
 def _explain_order(

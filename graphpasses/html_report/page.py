@@ -119,9 +119,9 @@ def _compared(letter: str, first: ShownRun, other: ShownRun, names: RingNames) -
     except CompareError as error:
         return replace(section, trouble=str(error))
     sentences: Iterable[str] = ()
-    if comparison.parting is not None:
+    if comparison.divergence is not None:
         sentences = explain(
-            comparison.parting, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
+            comparison.divergence, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
         )
     return replace(section, comparison=comparison, strip=draw_strip(differences), sentences=tuple(sentences))
 

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from graphpasses.parity.compare import BucketPlace, Comparison, MovedEntry, Parting, compare_runs
+    from graphpasses.parity.compare import Comparison, Divergence, compare_runs
     from graphpasses.parity.hashing import (
         ReplicaMismatchError,
         gradient_hashes,
@@ -19,12 +19,10 @@ if TYPE_CHECKING:
     from graphpasses.parity.run_file import Loss, Run, RunHeader, StepRecord, read_run
 
 __all__ = [
-    "BucketPlace",
     "Comparison",
+    "Divergence",
     "Loss",
-    "MovedEntry",
     "ParityRecorder",
-    "Parting",
     "ReplicaMismatchError",
     "Run",
     "RunHeader",
@@ -40,7 +38,7 @@ __all__ = [
 
 # Loaded when first used: comparing two run files needs no torch, which takes seconds to import.
 _MODULE_OF = {
-    **dict.fromkeys(["Comparison", "MovedEntry", "Parting", "BucketPlace", "compare_runs"], "compare"),
+    **dict.fromkeys(["Comparison", "Divergence", "compare_runs"], "compare"),
     **dict.fromkeys(["Loss", "Run", "RunHeader", "StepRecord", "read_run"], "run_file"),
     "ParityRecorder": "record",
 }

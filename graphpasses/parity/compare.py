@@ -1,8 +1,8 @@
-"""Where two recorded runs part: the step, the tensors, and what parted first. Imports no torch."""
+"""Where two recorded runs begin to differ: the step, the tensors, and what differs first. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -11,54 +11,15 @@ from graphpasses.parity.run_file import Loss, Run, StepRecord
 
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
+    from graphpasses.fsdp.layout_diff import Move
 
 __all__ = [
-    "BucketPlace",
     "Comparison",
-    "MovedEntry",
-    "Parting",
+    "Divergence",
     "StepDifference",
     "compare_runs",
     "step_differences",
 ]
-
-
-@dataclass(frozen=True)
-class BucketPlace:
-    """Where one parameter lies in one reduction.
-
-    Args:
-        collective: ``"reduce_scatter"`` or ``"all_reduce"``.
-        op: ``"avg"`` or ``"sum"``.
-        dtype: dtype on the wire.
-        offset: bytes from the start of one rank's part of the bucket.
-        padded_numel: elements in one rank's part of the bucket.
-        num_bytes: bytes of one rank's part of the bucket, by which NCCL divides it among rings.
-        num_ranks: size of the process group.
-    """
-
-    collective: str
-    op: str
-    dtype: str
-    offset: int
-    padded_numel: int
-    num_bytes: int
-    num_ranks: int
-
-
-@dataclass(frozen=True)
-class MovedEntry:
-    """A parameter that lies elsewhere in the two runs' reductions.
-
-    Args:
-        fqn: name of the parameter.
-        a: its places in the first run.
-        b: its places in the second run.
-    """
-
-    fqn: str
-    a: tuple[BucketPlace, ...]
-    b: tuple[BucketPlace, ...]
 
 
 @dataclass(frozen=True)
@@ -82,26 +43,25 @@ class StepDifference:
 
 
 @dataclass(frozen=True)
-class Parting:
+class Divergence(StepDifference):
     """The first step in which two runs differ.
 
     Args:
-        step: its number.
-        first: what parted first, in the order in which a step makes them: the loss, the gradients, the weights.
-        loss: whether the losses differ; None if they could not be compared.
-        gradients: FQNs whose gradients differ; None if they could not be compared.
-        weights: FQNs whose weights differ.
+        step: see :class:`StepDifference`.
+        loss: see :class:`StepDifference`.
+        gradients: see :class:`StepDifference`.
+        weights: see :class:`StepDifference`.
         losses: each run's losses, if both recorded any.
-        moves: those of the differing parameters that lie elsewhere; empty without layouts.
+        moves: where the two layouts put the differing parameters' gradients otherwise; empty without layouts.
     """
 
-    step: int
-    first: Literal["loss", "gradients", "weights"]
-    loss: bool | None
-    gradients: tuple[str, ...] | None
-    weights: tuple[str, ...]
     losses: tuple[Loss, Loss] | None
-    moves: tuple[MovedEntry, ...]
+    moves: tuple[Move, ...]
+
+    @property
+    def first(self) -> Literal["loss", "gradients", "weights"]:
+        """What differs first, in the order in which a step computes the loss, the gradients and the weights."""
+        return "loss" if self.loss else "gradients" if self.gradients else "weights"
 
 
 @dataclass(frozen=True)
@@ -112,20 +72,20 @@ class Comparison:
         a: the first run.
         b: the second run.
         num_steps: number of steps that both have.
-        parting: the first of them that differs; None if all are equal.
+        divergence: the first of them that differs; None if all are equal.
         notes: what was not compared, and why.
     """
 
     a: Run
     b: Run
     num_steps: int
-    parting: Parting | None
+    divergence: Divergence | None
     notes: tuple[str, ...]
 
     @property
     def equal(self) -> bool:
         """Whether all common steps are equal."""
-        return self.parting is None
+        return self.divergence is None
 
 
 def compare_runs(a: Run, b: Run) -> Comparison:
@@ -157,13 +117,13 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     notes = _notes(a, b, [record.step for record, _ in common])
     same_ranks = a.header.world_size == b.header.world_size
     skipped: dict[str, int] = {}
-    parting = None
+    divergence = None
     for x, y in common:
         if difference := _difference(x, y, same_ranks, skipped):
-            parting = _parting(x, y, difference, a.header.layouts, b.header.layouts)
+            divergence = _divergence(x, y, difference, a.header.layouts, b.header.layouts)
             break
     notes += [f"{reason}, first in step {step}" for reason, step in skipped.items()]
-    return Comparison(a, b, len(common), parting, tuple(notes))
+    return Comparison(a, b, len(common), divergence, tuple(notes))
 
 
 def step_differences(a: Run, b: Run) -> list[StepDifference]:
@@ -225,16 +185,14 @@ def _difference(x: StepRecord, y: StepRecord, same_ranks: bool, skipped: dict[st
     return StepDifference(x.step, loss, gradients, weights)
 
 
-def _parting(
+def _divergence(
     x: StepRecord, y: StepRecord, difference: StepDifference, a: Layout | None, b: Layout | None
-) -> Parting:
-    loss, gradients, weights = difference.loss, difference.gradients, difference.weights
-    first: Literal["loss", "gradients", "weights"] = (
-        "loss" if loss else "gradients" if gradients else "weights"
-    )
+) -> Divergence:
     losses = (x.loss, y.loss) if x.loss and y.loss else None
-    moves = _moves(dict.fromkeys((*(gradients or ()), *weights)), a, b)
-    return Parting(x.step, first, loss, gradients, weights, losses, moves)
+    moves = _moves(dict.fromkeys((*(difference.gradients or ()), *difference.weights)), a, b)
+    return Divergence(
+        difference.step, difference.loss, difference.gradients, difference.weights, losses, moves
+    )
 
 
 def _differing(
@@ -250,31 +208,16 @@ def _differing(
     return tuple(name for name in x if x[name] != y[name])
 
 
-def _moves(fqns: Mapping[str, None], a: Layout | None, b: Layout | None) -> tuple[MovedEntry, ...]:
+def _moves(fqns: Iterable[str], a: Layout | None, b: Layout | None) -> tuple[Move, ...]:
+    """Returns what moved of some parameters' gradients, in the order of ``fqns``."""
     if a is None or b is None:
         return ()
-    places = _places(a), _places(b)
-    moves = (MovedEntry(fqn, *(tuple(its.get(fqn, ())) for its in places)) for fqn in fqns)
-    return tuple(move for move in moves if move.a != move.b)
+    from graphpasses.fsdp.layout_diff import diff_layouts  # imports torch, as the layouts have
 
-
-def _places(layout: Layout) -> dict[str, list[BucketPlace]]:
-    """Returns the places of each parameter."""
-    from graphpasses.fsdp.layout_diff import layout_places  # imports torch, as the layout has
-
-    places: dict[str, list[BucketPlace]] = {}
-    for (fqn, *_), place in layout_places(layout).items():
-        found = BucketPlace(
-            place.collective,
-            place.op,
-            place.dtype,
-            place.offset,
-            place.padded_numel,
-            place.num_bytes,
-            len(place.ranks),
-        )
-        places.setdefault(fqn, []).append(found)
-    return places
+    moves: dict[str, list[Move]] = {}
+    for move in diff_layouts(a, b).moves:
+        moves.setdefault(move.fqn, []).append(move)
+    return tuple(move for fqn in fqns for move in moves.get(fqn, ()))
 
 
 def _notes(a: Run, b: Run, common: Sequence[int]) -> list[str]:

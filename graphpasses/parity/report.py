@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from graphpasses.parity.compare import BucketPlace, Comparison, Parting
+from graphpasses.parity.compare import Comparison, Divergence
 from graphpasses.parity.run_file import Loss, Run
 from graphpasses.terminal import add_row, plain_table
+
+if TYPE_CHECKING:
+    from graphpasses.fsdp.layout_diff import Place
 
 __all__ = ["comparison_to_json", "meaning", "render_comparison"]
 
 _FORWARD = "the forward pass differs, or what went into it (the weights before the step, the batch)"
-# By what parted first, whether losses were compared, and whether gradients were.
+# By what differs first, whether losses were compared, and whether gradients were.
 _MEANING = {
     ("loss", True, True): _FORWARD,
     ("loss", True, False): _FORWARD,
@@ -44,15 +47,47 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
     Args:
         comparison: what :func:`graphpasses.parity.compare_runs` returned.
     """
-    parting = comparison.parting
+    divergence = comparison.divergence
     return {
         "equal": comparison.equal,
         "num_steps": comparison.num_steps,
         "a": _run_to_json(comparison.a),
         "b": _run_to_json(comparison.b),
-        "parting": None if parting is None else dataclasses.asdict(parting),
+        "divergence": None if divergence is None else _divergence_to_json(divergence),
         "notes": list(comparison.notes),
     }
+
+
+def _divergence_to_json(divergence: Divergence) -> dict[str, Any]:
+    return {
+        "step": divergence.step,
+        "first": divergence.first,
+        "loss": divergence.loss,
+        "gradients": divergence.gradients,
+        "weights": divergence.weights,
+        "losses": divergence.losses and [dataclasses.asdict(loss) for loss in divergence.losses],
+        "moves": [
+            {"fqn": fqn, "a": [_place_to_json(each) for each in a], "b": [_place_to_json(each) for each in b]}
+            for fqn, a, b in _moves_by_parameter(divergence)
+        ],
+    }
+
+
+def _place_to_json(place: Place) -> dict[str, Any]:
+    names = ("collective", "op", "dtype", "offset", "padded_numel", "num_bytes")
+    return {**{name: getattr(place, name) for name in names}, "num_ranks": len(place.ranks)}
+
+
+def _moves_by_parameter(divergence: Divergence) -> list[tuple[str, list[Place], list[Place]]]:
+    """Returns each moved parameter and its places in both runs; with HSDP it has several in each."""
+    found: dict[str, tuple[list[Place], list[Place]]] = {}
+    for move in divergence.moves:
+        for places, place in zip(
+            found.setdefault(move.fqn, ([], [])), (move.before, move.after), strict=True
+        ):
+            if place is not None:
+                places.append(place)
+    return [(fqn, a, b) for fqn, (a, b) in found.items()]
 
 
 def _run_to_json(run: Run) -> dict[str, Any]:
@@ -70,13 +105,13 @@ def _run_to_json(run: Run) -> dict[str, Any]:
     }
 
 
-def meaning(parting: Parting) -> str:
+def meaning(divergence: Divergence) -> str:
     """Says which part of a step is to blame.
 
     Args:
-        parting: the first step in which two runs differ.
+        divergence: the first step in which two runs differ.
     """
-    return _MEANING[parting.first, parting.loss is not None, parting.gradients is not None]
+    return _MEANING[divergence.first, divergence.loss is not None, divergence.gradients is not None]
 
 
 def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> RenderableType:
@@ -90,10 +125,10 @@ def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> Rende
         Something that rich can print.
     """
     lines: list[RenderableType] = [_runs_table(comparison)]
-    if comparison.parting is None:
+    if comparison.divergence is None:
         lines.append(Text(f"equal: all {comparison.num_steps} common steps, bit for bit", style="bold green"))
     else:
-        lines += _render_parting(comparison.parting, max_tensors)
+        lines += _render_divergence(comparison.divergence, max_tensors)
     lines += [Text(f"note: {note}") for note in comparison.notes]
     return Group(*lines)
 
@@ -107,13 +142,13 @@ def _runs_table(comparison: Comparison) -> Table:
     return table
 
 
-def _render_parting(parting: Parting, max_tensors: int) -> Iterable[RenderableType]:
-    yield Text(f"different: first in step {parting.step}, where the {parting.first} parted first", "bold red")
-    yield Text(meaning(parting))
-    if parting.loss and parting.losses:
-        yield _loss_table(*parting.losses, max_tensors)
-    differing = [(fqn, "gradient") for fqn in parting.gradients or ()] + [
-        (fqn, "weight") for fqn in parting.weights
+def _render_divergence(divergence: Divergence, max_tensors: int) -> Iterable[RenderableType]:
+    yield Text(f"first difference in step {divergence.step}: the {divergence.first}", "bold red")
+    yield Text(meaning(divergence))
+    if divergence.loss and divergence.losses:
+        yield _loss_table(*divergence.losses, max_tensors)
+    differing = [(fqn, "gradient") for fqn in divergence.gradients or ()] + [
+        (fqn, "weight") for fqn in divergence.weights
     ]
     if differing:
         kinds: dict[str, list[str]] = {}
@@ -124,12 +159,12 @@ def _render_parting(parting: Parting, max_tensors: int) -> Iterable[RenderableTy
             add_row(table, fqn, ", ".join(found))
         yield table
         yield from _more(len(kinds), max_tensors, "tensors")
-    if parting.moves:
+    if moves := _moves_by_parameter(divergence):
         table = plain_table("moved in its bucket", "A", "B")
-        for move in parting.moves[:max_tensors]:
-            add_row(table, move.fqn, _places(move.a), _places(move.b))
+        for fqn, a, b in moves[:max_tensors]:
+            add_row(table, fqn, _places(a), _places(b))
         yield table
-        yield from _more(len(parting.moves), max_tensors, "entries")
+        yield from _more(len(moves), max_tensors, "entries")
 
 
 def _loss_table(a: Loss, b: Loss, max_ranks: int) -> Group:
@@ -146,12 +181,12 @@ def _more(num: int, limit: int, what: str) -> Iterable[Text]:
         yield Text(f"and {num - limit} more {what}")
 
 
-def _places(places: tuple[BucketPlace, ...]) -> str:
+def _places(places: Sequence[Place]) -> str:
     return "; ".join(map(_place, places)) or "in no bucket"
 
 
-def _place(place: BucketPlace) -> str:
+def _place(place: Place) -> str:
     return (
         f"byte {place.offset} of {place.num_bytes} "
-        f"({place.collective} {place.op} {place.dtype}, {place.num_ranks} ranks)"
+        f"({place.collective} {place.op} {place.dtype}, {len(place.ranks)} ranks)"
     )

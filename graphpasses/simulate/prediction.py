@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size
-from graphpasses.fsdp.layout_diff import Place, diff_layouts
+from graphpasses.fsdp.layout_diff import Move, Place, diff_layouts
 from graphpasses.simulate.nccl import Part, reduction_parts
 from graphpasses.simulate.rings import Topology
 from graphpasses.text_table import aligned
@@ -18,20 +18,17 @@ _MAX_ROWS = 20
 
 
 @dataclass(frozen=True)
-class Reordered:
-    """A gradient of which elements are added in another order, or otherwise, in one layout than in the other.
+class Reordered(Move):
+    """A moved gradient of which elements are added in another order, or otherwise, in one layout than in the other.
 
     Args:
-        fqn: canonical FQN of the parameter.
-        before: its place in the first layout; None where it has none.
-        after: its place in the second layout.
+        fqn: see :class:`graphpasses.fsdp.Move`.
+        before: see :class:`graphpasses.fsdp.Move`.
+        after: see :class:`graphpasses.fsdp.Move`.
         stretches: elements (start, stop) of each rank's part of the gradient, padding included.
         reason: what changes beside the order, e.g. ``"avg → sum"``; then all elements do.
     """
 
-    fqn: str
-    before: Place | None
-    after: Place | None
     stretches: tuple[tuple[int, int], ...]
     reason: str = ""
 

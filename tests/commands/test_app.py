@@ -38,7 +38,7 @@ def test_equal_runs_exit_with_0(a: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_different_runs_exit_with_1(a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["compare", a, write(tmp_path / "b.jsonl", "1" * 32)]) == 1
     out, err = capsys.readouterr()
-    assert "different: first in step 0, where the weights parted first" in out
+    assert "first difference in step 0: the weights" in out
     assert f"{NAME}0" in out  # in one piece: a pipe has no width
     assert err == ""
 
@@ -46,16 +46,16 @@ def test_different_runs_exit_with_1(a: str, tmp_path: Path, capsys: pytest.Captu
 def test_losses_are_shown(a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["compare", a, write(tmp_path / "b.jsonl", "0" * 32, loss="3f800001")]) == 1
     out, _ = capsys.readouterr()
-    assert "where the loss parted first" in out
+    assert "first difference in step 0: the loss" in out
     assert "3f800001" in out
 
 
 def test_json(a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["compare", a, write(tmp_path / "b.jsonl", "1" * 32), "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
-    assert (data["equal"], data["parting"]["weights"]) == (False, [f"{NAME}0"])
+    assert (data["equal"], data["divergence"]["weights"]) == (False, [f"{NAME}0"])
     assert app.main(["compare", a, a, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["parting"] is None
+    assert json.loads(capsys.readouterr().out)["divergence"] is None
 
 
 def test_max_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

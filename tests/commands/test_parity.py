@@ -103,7 +103,7 @@ def loss_fn(model, tokens):
         "--json",
     ]
     assert app.main(command) == 1
-    assert json.loads(capsys.readouterr().out)["parting"]["step"] == 0
+    assert json.loads(capsys.readouterr().out)["divergence"]["step"] == 0
     assert read_run("here/graph.jsonl").complete
 
 

@@ -33,8 +33,8 @@ def test_what_differs_was_predicted(runs: Path, variant: str) -> None:
     assert eager.header.layouts
     assert other.header.layouts
     predicted = predict(eager.header.layouts, other.header.layouts, Topology(**CASE.topology))
-    parting = compare_runs(eager, other).parting
-    differing = set() if parting is None else set(parting.gradients)
+    divergence = compare_runs(eager, other).divergence
+    differing = set() if divergence is None else set(divergence.gradients)
     # What is added in another order differs where it rounds otherwise; nothing else does.
     assert differing <= {each.fqn for each in predicted.reordered}
     assert bool(differing) == bool(predicted) == (variant != GRAPH)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from graphpasses.fsdp import Layout, diff_layouts
 from graphpasses.html_report.explanation import explain, show_ring
-from graphpasses.parity.compare import Parting
+from graphpasses.parity.compare import Divergence
 from graphpasses.parity.record_trainer import GRADIENT_NORM
 from graphpasses.simulate import Topology, predict
 from tests.html_report.conftest import BIAS_FIRST, CLUSTER, EAGER, layout
@@ -19,13 +19,14 @@ def sentences(
     a: Layout | None = None,
     b: Layout | None = None,
     cluster: Topology = CLUSTER,
-    first: str = "gradients",
+    *,
+    is_loss_equal: bool = True,
 ) -> list[str]:
-    parting = Parting(3, first, False, tuple(differing), tuple(differing), None, ())
+    divergence = Divergence(3, not is_loss_equal, tuple(differing), tuple(differing), None, ())
     prediction = predict(a, b, cluster) if a and b else None
     num_moved = len({move.fqn for move in diff_layouts(a, b).moves}) if a and b else 0
     has_layouts = a is not None and b is not None
-    found = explain(parting, prediction, letter="B", has_layouts=has_layouts, num_moved=num_moved)
+    found = explain(divergence, prediction, letter="B", has_layouts=has_layouts, num_moved=num_moved)
     return list(found)
 
 
@@ -110,13 +111,13 @@ def test_the_order_explains_nothing() -> None:
 
 def test_what_is_not_known() -> None:
     assert sentences(MOVED)[1].startswith("Where gradients lie in their buckets is not known")
-    parting = Parting(0, "gradients", False, ("w",), (), None, ())
-    said = list(explain(parting, None, letter="B", has_layouts=True, num_moved=1))
+    divergence = Divergence(0, False, ("w",), (), None, ())
+    said = list(explain(divergence, None, letter="B", has_layouts=True, num_moved=1))
     assert said[1] == "The runs had other clusters, on which the same sum has another order."
 
 
 def test_other_causes_end_the_explanation() -> None:
-    assert sentences(MOVED, layout(), layout(BIAS_FIRST), first="loss") == [
+    assert sentences(MOVED, layout(), layout(BIAS_FIRST), is_loss_equal=False) == [
         "The forward pass differs, or what went into it (the weights before the step, the batch)."
     ]
 

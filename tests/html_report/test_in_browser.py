@@ -103,10 +103,10 @@ def hover(browser: Chrome, element: WebElement) -> str:
 def test_numbers_are_those_of_the_runs(browser: Chrome, runs: list[Run], tmp_path: Path) -> None:
     open_page(browser, tmp_path / "page.html", *runs)
     assert texts(browser, "#runs .steps") == [str(len(run.steps)) for run in runs]
-    parting = compare_runs(*runs[:2]).parting
-    assert parting is not None
-    assert texts(browser, "#B .parting .step") == [str(parting.step)]
-    differing = [[fqn, "differs", "differs"] for fqn in parting.gradients]
+    divergence = compare_runs(*runs[:2]).divergence
+    assert divergence is not None
+    assert texts(browser, "#B .divergence .step") == [str(divergence.step)]
+    differing = [[fqn, "differs", "differs"] for fqn in divergence.gradients]
     assert cells_of(browser, "#B .differing") == differing
     cells = [cell.get_attribute("class") for cell in find(browser, "#strip-B i")]
     assert cells == ["equal", "equal", "differs", "differs"]

@@ -1,4 +1,4 @@
-"""Comparisons of runs written by hand: what parted first, what cannot be compared, and how it reads."""
+"""Comparisons of runs written by hand: what differs first, what cannot be compared, and how it reads."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,8 @@ import pytest
 
 from graphpasses.errors import CompareError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
-from graphpasses.parity import BucketPlace, Loss, MovedEntry, Run, RunHeader, StepRecord, compare_runs
+from graphpasses.fsdp.layout_diff import Move, Place
+from graphpasses.parity import Loss, Run, RunHeader, StepRecord, compare_runs
 from graphpasses.parity.compare import StepDifference, step_differences
 from graphpasses.parity.report import comparison_to_json
 
@@ -68,29 +69,33 @@ def test_equal_runs() -> None:
         ({"gradients": {"a": None, "b": "b gradient 1", "frozen": None}}, "gradients", ("a",), ()),
     ],
 )
-def test_first_parting(
+def test_first_divergence(
     changes: dict[str, Any], first: str, gradients: tuple[str, ...], weights: tuple[str, ...]
 ) -> None:
     later = step(2, loss=OTHER_LOSS)
     comparison = compare_runs(run_of(*STEPS), run_of(step(0), step(1, **changes), later))
-    parting = comparison.parting
-    assert parting is not None
-    assert (parting.step, parting.first) == (1, first)
-    assert (parting.gradients, parting.weights) == (gradients, weights)
-    assert parting.loss == ("loss" in changes)
-    assert parting.moves == ()
+    divergence = comparison.divergence
+    assert divergence is not None
+    assert (divergence.step, divergence.first) == (1, first)
+    assert (divergence.gradients, divergence.weights) == (gradients, weights)
+    assert divergence.loss == ("loss" in changes)
+    assert divergence.moves == ()
 
 
 def test_moves_are_shown_for_what_differs() -> None:
     changed = (step(0), step(1, gradients=OTHER_GRADIENTS))
     a, b = run_of(*STEPS, layouts=layout("a", "b", "c")), run_of(*changed, layouts=layout("b", "a", "c"))
-    parting = compare_runs(a, b).parting
-    assert parting is not None
-    place = BucketPlace("reduce_scatter", "avg", "bfloat16", 0, 2, num_bytes=12, num_ranks=2)
-    assert parting.moves == (MovedEntry("a", (place,), (replace(place, offset=4),)),)
-    gone = compare_runs(a, run_of(*changed, layouts=layout("b"))).parting
+    divergence = compare_runs(a, b).divergence
+    assert divergence is not None
+    place = Place("reduce_scatter", (0, 1), "avg", "bfloat16", 0, 2, num_bytes=12, shard_dim=0, bucket=0)
+    assert divergence.moves == (Move("a", place, replace(place, offset=4)),)
+    numbers = {"offset": 0, "padded_numel": 2, "num_bytes": 12, "num_ranks": 2}
+    there = {"collective": "reduce_scatter", "op": "avg", "dtype": "bfloat16", **numbers}
+    data = comparison_to_json(compare_runs(a, b))["divergence"]
+    assert data["moves"] == [{"fqn": "a", "a": [there], "b": [{**there, "offset": 4}]}]
+    gone = compare_runs(a, run_of(*changed, layouts=layout("b"))).divergence
     assert gone is not None
-    assert gone.moves == (MovedEntry("a", (place,), ()),)
+    assert gone.moves == (Move("a", place, None),)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +144,8 @@ def test_what_is_not_compared_is_said() -> None:
 def test_losses_of_other_world_sizes_are_not_compared() -> None:
     b = run_of(step(0, loss=OTHER_LOSS), step(1, gradients=OTHER_GRADIENTS), world_size=8)
     comparison = compare_runs(run_of(*STEPS), b)
-    assert comparison.parting is not None
-    assert (comparison.parting.step, comparison.parting.loss) == (1, None)
+    assert comparison.divergence is not None
+    assert (comparison.divergence.step, comparison.divergence.loss) == (1, None)
     assert (
         "the runs have 2 and 8 ranks: each rank's loss is not compared, weights and gradients are"
         in comparison.notes
@@ -151,8 +156,8 @@ def test_json_is_complete() -> None:
     comparison = compare_runs(run_of(*STEPS), run_of(step(0, weights={**STEPS[0].weights, "b": "x"})))
     data = json.loads(json.dumps(comparison_to_json(comparison)))
     assert data["equal"] is False
-    assert data["parting"]["first"] == "weights"
-    assert data["parting"]["weights"] == ["b"]
+    assert data["divergence"]["first"] == "weights"
+    assert data["divergence"]["weights"] == ["b"]
     assert data["a"]["torch"] == "2.13.0"
     assert data["notes"] == ["2 steps of run A are not in the other and are not compared"]
 

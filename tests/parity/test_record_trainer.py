@@ -70,8 +70,8 @@ def test_every_step_is_recorded(tmp_path: Path) -> None:
     train(tmp_path / "other.jsonl", torch.tensor([[1.0, 1.0], [1.0, 1.0], [1.0, 1.5]]))
     same, other = (compare_runs(run, read_run(tmp_path / f"{name}.jsonl")) for name in ("same", "other"))
     assert same.equal
-    assert other.parting is not None
-    assert GRADIENT_NORM in other.parting.gradients
+    assert other.divergence is not None
+    assert GRADIENT_NORM in other.divergence.gradients
 
 
 def test_trainer_is_left_as_it_was(tmp_path: Path) -> None:
