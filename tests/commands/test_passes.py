@@ -38,5 +38,6 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_unknown_pass(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["passes", "fuse-size-tensor"]) == 2
     assert capsys.readouterr().err == (
-        "graphpasses: there is no pass 'fuse-size-tensor'; did you mean 'fuse-size-tensors'?; see graphpasses passes\n"
+        "graphpasses: there is no pass 'fuse-size-tensor'; did you mean 'fuse-size-tensors'?; see graphpasses "
+        "passes\n"
     )
