@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout, eager_layout
     from graphpasses.fsdp.layout_diff import diff_layouts
     from graphpasses.fsdp.plan import BucketPlan, Reduction
-    from graphpasses.graph import TrainGraph
+    from graphpasses.graph import CapturedStep, TrainGraph
     from graphpasses.graph.pass_report import Numerics
     from graphpasses.identity import IdentityMap, preserve_identity
     from graphpasses.parity.compare import compare_runs
@@ -35,6 +35,7 @@ __version__ = "0.1.0"
 # Loaded when first used, so that the command line starts without importing torch.
 _MODULE_OF = {
     "BucketPlan": "fsdp.plan",
+    "CapturedStep": "graph",
     "CompileReport": "capture.compile_report",
     "GraphPass": "passes.runner",
     "GraphPassesError": "errors",
@@ -62,6 +63,7 @@ _MODULE_OF = {
 
 __all__ = [
     "BucketPlan",
+    "CapturedStep",
     "CompileReport",
     "GraphPass",
     "GraphPassesError",

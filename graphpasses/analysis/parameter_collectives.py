@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.group_ranks import named_group_ranks
-from graphpasses.graph import WAIT, TrainGraph, argument
+from graphpasses.graph import WAIT, TrainGraph, argument, wait_of
 from graphpasses.graph.parameters import ParameterInfo
 
 __all__ = [
@@ -115,11 +115,6 @@ class GradReduction:
 def calls(value: Any, target: Any) -> TypeGuard[fx.Node]:
     """Whether ``value`` is a node that calls ``target``."""
     return isinstance(value, fx.Node) and value.op == "call_function" and value.target == target
-
-
-def wait_of(collective: fx.Node) -> fx.Node:
-    """Returns the one wait of a collective (the pipeline's checker guarantees that there is one)."""
-    return next(user for user in collective.users if user.target == WAIT)
 
 
 def collective_ranks(collective: fx.Node) -> tuple[int, ...]:

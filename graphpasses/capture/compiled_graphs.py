@@ -14,6 +14,7 @@ from graphpasses._torch.aot_autograd import describe_input, describe_output, is_
 from graphpasses._torch.dynamo import live_inputs
 from graphpasses.graph import (
     WAIT,
+    DynamoGraph,
     GraphInput,
     GraphOutput,
     InputKind,
@@ -45,7 +46,7 @@ class ModelInputs:
     inputs: tuple[GraphInput, ...]
 
 
-def read_model_graph(module: fx.GraphModule, model: nn.Module) -> TrainGraph:
+def read_model_graph(module: fx.GraphModule, model: nn.Module) -> DynamoGraph:
     """Returns the graph that Dynamo traced as a ``DYNAMO`` graph.
 
     Args:
@@ -69,18 +70,17 @@ def read_model_graph(module: fx.GraphModule, model: nn.Module) -> TrainGraph:
             node.meta["val"] = node.meta["example_value"]
     outputs = module.graph.output_node().args[0]
     assert isinstance(outputs, Sequence)
-    return _captured(
-        TrainGraph(
-            module=module,
-            inputs=tuple(inputs),
-            outputs=tuple(GraphOutput(OutputKind.VALUE, f"output {index}") for index in range(len(outputs))),
-            identity=identity,
-            parameters=parameter_infos(model, identity),
-            model=model,
-            stage=Stage.DYNAMO,
-            live=tuple(live),
-        )
+    graph = DynamoGraph(
+        module=module,
+        inputs=tuple(inputs),
+        outputs=tuple(GraphOutput(OutputKind.VALUE, f"output {index}") for index in range(len(outputs))),
+        identity=identity,
+        parameters=parameter_infos(model, identity),
+        model=model,
+        live=tuple(live),
     )
+    graph.mark_all_known()  # what was captured is taken as true
+    return graph
 
 
 def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) -> TrainGraph:
@@ -112,18 +112,18 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
             if is_gradient and index is not None
             else GraphOutput(OutputKind.VALUE, text)
         )
-    return _captured(
-        TrainGraph(
-            module=module,
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
-            identity=origin.identity,
-            parameters=parameter_infos(origin.model, origin.identity),
-            model=origin.model,
-            stage=stage,
-            fixed_signature=True,
-        )
+    graph = TrainGraph(
+        module=module,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        identity=origin.identity,
+        parameters=parameter_infos(origin.model, origin.identity),
+        model=origin.model,
+        stage=stage,
+        fixed_signature=True,
     )
+    graph.mark_all_known()  # what was captured is taken as true
+    return graph
 
 
 def _read_sizes_behind_waits(graph: fx.Graph) -> None:
@@ -135,11 +135,6 @@ def _read_sizes_behind_waits(graph: fx.Graph) -> None:
             launch.append(wait)
             for reader in readers:
                 reader.replace_input_with(launch, wait)
-
-
-def _captured(graph: TrainGraph) -> TrainGraph:
-    graph.mark_all_known()  # what was captured is taken as true
-    return graph
 
 
 def _path(source: str) -> str:

@@ -17,8 +17,8 @@ from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
-from graphpasses.graph import Stage, TrainGraph
-from graphpasses.passes.runner import Pipeline
+from graphpasses.graph import Stage
+from graphpasses.passes.runner import Graph, Pipeline
 
 __all__ = ["compile", "graphpasses"]
 
@@ -111,7 +111,7 @@ def _compile(
     number = report.num_graphs
     report.num_graphs += 1
 
-    def run(graph: TrainGraph) -> TrainGraph:
+    def run(graph: Graph) -> Graph:
         result = options.pipeline.at(graph.stage).run(graph, excerpts=report.excerpts)
         assert result.report is not None
         report.add(number, graph.stage, result.report)

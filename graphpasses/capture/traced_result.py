@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import CaptureError, UnsupportedError
-from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.parameters import find_state, parameter_infos
 from graphpasses.identity import IdentityMap
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["read_traced_result"]
 
 
-def read_traced_result(traced: TracedResult, *, model: nn.Module) -> TrainGraph:
+def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedStep:
     """Makes a step of what torchtitan's ``minimal_fx_tracer`` has traced.
 
     The traced function must return the loss and then one gradient (or None) per trainable parameter, in the
@@ -80,7 +80,7 @@ def read_traced_result(traced: TracedResult, *, model: nn.Module) -> TrainGraph:
                 )
         outputs.extend(GraphOutput(OutputKind.GRADIENT, fqn, attr) for attr in _attrs(layout, fqn))
 
-    graph = TrainGraph(
+    graph = CapturedStep(
         module=traced.gm,
         inputs=tuple(inputs),
         outputs=tuple(outputs),

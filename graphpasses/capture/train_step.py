@@ -15,13 +15,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from graphpasses._torch import pytree
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import CaptureError
-from graphpasses.graph import GraphInput, InputKind, TrainGraph
+from graphpasses.graph import CapturedStep, GraphInput, InputKind
 
 __all__ = ["capture_train_step"]
 
 
-def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any) -> TrainGraph:
-    """Captures one training step of ``model`` as a :class:`~graphpasses.graph.TrainGraph`.
+def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any) -> CapturedStep:
+    """Captures one training step of ``model`` as a :class:`~graphpasses.graph.CapturedStep`.
 
     Nothing is computed and nothing of the model changes: the step is traced on fake tensors. Every rank of
     the model's meshes must capture, with batches of the same shapes.
@@ -189,7 +189,7 @@ def _check_loss(loss: Any, trainable: list[str]) -> None:
         )
 
 
-def _name_batch(graph: TrainGraph, batch: tuple[Any, ...]) -> None:
+def _name_batch(graph: CapturedStep, batch: tuple[Any, ...]) -> None:
     paths = [f"batch{pytree.keystr(path)}" for path, _ in pytree.tree_flatten_with_path(batch)[0]]
     names = iter(paths)
     graph.inputs = tuple(

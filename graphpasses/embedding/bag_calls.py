@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from graphpasses._torch.optimizer_in_backward import has_gradient_hooks
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.fused_update import FusedForm, learning_rate, optimizer_states
-from graphpasses.graph import InputKind, TrainGraph
+from graphpasses.graph import DynamoGraph, InputKind
 
 __all__ = ["BagCall", "Kind", "read_bag_calls"]
 
@@ -76,7 +76,7 @@ class BagCall:
     kind: Kind
 
 
-def read_bag_calls(graph: TrainGraph) -> tuple[dict[fx.Node, BagCall], dict[str, str]]:
+def read_bag_calls(graph: DynamoGraph) -> tuple[dict[fx.Node, BagCall], dict[str, str]]:
     """Finds the calls of ``embedding_bag`` in a ``DYNAMO`` graph.
 
     Args:

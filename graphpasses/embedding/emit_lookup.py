@@ -10,7 +10,7 @@ from torch import fx
 
 from graphpasses.embedding.fused_update import FusedUpdate, count_steps
 from graphpasses.embedding.lookup import TableLayout, add_layout, add_states
-from graphpasses.graph import TrainGraph
+from graphpasses.graph import DynamoGraph
 
 __all__ = ["emit_lookup"]
 
@@ -19,7 +19,7 @@ _FP32 = 0
 
 
 def emit_lookup(
-    graph: TrainGraph,
+    graph: DynamoGraph,
     layout: TableLayout,
     weights: fx.Node,
     bags: Mapping[str, Any],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpasses._torch.torch_calls import named_arguments
-from graphpasses.graph import TrainGraph
+from graphpasses.graph import DynamoGraph
 
 __all__ = ["LookupCall", "TableLayout", "add_layout", "add_states"]
 
@@ -118,7 +118,7 @@ class LookupCall:
     inputs: Mapping[fx.Node, LiveInput]
 
     @classmethod
-    def all(cls, graph: TrainGraph) -> list[LookupCall]:
+    def all(cls, graph: DynamoGraph) -> list[LookupCall]:
         """Returns the lookups of a graph, in order, but for those by other optimizers.
 
         Args:
@@ -233,7 +233,7 @@ class LookupCall:
 
     def emit(
         self,
-        graph: TrainGraph,
+        graph: DynamoGraph,
         layout: TableLayout,
         states: Sequence[fx.Node],
         *,
@@ -273,7 +273,7 @@ class LookupCall:
         return graph.emit(self.node.target, (), arguments, like=self.node)
 
 
-def add_layout(graph: TrainGraph, layout: TableLayout, name: str) -> dict[str, Any]:
+def add_layout(graph: DynamoGraph, layout: TableLayout, name: str) -> dict[str, Any]:
     """Returns the arguments that tell a lookup its features' dimensions and rows; tensors become inputs of the graph.
 
     Args:
@@ -292,7 +292,7 @@ def add_layout(graph: TrainGraph, layout: TableLayout, name: str) -> dict[str, A
 
 
 def add_states(
-    graph: TrainGraph, layout: TableLayout, states: Sequence[fx.Node], name: str
+    graph: DynamoGraph, layout: TableLayout, states: Sequence[fx.Node], name: str
 ) -> dict[str, list[fx.Node]]:
     """Returns the arguments that tell a lookup where its tables and optimizer states lie.
 

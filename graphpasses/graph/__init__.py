@@ -1,24 +1,31 @@
 """What a captured training step is: a graph, what its inputs and outputs are, and what is legal in it."""
 
-from graphpasses.graph.parameters import ParameterInfo, find_state, parameter_infos
-from graphpasses.graph.train_graph import (
+from graphpasses.graph.captured_step import CapturedStep
+from graphpasses.graph.dynamo_graph import DynamoGraph
+from graphpasses.graph.nodes import (
     ALL_TO_ALL,
     WAIT,
+    argument,
+    fake_value,
+    find_collectives,
+    is_collective,
+    wait_of,
+)
+from graphpasses.graph.parameters import ParameterInfo, find_state, parameter_infos
+from graphpasses.graph.train_graph import (
     GraphInput,
     GraphOutput,
     InputKind,
     OutputKind,
     Stage,
     TrainGraph,
-    argument,
-    fake_value,
-    find_collectives,
-    is_collective,
 )
 
 __all__ = [
     "ALL_TO_ALL",
     "WAIT",
+    "CapturedStep",
+    "DynamoGraph",
     "GraphInput",
     "GraphOutput",
     "InputKind",
@@ -32,4 +39,5 @@ __all__ = [
     "find_state",
     "is_collective",
     "parameter_infos",
+    "wait_of",
 ]

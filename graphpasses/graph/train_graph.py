@@ -1,44 +1,28 @@
-"""A captured training step: its FX graph, and what every flat input and output of it is."""
+"""A graph of a training step: the FX graph, and what every flat input and output of it is."""
 
 from __future__ import annotations
 
 import enum
-import operator
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import fx, nn
-from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings, rebind_unbacked
+from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 
-from graphpasses._torch import pytree
-from graphpasses._torch.fake_mode import fake_call, fake_mode_of
+from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
-from graphpasses.graph.batch import check_batch
-from graphpasses.graph.gradients import accumulate_gradient, shared_values
-from graphpasses.graph.parameters import ParameterInfo, find_state
+from graphpasses.graph.nodes import fake_value, find_collectives
+from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
 
 if TYPE_CHECKING:
     from graphpasses.graph.pass_report import PipelineReport
 
 __all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "Stage", "TrainGraph"]
-
-ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
-WAIT = torch.ops._c10d_functional.wait_tensor.default
-
-_COLLECTIVES = (
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    ALL_TO_ALL,
-    torch.ops._c10d_functional.broadcast.default,
-)
 
 
 class Stage(enum.Enum):
@@ -125,11 +109,11 @@ class GraphOutput:
 
 @dataclass(repr=False)
 class TrainGraph:
-    """One training step (forward, loss and backward) as a graph that knows whose every value is.
+    """A graph of one training step, or of a part of it, that knows whose every value is.
 
-    Calling it runs the step on the live model: ``loss = step(*batch)`` returns the loss and fills (or
-    accumulates into) ``parameter.grad`` as ``loss.backward()`` would, each tied parameter once. Passes read
-    and rewrite ``graph``; they ask this class, never node names or node order, whose gradient a value is.
+    Passes read and rewrite ``graph``; they ask this class, never node names or node order, whose gradient a value is.
+    A whole step that can be called is a :class:`~graphpasses.graph.CapturedStep`, the graph that Dynamo traced a
+    :class:`~graphpasses.graph.DynamoGraph`.
 
     Args:
         module: the FX module; its placeholders and outputs are flat.
@@ -137,23 +121,21 @@ class TrainGraph:
         outputs: what each flat output carries.
         identity: who is who in the model.
         parameters: facts about each parameter, by canonical FQN.
-        model: the live model whose parameters the step reads and whose gradients it fills.
-        batch_spec: pytree structure of the captured ``*batch``; None where the graph is not a ``STEP``.
-        batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
+        model: the live model whose parameters the step reads.
         stage: the part of the step that the graph holds.
-        checks: what every call of the compiled model asks first, e.g. that tables still are where a pass put them;
-            each raises if not. ``DYNAMO`` stage only.
-        input_checks: likewise, given what the call passes for each captured input.
-        live: at the ``DYNAMO`` stage, what each placeholder was given when the model was traced: the live tensor
-            of the model or batch, or a number.
         fixed_signature: whether another runner owns the flat signature, so that inputs must stay.
         report: what the pipeline that made this graph did; None for a captured graph.
         notes: what a pass has to say (a rewrite skipped, and why); the pipeline moves them to its report.
 
     Example:
-        >>> step = capture_train_step(loss_fn, model, tokens, labels)  # doctest: +SKIP
-        >>> loss = step(tokens, labels)  # doctest: +SKIP
-        >>> optimizer.step()  # doctest: +SKIP
+        >>> import torch
+        >>> from graphpasses import capture_train_step
+        >>> model = torch.nn.Linear(4, 1)
+        >>> step = capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+        >>> [item.fqn for item in step.inputs]
+        ['weight', 'bias', 'batch[0]']
+        >>> step.gradient_slots()
+        {'weight': [1], 'bias': [2]}
     """
 
     module: fx.GraphModule
@@ -162,12 +144,7 @@ class TrainGraph:
     identity: IdentityMap
     parameters: Mapping[str, ParameterInfo]
     model: nn.Module
-    batch_spec: pytree.TreeSpec | None = None
-    batch_leaves: tuple[tuple[str, Any], ...] = ()
     stage: Stage = Stage.STEP
-    live: tuple[Any, ...] = ()
-    checks: list[Callable[[], None]] = field(default_factory=list)
-    input_checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
     fixed_signature: bool = False
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
@@ -177,9 +154,7 @@ class TrainGraph:
         counts = (
             ", ".join(f"{count} {name}" for name, count in self.collectives().items()) or "no collectives"
         )
-        return f"TrainGraph({self.stage.value}: {len(self.graph.nodes)} nodes, {counts})"
-
-    # ---- what passes ask -------------------------------------------------------------------------------
+        return f"{type(self).__name__}({self.stage.value}: {len(self.graph.nodes)} nodes, {counts})"
 
     @property
     def graph(self) -> fx.Graph:
@@ -226,28 +201,6 @@ class TrainGraph:
         for index in gone:
             self.graph.erase_node(nodes[index])
         self.inputs = tuple(item for index, item in enumerate(self.inputs) if index not in gone)
-
-    def add_input(self, tensor: torch.Tensor, fqn: str) -> fx.Node:
-        """Adds a placeholder that every call gives ``tensor``, behind the others; at the ``DYNAMO`` stage only.
-
-        Args:
-            tensor: a live tensor that the compiled model keeps, e.g. an arena that several tables share.
-            fqn: what it is, for messages.
-
-        Returns:
-            The placeholder.
-        """
-        assert self.stage is Stage.DYNAMO
-        placeholders = self.placeholders
-        mode = fake_mode_of([node.meta.get("val") for node in placeholders])
-        assert mode is not None
-        with self.graph.inserting_after(placeholders[-1]):
-            node = self.graph.placeholder(re.sub(r"\W", "_", fqn))
-        node.target = node.name  # which fx makes unique; the generated code takes the target
-        node.meta["val"] = node.meta["example_value"] = mode.from_tensor(tensor, static_shapes=True)
-        self.inputs += (GraphInput(InputKind.VALUE, fqn),)
-        self.live += (tensor,)
-        return node
 
     def parameter_placeholders(self) -> Iterator[tuple[str, fx.Node]]:
         """Yields ``(canonical FQN, placeholder of the local tensor)``; an alias repeats its canonical FQN."""
@@ -362,15 +315,21 @@ class TrainGraph:
         """
         self.notes.append(message)
 
-    def copy(self) -> TrainGraph:
+    def __call__(self, *batch: Any) -> torch.Tensor:
+        """Runs a captured step; a graph of another kind refuses.
+
+        Raises:
+            CaptureError: the graph is not a whole step.
+        """
+        raise CaptureError(f"a {self.stage.value} graph is run by the compiled model, not by itself")
+
+    def copy(self) -> Self:
         """Returns a graph that can be rewritten without changing this one; tensors and model are shared."""
         copy = replace(
             self,
             module=lazy_module(self.module, copy_graph(self.graph)),
             report=None,
             notes=[],
-            checks=[*self.checks],
-            input_checks=[*self.input_checks],
             _known={},
         )
         copy.mark_all_known()  # what was captured is taken as true
@@ -385,114 +344,8 @@ class TrainGraph:
         names = (str(node.target).split(".")[1] for node in find_collectives(self.graph))
         return dict(Counter(names))
 
-    # ---- running ---------------------------------------------------------------------------------------
-
-    def __call__(self, *batch: Any) -> torch.Tensor:
-        """Runs the step on the live model.
-
-        Args:
-            batch: like the captured one: same structure, shapes, dtypes and plain values.
-
-        Returns:
-            The loss (scalar tensor, without autograd history).
-
-        Raises:
-            BatchMismatchError: the batch differs from the captured one; the message names the leaf.
-            CaptureError: the live model no longer has a parameter that the step reads, or the graph is not a
-                whole step.
-        """
-        if self.batch_spec is None:
-            raise CaptureError(f"a {self.stage.value} graph is run by the compiled model, not by itself")
-        leaves = check_batch(batch, self.batch_spec, self.batch_leaves)
-        values = self._flat_inputs(leaves)
-        device = next(self.model.parameters()).device.type
-        # The casts of the captured step are in its graph; autocast must not add others.
-        with torch.no_grad(), torch.autocast(device, enabled=False):
-            return self._accumulate(self.module(*values))
-
-    @cached_property
-    def _shared_values(self) -> frozenset[int]:
-        return shared_values(self.output_values)
-
-    def _flat_inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        values: list[Any] = []
-        leaf = iter(leaves)
-        for item in self.inputs:
-            if item.kind is InputKind.BATCH:
-                values.append(next(leaf))
-                continue
-            tensor = find_state(self.model, item.fqn)
-            values.append(getattr(tensor, item.attr) if item.attr else tensor)
-        return values
-
-    def _accumulate(self, flat: Sequence[Any]) -> torch.Tensor:
-        loss: torch.Tensor | None = None
-        for index, (item, value) in enumerate(zip(self.outputs, flat, strict=True)):
-            if item.kind is OutputKind.LOSS:
-                loss = value
-            elif item.is_gradient and value is not None:
-                parameter = find_state(self.model, self.identity.canonical(item.fqn))
-                accumulate_gradient(parameter, value, is_shared=index in self._shared_values)
-        assert loss is not None
-        return loss
-
-
-def argument(node: fx.Node, index: int = 0) -> fx.Node:
-    """Returns the node that is an argument of a call.
-
-    Args:
-        node: a call whose argument ``index`` is a node.
-        index: position of the argument.
-    """
-    value = node.args[index]
-    assert isinstance(value, fx.Node)
-    return value
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether ``node`` launches a functional collective."""
-    return node.op == "call_function" and node.target in _COLLECTIVES
-
-
-def find_collectives(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the nodes that launch a functional collective, by operator.
-
-    Args:
-        graph: an FX graph.
-    """
-    return [
-        node
-        for target in _COLLECTIVES
-        for node in graph.find_nodes(op="call_function", target=target, sort=False)
-    ]
-
 
 def _new_symbols(value: Any) -> Any:
     """Returns where in a fake value the symbols stand that it brought: sizes that depend on data."""
     mode = fake_mode_of(value)
     return compute_unbacked_bindings(None if mode is None else mode.shape_env, value)
-
-
-def fake_value(node: fx.Node) -> Any:
-    """Returns the fake result of a call node, computed from its inputs' ``meta["val"]``.
-
-    Args:
-        node: a ``call_function`` node.
-    """
-    args: Any
-    kwargs: Any
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    assert callable(node.target)
-    if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
-        return args[0][args[1]]
-    mode = fake_mode_of(args, kwargs)
-    if mode is None:
-        return node.target(*args, **kwargs)
-    if "unbacked_bindings" not in node.meta:
-        return fake_call(mode, node.target, args, kwargs)
-    # Computed again, a size that depends on data gets a new symbol, which stands for the same size.
-    assert mode.shape_env is not None
-    with mode, mode.shape_env.ignore_fresh_unbacked_symbols():
-        value = node.target(*args, **kwargs)
-    rebind_unbacked(mode.shape_env, node, value)
-    return value

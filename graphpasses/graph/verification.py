@@ -10,15 +10,8 @@ import torch
 from torch import fx
 
 from graphpasses.errors import VerificationError
-from graphpasses.graph.train_graph import (
-    WAIT,
-    InputKind,
-    OutputKind,
-    TrainGraph,
-    fake_value,
-    find_collectives,
-    is_collective,
-)
+from graphpasses.graph.nodes import WAIT, fake_value, find_collectives, is_collective
+from graphpasses.graph.train_graph import InputKind, OutputKind, TrainGraph
 
 __all__ = ["Contract", "verify"]
 

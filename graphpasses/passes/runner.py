@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from torch import fx
 
@@ -23,6 +23,8 @@ from graphpasses.graph.verification import Contract, verify
 from graphpasses.passes.excerpts import find_excerpts, read_lines
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
+
+Graph = TypeVar("Graph", bound=TrainGraph)
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Pipeline:
         parts = [p.uuid() for p in self.passes if p.name not in self.disable]
         return hashlib.sha256("\n".join([*parts, str(self.stop_after)]).encode()).hexdigest()
 
-    def run(self, graph: TrainGraph, *, dump: Path | str | None = None, excerpts: bool = False) -> TrainGraph:
+    def run(self, graph: Graph, *, dump: Path | str | None = None, excerpts: bool = False) -> Graph:
         """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
 
         Args:

@@ -20,10 +20,9 @@ from graphpasses.analysis.parameter_collectives import (
     find_unshards,
     gradient_summands,
     is_mutated,
-    wait_of,
 )
 from graphpasses.capture import capture_train_step
-from graphpasses.graph import WAIT, TrainGraph, is_collective
+from graphpasses.graph import WAIT, TrainGraph, is_collective, wait_of
 from graphpasses.passes import DeduplicateShared
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.models import (

@@ -222,7 +222,7 @@ def test_report(tmp_path: Path) -> None:
         "  pass  numerics  rewrites  nodes    collectives  ms",
     ]
     assert [line for line in lines if line.startswith("graph")] == [
-        f"graph 0, {stage}:" for stage in ("model", "joint", "forward", "backward")
+        f"graph 0, {stage}:" for stage in ("dynamo", "joint", "forward", "backward")
     ]
 
 
@@ -327,5 +327,5 @@ def test_nothing_global_stays_changed_and_other_backends_are_left_alone() -> Non
 def test_an_aot_graph_is_not_a_step() -> None:
     look = Look()
     graphpasses.compile(Net(), pipeline=Pipeline((look,)), inner="aot_eager")(torch.ones(2, 4))
-    with pytest.raises(CaptureError, match="a model graph is run by the compiled model, not by itself"):
+    with pytest.raises(CaptureError, match="a dynamo graph is run by the compiled model, not by itself"):
         look.seen[0](torch.ones(2, 4))

@@ -18,7 +18,7 @@ from graphpasses.analysis.levels import grad_modes, has_gradient, order_by_rank,
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.lookup import LookupCall, TableLayout
 from graphpasses.errors import OptimizerError
-from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.passes.runner import GraphPass, Numerics
 
@@ -35,7 +35,7 @@ class _Plan:
     ranks: dict[fx.Node, int]
 
 
-def _plan(graph: TrainGraph) -> _Plan:
+def _plan(graph: DynamoGraph) -> _Plan:
     calls = LookupCall.all(graph)
     memories = Counter(address for value in graph.live for address in addresses(value))
     candidates = {}
@@ -74,7 +74,7 @@ def _obstacle(call: LookupCall, memories: Mapping[int, int]) -> str | None:
     return next(filter(None, map(Arena.obstacle, call.state_tensors)), None)
 
 
-def _with_gradient(graph: TrainGraph) -> set[fx.Node]:
+def _with_gradient(graph: DynamoGraph) -> set[fx.Node]:
     """Returns the nodes whose gradient the outputs of the graph may ask for."""
     nodes: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
@@ -83,7 +83,7 @@ def _with_gradient(graph: TrainGraph) -> set[fx.Node]:
     return nodes
 
 
-def _apply(graph: TrainGraph, plan: _Plan) -> int:
+def _apply(graph: DynamoGraph, plan: _Plan) -> int:
     order_by_rank(graph.graph, plan.ranks)
     arenas: dict[int, fx.Node] = {}
     for calls in plan.groups:
@@ -91,7 +91,7 @@ def _apply(graph: TrainGraph, plan: _Plan) -> int:
     return sum(map(len, plan.groups))
 
 
-def _fuse(graph: TrainGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.Node]) -> None:
+def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.Node]) -> None:
     """Puts one call behind the last of ``calls``, which no longer depend on anything that stands behind them."""
     first, last = calls[0], calls[-1]
     for state in (state for call in calls for state in call.states):
@@ -138,7 +138,7 @@ def _fuse(graph: TrainGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.N
         graph.graph.erase_node(call.node)
 
 
-def _split(graph: TrainGraph, calls: Sequence[LookupCall], fused: fx.Node) -> list[fx.Node]:
+def _split(graph: DynamoGraph, calls: Sequence[LookupCall], fused: fx.Node) -> list[fx.Node]:
     """Emits what each lookup returned, in memory of its own."""
     if calls[0].is_pooled:
         dims = [call.arguments["total_D"] for call in calls]
@@ -151,7 +151,7 @@ def _split(graph: TrainGraph, calls: Sequence[LookupCall], fused: fx.Node) -> li
     return [graph.emit(aten.clone.default, (view,), like=view) for view in views]
 
 
-def _batch_size(graph: TrainGraph, call: LookupCall) -> fx.Node:
+def _batch_size(graph: DynamoGraph, call: LookupCall) -> fx.Node:
     num_offsets = graph.emit(aten.sym_size.int, (call.arguments["offsets"], 0), like=call.node)
     num_bags = graph.emit(operator.sub, (num_offsets, 1), like=call.node)
     return graph.emit(operator.floordiv, (num_bags, call.num_features), like=call.node)
@@ -211,5 +211,6 @@ class FuseTBE(GraphPass):
         Raises:
             ArenaError: two lookups claim one memory.
         """
+        graph = DynamoGraph.of(graph)
         plan = _plan(graph)
         return _apply(graph, plan) if plan.groups else 0

@@ -20,7 +20,7 @@ from graphpasses.embedding.emit_lookup import emit_lookup
 from graphpasses.embedding.fused_update import FusedUpdate
 from graphpasses.embedding.lookup import TableLayout
 from graphpasses.embedding.torchrec.fake_kernels import register_fake_kernels
-from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.pack_bags import PACK_BAGS
 from graphpasses.passes.runner import GraphPass, Numerics
 
@@ -50,7 +50,7 @@ def _is_float(node: fx.Node) -> bool:
     return node.op == "call_method" and node.target == "float"
 
 
-def _plan(graph: TrainGraph) -> LoweringPlan:
+def _plan(graph: DynamoGraph) -> LoweringPlan:
     calls, left_alone = read_bag_calls(graph)
     ranks = rank_calls(graph.graph, odd=calls.__contains__, in_turn=lambda node: False)
     modes = grad_modes(graph.graph)
@@ -85,7 +85,7 @@ def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate) -> Tabl
     )
 
 
-def _check_tables(graph: TrainGraph, arena: Arena, weights: Sequence[fx.Node]) -> None:
+def _check_tables(graph: DynamoGraph, arena: Arena, weights: Sequence[fx.Node]) -> None:
     """Lets each call check that it reads the tables that lie in ``arena``; for others it is another graph."""
     position = {node: index for index, node in enumerate(graph.placeholders)}
     positions = [position[weight] for weight in weights]
@@ -94,7 +94,7 @@ def _check_tables(graph: TrainGraph, arena: Arena, weights: Sequence[fx.Node]) -
     graph.input_checks.append(lambda values: arena.check([values[position] for position in positions]))
 
 
-def _emit_lookup(graph: TrainGraph, calls: Sequence[BagCall]) -> fx.Node:
+def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall]) -> fx.Node:
     """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D]."""
     tables = {call.fqn: call.table for call in calls}
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
@@ -107,7 +107,7 @@ def _emit_lookup(graph: TrainGraph, calls: Sequence[BagCall]) -> fx.Node:
     return emit_lookup(graph, layout, weights, bags, update, name=name, like=calls[0].node)
 
 
-def _emit_bags(graph: TrainGraph, calls: Sequence[BagCall]) -> dict[str, Any]:
+def _emit_bags(graph: DynamoGraph, calls: Sequence[BagCall]) -> dict[str, Any]:
     """Emits what a lookup reads of the batch; returns it by the names of the lookup's arguments."""
 
     def emit(target: Callable[..., Any], *args: Any) -> fx.Node:
@@ -130,7 +130,7 @@ def _emit_bags(graph: TrainGraph, calls: Sequence[BagCall]) -> dict[str, Any]:
     }
 
 
-def _replace_calls(graph: TrainGraph, calls: Sequence[BagCall], output: fx.Node) -> None:
+def _replace_calls(graph: DynamoGraph, calls: Sequence[BagCall], output: fx.Node) -> None:
     """Gives the users of ``calls`` their columns of ``output``, and erases the calls."""
     ends = accumulate((call.table.size(1) for call in calls), initial=0)
     columns = dict(zip((call.node for call in calls), pairwise(ends), strict=True))
@@ -155,7 +155,7 @@ def _replace_calls(graph: TrainGraph, calls: Sequence[BagCall], output: fx.Node)
 
 
 def _join_columns(
-    graph: TrainGraph, cat: fx.Node, output: fx.Node, columns: dict[fx.Node, tuple[int, int]]
+    graph: DynamoGraph, cat: fx.Node, output: fx.Node, columns: dict[fx.Node, tuple[int, int]]
 ) -> None:
     """Lets ``cat`` read columns of ``output`` that stand side by side as one; all of them are ``output`` itself."""
     arguments: dict[str, Any] = dict(zip(("tensors", "dim"), cat.args, strict=False)) | cat.kwargs
@@ -229,6 +229,7 @@ class LowerEmbeddingBags(GraphPass):
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of calls that went."""
+        graph = DynamoGraph.of(graph)
         plan = _plan(graph)
         for table, reason in plan.left_alone.items():
             graph.note(f"{table} is looked up as before: {reason}")

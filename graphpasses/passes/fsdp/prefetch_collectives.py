@@ -16,10 +16,9 @@ from graphpasses.analysis.parameter_collectives import (
     Gather,
     calls,
     find_gathers,
-    wait_of,
 )
 from graphpasses.errors import PipelineError
-from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective
+from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective, wait_of
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["PrefetchCollectives"]

@@ -18,13 +18,13 @@ from torch import fx
 from experiments._parity.plans import reorder
 from experiments.graph_trainer_parity.ranks import own_groups
 from graphpasses._torch.group_ranks import named_group_ranks
-from graphpasses.analysis.parameter_collectives import ALL_REDUCE, REDUCE_SCATTER, find_gathers, wait_of
+from graphpasses.analysis.parameter_collectives import ALL_REDUCE, REDUCE_SCATTER, find_gathers
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.commands.train_torchtitan_on_cpu import make_assets
 from graphpasses.errors import GraphPassesError
 from graphpasses.fsdp import BucketPlan, Layout, diff_layouts, eager_layout
 from graphpasses.fsdp.graph_layout import graph_layout
-from graphpasses.graph import argument, is_collective
+from graphpasses.graph import argument, is_collective, wait_of
 from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline

@@ -11,12 +11,11 @@ from graphpasses.analysis.parameter_collectives import (
     ALL_REDUCE,
     REDUCE_SCATTER,
     collective_ranks,
-    wait_of,
 )
 from graphpasses.errors import PipelineError
 from graphpasses.fsdp import BucketPlan, Reduction
 from graphpasses.fsdp.graph_layout import graph_layout
-from graphpasses.graph import WAIT, TrainGraph, is_collective
+from graphpasses.graph import WAIT, TrainGraph, is_collective, wait_of
 from graphpasses.passes import (
     BucketFSDPCollectives,
     CoalesceGradReductions,

@@ -1,0 +1,89 @@
+"""A captured training step: a graph that is called with a batch and fills the live model's gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from graphpasses._torch import pytree
+from graphpasses.graph.batch import check_batch
+from graphpasses.graph.gradients import accumulate_gradient, shared_values
+from graphpasses.graph.parameters import find_state
+from graphpasses.graph.train_graph import InputKind, OutputKind, TrainGraph
+
+__all__ = ["CapturedStep"]
+
+
+@dataclass(repr=False, kw_only=True)
+class CapturedStep(TrainGraph):
+    """One training step (forward, loss and backward) that runs on the live model.
+
+    ``loss = step(*batch)`` returns the loss and fills (or accumulates into) ``parameter.grad`` as ``loss.backward()``
+    would, each tied parameter once.
+
+    Args:
+        batch_spec: pytree structure of the captured ``*batch``.
+        batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
+
+    Example:
+        >>> import torch
+        >>> from graphpasses import capture_train_step
+        >>> model = torch.nn.Linear(4, 1)
+        >>> step = capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+        >>> loss = step(torch.ones(2, 4))
+        >>> [list(parameter.grad.shape) for parameter in model.parameters()]
+        [[1, 4], [1]]
+    """
+
+    batch_spec: pytree.TreeSpec
+    batch_leaves: tuple[tuple[str, Any], ...]
+
+    def __call__(self, *batch: Any) -> torch.Tensor:
+        """Runs the step on the live model.
+
+        Args:
+            batch: like the captured one: same structure, shapes, dtypes and plain values.
+
+        Returns:
+            The loss (scalar tensor, without autograd history).
+
+        Raises:
+            BatchMismatchError: the batch differs from the captured one; the message names the leaf.
+            CaptureError: the live model no longer has a parameter that the step reads.
+        """
+        leaves = check_batch(batch, self.batch_spec, self.batch_leaves)
+        values = self._flat_inputs(leaves)
+        device = next(self.model.parameters()).device.type
+        # The casts of the captured step are in its graph; autocast must not add others.
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            return self._accumulate(self.module(*values))
+
+    @cached_property
+    def _shared_values(self) -> frozenset[int]:
+        return shared_values(self.output_values)
+
+    def _flat_inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        values: list[Any] = []
+        leaf = iter(leaves)
+        for item in self.inputs:
+            if item.kind is InputKind.BATCH:
+                values.append(next(leaf))
+                continue
+            tensor = find_state(self.model, item.fqn)
+            values.append(getattr(tensor, item.attr) if item.attr else tensor)
+        return values
+
+    def _accumulate(self, flat: Sequence[Any]) -> torch.Tensor:
+        loss: torch.Tensor | None = None
+        for index, (item, value) in enumerate(zip(self.outputs, flat, strict=True)):
+            if item.kind is OutputKind.LOSS:
+                loss = value
+            elif item.is_gradient and value is not None:
+                parameter = find_state(self.model, self.identity.canonical(item.fqn))
+                accumulate_gradient(parameter, value, is_shared=index in self._shared_values)
+        assert loss is not None
+        return loss

@@ -1,0 +1,87 @@
+"""The graph that Dynamo traced: live tensors behind its inputs, and checks that every call of the model asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import fx
+
+from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses.errors import PipelineError
+from graphpasses.graph.train_graph import GraphInput, InputKind, Stage, TrainGraph
+
+__all__ = ["DynamoGraph"]
+
+
+@dataclass(repr=False, kw_only=True)
+class DynamoGraph(TrainGraph):
+    """A model's graph as Dynamo traced it: torch-level calls, autograd still to come.
+
+    Its inputs are live tensors of the model or the batch. A pass may give every call of the compiled model further
+    tensors, and have it check something first.
+
+    Args:
+        stage: ``DYNAMO``.
+        live: what each placeholder was given when the model was traced: the live tensor of the model or batch, or a
+            number.
+        checks: what every call of the compiled model asks first, e.g. that tables still are where a pass put them;
+            each raises if not.
+        input_checks: likewise, given what the call passes for each captured input.
+    """
+
+    stage: Stage = Stage.DYNAMO
+    live: tuple[Any, ...]
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    input_checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, graph: TrainGraph) -> Self:
+        """Returns the graph that a pass was given, known to be one that Dynamo traced.
+
+        Args:
+            graph: what the pass was given.
+
+        Raises:
+            PipelineError: it is a graph of another kind.
+        """
+        if not isinstance(graph, cls):
+            raise PipelineError(
+                f"the pass rewrites what Dynamo traced, a {cls.__name__}; it was given a {type(graph).__name__} of "
+                f"the stage {graph.stage.value}"
+            )
+        return graph
+
+    def copy(self) -> Self:
+        """Returns a graph that can be rewritten without changing this one; tensors and model are shared."""
+        copy = super().copy()
+        copy.checks, copy.input_checks = [*self.checks], [*self.input_checks]
+        return copy
+
+    def add_input(self, tensor: torch.Tensor, fqn: str) -> fx.Node:
+        """Adds a placeholder that every call gives ``tensor``, after the others.
+
+        Args:
+            tensor: a live tensor that the compiled model keeps, e.g. an arena that several tables share.
+            fqn: what it is, for messages.
+
+        Returns:
+            The placeholder.
+
+        Raises:
+            PipelineError: the graph reads no tensor, so nothing says how its values are made.
+        """
+        placeholders = self.placeholders
+        mode = fake_mode_of([node.meta.get("val") for node in placeholders])
+        if mode is None:
+            raise PipelineError(f"the graph has no tensor among its inputs; {fqn} cannot be added to them")
+        with self.graph.inserting_after(placeholders[-1]):
+            node = self.graph.placeholder(re.sub(r"\W", "_", fqn))
+        node.target = node.name  # which fx makes unique; the generated code takes the target
+        node.meta["val"] = node.meta["example_value"] = mode.from_tensor(tensor, static_shapes=True)
+        self.inputs += (GraphInput(InputKind.VALUE, fqn),)
+        self.live += (tensor,)
+        return node

@@ -1,0 +1,89 @@
+"""Small questions about the nodes of a graph: what a call reads, what it launches, what it computes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of
+
+__all__ = ["ALL_TO_ALL", "WAIT", "argument", "fake_value", "find_collectives", "is_collective", "wait_of"]
+
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+_COLLECTIVES = (
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_reduce.default,
+    ALL_TO_ALL,
+    torch.ops._c10d_functional.broadcast.default,
+)
+
+
+def argument(node: fx.Node, index: int = 0) -> fx.Node:
+    """Returns the node that is an argument of a call.
+
+    Args:
+        node: a call whose argument ``index`` is a node.
+        index: position of the argument.
+    """
+    value = node.args[index]
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether ``node`` launches a functional collective."""
+    return node.op == "call_function" and node.target in _COLLECTIVES
+
+
+def find_collectives(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the nodes that launch a functional collective, by operator.
+
+    Args:
+        graph: an FX graph.
+    """
+    return [
+        node
+        for target in _COLLECTIVES
+        for node in graph.find_nodes(op="call_function", target=target, sort=False)
+    ]
+
+
+def wait_of(launch: fx.Node) -> fx.Node:
+    """Returns the one wait of a collective, which the check between passes guarantees.
+
+    Args:
+        launch: a node that launches a functional collective.
+    """
+    return next(user for user in launch.users if user.target == WAIT)
+
+
+def fake_value(node: fx.Node) -> Any:
+    """Returns the fake result of a call node, computed from its inputs' ``meta["val"]``.
+
+    Args:
+        node: a ``call_function`` node.
+    """
+    args: Any
+    kwargs: Any
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    assert callable(node.target)
+    if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
+        return args[0][args[1]]
+    mode = fake_mode_of(args, kwargs)
+    if mode is None:
+        return node.target(*args, **kwargs)
+    if "unbacked_bindings" not in node.meta:
+        return fake_call(mode, node.target, args, kwargs)
+    # Computed again, a size that depends on data gets a new symbol, which stands for the same size.
+    assert mode.shape_env is not None
+    with mode, mode.shape_env.ignore_fresh_unbacked_symbols():
+        value = node.target(*args, **kwargs)
+    rebind_unbacked(mode.shape_env, node, value)
+    return value
