@@ -8,7 +8,7 @@ from graphpasses.fsdp.layout import (
     make_bucket_layout,
 )
 from graphpasses.fsdp.layout_diff import LayoutDiff, Move, Place, diff_layouts
-from graphpasses.fsdp.plan import Bucket, BucketPlan, PlanEntry, Reduction
+from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction
 
 __all__ = [
     "Bucket",
@@ -19,7 +19,6 @@ __all__ = [
     "LayoutEntry",
     "Move",
     "Place",
-    "PlanEntry",
     "Reduction",
     "diff_layouts",
     "eager_layout",

@@ -1,18 +1,19 @@
-"""Bucket plans: which parameters eager FSDP2 gathers and reduces in one collective, and in which order."""
+"""Bucket plans: which parameters eager FSDP2 gathers and reduces in one collective. Their order: `byte_order.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
 from graphpasses.errors import PlanError
+from graphpasses.fsdp.byte_order import managed_parameters
 from graphpasses.identity import IdentityMap, did_you_mean
 
-__all__ = ["Bucket", "BucketPlan", "PlanEntry", "Reduction"]
+__all__ = ["Bucket", "BucketPlan", "Reduction"]
 
 _ROOT = "(root)"
 
@@ -63,40 +64,28 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that share one collective.
+    """Parameters that share one collective: those of the modules of one ``fully_shard`` call, or listed one by one.
 
     Args:
-        name: the plan entry that it comes from, for messages.
-        fqns: canonical FQNs of its parameters in byte order, frozen ones included.
+        fqns: FQNs of modules (``""`` is the root), or of parameters in byte order, frozen ones included.
+        kind: what the FQNs name. Those of a bucket that :meth:`BucketPlan.resolve` returns are canonical names of
+            parameters, unless it accumulates.
         reduction: how its gradients are reduced; None leaves what was captured.
-        reshard_after_forward: whether backward gathers its parameters again.
-        reduces_unused: whether eager reduces zeros for its trainable parameters without a gradient.
-        accumulates: whether eager adds the gradients of several backward calls before it reduces them. The FQNs are
-            then the names under which the step has these gradients; under its others a tied parameter may be in
-            another bucket.
-    """
-
-    name: str
-    fqns: tuple[str, ...]
-    reduction: Reduction | None = None
-    reshard_after_forward: bool = False
-    reduces_unused: bool = False
-    accumulates: bool = False
-
-
-@dataclass(frozen=True)
-class PlanEntry:
-    """One bucket as a user writes it down: the modules of one ``fully_shard`` call, or its parameters.
-
-    Args:
-        fqns: FQNs of modules (``""`` is the root) or of parameters.
-        kind: what the FQNs name.
-        reduction: how its gradients are reduced; None leaves what was captured.
-        name: for messages.
+        name: for messages; by default the FQNs.
         reshard_after_forward: whether backward gathers its parameters again, as ``fully_shard``'s argument.
-        reduces_unused: as FSDP2's ``set_reduce_scatter_unused_params``.
+        reduces_unused: whether eager reduces zeros for its trainable parameters without a gradient, as FSDP2's
+            ``set_reduce_scatter_unused_params``.
         accumulates: whether the step calls backward on its parameters several times, and
-            ``set_requires_gradient_sync`` is off until the last: FSDP2 then adds in the reduction's dtype.
+            ``set_requires_gradient_sync`` is off until the last: FSDP2 then adds in the reduction's dtype. The FQNs
+            of parameters are then the names under which the step has these gradients; under its others a tied
+            parameter may be in another bucket.
+
+    Raises:
+        PlanError: ``fqns`` is empty.
+
+    Example:
+        >>> Bucket(("layers.0", "layers.1"), reshard_after_forward=True).name
+        'layers.0, layers.1'
     """
 
     fqns: tuple[str, ...]
@@ -119,7 +108,7 @@ class BucketPlan:
     """The buckets of a model, as the ``fully_shard`` calls of the eager run make them.
 
     Args:
-        entries: one per bucket.
+        entries: the buckets.
         root: whether the eager run also wraps the root module, which puts the parameters of no entry in one
             last bucket. FSDP2's users always do.
         root_reduction: reduction of that last bucket.
@@ -133,7 +122,7 @@ class BucketPlan:
         (root) ('2.weight',)
     """
 
-    entries: tuple[PlanEntry, ...]
+    entries: tuple[Bucket, ...]
     root: bool = True
     root_reduction: Reduction | None = None
 
@@ -159,7 +148,7 @@ class BucketPlan:
             PlanError: an entry is empty.
         """
         made = (
-            PlanEntry(
+            Bucket(
                 _names(entry),
                 "modules",
                 reduction,
@@ -183,7 +172,7 @@ class BucketPlan:
             PlanError: an entry is empty.
         """
         made = (
-            PlanEntry(_names(entry), "parameters", reduction, name=f"bucket {index}")
+            Bucket(_names(entry), "parameters", reduction, name=f"bucket {index}")
             for index, entry in enumerate(entries)
         )
         return cls(tuple(made), root=False)
@@ -241,7 +230,7 @@ class BucketPlan:
         if not groups:
             raise PlanError("the model has no FSDP2 parameter group; call fully_shard on it first")
         entries = (
-            PlanEntry(
+            Bucket(
                 fqns=tuple(parameter.fqn for parameter in group.parameters),
                 kind="parameters",
                 reduction=Reduction(
@@ -260,20 +249,16 @@ class BucketPlan:
         return cls(tuple(entries), root=False)
 
     def resolve(self, model: nn.Module) -> tuple[Bucket, ...]:
-        """Finds each bucket's parameters and puts them in the order in which eager FSDP2 packs them.
+        """Finds each bucket's parameters, in the order in which eager FSDP2 packs them.
 
-        FSDP2's rule for one ``fully_shard`` call: from each module in argument order a depth-first post-order
-        over ``children()``, shared modules once, without modules that have a bucket of their own; then each
-        module's own parameters; a parameter stands where it is first seen. A module's own parameters thus
-        come after those of its children, unlike in ``named_parameters()``.
-        Source: ``_fsdp_init.py``, ``_get_managed_modules`` and ``_get_managed_states``.
+        See :func:`graphpasses.fsdp.byte_order.managed_parameters` for that order.
 
         Args:
             model: the plain, SimpleFSDP or FSDP2 model; only looked at.
 
         Returns:
-            One bucket per entry, in the order of the entries, then the root's. Entries without parameters of
-            their own make none, as in FSDP2.
+            One bucket by parameters per entry, in the order of the entries, then the root's. Entries without
+            parameters of their own make none, as in FSDP2.
 
         Raises:
             PlanError: an entry names nothing in the model, two entries hold one parameter, or a tied
@@ -288,35 +273,21 @@ class BucketPlan:
         _check_names(self.entries, identity)
         entries = self.entries
         if self.root and not any(entry.kind == "modules" and "" in entry.fqns for entry in entries):
-            entries += (PlanEntry(("",), reduction=self.root_reduction),)
-        roots = [_root_modules(model, entry) for entry in entries]
-        heads = frozenset(module for modules in roots for module in modules)
-        module_fqns = {module: fqn for fqn, module in model.named_modules()}
+            entries += (Bucket(("",), reduction=self.root_reduction),)
+        calls = [entry.fqns if entry.kind == "modules" else () for entry in entries]
 
         buckets: list[Bucket] = []
-        taken: dict[str, tuple[str, str, int]] = {}
-        for index, entry in enumerate(entries):
-            names: Iterable[str] = entry.fqns
-            if entry.kind == "modules":
-                names = _managed_parameters(roots[index], heads, module_fqns)
+        taken: dict[str, tuple[str, int]] = {}
+        for index, (entry, managed) in enumerate(zip(entries, managed_parameters(model, calls), strict=True)):
             fqns: dict[str, None] = {}
-            for name in names:
+            for name in managed if entry.kind == "modules" else entry.fqns:
                 fqn = name if entry.accumulates else identity.canonical(name)
-                other_name, other_entry, other_index = taken.setdefault(fqn, (name, entry.name, index))
-                if other_index != index:
-                    raise PlanError(_conflict(other_name, other_entry, name, entry.name))
+                other_name, other = taken.setdefault(fqn, (name, index))
+                if other != index:
+                    raise PlanError(_conflict(other_name, entries[other].name, name, entry.name))
                 fqns[fqn] = None
             if fqns:
-                buckets.append(
-                    Bucket(
-                        entry.name,
-                        tuple(fqns),
-                        entry.reduction,
-                        entry.reshard_after_forward,
-                        entry.reduces_unused,
-                        entry.accumulates,
-                    )
-                )
+                buckets.append(replace(entry, fqns=tuple(fqns), kind="parameters"))
         return tuple(buckets)
 
 
@@ -326,7 +297,7 @@ def _names(entry: Sequence[str]) -> tuple[str, ...]:
     return tuple(entry)
 
 
-def _check_names(entries: Iterable[PlanEntry], identity: IdentityMap) -> None:
+def _check_names(entries: Iterable[Bucket], identity: IdentityMap) -> None:
     known = {
         "modules": {name for aliases in identity.modules for name in aliases},
         "parameters": {name for aliases in identity.parameters for name in aliases},
@@ -338,34 +309,6 @@ def _check_names(entries: Iterable[PlanEntry], identity: IdentityMap) -> None:
                     f"plan entry {entry.name!r}: the model has no {entry.kind.removesuffix('s')} {fqn!r}"
                     + did_you_mean(fqn, known[entry.kind])
                 )
-
-
-def _root_modules(model: nn.Module, entry: PlanEntry) -> list[nn.Module]:
-    """Returns an entry's modules but those inside others of it, as FSDP2's `_get_root_modules` does."""
-    if entry.kind != "modules":
-        return []
-    modules = list(dict.fromkeys(model.get_submodule(fqn) for fqn in entry.fqns))
-    nested = {child for module in modules for child in module.modules() if child is not module}
-    return [module for module in modules if module not in nested]
-
-
-def _managed_parameters(
-    roots: Sequence[nn.Module], heads: frozenset[nn.Module], module_fqns: Mapping[nn.Module, str]
-) -> Iterator[str]:
-    """Yields the parameters that one ``fully_shard(roots)`` manages, in its order."""
-    visited = set[nn.Module]()
-
-    def visit(module: nn.Module) -> Iterator[nn.Module]:
-        visited.add(module)
-        for child in module.children():
-            if child not in visited and child not in heads:
-                yield from visit(child)
-        yield module
-
-    for root in roots:
-        for module in visit(root):
-            for name, _ in module.named_parameters(prefix=module_fqns[module], recurse=False):
-                yield name
 
 
 def _conflict(name: str, entry: str, other_name: str, other_entry: str) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import doctest
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from graphpasses.errors import PlanError
-from graphpasses.fsdp import Bucket, BucketPlan, PlanEntry, Reduction
+from graphpasses.fsdp import Bucket, BucketPlan, Reduction
 from graphpasses.fsdp import plan as plan_module
 
 
@@ -44,12 +45,16 @@ def block(index: int) -> tuple[str, ...]:
     return tuple(f"layers.{index}.{n}" for n in ("up.weight", "norm.weight", "norm.bias", "gate"))
 
 
+def resolved(name: str, fqns: tuple[str, ...], **options: Any) -> Bucket:
+    return Bucket(fqns, "parameters", name=name, **options)
+
+
 def test_own_parameters_come_after_those_of_children() -> None:
     buckets = BucketPlan.from_modules([["layers.0"], ["norm", "out"]]).resolve(Model())
     assert buckets == (
-        Bucket("layers.0", block(0), reshard_after_forward=True),
-        Bucket("norm, out", ("norm.weight", "norm.bias", "out.weight"), reshard_after_forward=True),
-        Bucket("(root)", (*block(1), "emb.weight", "temperature")),
+        resolved("layers.0", block(0), reshard_after_forward=True),
+        resolved("norm, out", ("norm.weight", "norm.bias", "out.weight"), reshard_after_forward=True),
+        resolved("(root)", (*block(1), "emb.weight", "temperature")),
     )
     pre_order = [f"layers.0.{name}" for name, _ in Model().layers[0].named_parameters()]
     assert sorted(pre_order) == sorted(buckets[0].fqns)
@@ -84,7 +89,7 @@ def test_tied_parameters_of_one_entry_are_one() -> None:
     buckets = BucketPlan.from_modules([["emb", "out"]]).resolve(tied())
     assert buckets[0].fqns == ("out.weight",)
     by_name = BucketPlan.from_parameters([["norm.bias", "emb.weight", "out.weight"]]).resolve(tied())
-    assert by_name == (Bucket("bucket 0", ("norm.bias", "out.weight")),)
+    assert by_name == (resolved("bucket 0", ("norm.bias", "out.weight")),)
 
 
 def test_shared_module_counts_once_and_goes_by_any_name() -> None:
@@ -100,9 +105,9 @@ def test_cycle_of_modules_ends() -> None:
     model = nn.Module()
     model.child = nn.Linear(2, 2, bias=False)
     model.child.add_module("parent", model)
-    assert BucketPlan(()).resolve(model) == (Bucket("(root)", ("child.weight",)),)
+    assert BucketPlan(()).resolve(model) == (resolved("(root)", ("child.weight",)),)
     assert BucketPlan.from_modules([["child"]]).resolve(model) == (
-        Bucket("child", ("child.weight",), reshard_after_forward=True),
+        resolved("child", ("child.weight",), reshard_after_forward=True),
     )
 
 
@@ -216,7 +221,7 @@ def test_model_without_fully_shard() -> None:
 
 
 def test_plans_are_values() -> None:
-    assert PlanEntry(("a", "b")).name == "a, b"
+    assert Bucket(("a", "b")).name == "a, b"
     assert hash(BucketPlan.from_modules([["a"]])) == hash(BucketPlan.from_modules([["a"]]))
     assert BucketPlan.from_modules([["a"]]) != BucketPlan.from_modules([["a"]], root=False)
 

@@ -8,7 +8,7 @@ import torch
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.parameter_collectives import CAST, REDUCE_SCATTER, find_grad_reductions
 from graphpasses.errors import UnsupportedError
-from graphpasses.fsdp.plan import BucketPlan, PlanEntry
+from graphpasses.fsdp.plan import Bucket, BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
 from graphpasses.passes.runner import Pipeline
@@ -106,7 +106,7 @@ def test_three_uses_are_added_in_eagers_order() -> None:
 
 
 def test_gradients_of_several_backward_calls_are_added_after_their_cast() -> None:
-    plan = BucketPlan((PlanEntry(("block", "mixers"), accumulates=True),))
+    plan = BucketPlan((Bucket(("block", "mixers"), accumulates=True),))
     pipeline = Pipeline((DeduplicateShared(), CoalesceGradReductions(plan)))
     with on_fake_ranks(Reused(), reduce_dtype=torch.float32) as captured:
         found = find_grad_reductions(pipeline.run(captured))
@@ -118,7 +118,7 @@ def test_gradients_of_several_backward_calls_are_added_after_their_cast() -> Non
 
 
 def test_accumulating_entry_without_a_cast_adds_gradients() -> None:
-    plan = BucketPlan((PlanEntry(("",), accumulates=True),))
+    plan = BucketPlan((Bucket(("",), accumulates=True),))
     with on_fake_ranks(Reused()) as captured:
         with_plan = Pipeline((DeduplicateShared(), CoalesceGradReductions(plan))).run(captured)
         assert with_plan.module.code == run(captured)[1].module.code
