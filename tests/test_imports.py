@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import graphpasses
+import graphpasses.parity
 
 ROOT = Path(next(iter(graphpasses.__path__)))
 OPTIONAL = ("torchtitan", "torchrec", "fbgemm_gpu", "rich", "tyro")
@@ -40,9 +42,15 @@ def test_core_imports_torch_alone(modules: list[str]) -> None:
     assert result.stdout.split() == ["[]", str(modules != ["graphpasses"])]
 
 
-def test_every_public_name_is_there() -> None:
-    for name in graphpasses.__all__:
-        assert getattr(graphpasses, name) is not None
+@pytest.mark.parametrize("package", [graphpasses, graphpasses.parity])
+def test_every_public_name_is_there(package: ModuleType) -> None:
+    assert len(package.__all__) > 10
+    assert set(package.__all__) <= set(dir(package))
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+
+
+def test_unknown_names() -> None:
     with pytest.raises(AttributeError, match="module 'graphpasses' has no attribute 'nothing'"):
         graphpasses.nothing  # noqa: B018
 

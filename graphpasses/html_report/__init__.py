@@ -1,5 +1,4 @@
 """Recorded runs as one page to look at."""
 
-from graphpasses.html_report.page import ShownRun, render_page
-
-__all__ = ["ShownRun", "render_page"]
+from graphpasses.html_report.page import ShownRun as ShownRun
+from graphpasses.html_report.page import render_page as render_page

@@ -4,54 +4,34 @@ gloo adds in an order that does not depend on an element's place in the buffer, 
 bucket was laid out wrongly. NCCL's order does. Importing this package registers the ``nccl_sim`` backend.
 """
 
-from graphpasses.simulate.arithmetic import ReduceOpName, fused_multiply_add, reduce_in_order
-from graphpasses.simulate.cluster import run_cluster, share
-from graphpasses.simulate.collectives import reduce_parts, simulate_all_reduce, simulate_reduce_scatter
-from graphpasses.simulate.logs import parse_nccl_log, topology_from_log
-from graphpasses.simulate.nccl import (
-    Collective,
-    Part,
-    channel_of,
-    channel_parts,
-    num_channels,
-    order_of,
-    reduction_parts,
-)
-from graphpasses.simulate.prediction import Prediction, Reordered, Setting, predict, sweep
-from graphpasses.simulate.process_group import NCCLSimProcessGroup, configure
-from graphpasses.simulate.rings import Mode, Protocol, Ring, Topology, default_topology, rings
-from graphpasses.simulate.shared_step import step_for_rank
-
-__all__ = [
-    "Collective",
-    "Mode",
-    "NCCLSimProcessGroup",
-    "Part",
-    "Prediction",
-    "Protocol",
-    "ReduceOpName",
-    "Reordered",
-    "Ring",
-    "Setting",
-    "Topology",
-    "channel_of",
-    "channel_parts",
-    "configure",
-    "default_topology",
-    "fused_multiply_add",
-    "num_channels",
-    "order_of",
-    "parse_nccl_log",
-    "predict",
-    "reduce_in_order",
-    "reduce_parts",
-    "reduction_parts",
-    "rings",
-    "run_cluster",
-    "share",
-    "simulate_all_reduce",
-    "simulate_reduce_scatter",
-    "step_for_rank",
-    "sweep",
-    "topology_from_log",
-]
+from graphpasses.simulate.arithmetic import ReduceOpName as ReduceOpName
+from graphpasses.simulate.arithmetic import fused_multiply_add as fused_multiply_add
+from graphpasses.simulate.arithmetic import reduce_in_order as reduce_in_order
+from graphpasses.simulate.cluster import run_cluster as run_cluster
+from graphpasses.simulate.cluster import share as share
+from graphpasses.simulate.collectives import reduce_parts as reduce_parts
+from graphpasses.simulate.collectives import simulate_all_reduce as simulate_all_reduce
+from graphpasses.simulate.collectives import simulate_reduce_scatter as simulate_reduce_scatter
+from graphpasses.simulate.logs import parse_nccl_log as parse_nccl_log
+from graphpasses.simulate.logs import topology_from_log as topology_from_log
+from graphpasses.simulate.nccl import Collective as Collective
+from graphpasses.simulate.nccl import Part as Part
+from graphpasses.simulate.nccl import channel_of as channel_of
+from graphpasses.simulate.nccl import channel_parts as channel_parts
+from graphpasses.simulate.nccl import num_channels as num_channels
+from graphpasses.simulate.nccl import order_of as order_of
+from graphpasses.simulate.nccl import reduction_parts as reduction_parts
+from graphpasses.simulate.prediction import Prediction as Prediction
+from graphpasses.simulate.prediction import Reordered as Reordered
+from graphpasses.simulate.prediction import Setting as Setting
+from graphpasses.simulate.prediction import predict as predict
+from graphpasses.simulate.prediction import sweep as sweep
+from graphpasses.simulate.process_group import NCCLSimProcessGroup as NCCLSimProcessGroup
+from graphpasses.simulate.process_group import configure as configure
+from graphpasses.simulate.rings import Mode as Mode
+from graphpasses.simulate.rings import Protocol as Protocol
+from graphpasses.simulate.rings import Ring as Ring
+from graphpasses.simulate.rings import Topology as Topology
+from graphpasses.simulate.rings import default_topology as default_topology
+from graphpasses.simulate.rings import rings as rings
+from graphpasses.simulate.shared_step import step_for_rank as step_for_rank
