@@ -15,27 +15,37 @@ from graphpasses.fsdp import BucketPlan, Layout
 from graphpasses.passes import default_pipeline, recommender_pipeline
 from graphpasses.passes.runner import GraphPass, Numerics
 
-FILES = sorted(info.name for info in pkgutil.iter_modules(graphpasses.passes.__path__))
+FOLDERS = ("fsdp", "embedding")
+FILES = sorted(
+    f"{folder}.{info.name}"
+    for folder in FOLDERS
+    for info in pkgutil.iter_modules([f"{graphpasses.passes.__path__[0]}/{folder}"])
+    if info.name not in ("columns", "repeats")  # what passes share
+)
 
 
-def passes_in(file: str) -> list[type[GraphPass]]:
+def pass_in(file: str) -> type[GraphPass]:
     module = importlib.import_module(f"graphpasses.passes.{file}")
-    return [
+    (cls,) = (
         value
         for value in vars(module).values()
         if inspect.isclass(value) and issubclass(value, GraphPass) and value.__module__ == module.__name__
-    ]
+    )
+    return cls
+
+
+PASSES = {file: pass_in(file) for file in FILES}
 
 
 def test_there_are_passes() -> None:
-    assert {"bucket_fsdp_collectives", "coalesce_grad_reductions", "deduplicate_shared"} <= set(FILES)
+    assert {"fsdp.bucket_fsdp_collectives", "fsdp.deduplicate_shared", "embedding.fuse_tbe"} <= set(FILES)
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_names_agree(file: str) -> None:
-    (cls,) = passes_in(file)
-    assert cls.name == file.replace("_", "-")
-    assert cls.__name__.lower() == file.replace("_", "")
+    cls, name = PASSES[file], file.rpartition(".")[2]
+    assert cls.name == name.replace("_", "-")
+    assert cls.__name__.lower() == name.replace("_", "")
     assert importlib.import_module(cls.__module__).__all__ == [cls.__name__]
     assert getattr(graphpasses.passes, cls.__name__) is cls
     assert dataclasses.is_dataclass(cls)
@@ -44,11 +54,23 @@ def test_names_agree(file: str) -> None:
     assert isinstance(cls.numerics, Numerics)
 
 
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("fsdp.")])
+def test_every_pass_has_a_golden_graph(file: str) -> None:
+    folder, name = file.split(".")
+    goldens = importlib.import_module(f"tests.passes.{folder}.test_golden")
+    assert f"golden({PASSES[file].__name__}(" in inspect.getsource(getattr(goldens, f"test_{name}"))
+
+
+def test_every_pass_is_in_a_pipeline() -> None:
+    plan = BucketPlan.from_modules([])
+    pipeline = recommender_pipeline(plan, lower_embedding_bags=True)
+    assert {type(p) for p in pipeline.passes} == set(PASSES.values())
+
+
 def test_runs_after_names_passes() -> None:
-    names = {file.replace("_", "-") for file in FILES}
-    for file in FILES:
-        for cls in passes_in(file):
-            assert cls.runs_after <= names - {cls.name}
+    names = {cls.name for cls in PASSES.values()}
+    for cls in PASSES.values():
+        assert cls.runs_after <= names - {cls.name}
 
 
 def test_default_pipeline() -> None:

@@ -151,8 +151,32 @@ class CoalesceGradReductions(GraphPass):
     and in the order in which backward yields them, and reduces the total. The traced graph reduces each use
     and adds afterwards, which rounds differently and costs one collective per use::
 
-        add(cast(wait(reduce_scatter(cast(a)))), cast(wait(reduce_scatter(cast(b)))))
-        cast(wait(reduce_scatter(cast(add(a, b)))))
+        weight = parameter('weight')  # f32[2, 4]
+        x = batch('x')  # bf16[4, 4]
+        # backward
+        first = aten.mm(x, x)  # bf16[4, 4]
+        first_cast = aten._to_copy(first, dtype=f32)  # f32[4, 4]
+        first_scatter = reduce_scatter(first_cast, 'avg', 2, group0)  # f32[2, 4]
+        first_grad = wait(first_scatter)  # f32[2, 4]
+        second = aten.mm(first, x)  # bf16[4, 4]
+        second_cast = aten._to_copy(second, dtype=f32)  # f32[4, 4]
+        second_scatter = reduce_scatter(second_cast, 'avg', 2, group0)  # f32[2, 4]
+        second_grad = wait(second_scatter)  # f32[2, 4]
+        grad = aten.add(first_grad, second_grad)  # f32[2, 4]
+        return grad  # gradient of weight
+
+    The pass adds first, before the cast to the dtype of the reduction::
+
+        weight = parameter('weight')  # f32[2, 4]
+        x = batch('x')  # bf16[4, 4]
+        # backward
+        first = aten.mm(x, x)  # bf16[4, 4]
+        second = aten.mm(first, x)  # bf16[4, 4]
+        add = aten.add(first, second)  # bf16[4, 4]
+        second_cast = aten._to_copy(add, dtype=f32)  # f32[4, 4]
+        second_scatter = reduce_scatter(second_cast, 'avg', 2, group0)  # f32[2, 4]
+        second_grad = wait(second_scatter)  # f32[2, 4]
+        return second_grad  # gradient of weight
 
     Of a tied parameter's several outputs the first carries the total and the others become None. Where a
     summand does not come from a reduce-scatter alone, or dtypes, ops or groups differ, the parameter is left
@@ -160,11 +184,8 @@ class CoalesceGradReductions(GraphPass):
     ``_fsdp_param_group.py``, ``post_backward``, reduces ``unsharded_param.grad``; autograd's ``input_buffer.cpp``
     accumulates in order of arrival.
 
-    Where the step calls backward several times, FSDP2 adds what each call yields after its cast::
-
-        cast(wait(reduce_scatter(add(cast(a), cast(b)))))
-
-    Source: FSDP2's ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``.
+    Where the step calls backward several times, FSDP2 adds what each call yields after its cast. Source: FSDP2's
+    ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``.
 
     Args:
         plan: its entries that accumulate are those with several backward calls; None: there are none.
@@ -173,7 +194,14 @@ class CoalesceGradReductions(GraphPass):
         UnsupportedError: tensor parallelism reduces the gradients of a parameter's uses one by one.
 
     Example:
-        >>> Pipeline((DeduplicateShared(), CoalesceGradReductions())).run(step)  # doctest: +SKIP
+        >>> layer = nn.Linear(4, 4, bias=False)
+        >>> with fake_process_group(2):
+        ...     model = nn.Sequential(layer, nn.Tanh(), layer)
+        ...     model = graphpasses.simple_fsdp(model, dist.init_device_mesh("cpu", (2,)))
+        ...     step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+        ...     coalesced = graphpasses.Pipeline((CoalesceGradReductions(),)).run(step)
+        >>> [graph.collectives()["reduce_scatter_tensor"] for graph in (step, coalesced)]
+        [2, 1]
     """
 
     name: ClassVar[str] = "coalesce-grad-reductions"

@@ -66,8 +66,24 @@ class DeduplicateShared(GraphPass):
 
     A tied parameter reaches the graph once per name, and a parameter that is read twice is gathered twice::
 
-        a = wait(all_gather(cast(emb_weight)));   b = wait(all_gather(cast(head_weight)))   # one tensor
-        a = wait(all_gather(cast(emb_weight)));   b = a
+        emb = parameter('emb.weight')  # f32[2, 4]
+        head = parameter('head.weight', same_as='emb.weight')  # f32[2, 4]
+        emb_gathered = all_gather(emb, 2, group0)  # f32[4, 4]
+        emb_whole = wait(emb_gathered)  # f32[4, 4]
+        head_gathered = all_gather(head, 2, group0)  # f32[4, 4]
+        head_whole = wait(head_gathered)  # f32[4, 4]
+        scores = aten.mm(emb_whole, head_whole)  # f32[4, 4]
+        loss = aten.sum(scores)  # f32[]
+        return loss  # loss
+
+    The pass keeps one placeholder and one all-gather::
+
+        emb = parameter('emb.weight')  # f32[2, 4]
+        emb_gathered = all_gather(emb, 2, group0)  # f32[4, 4]
+        emb_whole = wait(emb_gathered)  # f32[4, 4]
+        scores = aten.mm(emb_whole, emb_whole)  # f32[4, 4]
+        loss = aten.sum(scores)  # f32[]
+        return loss  # loss
 
     Chains whose value is written in place are left alone and noted. Where another runner owns the flat
     signature the repeated placeholders stay, unread. Gradients stay as they are: see
@@ -83,7 +99,14 @@ class DeduplicateShared(GraphPass):
     that they do. The compile door turns AOTAutograd's own elimination off, by which each rank decides alone.
 
     Example:
-        >>> Pipeline((DeduplicateShared(),)).run(step).report  # doctest: +SKIP
+        >>> model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
+        >>> model[1].weight = model[0].weight
+        >>> step = graphpasses.capture_train_step(lambda model, ids: model(ids).sum(), model, torch.tensor([0, 1]))
+        >>> [item.fqn for item in step.inputs]
+        ['0.weight', '1.weight', 'batch[0]']
+        >>> step = graphpasses.Pipeline((DeduplicateShared(),)).run(step)
+        >>> [item.fqn for item in step.inputs]
+        ['0.weight', 'batch[0]']
     """
 
     name: ClassVar[str] = "deduplicate-shared"

@@ -88,11 +88,32 @@ def _apply(graph: TrainGraph, plan: _Regather) -> None:
 class ReshardAfterForward(GraphPass):
     """Gathers the parameters of resharded buckets again before backward first reads them.
 
-    The traced graph keeps every unsharded parameter from forward to backward. FSDP2 frees a resharded group's
-    after forward, which saves memory and costs one more all-gather::
+    The traced graph keeps every unsharded parameter from forward to backward::
 
-        w = wait(all_gather(p));  y = mm(x, w);  …;  gx = mm(gy, t(w))
-        w = wait(all_gather(p));  y = mm(x, w);  …;  w2 = wait(all_gather(p));  gx = mm(gy, t(w2))
+        weight = parameter('layer.weight')  # f32[2, 4]
+        x = batch('x')  # f32[3, 4]
+        gathered = all_gather(weight, 2, group0)  # f32[4, 4]
+        whole = wait(gathered)  # f32[4, 4]
+        y = aten.mm(x, whole)  # f32[3, 4]
+        loss = aten.sum(y)  # f32[]
+        # backward
+        grad = aten.mm(y, whole)  # f32[3, 4]
+        return loss, grad  # loss, x_grad
+
+    FSDP2 frees a resharded group's after forward, which saves memory and costs one more all-gather. The pass does the
+    same::
+
+        weight = parameter('layer.weight')  # f32[2, 4]
+        x = batch('x')  # f32[3, 4]
+        gathered = all_gather(weight, 2, group0)  # f32[4, 4]
+        whole = wait(gathered)  # f32[4, 4]
+        y = aten.mm(x, whole)  # f32[3, 4]
+        loss = aten.sum(y)  # f32[]
+        # backward
+        gathered_1 = all_gather(weight, 2, group0)  # f32[4, 4]
+        waited = wait(gathered_1)  # f32[4, 4]
+        grad = aten.mm(y, waited)  # f32[3, 4]
+        return loss, grad  # loss, x_grad
 
     Parameters that backward does not read, such as an embedding's, are not gathered again (FSDP2 does, since
     it cannot know). Source: FSDP2's ``_fsdp_param_group.py``, ``post_forward`` and ``pre_backward``.
@@ -101,8 +122,14 @@ class ReshardAfterForward(GraphPass):
         plan: which buckets are resharded (``reshard_after_forward`` of their entries).
 
     Example:
-        >>> plan = BucketPlan.from_fully_shard(eager_model)  # doctest: +SKIP
-        >>> Pipeline((BucketFSDPCollectives(plan), ReshardAfterForward(plan))).run(step)  # doctest: +SKIP
+        >>> with fake_process_group(2):
+        ...     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+        ...     model = graphpasses.simple_fsdp(model, dist.init_device_mesh("cpu", (2,)))
+        ...     step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+        ...     plan = BucketPlan.from_modules([["0", "1"]])
+        ...     resharded = graphpasses.Pipeline((ReshardAfterForward(plan),)).run(step)
+        >>> [graph.collectives()["all_gather_into_tensor"] for graph in (step, resharded)]
+        [2, 3]
     """
 
     name: ClassVar[str] = "reshard-after-forward"
