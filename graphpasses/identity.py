@@ -19,7 +19,7 @@ from torch import nn
 
 from graphpasses.errors import IdentityError
 
-__all__ = ["IdentityMap", "preserve_identity", "same_bits", "walk_modules"]
+__all__ = ["IdentityMap", "did_you_mean", "find_state", "preserve_identity", "same_bits", "walk_modules"]
 
 Aliases = tuple[tuple[str, ...], ...]
 
@@ -227,6 +227,29 @@ def walk_modules(
     return visit("", model)
 
 
+def find_state(model: nn.Module, fqn: str) -> torch.Tensor | None:
+    """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization.
+
+    Args:
+        model: any module.
+        fqn: any name of the tensor.
+
+    Returns:
+        None if the model has no such parameter or buffer.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> find_state(model, "0.bias") is model[0].bias
+        True
+    """
+    owner_fqn, _, name = fqn.rpartition(".")
+    owner = _find_module(model, owner_fqn)
+    if owner is None:
+        return None
+    parameter = owner._parameters.get(name)
+    return parameter if parameter is not None else owner._buffers.get(name)
+
+
 def _members(
     module_fqn: str, members: Mapping[str, torch.Tensor | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -258,15 +281,6 @@ def _find_module(model: nn.Module, fqn: str) -> nn.Module | None:
     for name in fqn.split(".") if fqn else ():
         module = module._modules.get(name) if module is not None else None
     return module
-
-
-def _find_tensor(model: nn.Module, fqn: str) -> torch.Tensor | None:
-    owner_fqn, _, name = fqn.rpartition(".")
-    owner = _find_module(model, owner_fqn)
-    if owner is None:
-        return None
-    parameter = owner._parameters.get(name)
-    return parameter if parameter is not None else owner._buffers.get(name)
 
 
 def _plan_modules(
@@ -304,11 +318,11 @@ def _plan_tensors(
     """Returns for each name that must point to another parameter or buffer that tensor."""
     planned: dict[str, torch.Tensor] = {}
     for canonical, aliases in (identity.shared_parameters | identity.shared_buffers).items():
-        tensor = _find_tensor(model, canonical)
+        tensor = find_state(model, canonical)
         for alias in aliases[1:]:
             if alias.startswith(skip):
                 continue
-            other = _find_tensor(model, alias)
+            other = find_state(model, alias)
             if tensor is None or other is None:
                 problem = f"{(canonical if tensor is None else alias)!r} vanished"
             elif other is tensor:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
-from graphpasses.graph.parameters import find_state, parameter_infos
+from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.identity import IdentityMap
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedSte
         attrs = _attrs(layout, f"flat input {index}")
         if index < len(traced.state_fqns):
             fqn = traced.state_fqns[index]
-            find_state(model, fqn)
+            get_state(model, fqn)
             kind = InputKind.PARAMETER if fqn in parameters else InputKind.BUFFER
         else:
             fqn, kind = f"batch leaf {index - len(traced.state_fqns)}", InputKind.BATCH

@@ -11,7 +11,7 @@ from graphpasses.graph.nodes import (
     is_collective,
     wait_of,
 )
-from graphpasses.graph.parameters import ParameterInfo, find_state, parameter_infos
+from graphpasses.graph.parameters import ParameterInfo, get_state, parameter_infos
 from graphpasses.graph.train_graph import (
     GraphInput,
     GraphOutput,
@@ -36,7 +36,7 @@ __all__ = [
     "argument",
     "fake_value",
     "find_collectives",
-    "find_state",
+    "get_state",
     "is_collective",
     "parameter_infos",
     "wait_of",

@@ -12,7 +12,7 @@ import torch
 from graphpasses._torch import pytree
 from graphpasses.graph.batch import check_batch
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
-from graphpasses.graph.parameters import find_state
+from graphpasses.graph.parameters import get_state
 from graphpasses.graph.train_graph import InputKind, OutputKind, TrainGraph
 
 __all__ = ["CapturedStep"]
@@ -73,7 +73,7 @@ class CapturedStep(TrainGraph):
             if item.kind is InputKind.BATCH:
                 values.append(next(leaf))
                 continue
-            tensor = find_state(self.model, item.fqn)
+            tensor = get_state(self.model, item.fqn)
             values.append(getattr(tensor, item.attr) if item.attr else tensor)
         return values
 
@@ -83,7 +83,7 @@ class CapturedStep(TrainGraph):
             if item.kind is OutputKind.LOSS:
                 loss = value
             elif item.is_gradient and value is not None:
-                parameter = find_state(self.model, self.identity.canonical(item.fqn))
+                parameter = get_state(self.model, self.identity.canonical(item.fqn))
                 accumulate_gradient(parameter, value, is_shared=index in self._shared_values)
         assert loss is not None
         return loss

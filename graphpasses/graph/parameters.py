@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from graphpasses._torch.dtensor import is_sharded, split_factor
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import CaptureError, UnsupportedError
-from graphpasses.identity import IdentityMap
+from graphpasses.identity import IdentityMap, find_state
 
-__all__ = ["ParameterInfo", "find_state", "parameter_infos"]
+__all__ = ["ParameterInfo", "get_state", "parameter_infos"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, Parame
         UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
             parallelism.
     """
-    return {fqn: _parameter_info(fqn, find_state(model, fqn)) for fqn, *_ in identity.parameters}
+    return {fqn: _parameter_info(fqn, get_state(model, fqn)) for fqn, *_ in identity.parameters}
 
 
 def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
@@ -104,7 +104,7 @@ def _shape_that_fsdp_shards(fqn: str, parameter: DTensor, axis: int, dim: int) -
     return tuple(size // num for size, num in zip(parameter.shape, num_parts, strict=True))
 
 
-def find_state(model: nn.Module, fqn: str) -> torch.Tensor:
+def get_state(model: nn.Module, fqn: str) -> torch.Tensor:
     """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization.
 
     Args:
@@ -114,16 +114,9 @@ def find_state(model: nn.Module, fqn: str) -> torch.Tensor:
     Raises:
         CaptureError: there is none.
     """
-    path, _, name = fqn.rpartition(".")
-    module: nn.Module | None = model
-    for part in path.split(".") if path else ():
-        module = module._modules.get(part) if module is not None else None
-    if module is not None:
-        tensor: torch.Tensor | None = module._parameters.get(name)
-        if tensor is None:
-            tensor = module._buffers.get(name)
-        if tensor is not None:
-            return tensor
+    tensor = find_state(model, fqn)
+    if tensor is not None:
+        return tensor
     raise CaptureError(
         f"the model has no parameter or buffer {fqn!r} any more; the captured step reads it. "
         "Capture the step again after changing the model"

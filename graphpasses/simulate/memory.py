@@ -10,7 +10,7 @@ from torch import nn
 
 from graphpasses.errors import ClusterError
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph.parameters import find_state
+from graphpasses.graph.parameters import get_state
 
 __all__ = ["check_memory", "cluster_memory"]
 
@@ -55,7 +55,7 @@ def check_memory(model: nn.Module, plan: BucketPlan, num_ranks: int, dtype: torc
     Raises:
         ClusterError: it needs more than is available; the message has both numbers.
     """
-    numels = [sum(find_state(model, fqn).numel() for fqn in bucket.fqns) for bucket in plan.resolve(model)]
+    numels = [sum(get_state(model, fqn).numel() for fqn in bucket.fqns) for bucket in plan.resolve(model)]
     needed, available = cluster_memory(numels, num_ranks, dtype), _available()
     if available is not None and needed > available:
         raise ClusterError(

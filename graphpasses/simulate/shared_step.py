@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from graphpasses._torch.group_ranks import mesh_group_names
 from graphpasses.errors import ClusterError
 from graphpasses.graph import TrainGraph, is_collective
-from graphpasses.graph.parameters import find_state, parameter_infos
+from graphpasses.graph.parameters import get_state, parameter_infos
 
 __all__ = ["step_for_rank"]
 
@@ -37,7 +37,7 @@ def step_for_rank(step: TrainGraph, model: nn.Module) -> TrainGraph:
     """
     names: dict[str, str] = {}
     for fqn, *_ in step.identity.parameters:
-        theirs, ours = (find_state(each, fqn) for each in (step.model, model))
+        theirs, ours = (get_state(each, fqn) for each in (step.model, model))
         if not isinstance(theirs, DTensor) or not isinstance(ours, DTensor):
             continue
         shapes = [tuple(tensor.to_local().shape) for tensor in (theirs, ours)]

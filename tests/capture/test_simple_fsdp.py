@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import simple_fsdp
 from graphpasses.errors import UnsupportedError
-from graphpasses.graph.parameters import find_state
+from graphpasses.graph.parameters import get_state
 from graphpasses.identity import IdentityMap
 from tests.helpers.models import Even, LanguageModel, captured_fsdp, frozen, make_mesh
 
@@ -24,7 +24,7 @@ def test_keeps_ties_and_frozen_parameters() -> None:
         assert simple_fsdp(model, make_mesh()) is model
         assert IdentityMap.of(model) == identity
         assert {fqn: p.requires_grad for fqn, p in model.named_parameters()} == requires_grad
-        assert find_state(model, "head.weight") is find_state(model, "emb.weight")
+        assert get_state(model, "head.weight") is get_state(model, "emb.weight")
         assert all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in model.parameters())
 
 

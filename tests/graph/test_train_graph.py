@@ -13,7 +13,7 @@ from torch import nn
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.graph import GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
-from graphpasses.graph.parameters import find_state
+from graphpasses.graph.parameters import get_state
 from graphpasses.passes import DeduplicateShared
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.models import LanguageModel, next_token_loss, on_fake_ranks, same_bits, token_batch
@@ -323,12 +323,12 @@ def test_remove_inputs() -> None:
 def test_find_state_looks_past_simple_fsdp() -> None:
     with on_fake_ranks(LanguageModel()) as step:
         model = step.model
-        assert type(find_state(model, "layers.0.gain")).__name__ == "DTensor"
-        assert find_state(model, "head.weight") is find_state(model, "emb.weight")
+        assert type(get_state(model, "layers.0.gain")).__name__ == "DTensor"
+        assert get_state(model, "head.weight") is get_state(model, "emb.weight")
         with pytest.raises(
             CaptureError, match=r"^the model has no parameter or buffer 'layers\.7\.gain' any more"
         ):
-            find_state(model, "layers.7.gain")
+            get_state(model, "layers.7.gain")
 
 
 def test_plain_tied_language_model_equals_eager() -> None:
