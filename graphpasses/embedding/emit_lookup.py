@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses.embedding.fused_update import FusedUpdate, count_steps
+from graphpasses.embedding.fused_update import FusedUpdate
 from graphpasses.embedding.lookup import TableLayout, add_layout, add_states
 from graphpasses.graph import DynamoGraph
+from graphpasses.ops.count_steps import count_steps
 
 __all__ = ["emit_lookup"]
 

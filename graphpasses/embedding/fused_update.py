@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from graphpasses._torch.optimizer_in_backward import (
 from graphpasses.embedding.arena import Arena
 from graphpasses.errors import OptimizerError
 
-__all__ = ["FusedForm", "FusedUpdate", "count_steps", "learning_rate", "optimizer_states"]
+__all__ = ["FusedForm", "FusedUpdate", "learning_rate", "optimizer_states"]
 
 # The optimizers that have a fused form: its name in FBGEMM, and the options that must be off.
 _FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -167,26 +167,3 @@ def _state(table: Tensor) -> dict[str, Any]:
     optimizer: Optimizer = optimizers_in_backward(table)[0]
     state: dict[str, Any] = optimizer.state[table]
     return state
-
-
-class _CountSteps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, trigger: Tensor, steps: Tensor) -> Tensor:
-        ctx.steps = steps
-        return trigger.view_as(trigger)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.steps.add_(1)
-        return grads[0], None
-
-
-def count_steps(trigger: Tensor, steps: Tensor) -> Tensor:
-    """Returns ``trigger``; a backward that reaches it adds one to each of ``steps``.
-
-    Args:
-        trigger: the empty tensor whose gradient makes a fused lookup part of backward.
-        steps: the steps that optimizers count.
-    """
-    apply: Callable[..., Tensor] = _CountSteps.apply
-    return apply(trigger, steps)

@@ -20,48 +20,69 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from graphpasses.errors import IdError
+from graphpasses.ops.define import define_operator
 
-__all__ = ["JOIN_BAGS", "JOIN_FEATURES", "SPLIT_FEATURES"]
+__all__ = [
+    "JOIN_BAGS",
+    "JOIN_FEATURES",
+    "SPLIT_FEATURES",
+    "join_bags",
+    "join_features",
+    "split_features",
+]
 
-_SCHEMAS = {
-    "join_bags": "(Tensor[] ids, Tensor[] offsets, int[] num_features, str[] names) -> (Tensor, Tensor)",
-    "split_features": "(Tensor pooled, int[] dims, SymInt[] batch_sizes) -> Tensor[]",
-    "join_features": "(Tensor[] parts, SymInt num_rows) -> Tensor",
-}
-for _name, _schema in _SCHEMAS.items():
-    torch.library.define(f"graphpasses::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
 
-JOIN_BAGS = torch.ops.graphpasses.join_bags.default
-SPLIT_FEATURES = torch.ops.graphpasses.split_features.default
-JOIN_FEATURES = torch.ops.graphpasses.join_features.default
+# ---- bags ----------------------------------------------------------------------------------------------
+
+
+def join_bags(
+    ids: Sequence[Tensor], offsets: Sequence[Tensor], num_features: Sequence[int], names: Sequence[str]
+) -> tuple[Tensor, Tensor]:
+    """Joins the ids of several lookups.
+
+    Args:
+        ids: per lookup: its ids, 1-D, integer.
+        offsets: per lookup: where its bags begin, feature after feature, and where the last ends, integer
+            [features * B_i + 1].
+        num_features: per lookup.
+        names: per lookup: its module's name, for messages.
+
+    Returns:
+        All ids; the lengths of their bags, [sum(num_features), B], where B is the largest batch.
+
+    Raises:
+        IdError: some ids of a lookup are in none of its bags.
+
+    Example:
+        >>> users, items = torch.tensor([5, 6, 7]), torch.tensor([1])
+        >>> offsets = [torch.tensor([0, 1, 3]), torch.tensor([0, 1])]
+        >>> join_bags([users, items], offsets, [1, 1], ["users", "items"])
+        (tensor([5, 6, 7, 1]), tensor([[1, 2],
+                [1, 0]]))
+    """
+    batch_sizes = _batch_sizes(offsets, num_features)
+    batch_size = max(batch_sizes)
+    # Between the lengths of two members stands the difference of the one's last offset and the other's first.
+    sizes = [size for ends in offsets for size in (ends.numel() - 1, 1)][:-1]
+    parts = torch.cat(list(offsets)).diff().split_with_sizes(sizes)[::2]
+    if min(batch_sizes) == batch_size:
+        lengths = torch.cat(parts).view(sum(num_features), batch_size)
+    else:
+        lengths = parts[0].new_zeros(sum(num_features), batch_size)
+        rows = lengths.split_with_sizes(list(num_features))
+        for row, part, size in zip(rows, parts, batch_sizes, strict=True):
+            row[:, :size] = part.view(-1, size) if size else 0
+    joined = torch.cat(list(ids))
+    if int(lengths.sum()) != joined.numel():
+        _refuse(ids, offsets, names)
+    return joined, lengths
 
 
 def _batch_sizes(offsets: Sequence[Tensor], num_features: Sequence[int]) -> list[Any]:
     return [(ends.numel() - 1) // number for ends, number in zip(offsets, num_features, strict=True)]
 
 
-def _join_bags(
-    ids: list[Tensor], offsets: list[Tensor], num_features: list[int], names: list[str]
-) -> tuple[Tensor, Tensor]:
-    batch_sizes = _batch_sizes(offsets, num_features)
-    batch_size = max(batch_sizes)
-    # Between the lengths of two members stands the difference of the one's last offset and the other's first.
-    sizes = [size for ends in offsets for size in (ends.numel() - 1, 1)][:-1]
-    parts = torch.cat(offsets).diff().split_with_sizes(sizes)[::2]
-    if min(batch_sizes) == batch_size:
-        lengths = torch.cat(parts).view(sum(num_features), batch_size)
-    else:
-        lengths = parts[0].new_zeros(sum(num_features), batch_size)
-        rows = lengths.split_with_sizes(num_features)
-        for row, part, size in zip(rows, parts, batch_sizes, strict=True):
-            row[:, :size] = part.view(-1, size) if size else 0
-    joined = torch.cat(ids)
-    if int(lengths.sum()) != joined.numel():
-        _refuse(ids, offsets, names)
-    return joined, lengths
-
-
-def _refuse(ids: list[Tensor], offsets: list[Tensor], names: list[str]) -> NoReturn:
+def _refuse(ids: Sequence[Tensor], offsets: Sequence[Tensor], names: Sequence[str]) -> NoReturn:
     wrong = [
         name
         for part, ends, name in zip(ids, offsets, names, strict=True)
@@ -74,7 +95,7 @@ def _refuse(ids: list[Tensor], offsets: list[Tensor], names: list[str]) -> NoRet
 
 
 def _fake_join_bags(
-    ids: list[Tensor], offsets: list[Tensor], num_features: list[int], names: list[str]
+    ids: Sequence[Tensor], offsets: Sequence[Tensor], num_features: Sequence[int], names: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
     first, *others = _batch_sizes(offsets, num_features)
     if others and any(free_unbacked_symbols(size) for size in (first, *others)):
@@ -88,28 +109,72 @@ def _fake_join_bags(
     return ids[0].new_empty(num_ids), offsets[0].new_empty(sum(num_features), batch_size)
 
 
-def _split_features(pooled: Tensor, dims: list[int], batch_sizes: list[int]) -> list[Tensor]:
-    return [
-        part[:size].clone(memory_format=torch.contiguous_format)
-        for part, size in zip(pooled.split_with_sizes(dims, 1), batch_sizes, strict=True)
-    ]
+JOIN_BAGS = define_operator(
+    "join_bags(Tensor[] ids, Tensor[] offsets, int[] num_features, str[] names) -> (Tensor, Tensor)",
+    join_bags,
+    fake=_fake_join_bags,
+)
 
 
-def _fake_split_features(pooled: Tensor, dims: list[int], batch_sizes: list[int]) -> list[Tensor]:
-    return [pooled.new_empty(size, dim) for size, dim in zip(batch_sizes, dims, strict=True)]
+# ---- embeddings ----------------------------------------------------------------------------------------
 
 
-def _join_features(parts: list[Tensor], num_rows: int) -> Tensor:
+def join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
+    """Joins embeddings of several lookups side by side, those of smaller batches with zeros under them.
+
+    Args:
+        parts: per lookup: [B_i, D_i], floats of one dtype.
+        num_rows: the rows of the result, at least every B_i.
+
+    Returns:
+        [num_rows, sum of D_i].
+
+    Example:
+        >>> join_features([torch.ones(2, 2), torch.ones(1, 1)], 2)
+        tensor([[1., 1., 1.],
+                [1., 1., 0.]])
+    """
     if all(part.size(0) == num_rows for part in parts):
-        return torch.cat(parts, 1)
+        return torch.cat(list(parts), 1)
     joined = parts[0].new_zeros(num_rows, sum(part.size(1) for part in parts))
     for place, part in zip(joined.split_with_sizes([part.size(1) for part in parts], 1), parts, strict=True):
         place[: part.size(0)] = part
     return joined
 
 
-def _fake_join_features(parts: list[Tensor], num_rows: int) -> Tensor:
+def _fake_join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
     return parts[0].new_empty(num_rows, sum(part.size(1) for part in parts))
+
+
+JOIN_FEATURES = define_operator(
+    "join_features(Tensor[] parts, SymInt num_rows) -> Tensor", join_features, fake=_fake_join_features
+)
+
+
+def split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[int]) -> list[Tensor]:
+    """Splits what one lookup returns for several.
+
+    Args:
+        pooled: [B, sum(dims)], float.
+        dims: per lookup: its columns.
+        batch_sizes: per lookup: its rows, at most B.
+
+    Returns:
+        Per lookup: [batch_size, dim], contiguous; the gradient is made by :func:`join_features`.
+
+    Example:
+        >>> split_features(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), [2, 1], [2, 1])
+        [tensor([[1., 2.],
+                [4., 5.]]), tensor([[3.]])]
+    """
+    return [
+        part[:size].clone(memory_format=torch.contiguous_format)
+        for part, size in zip(pooled.split_with_sizes(list(dims), 1), batch_sizes, strict=True)
+    ]
+
+
+def _fake_split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[int]) -> list[Tensor]:
+    return [pooled.new_empty(size, dim) for size, dim in zip(batch_sizes, dims, strict=True)]
 
 
 def _save_num_rows(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -120,11 +185,10 @@ def _join_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor, None, No
     return JOIN_FEATURES(gradients, ctx.num_rows), None, None
 
 
-for _name, _kernel, _fake in (
-    ("join_bags", _join_bags, _fake_join_bags),
-    ("split_features", _split_features, _fake_split_features),
-    ("join_features", _join_features, _fake_join_features),
-):
-    torch.library.impl(f"graphpasses::{_name}", "default", _kernel)
-    torch.library.register_fake(f"graphpasses::{_name}", _fake)
-torch.library.register_autograd("graphpasses::split_features", _join_gradients, setup_context=_save_num_rows)
+SPLIT_FEATURES = define_operator(
+    "split_features(Tensor pooled, int[] dims, SymInt[] batch_sizes) -> Tensor[]",
+    split_features,
+    fake=_fake_split_features,
+    backward=_join_gradients,
+    save=_save_num_rows,
+)

@@ -9,16 +9,11 @@ import torch
 from torch import Tensor
 
 from graphpasses.errors import IdError
+from graphpasses.ops.define import define_operator
 
 __all__ = ["PACK_BAGS", "pack_bags"]
 
 
-@torch.library.custom_op(
-    "graphpasses::pack_bags",
-    mutates_args=(),
-    schema="(Tensor[] ids, Tensor?[] offsets, int[] num_rows, str[] tables, bool include_last_offset)"
-    " -> (Tensor, Tensor)",
-)
 def pack_bags(
     ids: Sequence[Tensor],
     offsets: Sequence[Tensor | None],
@@ -89,8 +84,7 @@ def _refuse_offsets(table: str, offsets: Tensor, num_ids: int, include_last_offs
     )
 
 
-@pack_bags.register_fake
-def _(
+def _fake_pack_bags(
     ids: Sequence[Tensor],
     offsets: Sequence[Tensor | None],
     num_rows: Sequence[int],
@@ -103,4 +97,9 @@ def _(
     return packed, packed.new_empty(num_bags + 1)
 
 
-PACK_BAGS = torch.ops.graphpasses.pack_bags.default
+PACK_BAGS = define_operator(
+    "pack_bags(Tensor[] ids, Tensor?[] offsets, int[] num_rows, str[] tables, bool include_last_offset)"
+    " -> (Tensor, Tensor)",
+    pack_bags,
+    fake=_fake_pack_bags,
+)

@@ -1,6 +1,6 @@
-"""Operators for batches whose sizes may differ between ranks, which a graph does not know.
+"""The operator that permutes batches whose sizes may differ between ranks, which a graph does not know.
 
-Each decides at run time as TorchRec does in eager: the short way where all ranks' batches have one size.
+It decides at run time as TorchRec does in eager: the short way where all ranks' batches have one size.
 """
 
 from __future__ import annotations
@@ -9,18 +9,36 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from graphpasses._torch.group_ranks import named_group
+from graphpasses.ops.define import define_operator
 
-__all__ = ["PermuteSequences", "ReduceScatterV", "permute_batches"]
+__all__ = ["PERMUTE_BATCHES", "permute_batches", "permute_sequences"]
 
 
-@torch.library.custom_op("graphpasses::permute_batches", mutates_args=())
-def _permute_batches(
-    tensors: Sequence[Tensor], permute: Tensor, batch_sizes: Sequence[int], is_inverse: bool
+def permute_batches(
+    tensors: Sequence[Tensor], permute: Tensor, batch_sizes: Sequence[int], is_inverse: bool = False
 ) -> list[Tensor]:
+    """Permutes (rank, feature) parts of jagged tensors, each part with a row per sample of that rank's batch.
+
+    Args:
+        tensors: lengths, integer [rows]; the values of all rows, [sum(lengths)]; and weights like values, or none.
+        permute: which part comes where, int32 [len(batch_sizes) * num_local_features]; before it, parts are in
+            rank-major order.
+        batch_sizes: per rank.
+        is_inverse: undo the permutation instead.
+
+    Returns:
+        The permuted tensors. Gradients of values and weights are permuted back.
+
+    Example:
+        >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
+        >>> load_fbgemm()
+        >>> lengths, values = torch.tensor([1, 0, 2]), torch.tensor([7, 8, 9])
+        >>> permute = torch.tensor([1, 0], dtype=torch.int32)
+        >>> permute_batches([lengths, values], permute, [1, 2])
+        [tensor([0, 2, 1]), tensor([8, 9, 7])]
+    """
     lengths, values = tensors[:2]
     weights = tensors[2] if len(tensors) == 3 else None
     if len(set(batch_sizes)) == 1:
@@ -45,101 +63,56 @@ def _permute_batches(
     return [tensor.view(-1) for tensor in permuted[: len(tensors)]]
 
 
-@_permute_batches.register_fake
-def _(
+def _fake_permute(
     tensors: Sequence[Tensor], permute: Tensor, batch_sizes: Sequence[int], is_inverse: bool
 ) -> list[Tensor]:
     return [torch.empty_like(tensor) for tensor in tensors]
 
 
-def permute_batches(
-    tensors: Sequence[Tensor], permute: Tensor, batch_sizes: Sequence[int], *, is_inverse: bool = False
-) -> list[Tensor]:
-    """Permutes (rank, feature) parts of jagged tensors, each part with a row per sample of that rank's batch.
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    _, permute, ctx.batch_sizes, ctx.is_inverse = inputs
+    ctx.save_for_backward(output[0], permute)
+
+
+def _permute_back(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor | None], None, None, None]:
+    lengths, permute = ctx.saved_tensors
+    _, *others = PERMUTE_BATCHES([lengths, *gradients[1:]], permute, ctx.batch_sizes, not ctx.is_inverse)
+    return [None, *others], None, None, None
+
+
+PERMUTE_BATCHES = define_operator(
+    "permute_batches(Tensor[] tensors, Tensor permute, SymInt[] batch_sizes, bool is_inverse) -> Tensor[]",
+    permute_batches,
+    fake=_fake_permute,
+    backward=_permute_back,
+    save=_save,
+)
+
+
+def permute_sequences(
+    embeddings: Tensor, lengths: Tensor, permute: Tensor, batch_sizes: Sequence[int]
+) -> Tensor:
+    """Undoes the permutation of (rank, feature) parts for embeddings of sequences.
 
     Args:
-        tensors: lengths, [rows]; the values of all rows, [sum(lengths)]; and weights like values, or none.
-        permute: which part comes where, int32 [len(batch_sizes) * num_local_features]; before it, parts are in
-            rank-major order.
+        embeddings: [sum(lengths), dim], float.
+        lengths: integer [rows], as permuted.
+        permute: as for :func:`permute_batches`.
         batch_sizes: per rank.
-        is_inverse: undo the permutation instead.
 
     Returns:
-        The permuted tensors.
+        The embeddings in rank-major order, with a gradient.
 
     Example:
-        >>> lengths, values = torch.tensor([1, 0, 2]), torch.tensor([7, 8, 9])
-        >>> permute = torch.tensor([1, 0], dtype=torch.int32)
-        >>> permute_batches([lengths, values], permute, [1, 2])  # doctest: +SKIP
-        [tensor([0, 2, 1]), tensor([8, 9, 7])]
+        >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
+        >>> load_fbgemm()
+        >>> embeddings, lengths = torch.tensor([[8.0], [9.0], [7.0]]), torch.tensor([0, 2, 1])
+        >>> permute_sequences(embeddings, lengths, torch.tensor([1, 0], dtype=torch.int32), [1, 2])
+        tensor([[7.],
+                [8.],
+                [9.]])
     """
-    permuted: list[Tensor] = torch.ops.graphpasses.permute_batches(tensors, permute, batch_sizes, is_inverse)
+    dim = embeddings.shape[1]
+    _, values = PERMUTE_BATCHES([lengths * dim, embeddings.view(-1)], permute, batch_sizes, True)
+    permuted: Tensor = values.view(-1, dim)
     return permuted
-
-
-class PermuteSequences(torch.autograd.Function):
-    """Undoes a permutation of (rank, feature) parts for embeddings of sequences, with a derivative.
-
-    ``apply(embeddings, lengths, permute, batch_sizes)``: ``embeddings`` has shape [sum(lengths), dim].
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, embeddings: Tensor, lengths: Tensor, permute: Tensor, batch_sizes: list[int]
-    ) -> Tensor:
-        dim = embeddings.shape[1]
-        lengths, values = permute_batches(
-            [lengths * dim, embeddings.view(-1)], permute, batch_sizes, is_inverse=True
-        )
-        ctx.save_for_backward(lengths, permute)
-        ctx.batch_sizes = batch_sizes
-        return values.view(-1, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        lengths, permute = ctx.saved_tensors
-        _, values = permute_batches([lengths, gradient.reshape(-1)], permute, ctx.batch_sizes)
-        return values.view(gradient.shape), None, None, None
-
-
-@torch.library.custom_op("graphpasses::reduce_scatter_v", mutates_args=())
-def _reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
-    output = tensor.new_empty(splits[rank], *tensor.shape[1:])
-    if len(set(splits)) == 1:
-        dist.reduce_scatter_single(output, tensor, group=named_group(group))
-    else:
-        dist.reduce_scatter(output, list(torch.split(tensor, list(splits))), group=named_group(group))
-    return output
-
-
-@_reduce_scatter_v.register_fake
-def _(tensor: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
-    return tensor.new_empty(splits[rank], *tensor.shape[1:])
-
-
-# Where this rank does not read its part, others wait for it all the same.
-torch.fx.node.has_side_effect(torch.ops.graphpasses.reduce_scatter_v.default)
-
-
-class ReduceScatterV(torch.autograd.Function):
-    """Adds the ranks' tensors, each rank gets its part of the sum.
-
-    ``apply(tensor, splits, rank, group, divisor)``: ``tensor`` has shape [sum(splits), ...], the result
-    [splits[rank], ...]. Gradients are gathered and divided by ``divisor``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: list[int], rank: int, group: str, divisor: int) -> Tensor:
-        ctx.splits, ctx.rank, ctx.group, ctx.divisor = splits, rank, group, divisor
-        output: Tensor = torch.ops.graphpasses.reduce_scatter_v(tensor, splits, rank, group)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        num_ranks = len(ctx.splits)
-        copies = gradient.unsqueeze(0).expand(num_ranks, *gradient.shape).reshape(-1, *gradient.shape[1:])
-        # There is no functional all-gather of parts of different lengths; to send everyone a copy is one.
-        gathered = torch.ops._c10d_functional.all_to_all_single(
-            copies, ctx.splits, [ctx.splits[ctx.rank]] * num_ranks, ctx.group
-        )
-        return torch.ops._c10d_functional.wait_tensor(gathered) / ctx.divisor, None, None, None, None

@@ -1,10 +1,10 @@
-"""Permutations of batches against the two that TorchRec's eager calls; reduce-scatter see test_capture.py."""
+"""Permutations of batches against the two that TorchRec's eager calls."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 pytest.importorskip("torchrec")
 
@@ -13,7 +13,7 @@ from tests.helpers.recommenders import Case  # loads TorchRec without its warnin
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import dist_data
 
-from graphpasses.ops.permute_batches import PermuteSequences, permute_batches
+from graphpasses.ops.permute_batches import PERMUTE_BATCHES, permute_batches, permute_sequences
 
 del Case
 NUM_FEATURES = 3
@@ -54,7 +54,7 @@ def test_gradients_are_permuted_back(batch_sizes: list[int]) -> None:
     permute = dist_data._get_recat(NUM_FEATURES, 4)
     permuted_lengths, rows = permute_batches([lengths, values], permute, batch_sizes)
     embeddings = torch.rand(len(values), 2, requires_grad=True)
-    output = PermuteSequences.apply(embeddings, permuted_lengths, permute, batch_sizes)
+    output = permute_sequences(embeddings, permuted_lengths, permute, batch_sizes)
     # Row i went to where `rows` holds i, and comes back.
     assert torch.equal(output[rows], embeddings)
     gradient = torch.rand_like(output)
@@ -66,14 +66,4 @@ def test_gradients_are_permuted_back(batch_sizes: list[int]) -> None:
 def test_operator_is_registered_whole(batch_sizes: list[int]) -> None:
     permute = dist_data._get_recat(NUM_FEATURES, 4)
     arguments = (list(received(batch_sizes)), permute, batch_sizes, False)
-    torch.library.opcheck(torch.ops.graphpasses.permute_batches, arguments)
-
-
-def test_a_reduce_scatter_that_nobody_reads_stays() -> None:
-    graph = fx.Graph()
-    tensor = graph.placeholder("tensor")
-    op = torch.ops.graphpasses.reduce_scatter_v.default
-    graph.call_function(op, (tensor, [1, 2], 0, "group"))
-    graph.output(tensor)
-    graph.eliminate_dead_code()
-    assert [node.target for node in graph.find_nodes(op="call_function", target=op)] == [op]
+    torch.library.opcheck(PERMUTE_BATCHES, arguments)

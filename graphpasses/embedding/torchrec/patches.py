@@ -151,7 +151,7 @@ def _permute_received(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original, traced, permutes received features as if every rank's batch had rank 0's size."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from graphpasses.ops.permute_batches import permute_batches
+    from graphpasses.ops.permute_batches import PERMUTE_BATCHES
 
     def dist_init(
         keys: list[str],
@@ -167,7 +167,7 @@ def _permute_received(original: Callable[..., Any]) -> Callable[..., Any]:
                 keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
             )
         if recat is not None and (len(keys) > 1 or stagger > 1):  # one feature lies as it came, rank by rank
-            tensors = permute_batches(tensors, recat, stride_per_rank)
+            tensors = PERMUTE_BATCHES(tensors, recat, stride_per_rank, False)
         return KeyedJaggedTensor(
             keys=keys,
             values=tensors[1],
@@ -201,7 +201,7 @@ def _two_collectives(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _permute_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original asks for ``len(set(batch_size_per_rank))``, and permutes with or without a derivative by it."""
-    from graphpasses.ops.permute_batches import PermuteSequences
+    from graphpasses.ops.permute_batches import permute_sequences
 
     def forward(
         self: Any,
@@ -215,7 +215,8 @@ def _permute_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
             if sparse_features_recat is not None:
-                local_embs = PermuteSequences.apply(  # type: ignore[no-untyped-call]
+                assert batch_size_per_rank is not None
+                local_embs = permute_sequences(
                     local_embs, lengths.view(-1), sparse_features_recat, batch_size_per_rank
                 )
             # Without lengths the original permutes nothing more.
@@ -252,7 +253,7 @@ def _reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
     """
     from torchrec.distributed.comm_ops import get_gradient_division, pg_name
 
-    from graphpasses.ops.permute_batches import ReduceScatterV
+    from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V
 
     def reduce_scatter_v_sync(pg: Any, rsi: Any, input: Tensor) -> Tensor:
         if pg.size() <= 2 or not torch.compiler.is_dynamo_compiling():
@@ -260,7 +261,7 @@ def _reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
         if rsi.codecs is not None:
             input = rsi.codecs.forward.encode(input)
         divisor = pg.size() if get_gradient_division() else 1
-        output: Tensor = ReduceScatterV.apply(input, rsi.input_splits, pg.rank(), pg_name(pg), divisor)  # type: ignore[no-untyped-call]
+        output: Tensor = REDUCE_SCATTER_V(input, rsi.input_splits, pg.rank(), pg_name(pg), divisor)
         return output if rsi.codecs is None else rsi.codecs.forward.decode(output)
 
     return reduce_scatter_v_sync

@@ -1,0 +1,76 @@
+"""The reduce-scatter of parts whose sizes may differ between ranks, which a graph does not know.
+
+It decides at run time as TorchRec does in eager: one call where all parts have one size, else a list of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphpasses._torch.group_ranks import named_group
+from graphpasses.ops.define import define_operator
+
+__all__ = ["REDUCE_SCATTER_V", "reduce_scatter_v"]
+
+
+def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int) -> Tensor:
+    """Adds the ranks' tensors; each rank gets its part of the sum.
+
+    Args:
+        tensor: [sum(splits), ...].
+        splits: per rank of the group: how many rows it gets.
+        rank: this rank in the group.
+        group: the group's name, as functional collectives have it.
+        divisor: what gradients, which are gathered, are divided by.
+
+    Returns:
+        This rank's rows of the sum, [splits[rank], ...].
+
+    Example:
+        >>> from graphpasses._torch.fake_process_group import fake_process_group
+        >>> with fake_process_group(2):
+        ...     reduce_scatter_v(torch.ones(5, 4), [2, 3], 0, dist.group.WORLD.group_name, 2).shape
+        torch.Size([2, 4])
+    """
+    output = tensor.new_empty(splits[rank], *tensor.shape[1:])
+    if len(set(splits)) == 1:
+        dist.reduce_scatter_single(output, tensor, group=named_group(group))
+    else:
+        dist.reduce_scatter(output, list(torch.split(tensor, list(splits))), group=named_group(group))
+    return output
+
+
+def _fake_reduce_scatter(
+    tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int
+) -> Tensor:
+    return tensor.new_empty(splits[rank], *tensor.shape[1:])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.splits, ctx.rank, ctx.group, ctx.divisor = inputs
+
+
+def _gather(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    num_ranks = len(ctx.splits)
+    copies = gradient.unsqueeze(0).expand(num_ranks, *gradient.shape).reshape(-1, *gradient.shape[1:])
+    # There is no functional all-gather of parts of different lengths; to send everyone a copy is one.
+    gathered = torch.ops._c10d_functional.all_to_all_single(
+        copies, ctx.splits, [ctx.splits[ctx.rank]] * num_ranks, ctx.group
+    )
+    return torch.ops._c10d_functional.wait_tensor(gathered) / ctx.divisor, None, None, None, None
+
+
+REDUCE_SCATTER_V = define_operator(
+    "reduce_scatter_v(Tensor tensor, SymInt[] splits, int rank, str group, int divisor) -> Tensor",
+    reduce_scatter_v,
+    fake=_fake_reduce_scatter,
+    backward=_gather,
+    save=_save,
+)
+# Where this rank does not read its part, others wait for it all the same.
+torch.fx.node.has_side_effect(REDUCE_SCATTER_V)
