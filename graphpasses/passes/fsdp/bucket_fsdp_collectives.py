@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
-import torch
 from torch import fx
 
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.parameter_collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    CAST,
-    REDUCE_SCATTER,
     GradReduction,
     Unshard,
     find_grad_reductions,
     find_unshards,
 )
 from graphpasses.errors import LayoutError, UnsupportedError
-from graphpasses.fsdp.graph_layout import SPLIT, graph_layout
+from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction
-from graphpasses.graph import WAIT, Stage, TrainGraph, argument
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.passes.fsdp._packing import pack_all_gathers, pack_reductions
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["BucketFSDPCollectives"]
 
-aten = torch.ops.aten
 T = TypeVar("T")
 
 
@@ -140,118 +134,26 @@ def _notes(
     return notes
 
 
-def _apply_gather(graph: TrainGraph, plan: _Gather, order: Mapping[fx.Node, int]) -> None:
-    first = min((unshard.all_gather for unshard in plan.unshards), key=order.__getitem__)
-    shards = [argument(unshard.all_gather) for unshard in plan.unshards]
-    _, num_shards, group = first.args
-    dtypes = {shard.meta["val"].dtype for shard in shards}
-    with graph.graph.inserting_before(first):
-        for shard in shards:
-            _move_before(first, shard, order)
-        flat = [graph.emit(aten.reshape.default, (shard, [-1]), like=first) for shard in shards]
-        if len(dtypes) > 1:  # as FSDP2: mixed dtypes travel as bytes
-            flat = [graph.emit(aten.view.dtype, (node, torch.uint8), like=first) for node in flat]
-        packed = graph.emit(aten.cat.default, (flat,), like=first)
-        launched = graph.emit(ALL_GATHER, (packed, num_shards, group), like=first)
-        gathered = graph.emit(WAIT, (launched,), like=first)
-        rows = graph.emit(aten.view.default, (gathered, [num_shards, -1]), like=first)
-        sizes = [node.meta["val"].numel() for node in flat]
-        parts = graph.emit(aten.split_with_sizes_copy.default, (rows, sizes, 1), like=first)
-        for index, unshard in enumerate(plan.unshards):
-            value = unshard.wait.meta["val"]
-            part = graph.emit(operator.getitem, (parts, index), like=unshard.wait)
-            if len(dtypes) > 1:
-                part = graph.emit(aten.view.dtype, (part, value.dtype), like=unshard.wait)
-            whole = graph.emit(aten.view.default, (part, list(value.shape)), like=unshard.wait)
-            unshard.wait.replace_all_uses_with(whole)
-
-
-def _move_before(point: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
-    """Moves the chain from a placeholder to ``node`` before ``point``, unless it is there."""
-    chain = []
-    while node.op != "placeholder" and order[node] > order[point]:
-        chain.append(node)
-        node = argument(node)
-    for link in reversed(chain):
-        point.prepend(link)
-
-
-def _apply_reduce(
-    graph: TrainGraph, plan: _Reduce, order: Mapping[fx.Node, int]
-) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yields each reduced gradient and what takes its place; only the output reads them."""
-    last = max((reduction.gradient for reduction in plan.reductions), key=order.__getitem__)
-    like = plan.reductions[0].reduce_scatter
-    num_shards, group = like.args[2:]
-    assert isinstance(num_shards, int)
-    how = plan.reduction
-    dtype = how.dtype or like.meta["val"].dtype
-    gradients = [reduction.gradient for reduction in plan.reductions]
-    uniform = len({gradient.meta["val"].dtype for gradient in gradients}) == 1
-    with graph.graph.inserting_before(last.next):
-        rows = [
-            _by_shard(
-                graph, gradient if uniform else _cast(graph, gradient, dtype), reduction, int(num_shards)
+def _refuse_inner_readers(reduces: Iterable[_Reduce]) -> None:
+    for reduction in (reduction for reduce in reduces for reduction in reduce.reductions):
+        chain = (reduction.wait, *reduction.tail)
+        readers = {user for node in chain for user in node.users} - set(chain)
+        if inner := [user for user in readers if user.op != "output"]:
+            raise UnsupportedError(
+                f"the reduced gradient of {reduction.fqn!r} is read inside the step by {inner[0].name}; its "
+                "reduction cannot wait for its bucket. Move that computation out of the captured step"
             )
-            for gradient, reduction in zip(gradients, plan.reductions, strict=True)
-        ]
-        packed = graph.emit(aten._chunk_cat.default, (rows, 0, num_shards), like=like)
-        value = _divide(graph, _cast(graph, packed, dtype), how.predivide)
-        value = graph.emit(REDUCE_SCATTER, (value, how.reduce_scatter_op, num_shards, group), like=like)
-        value = graph.emit(WAIT, (value,), like=like)
-        if all_reduce := plan.reductions[0].all_reduce:
-            value = graph.emit(ALL_REDUCE, (value, how.all_reduce_op, all_reduce.args[2]), like=like)
-            value = graph.emit(WAIT, (value,), like=like)
-        value = _divide(graph, value, how.postdivide)
-        final = {reduction.reduced.meta["val"].dtype for reduction in plan.reductions}
-        if len(final) == 1:
-            value = _cast(graph, value, *final)
-        flat = graph.emit(aten.view.default, (value, [-1]), like=like)
-        sizes = [reduction.wait.meta["val"].numel() for reduction in plan.reductions]
-        parts = graph.emit(SPLIT, (flat, sizes), like=like)
-        for index, reduction in enumerate(plan.reductions):
-            part = graph.emit(operator.getitem, (parts, index), like=reduction.wait)
-            part = graph.emit(
-                aten.view.default, (part, list(reduction.wait.meta["val"].shape)), like=reduction.wait
-            )
-            part = _cast(graph, part, reduction.reduced.meta["val"].dtype)
-            for node in reduction.tail:
-                if node.target != CAST:
-                    part = graph.emit(node.target, (part, *node.args[1:]), node.kwargs, like=node)  # type: ignore[arg-type]
-            yield reduction.reduced, part
 
 
-def _by_shard(graph: TrainGraph, gradient: fx.Node, reduction: GradReduction, num_shards: int) -> fx.Node:
-    """Brings the shards of a gradient sharded on another dim than 0 to dim 0."""
-    info = graph.parameters[reduction.fqn]
-    dim = info.shard_dim or 0
-    if dim == 0:
-        return gradient
-    if info.shape[dim] % num_shards:
-        raise UnsupportedError(
-            f"parameter {reduction.fqn!r} is sharded on dim {dim} of size {info.shape[dim]}, which {num_shards} "
-            "ranks do not divide; eager FSDP2 refuses it too. Shard it on dim 0"
+def _check_layout(graph: TrainGraph, expected_layout: Layout) -> None:
+    present = {entry.fqn for bucket in expected_layout.buckets for entry in bucket.entries}
+    asked = expected_layout.without(present & graph.without_gradient)
+    if diff := diff_layouts(asked, graph_layout(graph)):
+        raise LayoutError(
+            "the graph cannot meet the layout that was asked for (before: asked, after: graph); take the plan from "
+            "BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction, and both models the same "
+            f"sharded dims\n{diff}"
         )
-    split = graph.emit(
-        aten.split.Tensor, (gradient, info.shape[dim] // num_shards, dim), like=reduction.reduce_scatter
-    )
-    chunks = [
-        graph.emit(operator.getitem, (split, index), like=reduction.reduce_scatter)
-        for index in range(num_shards)
-    ]
-    return graph.emit(aten.cat.default, (chunks,), like=reduction.reduce_scatter)
-
-
-def _cast(graph: TrainGraph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    if node.meta["val"].dtype == dtype:
-        return node
-    return graph.emit(CAST, (node,), {"dtype": dtype}, like=node)
-
-
-def _divide(graph: TrainGraph, node: fx.Node, divisor: float | None) -> fx.Node:
-    if divisor is None or divisor == 1:
-        return node
-    return graph.emit(aten.div.Scalar, (node, divisor), like=node)
 
 
 @dataclass(frozen=True)
@@ -358,34 +260,13 @@ class BucketFSDPCollectives(GraphPass):
         _refuse_inner_readers(reduces)
         order = {node: index for index, node in enumerate(graph.graph.nodes)}
         for gather in gathers:
-            _apply_gather(graph, gather, order)
-        graph.replace_outputs(
-            dict(pair for reduce in reduces for pair in _apply_reduce(graph, reduce, order))
-        )
+            pack_all_gathers(graph, gather.unshards, order)
+        reduced: dict[fx.Node, fx.Node] = {}
+        for reduce in reduces:
+            reduced |= pack_reductions(graph, reduce.reductions, reduce.reduction, order)
+        graph.replace_outputs(reduced)
         for note in notes:
             graph.note(note)
         if self.expected_layout is not None:
             _check_layout(graph, self.expected_layout)
         return len(gathers) + len(reduces)
-
-
-def _refuse_inner_readers(reduces: Iterable[_Reduce]) -> None:
-    for reduction in (reduction for reduce in reduces for reduction in reduce.reductions):
-        chain = (reduction.wait, *reduction.tail)
-        readers = {user for node in chain for user in node.users} - set(chain)
-        if inner := [user for user in readers if user.op != "output"]:
-            raise UnsupportedError(
-                f"the reduced gradient of {reduction.fqn!r} is read inside the step by {inner[0].name}; its "
-                "reduction cannot wait for its bucket. Move that computation out of the captured step"
-            )
-
-
-def _check_layout(graph: TrainGraph, expected_layout: Layout) -> None:
-    present = {entry.fqn for bucket in expected_layout.buckets for entry in bucket.entries}
-    asked = expected_layout.without(present & graph.without_gradient)
-    if diff := diff_layouts(asked, graph_layout(graph)):
-        raise LayoutError(
-            "the graph cannot meet the layout that was asked for (before: asked, after: graph); take the plan from "
-            "BucketPlan.from_fully_shard, or give it eager's buckets, order and Reduction, and both models the same "
-            f"sharded dims\n{diff}"
-        )

@@ -52,7 +52,7 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
             continue
         names = {graph.outputs[slot].fqn for slot in slots}
         found = [reduction for reduction in reductions.get(fqn, ()) if reduction.name in names]
-        reason = _obstacle(found, num_summands, values, slots)
+        reason = _reject_reason(found, num_summands, values, slots)
         if reason:
             notes.append(f"{fqn}: {num_summands} gradients are not added before their reduction: {reason}")
             continue
@@ -86,7 +86,7 @@ def _reduced_together(
             yield fqn, together, after_cast
 
 
-def _obstacle(
+def _reject_reason(
     found: list[GradReduction], num_summands: int, values: list[fx.Node], slots: list[int]
 ) -> str | None:
     if len(found) != num_summands:

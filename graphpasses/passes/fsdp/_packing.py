@@ -1,0 +1,162 @@
+"""One packed collective in place of several: the nodes that bucket-fsdp-collectives puts into the graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from graphpasses.analysis.parameter_collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    CAST,
+    REDUCE_SCATTER,
+    GradReduction,
+    Unshard,
+)
+from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.graph_layout import SPLIT
+from graphpasses.fsdp.plan import Reduction
+from graphpasses.graph import WAIT, TrainGraph, argument
+
+__all__ = ["pack_all_gathers", "pack_reductions"]
+
+aten = torch.ops.aten
+
+
+def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Unshard], order: Mapping[fx.Node, int]) -> None:
+    """Launches one all-gather where the first of several was, and gives each reader its part of the result.
+
+    Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather``.
+
+    Args:
+        graph: rewritten in place.
+        unshards: of parameters on one process group, in byte order.
+        order: position of each node of the graph as it was.
+    """
+    first = min((unshard.all_gather for unshard in unshards), key=order.__getitem__)
+    shards = [argument(unshard.all_gather) for unshard in unshards]
+    _, num_shards, group = first.args
+    dtypes = {shard.meta["val"].dtype for shard in shards}
+    with graph.graph.inserting_before(first):
+        for shard in shards:
+            _move_before(first, shard, order)
+        flat = [graph.emit(aten.reshape.default, (shard, [-1]), like=first) for shard in shards]
+        if len(dtypes) > 1:  # as FSDP2: mixed dtypes travel as bytes
+            flat = [graph.emit(aten.view.dtype, (node, torch.uint8), like=first) for node in flat]
+        packed = graph.emit(aten.cat.default, (flat,), like=first)
+        launched = graph.emit(ALL_GATHER, (packed, num_shards, group), like=first)
+        gathered = graph.emit(WAIT, (launched,), like=first)
+        rows = graph.emit(aten.view.default, (gathered, [num_shards, -1]), like=first)
+        sizes = [node.meta["val"].numel() for node in flat]
+        parts = graph.emit(aten.split_with_sizes_copy.default, (rows, sizes, 1), like=first)
+        for index, unshard in enumerate(unshards):
+            value = unshard.wait.meta["val"]
+            part = graph.emit(operator.getitem, (parts, index), like=unshard.wait)
+            if len(dtypes) > 1:
+                part = graph.emit(aten.view.dtype, (part, value.dtype), like=unshard.wait)
+            whole = graph.emit(aten.view.default, (part, list(value.shape)), like=unshard.wait)
+            unshard.wait.replace_all_uses_with(whole)
+
+
+def _move_before(point: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
+    """Moves the chain from a placeholder to ``node`` before ``point``, unless it is there."""
+    chain = []
+    while node.op != "placeholder" and order[node] > order[point]:
+        chain.append(node)
+        node = argument(node)
+    for link in reversed(chain):
+        point.prepend(link)
+
+
+def pack_reductions(
+    graph: TrainGraph, reductions: Sequence[GradReduction], how: Reduction, order: Mapping[fx.Node, int]
+) -> dict[fx.Node, fx.Node]:
+    """Reduces several gradients with one reduce-scatter and, with HSDP, one all-reduce, after the last of them.
+
+    Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce``.
+
+    Args:
+        graph: gets the nodes; nothing reads them yet.
+        reductions: of gradients on one process group, in byte order.
+        how: the reduction.
+        order: position of each node of the graph as it was.
+
+    Returns:
+        Each reduced gradient and what takes its place; only the output reads them.
+    """
+    last = max((reduction.gradient for reduction in reductions), key=order.__getitem__)
+    like = reductions[0].reduce_scatter
+    num_shards, group = like.args[2:]
+    assert isinstance(num_shards, int)
+    dtype = how.dtype or like.meta["val"].dtype
+    gradients = [reduction.gradient for reduction in reductions]
+    replaced: dict[fx.Node, fx.Node] = {}
+    uniform = len({gradient.meta["val"].dtype for gradient in gradients}) == 1
+    with graph.graph.inserting_before(last.next):
+        rows = [
+            _by_shard(
+                graph, gradient if uniform else _cast(graph, gradient, dtype), reduction, int(num_shards)
+            )
+            for gradient, reduction in zip(gradients, reductions, strict=True)
+        ]
+        packed = graph.emit(aten._chunk_cat.default, (rows, 0, num_shards), like=like)
+        value = _divide(graph, _cast(graph, packed, dtype), how.predivide)
+        value = graph.emit(REDUCE_SCATTER, (value, how.reduce_scatter_op, num_shards, group), like=like)
+        value = graph.emit(WAIT, (value,), like=like)
+        if all_reduce := reductions[0].all_reduce:
+            value = graph.emit(ALL_REDUCE, (value, how.all_reduce_op, all_reduce.args[2]), like=like)
+            value = graph.emit(WAIT, (value,), like=like)
+        value = _divide(graph, value, how.postdivide)
+        final = {reduction.reduced.meta["val"].dtype for reduction in reductions}
+        if len(final) == 1:
+            value = _cast(graph, value, *final)
+        flat = graph.emit(aten.view.default, (value, [-1]), like=like)
+        sizes = [reduction.wait.meta["val"].numel() for reduction in reductions]
+        parts = graph.emit(SPLIT, (flat, sizes), like=like)
+        for index, reduction in enumerate(reductions):
+            part = graph.emit(operator.getitem, (parts, index), like=reduction.wait)
+            part = graph.emit(
+                aten.view.default, (part, list(reduction.wait.meta["val"].shape)), like=reduction.wait
+            )
+            part = _cast(graph, part, reduction.reduced.meta["val"].dtype)
+            for node in reduction.tail:
+                if node.target != CAST:
+                    part = graph.emit(node.target, (part, *node.args[1:]), node.kwargs, like=node)  # type: ignore[arg-type]
+            replaced[reduction.reduced] = part
+    return replaced
+
+
+def _by_shard(graph: TrainGraph, gradient: fx.Node, reduction: GradReduction, num_shards: int) -> fx.Node:
+    """Brings the shards of a gradient sharded on another dim than 0 to dim 0."""
+    info = graph.parameters[reduction.fqn]
+    dim = info.shard_dim or 0
+    if dim == 0:
+        return gradient
+    if info.shape[dim] % num_shards:
+        raise UnsupportedError(
+            f"parameter {reduction.fqn!r} is sharded on dim {dim} of size {info.shape[dim]}, which {num_shards} "
+            "ranks do not divide; eager FSDP2 refuses it too. Shard it on dim 0"
+        )
+    split = graph.emit(
+        aten.split.Tensor, (gradient, info.shape[dim] // num_shards, dim), like=reduction.reduce_scatter
+    )
+    chunks = [
+        graph.emit(operator.getitem, (split, index), like=reduction.reduce_scatter)
+        for index in range(num_shards)
+    ]
+    return graph.emit(aten.cat.default, (chunks,), like=reduction.reduce_scatter)
+
+
+def _cast(graph: TrainGraph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if node.meta["val"].dtype == dtype:
+        return node
+    return graph.emit(CAST, (node,), {"dtype": dtype}, like=node)
+
+
+def _divide(graph: TrainGraph, node: fx.Node, divisor: float | None) -> fx.Node:
+    if divisor is None or divisor == 1:
+        return node
+    return graph.emit(aten.div.Scalar, (node, divisor), like=node)
