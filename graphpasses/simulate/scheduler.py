@@ -1,0 +1,234 @@
+"""Ranks as threads of one process, of which one runs at a time.
+
+A rank hands over where it waits for others. So runs are repeatable, ranks never meet inside a library that was not
+made for threads, and a rank that waits in vain is seen at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import traceback
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+from graphpasses.errors import ClusterError
+from graphpasses.simulate.rings import Topology
+
+__all__ = ["Call", "RankScheduler", "current"]
+
+T = TypeVar("T")
+
+
+class _Current(threading.local):
+    rank: int
+    scheduler: RankScheduler | None = None
+
+
+current = _Current()
+"""Which rank this thread is, and of which scheduler; None outside of :meth:`RankScheduler.run`."""
+
+
+class _StoppedError(BaseException):
+    """Ends a rank when another one has failed."""
+
+
+@dataclass
+class Call:
+    """What a rank brings to where the ranks of a group meet.
+
+    Args:
+        name: of the collective.
+        detail: what else of it must be equal on all ranks.
+        data: tensors.
+        result: what the rank takes away.
+    """
+
+    name: str
+    detail: str = ""
+    data: Any = None
+    result: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.detail}".rstrip()
+
+
+@dataclass
+class _Meeting:
+    """A collective that not every rank of its group has reached.
+
+    Args:
+        ranks: of the group.
+        calls: by rank.
+    """
+
+    ranks: tuple[int, ...]
+    calls: dict[int, Call] = field(default_factory=dict)
+
+
+class RankScheduler:
+    """Lets one rank run at a time, and brings those of a group together.
+
+    Args:
+        topology: of the world.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._turns = [threading.Semaphore(0) for _ in range(topology.num_ranks)]
+        self._ready = deque(range(topology.num_ranks))
+        self._meetings: dict[object, _Meeting] = {}
+        self._failure: ClusterError | None = None
+
+    def run(self, play: Callable[[int], T]) -> list[T]:
+        """Plays all ranks; returns or raises when none runs any more."""
+        results: dict[int, T] = {}
+
+        def thread(rank: int) -> None:
+            self._turns[rank].acquire()
+            try:
+                self._go_on()
+                current.rank, current.scheduler = rank, self
+                results[rank] = play(rank)
+            except _StoppedError:
+                pass
+            except BaseException:
+                self._fail(ClusterError(f"rank {rank} failed:\n{traceback.format_exc()}"))
+            self._hand_over()
+
+        def interrupt() -> None:  # every rank ends at its next collective
+            self._failure = ClusterError("the cluster was interrupted")
+
+        random = torch.get_rng_state()
+        threads = [
+            threading.Thread(target=thread, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(self.topology.num_ranks)
+        ]
+        try:
+            with _interrupts_wait(interrupt):
+                for each in threads:
+                    each.start()
+                self._hand_over()
+                for each in threads:
+                    each.join()
+        finally:
+            torch.set_rng_state(random)
+        if self._failure is not None:
+            raise self._failure
+        return [results[rank] for rank in range(self.topology.num_ranks)]
+
+    def meet(
+        self,
+        key: object,
+        ranks: tuple[int, ...],
+        rank: int,
+        call: Call,
+        perform: Callable[[Sequence[Call]], None],
+    ) -> None:
+        """Waits until every rank of a group has called; the last to come performs for all.
+
+        Args:
+            key: of the group.
+            ranks: world ranks of the group.
+            rank: who calls.
+            call: its call.
+            perform: given the calls in the order of ``ranks``.
+        """
+        self._go_on()
+        meeting = self._meetings.setdefault(key, _Meeting(ranks))
+        meeting.calls[rank] = call
+        if len(meeting.calls) < len(ranks):
+            random = torch.get_rng_state()
+            self._hand_over()
+            self._turns[rank].acquire()
+            self._go_on()
+            torch.set_rng_state(random)
+            return
+        calls = dict(meeting.calls)
+        del meeting.calls[rank]  # it need not be woken if this fails
+        if len({str(each) for each in calls.values()}) > 1:
+            self._fail(ClusterError(f"ranks issue different collectives: {_others(meeting.ranks, calls)}"))
+            raise _StoppedError
+        perform([calls[each] for each in ranks])
+        del self._meetings[key]
+        self._ready.extend(each for each in ranks if each != rank)
+
+    def _hand_over(self) -> None:
+        """Lets the next rank run, if there is one."""
+        if not self._ready and self._meetings:
+            self._fail(ClusterError(f"ranks wait for each other in vain: {self._waiting()}"))
+        if self._ready:
+            self._turns[self._ready.popleft()].release()
+
+    def _go_on(self) -> None:
+        if self._failure is not None:
+            raise _StoppedError
+
+    def _fail(self, failure: ClusterError) -> None:
+        """Wakes every rank that waits, to end."""
+        self._failure = self._failure or failure
+        self._ready.extend(rank for meeting in self._meetings.values() for rank in meeting.calls)
+        self._meetings.clear()
+
+    def _waiting(self) -> str:
+        waiting: dict[int, str] = {}
+        for meeting in self._meetings.values():
+            for rank, call in meeting.calls.items():
+                waiting[rank] = f"in {call} of the group of {_ranks(meeting.ranks)}"
+        for rank in range(self.topology.num_ranks):
+            waiting.setdefault(rank, "no longer: it has ended")
+        return _by_text(waiting)
+
+
+@contextmanager
+def _interrupts_wait(note: Callable[[], None]) -> Iterator[None]:
+    """Calls ``note`` at the first interrupt, and lets it happen when the block has ended; a second one does not wait.
+
+    Raised at once, it could leave threads behind that run, or wait for ever.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    frames: list[FrameType | None] = []
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, handler)
+        frames.append(frame)
+        note()
+
+    signal.signal(signal.SIGINT, keep)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if frames:
+        handler(signal.SIGINT, frames[0])
+
+
+def _others(ranks: Sequence[int], calls: Mapping[int, Call]) -> str:
+    """Says who issues what in a group, those that issue another collective than most first."""
+    texts = _by_text({rank: str(call) for rank, call in calls.items()})
+    return f"{texts} (group of {_ranks(ranks)})"
+
+
+def _by_text(texts: Mapping[int, str]) -> str:
+    counts = Counter(texts.values())
+    ranks = {text: tuple(rank for rank, its in sorted(texts.items()) if its == text) for text in counts}
+    return "; ".join(
+        f"{_ranks(ranks[text])}: {text}" for text in sorted(counts, key=lambda t: (counts[t], ranks[t]))
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:4]))}, …, {ranks[-1]} ({len(ranks)})"
+    return f"ranks {', '.join(map(str, ranks))}"
