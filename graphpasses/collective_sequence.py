@@ -7,9 +7,9 @@ from typing import TypeVar
 import torch
 from torch import fx
 
-from graphpasses._torch.effects import collective_group
 from graphpasses._torch.group_ranks import named_group
 from graphpasses.agreement import agree
+from graphpasses.analysis.effects import collective_group
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 
 __all__ = ["Launches", "is_waited_for_once"]

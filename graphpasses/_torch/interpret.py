@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
+from graphpasses._torch.schemas import given_arguments
 
 __all__ = ["make_cheap_to_run"]
 
@@ -62,16 +63,8 @@ def _element(node: Any) -> tuple[fx.Node, tuple[int, ...]]:
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = dict(zip((item.name for item in schema.arguments), node.args, strict=False)) | node.kwargs
-    names = [
-        item.name for item in schema.arguments if item.alias_info is not None and item.alias_info.is_write
-    ]
-    return [
-        value for name in names for value in pytree.tree_leaves(given.get(name)) if isinstance(value, fx.Node)
-    ]
+    given = [value for argument, value in given_arguments(node) if argument.is_write]
+    return [value for value in pytree.tree_leaves(given) if isinstance(value, fx.Node)]
 
 
 def _base(node: fx.Node) -> fx.Node:

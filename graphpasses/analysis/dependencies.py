@@ -4,63 +4,99 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
+import torch
 from torch import fx
 
-from graphpasses._torch.effects import has_hidden_state, shared_inputs, storages, written_inputs
+from graphpasses._torch.schemas import SET_GRAD_ENABLED
+from graphpasses.analysis.effects import Effects, holds_tensor, storages
 
-__all__ = ["place_nodes", "predecessors", "stable_order"]
+__all__ = ["dependencies", "grad_modes", "place_nodes", "topological_sort"]
 
 T = TypeVar("T", bound=Hashable)
 
+# What calls read and write beside the memory of values.
+_HIDDEN_STATE = "hidden state"
+_CONTEXT = "context"
 
-def predecessors(graph: fx.Graph) -> dict[fx.Node, set[fx.Node]]:
-    """Returns which nodes must run before each node, beyond which their order changes no value.
 
-    These are its inputs; the last write to memory that it reads or writes; for a write, also the reads since the one
-    before; and for a call with hidden state (random numbers), the one before it.
+@dataclass(frozen=True)
+class _Gradient:
+    """The sum of the gradients of a value."""
+
+    value: fx.Node
+
+
+def dependencies(
+    graph: fx.Graph,
+    effects: Callable[[fx.Node], Effects],
+    *,
+    in_turn: Callable[[fx.Node], bool] = lambda node: False,
+) -> dict[fx.Node, set[fx.Node]]:
+    """Returns which nodes must run before each node; any other change of their order changes no value.
+
+    These are its inputs, and
+
+    - the last write to memory that it reads or writes; for a write, also the reads since the one before;
+    - for a call with hidden state (random numbers), the one before it;
+    - the last call before it that adds a gradient to the same value, if it does, too: sums of floats have an order;
+    - the last change of context (autocast), and for such a change, all calls since the one before;
+    - for a collective in turn, every collective before it.
 
     Args:
         graph: a graph whose nodes have ``meta["val"]``.
+        effects: what a node does: :func:`~graphpasses.analysis.effects.operator_effects` for ATen's operators,
+            :func:`~graphpasses.analysis.effects.torch_call_effects` for graphs that Dynamo traced.
+        in_turn: which collectives stay after the collectives that they come after.
+
+    Returns:
+        For each node, in the order of the graph, the nodes that must run before it; some that follow from others are
+        left out.
 
     Example:
         >>> graph = fx.symbolic_trace(lambda x: x + 1).graph
-        >>> [sorted(map(str, before)) for before in predecessors(graph).values()]
+        >>> needed = dependencies(graph, operator_effects)
+        >>> [sorted(map(str, nodes)) for nodes in needed.values()]
         [[], ['x'], ['add']]
     """
-    before = {node: set(node.all_input_nodes) for node in graph.nodes}
-    memory = _Memory(graph)
+    of_node = {node: effects(node) for node in graph.nodes}
+    memory = _Memory(of_node)
+    needed = {node: set(node.all_input_nodes) for node in graph.nodes}
     last_write: dict[object, fx.Node] = {}
     reads: defaultdict[object, list[fx.Node]] = defaultdict(list)
-    last_stateful: fx.Node | None = None
-    for node, needed in before.items():
-        written = memory.written_by(node)
+    collectives: list[fx.Node] = []  # the last one in turn, and those since
+    for node, own in of_node.items():
+        written = memory.written_by(own)
         for key in memory.touched_by(node) | written:
             if key in last_write:
-                needed.add(last_write[key])
+                needed[node].add(last_write[key])
             if key in written:
-                needed.update(reads.pop(key, ()))
+                needed[node].update(reads.pop(key, ()))
                 last_write[key] = node
             else:
                 reads[key].append(node)
-        if node.op == "call_function" and has_hidden_state(node):
-            needed.update({last_stateful} if last_stateful is not None else ())
-            last_stateful = node
-    return before
+        if in_turn(node):
+            needed[node].update(collectives)
+            collectives = [node]
+        elif own.group is not None:
+            collectives.append(node)
+    return needed
 
 
 class _Memory:
-    """Which nodes may share memory, as a disjoint-set forest, and which memory is ever written."""
+    """What calls read and write: memory, which nodes may share, as a disjoint-set forest; and what is no memory."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, effects: Mapping[fx.Node, Effects]) -> None:
         self._parent: dict[object, object] = {}
-        for node in graph.nodes:
-            for other in (*shared_inputs(node), *storages(node)):
+        self._tensors = {node for node in effects if holds_tensor(node)}
+        for node, own in effects.items():
+            for other in (*own.shares, *storages(node)):
                 self._parent[self._find(node)] = self._find(other)
-        self._written = {self._find(value) for node in graph.nodes for value in written_inputs(node)}
+        self._written = {key for own in effects.values() for key in self.written_by(own)}
 
     def _find(self, key: object) -> object:
         parent = self._parent
@@ -68,31 +104,38 @@ class _Memory:
             parent[key] = key = parent[above]
         return key
 
-    def written_by(self, node: fx.Node) -> set[object]:
-        return {self._find(value) for value in written_inputs(node)}
+    def written_by(self, effects: Effects) -> set[object]:
+        keys = {self._find(value) for value in effects.writes if value in self._tensors}
+        keys.update(map(_Gradient, effects.gradients))
+        keys.update([_HIDDEN_STATE] if effects.has_hidden_state else [])
+        keys.update([_CONTEXT] if effects.changes_context else [])
+        return keys
 
     def touched_by(self, node: fx.Node) -> set[object]:
-        return {self._find(value) for value in node.all_input_nodes} & self._written
+        values = node.all_input_nodes if node.op == "placeholder" else [node, *node.all_input_nodes]
+        return {_CONTEXT, *(self._find(value) for value in values if value in self._tensors)} & self._written
 
 
-def stable_order(units: Sequence[tuple[T, ...]], before: Mapping[T, Iterable[T]]) -> list[tuple[T, ...]]:
-    """Orders units so that each comes behind what its members need; otherwise they stay as they are.
+def topological_sort(
+    units: Sequence[tuple[T, ...]], dependencies: Mapping[T, Iterable[T]]
+) -> list[tuple[T, ...]]:
+    """Sorts units topologically and stably: each comes after what its members need, and else they stay as they are.
 
-    It decides by the arguments alone: equal on all ranks, they give the same order on all.
+    The result follows from the arguments alone: if they are equal on all ranks, so is the order.
 
     Args:
-        units: what to order; members of one unit stay together. No member may need another of its unit.
-        before: for each member, the members that must come before it.
+        units: what to sort; members of one unit stay together. No member may need another of its unit.
+        dependencies: for each member, the members that must come before it.
 
     Returns:
         The units: at each place, of those that may come now, the first in ``units``.
 
     Example:
-        >>> stable_order([("a",), ("b", "c"), ("d",)], {"a": "c", "b": "", "c": "", "d": ""})
+        >>> topological_sort([("a",), ("b", "c"), ("d",)], {"a": "c", "b": "", "c": "", "d": ""})
         [('b', 'c'), ('a',), ('d',)]
     """
     unit_of = {member: index for index, unit in enumerate(units) for member in unit}
-    needed = [{unit_of[other] for member in unit for other in before[member]} for unit in units]
+    needed = [{unit_of[other] for member in unit for other in dependencies[member]} for unit in units]
     followers: list[list[int]] = [[] for _ in units]
     for index, others in enumerate(needed):
         for other in others:
@@ -112,15 +155,42 @@ def stable_order(units: Sequence[tuple[T, ...]], before: Mapping[T, Iterable[T]]
 
 
 def place_nodes(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Puts the nodes of a graph in an order.
+    """Puts the nodes of a graph in an order; each call runs with gradients on or off as it did.
 
     Args:
         graph: the graph.
-        nodes: all its nodes, in an order in which each comes behind its inputs.
+        nodes: all its nodes, in an order in which each comes after its inputs.
     """
+    if list(graph.nodes) == list(nodes):
+        return
+    modes = grad_modes(graph)
+    for switch in graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED, sort=False):
+        graph.erase_node(switch)
+    nodes = [node for node in nodes if node.target is not SET_GRAD_ENABLED]
     first = next(iter(graph.nodes))
     if nodes[0] is not first:
         first.prepend(nodes[0])
     for node, following in pairwise(nodes):
         if node.next is not following:
             node.append(following)
+    mode = torch.is_grad_enabled()
+    for node in nodes:
+        if node.op in ("call_function", "call_method", "output") and modes[node] != mode:
+            mode = modes[node]
+            with graph.inserting_before(node):
+                graph.call_function(SET_GRAD_ENABLED, (mode,)).meta["val"] = None
+
+
+def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Returns for each node whether gradients are on where it runs.
+
+    Args:
+        graph: a graph, in the mode in which it will be called; of the kinds of graphs, Dynamo's may switch the mode.
+    """
+    mode = torch.is_grad_enabled()
+    modes = {}
+    for node in graph.nodes:
+        if node.target is SET_GRAD_ENABLED:
+            mode = bool(node.args[0])
+        modes[node] = mode
+    return modes

@@ -1,141 +1,102 @@
-"""Other orders of a ``DYNAMO`` graph's calls that compute the same."""
+"""Levels: which calls of a graph do not depend on each other, and an order in which these stand side by side."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TypeVar
 
-import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch import pytree
-from graphpasses._torch.torch_calls import (
-    SET_GRAD_ENABLED,
-    changes_context,
-    draws_random_numbers,
-    launches_collective,
-    written_inputs,
-)
+from graphpasses.analysis.dependencies import dependencies
+from graphpasses.analysis.effects import torch_call_effects
 
-__all__ = ["grad_modes", "has_gradient", "order_by_rank", "rank_calls"]
+__all__ = ["call_levels", "independent_groups", "levels", "sort_by_level"]
 
-Predicate = Callable[[fx.Node], bool]
-
-# Stands for the state of the random number generators, as if it were memory.
-_RANDOM_STATE = object()
+T = TypeVar("T", bound=Hashable)
 
 
-def rank_calls(graph: fx.Graph, *, odd: Predicate, in_turn: Predicate) -> dict[fx.Node, int]:
-    """Returns a rank for each node, such that to sort the nodes by rank, stably, changes no value.
+def levels(
+    dependencies: Mapping[T, Iterable[T]],
+    counted: Callable[[T], bool],
+    *,
+    order: Mapping[T, Iterable[T]] | None = None,
+) -> dict[T, int]:
+    """Returns the level of each member: the number of counted members on the longest path to it, itself included.
 
-    The nodes that ``odd`` accepts get odd ranks, the others even ones; each as low as it can be. So two odd nodes of
-    one rank do not depend on each other, and once sorted stand side by side. A node's rank is at least that of
+    Counted members of one level do not depend on each other.
 
-    - its inputs, and higher where the input is odd or it is odd itself;
-    - the last call before it that writes memory which it reads or writes (a call that writes also comes behind those
-      that read), or that draws random numbers, if it does;
-    - the last call before it through which a gradient comes to one of its inputs, since gradients are added in the
-      order of the calls, if one comes through it, too;
-    - every call before it, where one of the two changes the context (autocast), and
-    - every collective before it, where ``in_turn`` accepts it.
+    Args:
+        dependencies: for each member, the members that must come before it; their own entries come before its own.
+        counted: which members count.
+        order: for each member, further members that it must not precede. They only keep their order: it and they may
+            be of one level, where :func:`sort_by_level` leaves them as they are.
+
+    Example:
+        >>> levels({"a": "", "b": "a", "c": "b", "d": ""}, counted=lambda member: member != "b")
+        {'a': 1, 'b': 1, 'c': 2, 'd': 1}
+    """
+    result: dict[T, int] = {}
+    for member, needed in dependencies.items():
+        is_counted = counted(member)
+        level = max((result[other] for other in needed), default=0) + is_counted
+        for other in order[member] if order is not None else ():
+            # A counted member precedes the others of its level.
+            level = max(level, result[other] + (is_counted and not counted(other)))
+        result[member] = level
+    return result
+
+
+def call_levels(
+    graph: fx.Graph,
+    counted: Callable[[fx.Node], bool],
+    *,
+    in_turn: Callable[[fx.Node], bool] = lambda node: False,
+) -> dict[fx.Node, int]:
+    """Returns the levels of a ``DYNAMO`` graph, by which :func:`sort_by_level` may sort it.
+
+    A call depends on its inputs. All else that :func:`~graphpasses.analysis.dependencies.dependencies` finds is kept
+    in order.
 
     Args:
         graph: a graph that Dynamo traced, with ``meta["val"]``.
-        odd: which calls get odd ranks.
-        in_turn: which calls stay behind the collectives that they come behind.
+        counted: which calls count.
+        in_turn: which collectives stay after the collectives that they come after.
     """
-    ranks: dict[fx.Node, int] = {}
-    # By memory; or by value, for the gradients that are added up for it.
-    last_read: dict[object, int] = {}
-    last_write: dict[object, int] = {}
-    highest = lowest = of_collectives = 0
-    for node in graph.nodes:
-        written = set(_memory(written_inputs(node)))
-        touched = set(_memory((node, *node.all_input_nodes)))
-        if draws_random_numbers(node):
-            written.add(_RANDOM_STATE)
-        if has_gradient(node):
-            written.update(
-                other for other in node.all_input_nodes if len(other.users) > 1 and has_gradient(other)
-            )
-        touched |= written
-        rank = max(
-            lowest,
-            *(ranks[other] + ranks[other] % 2 for other in node.all_input_nodes),
-            *(last_write.get(key, 0) for key in touched),
-            *(last_read.get(key, 0) for key in written),
-            of_collectives if in_turn(node) else 0,
-            highest if changes_context(node) else 0,
-        )
-        ranks[node] = rank = rank | 1 if odd(node) else rank + rank % 2
-        highest = max(highest, rank)
-        lowest = rank if changes_context(node) else lowest
-        of_collectives = max(of_collectives, rank) if launches_collective(node) else of_collectives
-        for key in touched:
-            last_read[key] = max(last_read.get(key, 0), rank)
-        last_write.update(dict.fromkeys(written, rank))
-    return ranks
+    order = dependencies(graph, torch_call_effects, in_turn=in_turn)
+    return levels({node: node.all_input_nodes for node in graph.nodes}, counted, order=order)
 
 
-def has_gradient(node: fx.Node) -> bool:
-    """Whether the value of a node, or a part of it, may have a gradient.
+def independent_groups(
+    members: Iterable[T], levels: Mapping[T, int], key: Callable[[T], Hashable]
+) -> list[tuple[T, ...]]:
+    """Returns the groups of members that have one level and one key, in the order of their first members.
 
     Args:
-        node: a node of a graph that Dynamo traced.
+        members: counted members.
+        levels: what :func:`levels` returned.
+        key: what the members of a group have in common.
+
+    Example:
+        >>> independent_groups("acd", {"a": 1, "c": 2, "d": 1}, key=str.isalpha)
+        [('a', 'd'), ('c',)]
     """
-    if "val" not in node.meta:  # a call that returns several values, or none
-        return any(user.target is operator.getitem and has_gradient(user) for user in node.users)
-    values = pytree.tree_leaves(node.meta["val"])
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+    groups: dict[object, list[T]] = {}
+    for member in members:
+        groups.setdefault((levels[member], key(member)), []).append(member)
+    return list(map(tuple, groups.values()))
 
 
-def _memory(nodes: Iterable[fx.Node]) -> Iterator[object]:
-    for node in nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                yield StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+def sort_by_level(
+    graph: fx.Graph, levels: Mapping[fx.Node, int], counted: Callable[[fx.Node], bool]
+) -> tuple[fx.Node, ...]:
+    """Returns the nodes of a graph sorted by level, stably, so that counted calls of one level stand side by side.
 
-
-def order_by_rank(graph: fx.Graph, ranks: dict[fx.Node, int]) -> None:
-    """Sorts the nodes by rank; each call runs with gradients on or off as it did.
+    Those come first of their level, since the others may depend on them.
 
     Args:
         graph: the graph.
-        ranks: what :func:`rank_calls` returned for it.
+        levels: its levels.
+        counted: which calls count.
     """
-    nodes = list(graph.nodes)
-    end = max(ranks.values()) + 1
-    ends = {"placeholder": -1, "output": end}
-    ordered = sorted(nodes, key=lambda node: ends.get(node.op, ranks[node]))
-    if ordered == nodes:
-        return
-    modes = grad_modes(graph)
-    mode = torch.is_grad_enabled()
-    last = None
-    for node in ordered:
-        if node.target is SET_GRAD_ENABLED:
-            graph.erase_node(node)
-            continue
-        if last is not None:
-            last.append(node)
-        if node.op in ("call_function", "call_method", "output") and modes[node] != mode:
-            mode = modes[node]
-            with graph.inserting_before(node):
-                graph.call_function(SET_GRAD_ENABLED, (mode,)).meta["val"] = None
-        last = node
-
-
-def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Returns for each node whether gradients are on where it runs.
-
-    Args:
-        graph: a graph that Dynamo traced, in the mode in which it will be called.
-    """
-    mode = torch.is_grad_enabled()
-    modes = {}
-    for node in graph.nodes:
-        if node.target is SET_GRAD_ENABLED:
-            mode = bool(node.args[0])
-        modes[node] = mode
-    return modes
+    ends = {"placeholder": (-1, False), "output": (len(graph.nodes), False)}
+    return tuple(sorted(graph.nodes, key=lambda node: ends.get(node.op, (levels[node], not counted(node)))))

@@ -303,16 +303,3 @@ def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:
         return value, collective
     split = splits.pop()
     return argument(split), split
-
-
-def is_mutated(node: fx.Node) -> bool:
-    """Whether a user of ``node``, or of a view of it, writes into its memory."""
-    pending = [node]
-    while pending:
-        for user in pending.pop().users:
-            schema = getattr(user.target, "_schema", None)
-            if schema is not None and schema.is_mutable:
-                return True
-            if user.target is operator.getitem or getattr(user.target, "is_view", False):
-                pending.append(user)
-    return False

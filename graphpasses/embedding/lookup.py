@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpasses._torch.torch_calls import named_arguments
+from graphpasses._torch.schemas import named_arguments
 from graphpasses.graph import DynamoGraph
 
 __all__ = ["LookupCall", "TableLayout", "add_layout", "add_states"]

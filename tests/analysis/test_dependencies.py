@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpasses.analysis.dependencies import place_nodes, predecessors, stable_order
+from graphpasses.analysis.dependencies import dependencies, place_nodes, topological_sort
+from graphpasses.analysis.effects import operator_effects
 
 aten = torch.ops.aten
 
@@ -24,7 +25,7 @@ def edges(module: fx.GraphModule) -> set[tuple[str, str]]:
     """Pairs of nodes that must keep their order though neither is the other's input."""
     return {
         (str(other), str(node))
-        for node, before in predecessors(module.graph).items()
+        for node, before in dependencies(module.graph, operator_effects).items()
         for other in before - set(node.all_input_nodes)
         if node.op != "output"
     }
@@ -33,7 +34,8 @@ def edges(module: fx.GraphModule) -> set[tuple[str, str]]:
 def test_inputs() -> None:
     module = traced(lambda x: (x + 1) * (x + 2), torch.ones(3))
     assert edges(module) == set()
-    assert all(before >= set(node.all_input_nodes) for node, before in predecessors(module.graph).items())
+    needed = dependencies(module.graph, operator_effects)
+    assert all(nodes >= set(node.all_input_nodes) for node, nodes in needed.items())
 
 
 def test_writes_and_reads_keep_their_order() -> None:
@@ -96,11 +98,11 @@ def test_operators_that_write_beside_aten_come_in_order() -> None:
 def test_order_is_stable() -> None:
     before: dict[str, str] = dict.fromkeys("abcdef", "")
     units = [("a",), ("b",), ("c", "f"), ("d",), ("e",)]
-    assert stable_order(units, before) == units
-    late = stable_order(units, {**before, "a": "f", "b": "a"})
+    assert topological_sort(units, before) == units
+    late = topological_sort(units, {**before, "a": "f", "b": "a"})
     assert late == [("c", "f"), ("a",), ("b",), ("d",), ("e",)]
     with pytest.raises(AssertionError, match="units that need each other"):
-        stable_order(units, {**before, "a": "c", "f": "a"})
+        topological_sort(units, {**before, "a": "c", "f": "a"})
 
 
 def test_placing() -> None:

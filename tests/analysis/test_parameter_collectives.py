@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.parameter_collectives import (
@@ -19,7 +19,6 @@ from graphpasses.analysis.parameter_collectives import (
     find_grad_reductions,
     find_unshards,
     gradient_summands,
-    is_mutated,
 )
 from graphpasses.capture import capture_train_step
 from graphpasses.graph import WAIT, TrainGraph, is_collective, wait_of
@@ -140,26 +139,6 @@ def test_computed_summand_does_not_count() -> None:
         graph.set_output(slot, decayed)
         assert list(gradient_summands(decayed)) == [(decayed, ())]
         assert "layers.0.weight" not in find_grad_reductions(graph)
-
-
-def chain(*targets: object) -> tuple[fx.Graph, list[fx.Node]]:
-    graph = fx.Graph()
-    nodes = [graph.placeholder("x")]
-    for target in targets:
-        nodes.append(
-            graph.call_function(target, (nodes[-1], *([[-1]] if target == aten.view.default else [])))
-        )
-    return graph, nodes
-
-
-def test_mutation_is_seen_through_views() -> None:
-    _, nodes = chain(aten.view.default, aten.relu_.default)
-    assert is_mutated(nodes[0])
-    assert is_mutated(nodes[1])
-    _, nodes = chain(aten.view.default, aten.relu.default)
-    assert not is_mutated(nodes[0])
-    _, nodes = chain(aten.clone.default, aten.relu_.default)
-    assert not is_mutated(nodes[0])
 
 
 def test_deduplicated_graph_has_one_unshard_each() -> None:

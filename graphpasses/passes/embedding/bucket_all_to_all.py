@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import fx
 
-from graphpasses._torch.effects import collective_group
 from graphpasses.analysis.backward import backward_nodes, tangents
-from graphpasses.analysis.dependencies import place_nodes, predecessors, stable_order
+from graphpasses.analysis.dependencies import dependencies, place_nodes, topological_sort
+from graphpasses.analysis.effects import collective_group, operator_effects
 from graphpasses.collective_sequence import Launches
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, WAIT, Stage, TrainGraph, argument
@@ -56,7 +56,7 @@ def _plan(graph: TrainGraph, launches: Launches, before: Before) -> list[tuple[f
         buckets.setdefault(key, []).append(index)
     # A bucket takes the place of its last member, where its inputs are there.
     units = sorted(map(tuple, buckets.values()), key=max)
-    ordered = stable_order(units, {index: list(_bits(mask)) for index, mask in enumerate(needed)})
+    ordered = topological_sort(units, {index: list(_bits(mask)) for index, mask in enumerate(needed)})
     _check_local(graph, ordered, local)
     return [tuple(launches.nodes[index] for index in unit) for unit in ordered]
 
@@ -181,7 +181,7 @@ class BucketAllToAll(GraphPass):
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of buckets made."""
-        before = predecessors(graph.graph)
+        before = dependencies(graph.graph, operator_effects)
         launches = Launches(graph)
         units = _plan(graph, launches, before)
         buckets = [unit for unit in units if len(unit) > 1]
@@ -196,7 +196,7 @@ class BucketAllToAll(GraphPass):
         placed += [(min(map(position.__getitem__, bucket)), bucket) for bucket in waits]
         together = {node for _, unit in placed for node in unit}
         placed += [(index, (node,)) for node, index in position.items() if node not in together]
-        ordered = stable_order([unit for _, unit in sorted(placed, key=operator.itemgetter(0))], before)
+        ordered = topological_sort([unit for _, unit in sorted(placed, key=operator.itemgetter(0))], before)
         place_nodes(graph.graph, [node for unit in ordered for node in unit])
         columns = agree_on_columns(launches)
         for bucket in buckets:

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from graphpasses._torch.effects import collective_group
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.symbols import expression
+from graphpasses.analysis.effects import collective_group
 from graphpasses.collective_sequence import Launches
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument

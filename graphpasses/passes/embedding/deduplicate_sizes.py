@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from graphpasses._torch.effects import collective_group
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.symbols import can_name_alike, expression, name_alike
+from graphpasses.analysis.effects import collective_group
 from graphpasses.analysis.value_numbering import HeldNumbers, Received
 from graphpasses.collective_sequence import Launches
 from graphpasses.errors import AgreementError

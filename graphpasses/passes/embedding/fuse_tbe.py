@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,8 +13,9 @@ from torch import fx
 
 from graphpasses._torch.dynamo import guard_identity
 from graphpasses._torch.storage import addresses
-from graphpasses._torch.torch_calls import launches_collective
-from graphpasses.analysis.levels import grad_modes, has_gradient, order_by_rank, rank_calls
+from graphpasses.analysis.dependencies import grad_modes, place_nodes
+from graphpasses.analysis.effects import has_gradient, launches_collective
+from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.lookup import LookupCall, TableLayout
 from graphpasses.errors import OptimizerError
@@ -29,10 +30,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which lookups become one, and the order of the graph in which those of a group stand side by side."""
+    """Which lookups become one, and the order of the graph's nodes in which those of a group stand side by side."""
 
     groups: tuple[tuple[LookupCall, ...], ...]
-    ranks: dict[fx.Node, int]
+    order: tuple[fx.Node, ...]
 
 
 def _plan(graph: DynamoGraph) -> _Plan:
@@ -45,20 +46,25 @@ def _plan(graph: DynamoGraph) -> _Plan:
             candidates[call.node] = call
         elif len(calls) > 1:
             graph.note(f"the lookup of {call.module} is left alone: {obstacle}")
-    ranks = rank_calls(graph.graph, odd=candidates.__contains__, in_turn=launches_collective)
+    levels = call_levels(graph.graph, candidates.__contains__, in_turn=launches_collective)
     modes, trained = grad_modes(graph.graph), _with_gradient(graph)
-    groups: dict[object, list[LookupCall]] = {}
-    for node, call in candidates.items():
-        homes = tuple(map(id, map(Arena.home, call.state_tensors)))  # two arenas cannot become one
-        key = (ranks[node], modes[node], node in trained, homes, call.settings())
-        groups.setdefault(key, []).append(call)
-    for call, *others in groups.values():
+
+    def key(node: fx.Node) -> Hashable:
+        call = candidates[node]
+        arenas = tuple(map(id, map(Arena.home, call.state_tensors)))  # two arenas cannot become one
+        return modes[node], node in trained, arenas, call.settings()
+
+    groups = [
+        tuple(candidates[node] for node in group) for group in independent_groups(candidates, levels, key)
+    ]
+    for call, *others in groups:
         home = Arena.home(call.state_tensors[0])
         if not others and len(calls) > 1 and home is not None and home is not call.state_tensors[0]:
             graph.note(
                 f"the lookup of {call.module} is left alone: a model compiled before fused it with others"
             )
-    return _Plan(tuple(tuple(group) for group in groups.values() if len(group) > 1), ranks)
+    order = sort_by_level(graph.graph, levels, candidates.__contains__)
+    return _Plan(tuple(group for group in groups if len(group) > 1), order)
 
 
 def _obstacle(call: LookupCall, memories: Mapping[int, int]) -> str | None:
@@ -84,7 +90,7 @@ def _with_gradient(graph: DynamoGraph) -> set[fx.Node]:
 
 
 def _apply(graph: DynamoGraph, plan: _Plan) -> int:
-    order_by_rank(graph.graph, plan.ranks)
+    place_nodes(graph.graph, plan.order)
     arenas: dict[int, fx.Node] = {}
     for calls in plan.groups:
         _fuse(graph, calls, arenas)

@@ -7,8 +7,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphpasses._torch.torch_calls import is_higher_order, launches_collective
-from graphpasses.analysis.levels import order_by_rank, rank_calls
+from graphpasses._torch.schemas import is_higher_order
+from graphpasses.analysis.dependencies import place_nodes
+from graphpasses.analysis.effects import launches_collective
+from graphpasses.analysis.levels import call_levels, sort_by_level
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes.runner import GraphPass, Numerics
 
@@ -45,6 +47,7 @@ class HoistInputDists(GraphPass):
         """Rewrites ``graph`` in place; returns the number of collectives that changed their place among others."""
         before = list(filter(launches_collective, graph.graph.nodes))
         # On a rank without tables an output dist needs less, so no output dist goes before an earlier collective.
-        order_by_rank(graph.graph, rank_calls(graph.graph, odd=_brings_output, in_turn=_brings_output))
+        levels = call_levels(graph.graph, _brings_output, in_turn=_brings_output)
+        place_nodes(graph.graph, sort_by_level(graph.graph, levels, _brings_output))
         after = filter(launches_collective, graph.graph.nodes)
         return sum(a is not b for a, b in zip(before, after, strict=True))

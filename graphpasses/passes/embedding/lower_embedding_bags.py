@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from graphpasses._torch.dynamo import guard_identity
-from graphpasses.analysis.levels import grad_modes, order_by_rank, rank_calls
+from graphpasses.analysis.dependencies import grad_modes, place_nodes
+from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.emit_lookup import emit_lookup
@@ -36,12 +37,12 @@ class LoweringPlan:
 
     Args:
         lookups: calls that become one lookup each; those of one table stand together.
-        ranks: the order of nodes in which the calls of a lookup stand side by side.
+        order: the order of nodes in which the calls of a lookup stand side by side.
         left_alone: of each table whose calls stay, why.
     """
 
     lookups: tuple[tuple[BagCall, ...], ...]
-    ranks: dict[fx.Node, int]
+    order: tuple[fx.Node, ...]
     left_alone: dict[str, str]
 
 
@@ -52,23 +53,22 @@ def _is_float(node: fx.Node) -> bool:
 
 def _plan(graph: DynamoGraph) -> LoweringPlan:
     calls, left_alone = read_bag_calls(graph)
-    ranks = rank_calls(graph.graph, odd=calls.__contains__, in_turn=lambda node: False)
+    levels = call_levels(graph.graph, calls.__contains__)
     modes = grad_modes(graph.graph)
-    groups: dict[Any, list[BagCall]] = defaultdict(list)
-    for node, call in calls.items():
-        groups[call.kind, ranks[node], modes[node]].append(call)
-    num_groups = Counter(fqn for group in groups.values() for fqn in {call.fqn for call in group})
+    groups = independent_groups(calls, levels, lambda node: (calls[node].kind, modes[node]))
+    num_groups = Counter(fqn for group in groups for fqn in {calls[node].fqn for node in group})
     scattered = {fqn for fqn, number in num_groups.items() if number > 1}
     lookups = []
-    for group in groups.values():
+    for group in groups:
         by_table: dict[str, list[BagCall]] = defaultdict(list)
-        for call in group:
+        for call in map(calls.__getitem__, group):
             if call.fqn not in scattered:
                 by_table[call.fqn].append(call)
         if by_table:
             lookups.append(tuple(call for table in by_table.values() for call in table))
     reason = "its calls are not alike, or one needs what the other looks up: they cannot be one update"
-    return LoweringPlan(tuple(lookups), ranks, left_alone | dict.fromkeys(scattered, reason))
+    order = sort_by_level(graph.graph, levels, calls.__contains__)
+    return LoweringPlan(tuple(lookups), order, left_alone | dict.fromkeys(scattered, reason))
 
 
 def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate) -> TableLayout:
@@ -235,7 +235,7 @@ class LowerEmbeddingBags(GraphPass):
             graph.note(f"{table} is looked up as before: {reason}")
         if plan.lookups:
             register_fake_kernels()
-            order_by_rank(graph.graph, plan.ranks)
+            place_nodes(graph.graph, plan.order)
         for calls in plan.lookups:
             first = next(node for node in graph.graph.nodes if node in {call.node for call in calls})
             with graph.graph.inserting_before(first):

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
-from graphpasses._torch.effects import storages
+from graphpasses.analysis.effects import storages
 from graphpasses.graph import Stage, TrainGraph, argument, is_collective
 from graphpasses.passes.runner import GraphPass, Numerics
 

@@ -12,12 +12,12 @@ from torch import fx
 
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import read_functionalized_call
-from graphpasses._torch.effects import collective_group, has_hidden_state, storages, written_inputs
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.symbols import can_name_alike, name_alike
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.agreement import agree
 from graphpasses.analysis.backward import backward_nodes
+from graphpasses.analysis.effects import collective_group, operator_effects, storages
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, TrainGraph, argument
 
@@ -57,9 +57,10 @@ def _is_function(node: fx.Node) -> bool:
         return _is_empty(node.meta["val"])
     if node.target == aten._assert_scalar.default:
         return True
-    if has_hidden_state(node) or any(written_inputs(node)):
+    effects = operator_effects(node)
+    if effects.has_hidden_state or effects.writes:
         return False
-    if collective_group(node) is not None:
+    if effects.group is not None:
         return node.target == ALL_TO_ALL
     value = node.meta.get("val")
     kinds = (torch.Tensor, torch.SymInt, torch.SymBool, int, type(None))

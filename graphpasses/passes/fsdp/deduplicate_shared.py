@@ -8,7 +8,8 @@ from typing import ClassVar
 from torch import fx
 
 from graphpasses.analysis.backward import is_backward
-from graphpasses.analysis.parameter_collectives import UNSHARD_OPS, is_mutated
+from graphpasses.analysis.effects import is_written
+from graphpasses.analysis.parameter_collectives import UNSHARD_OPS
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes.embedding.repeats import merge_repeats
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -37,7 +38,7 @@ def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
     """
     first: dict[object, fx.Node] = {}
     repeated: dict[fx.Node, fx.Node] = {}
-    chain = {node for _, node in graph.parameter_placeholders() if not is_mutated(node)}
+    chain = {node for _, node in graph.parameter_placeholders() if not is_written(node)}
     for node in graph.graph.nodes:
         if node.target not in UNSHARD_OPS:
             continue
@@ -126,7 +127,7 @@ class DeduplicateShared(GraphPass):
             graph.remove_inputs(repeated_inputs)
 
         repeated = _plan_chains(graph)
-        written = {kept for node, kept in repeated.items() if is_mutated(node) or is_mutated(kept)}
+        written = {kept for node, kept in repeated.items() if is_written(node) or is_written(kept)}
         for node, kept in repeated.items():
             if kept in written:
                 graph.note(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses import agreement
-from graphpasses._torch.effects import collective_group
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph import (
     ALL_TO_ALL,

@@ -18,7 +18,7 @@ from torchrec.distributed import sharding_plan as plans
 from torchrec.optim import RowWiseAdagrad
 
 import graphpasses
-from graphpasses._torch.torch_calls import launches_collective
+from graphpasses.analysis.effects import launches_collective
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.graph import Stage
 from graphpasses.parity.launch import run_ranks

@@ -11,11 +11,13 @@ import torch.distributed._functional_collectives  # registers them
 import torch.nn.functional as F
 from torch import fx
 
-from graphpasses._torch.torch_calls import (
-    changes_context,
-    draws_random_numbers,
+from graphpasses.analysis.effects import (
+    UNKNOWN_GROUP,
+    Effects,
+    is_written,
     launches_collective,
-    written_inputs,
+    operator_effects,
+    torch_call_effects,
 )
 
 c10d, aten = torch.ops._c10d_functional, torch.ops.aten
@@ -52,25 +54,25 @@ def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     ],
 )
 def test_written_inputs(node: fx.Node, written: str) -> None:
-    assert "".join(dict.fromkeys(str(other) for other in written_inputs(node))) == written
+    assert "".join(dict.fromkeys(map(str, torch_call_effects(node).writes))) == written
 
 
 def test_outs_are_written() -> None:
     node = call(torch.add)
     node.kwargs = {"out": node.args[1]}
-    assert [str(other) for other in written_inputs(node)] == ["y"]
+    assert [str(other) for other in torch_call_effects(node).writes] == ["y"]
 
 
 @pytest.mark.parametrize(
     "target", [F.dropout, F.dropout2d, torch.rand_like, "bernoulli_", aten.dropout.default]
 )
 def test_random(target: Any) -> None:
-    assert draws_random_numbers(call(target))
+    assert torch_call_effects(call(target)).has_hidden_state
 
 
 @pytest.mark.parametrize("target", [F.relu, F.conv2d, torch.sum, "add_", operator.add, aten.add.Tensor])
 def test_not_random(target: Any) -> None:
-    assert not draws_random_numbers(call(target))
+    assert not torch_call_effects(call(target)).has_hidden_state
 
 
 def test_collectives() -> None:
@@ -92,7 +94,7 @@ def test_graphs_inside_are_seen() -> None:
     with node.graph.inserting_before(node):
         node.args = (node.graph.get_attr("body"),)
     fx.GraphModule(module, node.graph)
-    assert draws_random_numbers(node)
+    assert torch_call_effects(node).has_hidden_state
     assert not launches_collective(node)
 
 
@@ -100,7 +102,65 @@ def test_context() -> None:
     enter = call(torch.amp.autocast_mode._enter_autocast)
     enter.args = ("cpu", torch.bfloat16, True, None)
     leave = enter.graph.call_function(torch.amp.autocast_mode._exit_autocast, (enter,))
-    assert changes_context(enter)
-    assert changes_context(leave)
-    assert not changes_context(call(torch.sum))
-    assert not changes_context(enter.graph.call_function(torch._C._set_grad_enabled, (True,)))
+    switch = enter.graph.call_function(torch._C._set_grad_enabled, (True,))
+    changes = [torch_call_effects(node).changes_context for node in (enter, leave, call(torch.sum), switch)]
+    assert changes == [True, True, False, False]
+
+
+def test_groups() -> None:
+    reduce = call(c10d.all_reduce.default)
+    reduce.args = (reduce.args[0], "sum", "3")
+    assert operator_effects(reduce).group == "3"
+    assert torch_call_effects(reduce).group == "3"
+    reduce.args = (reduce.args[0], "sum")
+    assert torch_call_effects(reduce).group == UNKNOWN_GROUP
+
+
+@pytest.mark.parametrize(
+    ("target", "reads", "writes", "shares"),
+    [
+        (aten.add.Tensor, "xy", "", ""),
+        (aten.add_.Tensor, "xy", "x", "x"),
+        (aten.copy_.default, "y", "x", "x"),
+        (aten.detach.default, "", "", "x"),
+        (aten.sym_numel.default, "", "", ""),
+        (operator.getitem, "", "", "x"),
+        (c10d.wait_tensor.default, "xy", "", "x"),
+        (torch.ops.higher_order.auto_functionalized_v2, "xy", "", "xy"),
+        (torch.ops.higher_order.cond, "xy", "xy", "xy"),
+    ],
+)
+def test_memory_of_operators(target: Any, reads: str, writes: str, shares: str) -> None:
+    effects = operator_effects(call(target))
+    found = ["".join(map(str, nodes)) for nodes in (effects.reads, effects.writes, effects.shares)]
+    assert found == [reads, writes, shares]
+
+
+def test_hidden_state_of_operators() -> None:
+    assert operator_effects(call(aten.bernoulli.default)).has_hidden_state
+    assert operator_effects(call(torch.ops.higher_order.cond)).has_hidden_state
+    assert not operator_effects(call(aten.add_.Tensor)).has_hidden_state
+
+
+def test_what_is_no_call_does_nothing() -> None:
+    assert operator_effects(fx.Graph().placeholder("x")) == Effects()
+
+
+def chain(*targets: object) -> tuple[fx.Graph, list[fx.Node]]:
+    graph = fx.Graph()
+    nodes = [graph.placeholder("x")]
+    for target in targets:
+        nodes.append(
+            graph.call_function(target, (nodes[-1], *([[-1]] if target == aten.view.default else [])))
+        )
+    return graph, nodes
+
+
+def test_mutation_is_seen_through_views() -> None:
+    _, nodes = chain(aten.view.default, aten.relu_.default)
+    assert is_written(nodes[0])
+    assert is_written(nodes[1])
+    _, nodes = chain(aten.view.default, aten.relu.default)
+    assert not is_written(nodes[0])
+    _, nodes = chain(aten.clone.default, aten.relu_.default)
+    assert not is_written(nodes[0])

@@ -1,0 +1,111 @@
+"""What operators say of themselves: their schemas and tags; and the names of torch that Dynamo's graphs call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "SET_GRAD_ENABLED",
+    "given_arguments",
+    "is_higher_order",
+    "is_operator",
+    "is_seeded",
+    "is_tensor_subclass",
+    "named_arguments",
+    "random_names",
+    "returns_alias",
+    "schemas",
+    "writes_arguments",
+]
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
+
+def is_operator(target: Any) -> bool:
+    """Whether the target of a call is one overload of an operator, as in graphs of ATen."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether a call is given graphs to run, as that of an ``autograd.Function`` is."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def is_tensor_subclass(value: Any) -> bool:
+    """Whether a value wraps tensors, as a DTensor does."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def schemas(target: Any) -> list[Any]:
+    """Returns the schemas of an operator: one of an overload, those of all overloads of a packet; else none.
+
+    Args:
+        target: the target of a call.
+    """
+    match target:
+        case torch._ops.OpOverload():
+            return [target._schema]
+        case torch._ops.OpOverloadPacket():
+            return [overload._schema for overload in _overloads(target)]
+    return []
+
+
+def given_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
+    """Yields ``(argument of the schema, value)`` for what a call is given; for each overload that it may be.
+
+    Args:
+        node: a call of an operator; any other node has none.
+    """
+    for schema in schemas(node.target):
+        for index, argument in enumerate(schema.arguments):
+            if index < len(node.args):
+                yield argument, node.args[index]
+            elif argument.name in node.kwargs:
+                yield argument, node.kwargs[argument.name]
+
+
+def named_arguments(node: fx.Node) -> dict[str, Any]:
+    """Returns the arguments of a call of an operator that has one overload, defaults too, by their names.
+
+    Args:
+        node: a call of an operator.
+    """
+    (schema,) = schemas(node.target)
+    names = [argument.name for argument in schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    return defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def returns_alias(target: Any) -> bool:
+    """Whether an operator says that what it returns may share memory with an argument."""
+    return any(output.alias_info is not None for schema in schemas(target) for output in schema.returns)
+
+
+def writes_arguments(target: Any) -> bool:
+    """Whether an operator says that it writes an argument."""
+    return any(schema.is_mutable for schema in schemas(target))
+
+
+def is_seeded(target: Any) -> bool:
+    """Whether an operator says that it draws random numbers."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+@cache
+def random_names() -> frozenset[str]:
+    """Returns the names of ATen's operators that draw random numbers, such as ``"bernoulli"``."""
+    names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    packets = [getattr(torch.ops.aten, name[6:]) for name in names if name.startswith("aten::")]
+    return frozenset(
+        packet.__name__.rstrip("_") for packet in packets if any(map(is_seeded, _overloads(packet)))
+    )
+
+
+def _overloads(packet: Any) -> list[Any]:
+    return [getattr(packet, name) for name in packet.overloads()]

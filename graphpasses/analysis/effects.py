@@ -1,0 +1,359 @@
+"""What a call in a graph does beside computing its value: memory, random numbers, communication, context.
+
+One description, :class:`Effects`, and two readers of it: :func:`operator_effects` for graphs of ATen operators, which
+AOTAutograd and ``make_fx`` make, and :func:`torch_call_effects` for the torch-level calls of Dynamo's graphs. What
+depends on what follows from it, see :mod:`graphpasses.analysis.dependencies`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphpasses._torch import pytree
+from graphpasses._torch.schemas import (
+    SET_GRAD_ENABLED,
+    given_arguments,
+    is_higher_order,
+    is_operator,
+    is_seeded,
+    is_tensor_subclass,
+    random_names,
+    returns_alias,
+    schemas,
+    writes_arguments,
+)
+from graphpasses.graph import WAIT
+
+__all__ = [
+    "UNKNOWN_GROUP",
+    "Effects",
+    "collective_group",
+    "has_gradient",
+    "holds_tensor",
+    "is_written",
+    "launches_collective",
+    "operator_effects",
+    "storages",
+    "torch_call_effects",
+]
+
+aten = torch.ops.aten
+
+UNKNOWN_GROUP = "unknown"
+
+_GROUPS = ("group", "group_name", "process_group")  # what collectives call their group
+
+# These stand for an operator that writes, and return copies instead.
+_FUNCTIONALIZED = (
+    torch.ops.higher_order.auto_functionalized,
+    torch.ops.higher_order.auto_functionalized_v2,
+)
+
+# These read a tensor's shape, not its values.
+_METADATA_OPS = frozenset(
+    {
+        aten.sym_size.int,
+        aten.sym_stride.int,
+        aten.sym_numel.default,
+        aten.sym_storage_offset.default,
+    }
+)
+
+_IN_PLACE_OPERATORS = frozenset(
+    {"setitem", "delitem"}
+    | {name for name in dir(operator) if name[0] == "i" and {name[1:], f"{name[1:]}_"} & {*dir(operator)}}
+)
+
+# Public functions that draw random numbers under another name than the operator that does.
+_RANDOM_FUNCTIONS = frozenset({"gumbel_softmax", "multi_head_attention_forward", "fractional_max_pool"})
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a call does beside computing its value.
+
+    Args:
+        reads: the inputs whose values it reads; not those whose shape it asks, or of which it makes a view.
+        writes: the inputs that it may write in place.
+        shares: the inputs with which its value may share memory, also where fake values do not show it.
+        gradients: the inputs that get gradients from several calls, this one among them: they are added in the order
+            of the calls.
+        has_hidden_state: whether it may depend on earlier calls by more than its inputs, as random numbers do.
+        changes_context: whether it is made for what it changes around the calls after it, such as autocast.
+        group: the process group on which it communicates, as a rule its name; :data:`UNKNOWN_GROUP` where that does
+            not show; None if it does not communicate.
+    """
+
+    reads: tuple[fx.Node, ...] = ()
+    writes: tuple[fx.Node, ...] = ()
+    shares: tuple[fx.Node, ...] = ()
+    gradients: tuple[fx.Node, ...] = ()
+    has_hidden_state: bool = False
+    changes_context: bool = False
+    group: object = None
+
+
+# ---- the two readers ----------------------------------------------------------------------------------------------
+
+
+def operator_effects(node: fx.Node) -> Effects:
+    """Returns what a node of a graph of ATen operators does.
+
+    A schema says what an operator writes and shares. It does not say all: operators of other libraries that write may
+    have a state (a fused optimizer rounds at random), and higher-order operators contain others.
+
+    Args:
+        node: any node; what is no call does nothing.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> x, y = graph.placeholder("x"), graph.placeholder("y")
+        >>> operator_effects(graph.call_function(torch.ops.aten.copy_.default, (x, y)))
+        ... # doctest: +NORMALIZE_WHITESPACE
+        Effects(reads=(y,), writes=(x,), shares=(x,), gradients=(),
+                has_hidden_state=False, changes_context=False, group=None)
+    """
+    if node.op != "call_function":
+        return Effects()
+    return Effects(
+        reads=_read_inputs(node),
+        writes=tuple(_written_inputs(node)),
+        shares=tuple(_shared_inputs(node)),
+        has_hidden_state=is_seeded(node.target) or is_higher_order(node) or _writes_beside_aten(node.target),
+        group=collective_group(node),
+    )
+
+
+def torch_call_effects(node: fx.Node) -> Effects:
+    """Returns what a node of a graph that Dynamo traced does.
+
+    Functions and methods have no schema: their names and arguments tell, as torch's conventions have it (``add_``,
+    ``out=``, ``inplace=``). Graphs inside of a call are looked into.
+
+    Args:
+        node: any node; what is no call does nothing, but the output may need gradients.
+
+    Example:
+        >>> node = fx.symbolic_trace(lambda x: torch.bernoulli(x).add_(x)).graph.output_node().args[0]
+        >>> torch_call_effects(node).writes, torch_call_effects(node.args[0]).has_hidden_state
+        ((bernoulli,), True)
+    """
+    return Effects(
+        reads=tuple(node.all_input_nodes),
+        writes=tuple(_written_inputs(node)),
+        gradients=tuple(_summed_gradients(node)),
+        has_hidden_state=_draws_random_numbers(node),
+        changes_context=_changes_context(node),
+        group=_torch_call_group(node),
+    )
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
+    """Returns the memory of nodes' fake values: who shares some shares memory, also where no schema says so.
+
+    Inputs of a graph may overlap, and some operators (``_unsafe_view``) do not say that they return views.
+
+    Args:
+        nodes: nodes of any graph.
+    """
+    return {
+        StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+        for value in pytree.tree_leaves([node.meta.get("val") for node in nodes])
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
+
+
+def holds_tensor(node: fx.Node) -> bool:
+    """Whether the value of a node is or contains a tensor: only these have memory.
+
+    Args:
+        node: a node with ``meta["val"]``; without it there is none.
+    """
+    return any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(node.meta.get("val")))
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether an operator writes the memory of a node, or of a view of it.
+
+    Args:
+        node: a node of a graph of ATen operators.
+    """
+    pending = [node]
+    while pending:
+        value = pending.pop()
+        for user in value.users:
+            effects = operator_effects(user)
+            if value in effects.writes:
+                return True
+            if value in effects.shares:
+                pending.append(user)
+    return False
+
+
+def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
+    if is_higher_order(node):
+        if node.target not in _FUNCTIONALIZED:
+            yield from node.all_input_nodes  # it does not say
+    elif schemas(node.target):
+        yield from _nodes([value for argument, value in given_arguments(node) if argument.is_write])
+    elif node.op in ("call_function", "call_method"):
+        yield from _nodes(node.kwargs.get("out"))
+        if _is_in_place(node.target) or _named_argument(node, "inplace"):
+            yield from _nodes(node.args[:1])
+
+
+def _shared_inputs(node: fx.Node) -> Iterator[fx.Node]:
+    if node.target in (operator.getitem, WAIT):
+        yield from node.all_input_nodes[:1]
+    elif is_higher_order(node):
+        yield from node.all_input_nodes
+    elif returns_alias(node.target):
+        yield from _nodes([value for argument, value in given_arguments(node) if argument.alias_info])
+
+
+def _read_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
+    if node.target in _METADATA_OPS or _is_view(node):
+        return ()
+    if node.target is aten.copy_.default:
+        return tuple(_nodes(node.args[1]))
+    return tuple(node.all_input_nodes)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a call makes a tensor without reading values (``reshape`` may copy)."""
+    is_view = node.target is operator.getitem or getattr(node.target, "is_view", False)
+    return is_view and storages(node) <= storages(*node.all_input_nodes[:1])
+
+
+def _is_in_place(target: Any) -> bool:
+    name = _name(target)
+    if getattr(target, "__module__", "") == "_operator":
+        return name in _IN_PLACE_OPERATORS
+    if name.startswith("__"):
+        return name.strip("_") in _IN_PLACE_OPERATORS
+    return name.endswith("_")
+
+
+# ---- gradients and random numbers ---------------------------------------------------------------------------------
+
+
+def has_gradient(node: fx.Node) -> bool:
+    """Whether the value of a node, or a part of it, may have a gradient.
+
+    Args:
+        node: a node of a graph that Dynamo traced.
+    """
+    if "val" not in node.meta:  # a call that returns several values, or none
+        return any(user.target is operator.getitem and has_gradient(user) for user in node.users)
+    values = pytree.tree_leaves(node.meta["val"])
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+def _summed_gradients(node: fx.Node) -> Iterator[fx.Node]:
+    if has_gradient(node):
+        yield from (other for other in node.all_input_nodes if len(other.users) > 1 and has_gradient(other))
+
+
+def _draws_random_numbers(node: fx.Node) -> bool:
+    if is_higher_order(node):
+        return any(map(_draws_random_numbers, _inner_nodes(node)))
+    if is_operator(node.target):
+        return is_seeded(node.target)
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = _name(node.target).rstrip("_")
+    return any(
+        each in names for each in (name, name.rstrip("123d")) for names in (random_names(), _RANDOM_FUNCTIONS)
+    )
+
+
+# ---- communication and context ------------------------------------------------------------------------------------
+
+
+def collective_group(node: fx.Node) -> Any:
+    """Returns the process group of the collective that an operator launches, as a rule its name; None for others.
+
+    Args:
+        node: a node of a graph of ATen operators.
+    """
+    for argument, value in given_arguments(node):
+        if argument.name in _GROUPS and str(argument.type) != "int":
+            return value
+    return None
+
+
+def launches_collective(node: fx.Node) -> bool:
+    """Whether a torch-level call, or one inside the graphs that it is given, communicates.
+
+    Args:
+        node: a node of a graph that Dynamo traced.
+    """
+    return _torch_call_group(node) is not None
+
+
+def _torch_call_group(node: fx.Node) -> object:
+    if is_higher_order(node):
+        return next((group for inner in _inner_nodes(node) if (group := _torch_call_group(inner))), None)
+    if found := schemas(node.target):
+        arguments = [argument for schema in found for argument in schema.arguments]
+        if any(argument.name in _GROUPS and str(argument.type) != "int" for argument in arguments):
+            return collective_group(node) or UNKNOWN_GROUP
+        return None
+    if node.op not in ("call_function", "call_method"):
+        return None
+    values = pytree.tree_leaves([other.meta.get("val") for other in (node, *node.all_input_nodes)])
+    return UNKNOWN_GROUP if any(map(is_tensor_subclass, values)) else None  # DTensor may communicate
+
+
+def _changes_context(node: fx.Node) -> bool:
+    """Whether a call computes nothing: it is made for what it changes around the calls after it."""
+    if node.op != "call_function" or node.target is SET_GRAD_ENABLED:
+        return False
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return all(value is None for value in values) and all(map(_changes_context, node.all_input_nodes))
+
+
+# ---- reading nodes ------------------------------------------------------------------------------------------------
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def _writes_beside_aten(target: Any) -> bool:
+    return getattr(target, "namespace", "aten") != "aten" and writes_arguments(target)
+
+
+def _named_argument(node: fx.Node, name: str) -> Any:
+    if name in node.kwargs or not inspect.isfunction(node.target):
+        return node.kwargs.get(name)
+    names = list(inspect.signature(node.target).parameters)
+    return node.args[names.index(name)] if name in names and names.index(name) < len(node.args) else None
+
+
+def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
+    for other in node.all_input_nodes:
+        if other.op == "get_attr" and isinstance(module := _attribute(other), fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _attribute(node: fx.Node) -> Any:
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))
