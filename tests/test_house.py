@@ -28,5 +28,4 @@ NOT_YET_SPLIT = {
     "tests/embedding/test_model_parallel.py",
     "tests/passes/embedding/test_lower_embedding_bags.py",
     "tests/passes/fsdp/test_deduplicate_shared.py",
-    "tests/fsdp/test_eager_layout.py",
 }
