@@ -1,23 +1,43 @@
-"""Tables of plain text, for what ``str()`` prints."""
+"""Tables and lists of plain text, for what ``str()`` prints and for messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["aligned"]
+__all__ = ["aligned", "some"]
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]], *, max_rows: int | None = None) -> list[str]:
     """Returns a line for each row, its cells below each other.
 
     Args:
-        rows: of equally many cells.
+        rows: of equally many cells, the header first.
+        max_rows: how many rows below the header are kept; the last line says how many more there are.
 
     Example:
         >>> aligned([("pass", "ms"), ("prefetch-collectives", "1.0")])
         ['pass                  ms', 'prefetch-collectives  1.0']
+        >>> aligned([("pass",), ("a",), ("b",), ("c",)], max_rows=1)
+        ['pass', 'a', '… and 2 more']
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    kept = rows if max_rows is None else rows[: max_rows + 1]
+    widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in kept
     ]
+    return lines if len(kept) == len(rows) else [*lines, f"… and {len(rows) - len(kept)} more"]
+
+
+def some(names: Sequence[str], limit: int) -> str:
+    """Returns the first names, and how many more there are.
+
+    Args:
+        names: of anything.
+        limit: how many are named at most.
+
+    Example:
+        >>> some(["a", "b", "c", "d"], limit=2)
+        'a, b and 2 more'
+    """
+    shown = ", ".join(names[:limit])
+    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -90,14 +90,8 @@ class LayoutDiff:
     def __str__(self) -> str:
         if not self.moves:
             return "layouts are equal"
-        rows = [("parameter", "before", "after")]
-        rows += [
-            (move.fqn, str(move.before or "-"), str(move.after or "-")) for move in self.moves[:_MAX_ROWS]
-        ]
-        lines = aligned(rows)
-        if (num_more := len(self.moves) - _MAX_ROWS) > 0:
-            lines.append(f"… and {num_more} more")
-        return "\n".join(lines)
+        rows = [(move.fqn, str(move.before or "-"), str(move.after or "-")) for move in self.moves]
+        return "\n".join(aligned([("parameter", "before", "after"), *rows], max_rows=_MAX_ROWS))
 
 
 def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:

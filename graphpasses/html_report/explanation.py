@@ -13,6 +13,7 @@ from graphpasses.parity.run_file import GRADIENT_NORM
 from graphpasses.simulate.nccl import reduction_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Ring, Topology
+from graphpasses.text_table import some
 
 __all__ = ["explain", "show_ring"]
 
@@ -75,7 +76,7 @@ def _explain_order(
     if not others:
         yield f"Every gradient that differs is among them ({len(found)}): the layout explains it."
     elif found:
-        yield f"Among them are {len(found)} of the {len(names)} gradients that differ, but not {_some(others)}."
+        yield f"Among them are {len(found)} of the {len(names)} gradients that differ, but not {some(others, 4)}."
     else:
         yield "None of them differs; what differs has another cause."
     if others and has_norm:
@@ -84,7 +85,7 @@ def _explain_order(
             "difference reaches all of them."
         )
     if found and (same := sorted(places.keys() - set(names))):
-        yield f"{_some(same)} may differ by their places, and do not: their sums were rounded alike."
+        yield f"{some(same, 4)} may differ by their places, and do not: rounding gave the same bits."
     examples = (_example(each, prediction.topology, letter) for fqn in found for each in places[fqn])
     yield from itertools.islice(filter(None, examples), 1)
 
@@ -122,11 +123,6 @@ def show_ring(ring: Ring, separator: str) -> str:
     if len(ring) <= 16:
         return separator.join(map(str, ring))
     return separator.join([*map(str, ring[:10]), "…", *map(str, ring[-3:])])
-
-
-def _some(fqns: Sequence[str], limit: int = 4) -> str:
-    shown = ", ".join(fqns[:limit])
-    return shown if len(fqns) <= limit else f"{shown} and {len(fqns) - limit} more"
 
 
 def _gradients(num: int) -> str:

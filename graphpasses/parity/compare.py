@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from graphpasses.errors import CompareError
 from graphpasses.parity.run_file import Loss, Run, StepRecord
+from graphpasses.text_table import some
 
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
@@ -200,7 +201,7 @@ def _differing(
 ) -> tuple[str, ...]:
     if x.keys() != y.keys():
         sides = [
-            f"only {run} has {_some(sorted(names))}"
+            f"only {run} has {some(list(map(repr, sorted(names))), limit=3)}"
             for run, names in (("A", x.keys() - y.keys()), ("B", y.keys() - x.keys()))
             if names
         ]
@@ -243,8 +244,3 @@ def _steps(run: Run) -> str:
     if not run.steps:
         return "no steps"
     return f"{len(run.steps)} steps, {run.steps[0].step} to {run.steps[-1].step}"
-
-
-def _some(names: Sequence[str], limit: int = 3) -> str:
-    shown = ", ".join(repr(name) for name in names[:limit])
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphpasses._torch.dtensor import persistent_buffers
-from graphpasses.parity._agreement import (
+from graphpasses.parity._lanes import MASK, lanes_of_each
+from graphpasses.parity._local_part import LocalPart, local_part
+from graphpasses.parity._replicas import (
     ReplicaMismatchError,
     check_replicas,
     check_same_tensors,
     communication_device,
     replica_weight,
 )
-from graphpasses.parity._lanes import MASK, lanes_of_each
-from graphpasses.parity._parts import Part, part_of
 
 __all__ = [
     "ReplicaMismatchError",
@@ -99,7 +99,7 @@ def tensor_hashes(
         True
     """
     num_ranks = dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
-    parts = [part_of(name, tensor, group, num_ranks, name in per_rank) for name, tensor in tensors.items()]
+    parts = [local_part(name, tensor, group, num_ranks, name in per_rank) for name, tensor in tensors.items()]
     check_same_tensors(parts, group, num_ranks)
     held = [part for part in parts if part.tensor is not None]
     digests: dict[str, str | None] = dict.fromkeys(tensors)
@@ -205,7 +205,7 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def _sum_over_ranks(parts: list[Part], local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _sum_over_ranks(parts: list[LocalPart], local: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Adds the shards up, int64 [len(parts), 2], and checks the replicas, in one all-reduce."""
     counted = torch.tensor([[int(part.replica == 0)] for part in parts], device=local.device)
     weights = torch.tensor(
@@ -217,7 +217,7 @@ def _sum_over_ranks(parts: list[Part], local: Tensor, group: dist.ProcessGroup |
     return table[:, :2]
 
 
-def _kind(part: Part) -> int:
+def _kind(part: LocalPart) -> int:
     """128 bits for dtype and global shape; xored in, they keep what the sums promise within one of each."""
     kind = f"{part.dtype}{list(part.global_shape)}"
     return int.from_bytes(hashlib.blake2b(kind.encode(), digest_size=16).digest())

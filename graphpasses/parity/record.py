@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
-from graphpasses.parity._agreement import communication_device
+from graphpasses.parity._replicas import communication_device
 from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
 from graphpasses.parity.run_file import (
     Loss,

@@ -15,7 +15,7 @@ from graphpasses.simulate.collectives import simulate_reduce_scatter as simulate
 from graphpasses.simulate.logs import parse_nccl_log as parse_nccl_log
 from graphpasses.simulate.logs import topology_from_log as topology_from_log
 from graphpasses.simulate.nccl import Collective as Collective
-from graphpasses.simulate.nccl import Part as Part
+from graphpasses.simulate.nccl import ReductionPart as ReductionPart
 from graphpasses.simulate.nccl import channel_of as channel_of
 from graphpasses.simulate.nccl import channel_parts as channel_parts
 from graphpasses.simulate.nccl import num_channels as num_channels

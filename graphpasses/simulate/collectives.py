@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphpasses.simulate.arithmetic import ReduceOpName, reduce_in_order
-from graphpasses.simulate.nccl import Part, channel_parts, reduction_parts
+from graphpasses.simulate.nccl import ReductionPart, channel_parts, reduction_parts
 from graphpasses.simulate.rings import Topology, rings
 
 __all__ = ["reduce_parts", "simulate_all_reduce", "simulate_reduce_scatter"]
@@ -16,7 +16,7 @@ __all__ = ["reduce_parts", "simulate_all_reduce", "simulate_reduce_scatter"]
 
 def reduce_parts(
     contributions: Sequence[Tensor],
-    parts: Sequence[Part],
+    parts: Sequence[ReductionPart],
     topology: Topology,
     op: ReduceOpName = "sum",
     *,
@@ -40,7 +40,7 @@ def reduce_parts(
         UnsupportedError: NCCL does not have the op, or not for this dtype.
 
     Example:
-        >>> part = Part(start=0, stop=2, channel=0, order=(1, 0))
+        >>> part = ReductionPart(start=0, stop=2, channel=0, order=(1, 0))
         >>> reduce_parts([torch.ones(2), torch.ones(2)], [part], Topology(2, gpus_per_node=2))
         tensor([2., 2.])
     """

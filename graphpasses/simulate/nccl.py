@@ -21,7 +21,7 @@ from graphpasses.simulate.rings import Ring, Topology, rings
 
 __all__ = [
     "Collective",
-    "Part",
+    "ReductionPart",
     "channel_of",
     "channel_parts",
     "num_channels",
@@ -41,7 +41,7 @@ _CHUNK_BYTES = {"simple": 2 * 1024 * 1024, "ll": 32 * 1024, "ll128": 576_000}
 
 
 @dataclass(frozen=True)
-class Part:
+class ReductionPart:
     """A run of elements that are added in one order.
 
     Args:
@@ -132,7 +132,7 @@ def channel_parts(
 @lru_cache(maxsize=256)
 def reduction_parts(
     topology: Topology, collective: Collective, count: int, element_size: int, destination: int = 0
-) -> tuple[Part, ...]:
+) -> tuple[ReductionPart, ...]:
     """Returns the order of addition of every element.
 
     A reduction that ends at rank d starts at d's successor on the ring. A reduce-scatter ends each shard at
@@ -164,9 +164,9 @@ def reduction_parts(
         if collective == "all_reduce":
             ring = ring[ring.index(0) :] + ring[: ring.index(0)]
             for start, stop, position in _chunks(topology, part, element_size):
-                parts.append(Part(start, stop, channel, _order_ending_at(ring, ring[position])))
+                parts.append(ReductionPart(start, stop, channel, _order_ending_at(ring, ring[position])))
         else:
-            parts.append(Part(part.start, part.stop, channel, _order_ending_at(ring, destination)))
+            parts.append(ReductionPart(part.start, part.stop, channel, _order_ending_at(ring, destination)))
     return tuple(parts)
 
 
@@ -251,7 +251,7 @@ def _order_ending_at(ring: Ring, last: int) -> Ring:
     return ring[first:] + ring[:first]
 
 
-def _spread(parts: Sequence[Part], values: list[int], count: int, elements: Tensor | None) -> Tensor:
+def _spread(parts: Sequence[ReductionPart], values: list[int], count: int, elements: Tensor | None) -> Tensor:
     if elements is None:
         elements = torch.arange(count)
     stops = torch.tensor([part.stop for part in parts], dtype=torch.int64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size
 from graphpasses.fsdp.layout_diff import Move, Place, diff_layouts
-from graphpasses.simulate.nccl import Part, reduction_parts
+from graphpasses.simulate.nccl import ReductionPart, reduction_parts
 from graphpasses.simulate.rings import Topology
 from graphpasses.text_table import aligned
 
@@ -93,11 +93,9 @@ class Prediction:
                 _at(each.before),
                 _at(each.after) + (f" ({each.reason})" if each.reason else ""),
             )
-            for each in self.reordered[:_MAX_ROWS]
+            for each in self.reordered
         ]
-        lines = aligned(rows)
-        if (num_more := len(self.reordered) - _MAX_ROWS) > 0:
-            lines.append(f"… and {num_more} more")
+        lines = aligned(rows, max_rows=_MAX_ROWS)
         changed = sum(each.num_elements for each in self.reordered)
         lines.append(
             f"{changed:,} of {self.num_elements:,} elements ({self.num_bytes:,} bytes) of {len(self.reordered)} "
@@ -241,7 +239,7 @@ def _reordered(before: Place, after: Place, topology: Topology) -> Iterator[tupl
 def _runs(place: Place, group: Topology) -> list[tuple[int, int, tuple[int, ...]]]:
     """Returns (start, stop, order) of the elements of a gradient, counted from its first."""
     count, first = place.num_bytes // place.itemsize, place.offset // place.itemsize
-    parts: Sequence[Part] = reduction_parts(group, place.collective, count, place.itemsize)
+    parts: Sequence[ReductionPart] = reduction_parts(group, place.collective, count, place.itemsize)
     runs = ((part.start - first, part.stop - first, part.order) for part in parts)
     last = place.padded_numel
     return [

@@ -93,7 +93,7 @@ def test_the_order_explains_some_of_it() -> None:
     said = sentences(differing, layout(), layout(BIAS_FIRST))
     assert said[2:4] == [
         "Among them are 2 of the 3 gradients that differ, but not layers.0.norm.weight.",
-        "layers.1.up.bias, layers.1.up.weight may differ by their places, and do not: their sums were rounded alike.",
+        "layers.1.up.bias, layers.1.up.weight may differ by their places, and do not: rounding gave the same bits.",
     ]
     said = sentences([*differing, GRADIENT_NORM], layout(), layout(BIAS_FIRST))
     assert said[3].startswith("The norm of all gradients differs, too: where they are clipped by it")

@@ -13,11 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from graphpasses._torch.dtensor import is_sharded, local_offset, wait_for
 
-__all__ = ["Part", "part_of"]
+__all__ = ["LocalPart", "local_part"]
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalPart:
     """What one rank hashes of one tensor.
 
     Args:
@@ -43,53 +43,53 @@ class Part:
     problem: str = ""
 
 
-def part_of(
+def local_part(
     name: str, tensor: Tensor | None, group: dist.ProcessGroup | None, num_ranks: int, per_rank: bool
-) -> Part:
+) -> LocalPart:
     """Describes this rank's part of a tensor; a tensor that cannot be hashed is described too, not raised.
 
     Raising is left to a step in which all ranks take part: one that raises alone leaves the others waiting.
     """
     if tensor is None:
-        return Part(name, None)
+        return LocalPart(name, None)
     if isinstance(tensor, DTensor):
-        return _part_of_dtensor(name, tensor, group)
+        return _local_part_of_dtensor(name, tensor, group)
     tensor = wait_for(tensor)
     if problem := _problem(tensor):
-        return Part(name, None, problem=problem)
+        return LocalPart(name, None, problem=problem)
     shape, rank = tuple(tensor.shape), dist.get_rank(group) if num_ranks > 1 else 0
     if per_rank:
         shape, local, offset = (num_ranks, *shape), tensor[None], (rank, *(0 for _ in shape))
         description = f"{tensor.dtype} {list(shape)} per rank"
-        return Part(name, local, tensor.dtype, shape, offset, 0, 1, description)
+        return LocalPart(name, local, tensor.dtype, shape, offset, 0, 1, description)
     description = f"{tensor.dtype} {list(shape)} on every rank"
-    return Part(name, tensor, tensor.dtype, shape, (0,) * len(shape), rank, num_ranks, description)
+    return LocalPart(name, tensor, tensor.dtype, shape, (0,) * len(shape), rank, num_ranks, description)
 
 
-def _part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup | None) -> Part:
+def _local_part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup | None) -> LocalPart:
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
     description = f"{tensor.dtype} {list(shape)} {list(placements)} on mesh {_on_mesh(mesh).ranks}"
     local = wait_for(tensor.to_local().detach())
     problem = _placement_problem(tensor, group) or _problem(local)
     if problem:
-        return Part(name, None, description=description, problem=problem)
+        return LocalPart(name, None, description=description, problem=problem)
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank only knows of the tensor
-        return Part(name, local.new_empty(0), tensor.dtype, shape, (), -1, 1, description)
+        return LocalPart(name, local.new_empty(0), tensor.dtype, shape, (), -1, 1, description)
     place = _place(tensor)
     if place is None:
         problem = f"with {list(placements)}, a rank's shard is not one contiguous range of the whole tensor"
-        return Part(name, None, description=description, problem=problem)
+        return LocalPart(name, None, description=description, problem=problem)
     expected, offset = place
     if tuple(local.shape) != expected:
         problem = f"its local shape is {list(local.shape)}, but torch shards it into {list(expected)}"
-        return Part(name, None, description=description, problem=problem)
+        return LocalPart(name, None, description=description, problem=problem)
     replica, num_replicas = 0, 1
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Replicate):
             replica = replica * mesh.size(mesh_dim) + coordinate[mesh_dim]
             num_replicas *= mesh.size(mesh_dim)
-    return Part(name, local, tensor.dtype, shape, offset, replica, num_replicas, description)
+    return LocalPart(name, local, tensor.dtype, shape, offset, replica, num_replicas, description)
 
 
 @dataclass

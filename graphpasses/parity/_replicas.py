@@ -1,4 +1,4 @@
-"""What ranks that hash together must agree on: the list of tensors, and the values of replicas."""
+"""What ranks that hash together check: that they hash the same tensors, and that replicas have the same values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphpasses.errors import GraphPassesError, UnsupportedError
 from graphpasses.parity._lanes import signed
-from graphpasses.parity._parts import Part
+from graphpasses.parity._local_part import LocalPart
 
 __all__ = [
     "ReplicaMismatchError",
@@ -55,7 +55,7 @@ def communication_device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device(devices[0], torch.accelerator.current_device_index())
 
 
-def check_same_tensors(parts: Sequence[Part], group: dist.ProcessGroup | None, num_ranks: int) -> None:
+def check_same_tensors(parts: Sequence[LocalPart], group: dist.ProcessGroup | None, num_ranks: int) -> None:
     """Raises on all ranks if they hash different tensors, or if one meets a tensor that it cannot hash."""
     problems = [f"cannot hash {part.name!r}: {part.problem}" for part in parts if part.problem]
     if num_ranks == 1:
@@ -87,7 +87,7 @@ def check_same_tensors(parts: Sequence[Part], group: dist.ProcessGroup | None, n
 
 
 def check_replicas(
-    parts: Sequence[Part], local: Tensor, check: Tensor, group: dist.ProcessGroup | None
+    parts: Sequence[LocalPart], local: Tensor, check: Tensor, group: dist.ProcessGroup | None
 ) -> None:
     """Raises on all ranks if replicas of a tensor differ.
 
