@@ -70,7 +70,7 @@ def read_model_graph(module: fx.GraphModule, model: nn.Module) -> DynamoGraph:
             node.meta["val"] = node.meta["example_value"]
     outputs = module.graph.output_node().args[0]
     assert isinstance(outputs, Sequence)
-    graph = DynamoGraph(
+    return DynamoGraph(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(GraphOutput(OutputKind.VALUE, f"output {index}") for index in range(len(outputs))),
@@ -79,8 +79,6 @@ def read_model_graph(module: fx.GraphModule, model: nn.Module) -> DynamoGraph:
         model=model,
         live=tuple(live),
     )
-    graph.mark_all_known()  # what was captured is taken as true
-    return graph
 
 
 def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) -> TrainGraph:
@@ -112,7 +110,7 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
             if is_gradient and index is not None
             else GraphOutput(OutputKind.VALUE, text)
         )
-    graph = TrainGraph(
+    return TrainGraph(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
@@ -122,8 +120,6 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
         stage=stage,
         fixed_signature=True,
     )
-    graph.mark_all_known()  # what was captured is taken as true
-    return graph
 
 
 def _read_sizes_behind_waits(graph: fx.Graph) -> None:

@@ -15,6 +15,7 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
+from graphpasses.graph.known_values import KnownValues, summary
 from graphpasses.graph.nodes import fake_value, find_collectives
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
@@ -148,7 +149,7 @@ class TrainGraph:
     fixed_signature: bool = False
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
-    _known: dict[fx.Node, tuple[object, ...]] = field(default_factory=dict, repr=False)
+    _known: KnownValues = field(default_factory=KnownValues, init=False, compare=False)
 
     def __repr__(self) -> str:
         counts = (
@@ -250,62 +251,65 @@ class TrainGraph:
         node.meta["val"] = fake_value(node)
         if bindings := _new_symbols(node.meta["val"]):
             node.meta["unbacked_bindings"] = bindings
-        self.mark_value_known(node)
+        self._known.record(node)
         for key in ("stack_trace", "custom", "autograd_backward", "nn_module_stack", "seq_nr"):
             if key in like.meta:
                 node.meta[key] = like.meta[key]
         return node
 
-    def mark_value_known(self, node: fx.Node) -> None:
-        """Records that ``node.meta["val"]`` is what the call computes, as it stands now.
+    def emit_copy(self, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Inserts a call again at the graph's insertion point; it has the fake value and the origin of the first.
 
         Args:
-            node: a call.
+            node: the call.
+            values: nodes that the copy reads instead of those that ``node`` reads; each has the same value.
+
+        Returns:
+            The new node.
         """
-        self._known[node] = (node.target, node.args, node.kwargs, node.meta.get("val"))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: values.get(read, read))
+        # Not node_copy, which searches for a free name from the copied one's number on: quadratic.
+        copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copy.meta = dict(node.meta)
+        if self._known.is_known(node):
+            self._known.record(copy)
+        return copy
 
-    def mark_all_known(self) -> None:
-        """Records that every value is what its call computes."""
-        for node in self.graph.nodes:
-            self.mark_value_known(node)
+    def replace(self, node: fx.Node, value: fx.Node) -> None:
+        """Lets all users of a node read another, which computes the same, and erases the node.
 
-    def is_value_known(self, node: fx.Node) -> bool:
-        """Whether the call and its value are the same objects as when they were recorded.
+        ``value`` takes over the node's fake value: its sizes keep their symbols, and it shares its storage with the
+        fake values of the views that follow.
 
         Args:
-            node: a call.
+            node: the node; not the one at which the graph inserts nodes now.
+            value: a new node that nothing else reads.
         """
-        if node not in self._known:
-            return False
-        target, args, kwargs, value = self._known[node]
-        return (
-            args is node.args
-            and value is node.meta.get("val")
-            and target is node.target
-            and kwargs is node.kwargs
-        )
-
-    def recorded_value(self, node: fx.Node) -> Any:
-        """Returns the ``meta["val"]`` with which a node was recorded; None if it never was.
-
-        Args:
-            node: a node.
-        """
-        *_, value = self._known.get(node, (None,))
-        return value
-
-    def replace_equal(self, node: fx.Node, value: fx.Node) -> None:
-        """Erases a node whose users shall read an equal value, so that what they compute is known as before.
-
-        Args:
-            node: the node.
-            value: the node that they shall read.
-        """
-        users = list(node.users)
-        node.replace_all_uses_with(value)
-        for user in users:
-            self.mark_value_known(user)
+        alike = summary(node.meta.get("val")) == summary(value.meta.get("val"))
+        with self._known.kept([*node.users, *[value] * alike]):
+            for key in ("val", "unbacked_bindings"):
+                value.meta.pop(key, None)
+                if key in node.meta:
+                    value.meta[key] = node.meta[key]
+            node.replace_all_uses_with(value)
         self.graph.erase_node(node)
+
+    def merge(self, node: fx.Node, kept: fx.Node) -> None:
+        """Lets all users of a node read an earlier one, which has computed the same, and erases the node.
+
+        Args:
+            node: the node; not the one at which the graph inserts nodes now.
+            kept: the earlier node; its fake value stays.
+        """
+        alike = summary(node.meta.get("val")) == summary(kept.meta.get("val"))
+        with self._known.kept([*node.users] if alike else []):
+            node.replace_all_uses_with(kept)
+        self.graph.erase_node(node)
+
+    def watch_values(self) -> KnownValues:
+        """Returns a record of the values that are known to be true: those of now, and what this class computes."""
+        self._known = KnownValues(self.graph.nodes)
+        return self._known
 
     def note(self, message: str) -> None:
         """Records what a user should know, e.g. a rewrite that was skipped and why.
@@ -325,15 +329,12 @@ class TrainGraph:
 
     def copy(self) -> Self:
         """Returns a graph that can be rewritten without changing this one; tensors and model are shared."""
-        copy = replace(
+        return replace(
             self,
             module=lazy_module(self.module, copy_graph(self.graph)),
             report=None,
             notes=[],
-            _known={},
         )
-        copy.mark_all_known()  # what was captured is taken as true
-        return copy
 
     def collectives(self) -> dict[str, int]:
         """Counts the collectives of the graph by operator name.

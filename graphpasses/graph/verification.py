@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from graphpasses.errors import VerificationError
+from graphpasses.graph.known_values import summary
 from graphpasses.graph.nodes import WAIT, fake_value, find_collectives, is_collective
 from graphpasses.graph.train_graph import InputKind, OutputKind, TrainGraph
 
-__all__ = ["Contract", "verify"]
+__all__ = ["Contract", "Verifier"]
 
 
 @dataclass(frozen=True)
@@ -47,58 +46,56 @@ class Contract:
         )
 
 
-def verify(graph: TrainGraph, contract: Contract, culprit: str) -> None:
-    """Raises if the graph broke the contract, or if a collective or a value is not what it must be.
+class Verifier:
+    """Checks a graph after each pass of a pipeline.
 
     Args:
-        graph: the step after a pass, well formed (linted).
-        contract: what it must fulfil.
-        culprit: names the pass, for the error.
-
-    Raises:
-        VerificationError: it says what is wrong and which pass left it so.
+        graph: the graph before the passes; what it holds is taken as true.
     """
-    _verify_signature(graph, contract, culprit)
-    for node in find_collectives(graph.graph):
-        waits = [user for user in node.users if user.target == WAIT]
-        if len(waits) != 1 or len(node.users) != 1:
-            raise VerificationError(
-                f"{culprit} left collective {node.name} with {len(waits)} waits and "
-                f"{len(node.users) - len(waits)} other users; expected exactly one wait"
-            )
-    for node in graph.graph.find_nodes(op="call_function", target=WAIT, sort=False):
-        if not (isinstance(node.args[0], fx.Node) and is_collective(node.args[0])):
-            raise VerificationError(
-                f"{culprit} left {node.name} waiting for {node.args[0]}, not a collective"
-            )
-    for node in _unknown_values(graph):
-        _verify_value(node, culprit)
-        graph.mark_value_known(node)
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self._graph = graph
+        self._contract = Contract.of(graph)
+        self._known = graph.watch_values()
+
+    def check(self, pass_name: str) -> None:
+        """Raises if the graph broke its contract, or if a collective or a value is not what it must be.
+
+        Args:
+            pass_name: the pass that rewrote the graph, for the error.
+
+        Raises:
+            VerificationError: it says what is wrong and which pass left it so.
+        """
+        graph = self._graph
+        _verify_signature(graph, self._contract, pass_name)
+        for node in find_collectives(graph.graph):
+            waits = [user for user in node.users if user.target == WAIT]
+            if len(waits) != 1 or len(node.users) != 1:
+                raise VerificationError(
+                    f"{pass_name} left collective {node.name} with {len(waits)} waits and "
+                    f"{len(node.users) - len(waits)} other users; expected exactly one wait"
+                )
+        for node in graph.graph.find_nodes(op="call_function", target=WAIT, sort=False):
+            if not (isinstance(node.args[0], fx.Node) and is_collective(node.args[0])):
+                raise VerificationError(
+                    f"{pass_name} left {node.name} waiting for {node.args[0]}, not a collective"
+                )
+        for node in self._known.unknown(graph.graph):
+            _verify_value(node, pass_name)
+            self._known.record(node)
 
 
-def _unknown_values(graph: TrainGraph) -> list[fx.Node]:
-    """Returns the calls that were changed since they were recorded, and those that read another kind of value."""
-    found: dict[fx.Node, None] = {}
-    for node in graph.graph.nodes:
-        if graph.is_value_known(node):
-            continue
-        found[node] = None
-        before, now = graph.recorded_value(node), node.meta.get("val")
-        if before is not None and before is not now and _summary(before) != _summary(now):
-            found.update(dict.fromkeys(node.users))
-    return [node for node in found if node.op == "call_function"]
-
-
-def _verify_signature(graph: TrainGraph, contract: Contract, culprit: str) -> None:
+def _verify_signature(graph: TrainGraph, contract: Contract, pass_name: str) -> None:
     placeholders, values = graph.placeholders, graph.output_values
     if len(placeholders) != len(graph.inputs) or len(values) != len(graph.outputs):
         raise VerificationError(
-            f"{culprit} left {len(placeholders)} placeholders and {len(values)} outputs; the step describes "
+            f"{pass_name} left {len(placeholders)} placeholders and {len(values)} outputs; the step describes "
             f"{len(graph.inputs)} and {len(graph.outputs)}"
         )
     for item, value in zip(graph.outputs, values, strict=True):
         if item.kind is OutputKind.LOSS and value is None:
-            raise VerificationError(f"{culprit} removed the loss")
+            raise VerificationError(f"{pass_name} removed the loss")
     now = Contract.of(graph)
     for what, before, after in (
         ("inputs", contract.state, now.state),
@@ -110,58 +107,46 @@ def _verify_signature(graph: TrainGraph, contract: Contract, culprit: str) -> No
             changes = [f"lost {', '.join(lost)}"] * bool(lost) + [f"gained {', '.join(gained)}"] * bool(
                 gained
             )
-            raise VerificationError(f"{culprit} changed the step's {what}: {'; '.join(changes)}")
+            raise VerificationError(f"{pass_name} changed the step's {what}: {'; '.join(changes)}")
     if now.batch != contract.batch:
         raise VerificationError(
-            f"{culprit} changed the step's batch inputs: expected the order {', '.join(contract.batch)}, "
+            f"{pass_name} changed the step's batch inputs: expected the order {', '.join(contract.batch)}, "
             f"got {', '.join(now.batch)}"
         )
     if now.num_inputs != contract.num_inputs:
         raise VerificationError(
-            f"{culprit} left {now.num_inputs} placeholders of {contract.num_inputs}; another runner passes them "
+            f"{pass_name} left {now.num_inputs} placeholders of {contract.num_inputs}; another runner passes them "
             "all (fixed_signature)"
         )
-    _verify_gradients(graph, values, culprit)
+    _verify_gradients(graph, values, pass_name)
 
 
-def _verify_gradients(graph: TrainGraph, values: list[Any], culprit: str) -> None:
+def _verify_gradients(graph: TrainGraph, values: list[Any], pass_name: str) -> None:
     stored = {fqn: placeholder.meta["val"] for fqn, placeholder in graph.parameter_placeholders()}
     for fqn, slots in graph.gradient_slots().items():
         for slot in slots:
             if fqn in stored and values[slot] is not None:
                 expected, got = stored[fqn], values[slot].meta.get("val")
-                if got is not None and _summary(expected) != _summary(got):
+                if got is not None and summary(expected) != summary(got):
                     raise VerificationError(
-                        f"{culprit} left {values[slot].name} as the gradient of {fqn!r}: expected "
-                        f"{_summary(expected)}, got {_summary(got)}"
+                        f"{pass_name} left {values[slot].name} as the gradient of {fqn!r}: expected "
+                        f"{summary(expected)}, got {summary(got)}"
                     )
 
 
-def _verify_value(node: fx.Node, culprit: str) -> None:
+def _verify_value(node: fx.Node, pass_name: str) -> None:
     if "val" not in node.meta:
         raise VerificationError(
-            f"{culprit} left {node.name} without meta['val']; make nodes with TrainGraph.emit"
+            f"{pass_name} left {node.name} without meta['val']; make nodes with TrainGraph.emit"
         )
     try:
         actual = fake_value(node)
     except Exception as error:
         raise VerificationError(
-            f"{culprit} left {node.name}, which cannot run on its inputs: {type(error).__name__}: {error}"
+            f"{pass_name} left {node.name}, which cannot run on its inputs: {type(error).__name__}: {error}"
         ) from error
-    if _summary(actual) != _summary(node.meta["val"]):
+    if summary(actual) != summary(node.meta["val"]):
         raise VerificationError(
-            f"{culprit} left {node.name} with meta['val'] {_summary(node.meta['val'])}; "
-            f"it computes {_summary(actual)}"
+            f"{pass_name} left {node.name} with meta['val'] {summary(node.meta['val'])}; "
+            f"it computes {summary(actual)}"
         )
-
-
-def _summary(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (_summary(value.shape), value.dtype, value.device)
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.expr  # to compare the values themselves would guard on them
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_summary, value))
-    if isinstance(value, Mapping):
-        return {key: _summary(item) for key, item in value.items()}
-    return value

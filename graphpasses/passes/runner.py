@@ -19,7 +19,7 @@ from torch import fx
 from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError, VerificationError
 from graphpasses.graph import ALL_TO_ALL, WAIT, Stage, TrainGraph, argument
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
-from graphpasses.graph.verification import Contract, verify
+from graphpasses.graph.verification import Verifier
 from graphpasses.passes.excerpts import find_excerpts, read_lines
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
@@ -84,9 +84,8 @@ class GraphPass(abc.ABC):
         """
 
         def run(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
-            graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[], _known={})
-            graph.mark_all_known()
-            report = _run_pass(self, graph, Contract.of(graph), (), excerpts)
+            graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[])
+            report = _run_pass(self, graph, Verifier(graph), (), excerpts)
             if reports is not None:
                 reports.append(report)
             gm.recompile()
@@ -170,14 +169,14 @@ class Pipeline:
             GraphPassesError: what the passes themselves refuse.
         """
         graph = graph.copy()
-        contract = Contract.of(graph)
+        verifier = Verifier(graph)
         reports: list[PassReport] = []
         folder = Path(dump) if dump is not None else None
         _write(folder, 0, "captured", graph)
         for p in self.passes:
             if p.name not in self.disable:
                 before = tuple(report.name for report in reports)
-                reports.append(_run_pass(p, graph, contract, before, excerpts))
+                reports.append(_run_pass(p, graph, verifier, before, excerpts))
                 _write(folder, len(reports), p.name, graph)
             if p.name == self.stop_after:
                 break
@@ -187,7 +186,7 @@ class Pipeline:
 
 
 def _run_pass(
-    p: GraphPass, graph: TrainGraph, contract: Contract, before: tuple[str, ...], excerpts: bool
+    p: GraphPass, graph: TrainGraph, verifier: Verifier, before: tuple[str, ...], excerpts: bool
 ) -> PassReport:
     history = f"pass {p.name!r}" + (f" (after {', '.join(before)})" if before else "")
     if graph.stage not in p.stages:
@@ -211,7 +210,7 @@ def _run_pass(
     except RuntimeError as error:
         raise VerificationError(f"{history} left a malformed graph: {error}") from error
     seconds = time.perf_counter() - start
-    verify(graph, contract, history)
+    verifier.check(history)
     notes, graph.notes = tuple(graph.notes), []
     found, num_left_out = find_excerpts(lines, read_lines(graph)) if excerpts else ((), 0)
     return PassReport(

@@ -136,13 +136,13 @@ def _apply(graph: TrainGraph, members: Sequence[fx.Node]) -> None:
     with graph.graph.inserting_before(waits[0]):
         received = graph.emit(WAIT, (launched,), like=waits[0])
         shapes = (_flat(output_splits), _flat(rows), [len(row) for row in rows], dtypes)
-        outputs = graph.emit(UNPACK, (received, *shapes), like=waits[0])
-        for index, wait in enumerate(waits):
-            output = graph.emit(operator.getitem, (outputs, index), like=wait)
-            # The old value: those of views that follow share its storage.
-            output.meta["val"] = wait.meta["val"]
-            wait.replace_all_uses_with(output)
-    for node in (*waits, *members):
+        unpacked = graph.emit(UNPACK, (received, *shapes), like=waits[0])
+        outputs = [
+            graph.emit(operator.getitem, (unpacked, index), like=wait) for index, wait in enumerate(waits)
+        ]
+    for wait, output in zip(waits, outputs, strict=True):
+        graph.replace(wait, output)
+    for node in members:
         graph.graph.erase_node(node)
 
 

@@ -309,6 +309,7 @@ class _Merged:
     def __init__(self, graph: TrainGraph, members: Sequence[Columns]) -> None:
         self._graph = graph
         self._like = members[0].launch
+        self._replaced: list[tuple[fx.Node, fx.Node]] = []
         self.members = members[::-1] if members[0].is_gradient else members
         self._is_gradient = members[0].is_gradient
         self._own = [member for member in self.members if member.num_dims]
@@ -427,8 +428,7 @@ class _Merged:
             if columns is not block:
                 columns = self._emit(aten.clone.default, columns, memory_format=torch.contiguous_format)
             if member.tables.target not in _VIEWS:
-                columns.meta["val"] = member.tables.meta["val"]
-                member.tables.replace_all_uses_with(columns)
+                self._replaced.append((member.tables, columns))
                 continue
             # The view stays: its shape may be told by other symbols, as the number of lengths.
             flat = self._emit(aten.view.default, columns, [-1])
@@ -451,10 +451,13 @@ class _Merged:
             user.target not in _TAKE_COLUMNS for user in node.users
         ):
             columns = self._emit(aten.clone.default, columns, memory_format=torch.contiguous_format)
-            columns.meta["val"] = node.meta["val"]  # whose storage the values of views that follow share
-        node.replace_all_uses_with(columns)
+            self._replaced.append((node, columns))
+        else:
+            node.replace_all_uses_with(columns)
 
     def erase(self) -> None:
+        for node, columns in self._replaced:  # now that no node is inserted before one of them
+            self._graph.replace(node, columns)
         for member in self.members:
             following = [member.launch]
             for node in following:

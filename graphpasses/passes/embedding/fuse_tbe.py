@@ -138,10 +138,7 @@ def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.
         )
         outputs = _split(graph, calls, fused)
     for call, output in zip(calls, outputs, strict=True):
-        output.meta["val"] = call.node.meta["val"]
-        for user in call.node.replace_all_uses_with(output):
-            graph.mark_value_known(user)  # its input has the value that it was traced with
-        graph.graph.erase_node(call.node)
+        graph.replace(call.node, output)
 
 
 def _split(graph: DynamoGraph, calls: Sequence[LookupCall], fused: fx.Node) -> list[fx.Node]:

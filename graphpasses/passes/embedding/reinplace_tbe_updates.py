@@ -186,9 +186,9 @@ def _apply(graph: TrainGraph, direct: DirectCall) -> None:
             continue
         value = call if index < num_results else bases[index - num_results]
         if value is call or index - num_results in direct.copied:
-            value.meta["val"] = output.meta["val"]  # whose storage is that of the views that follow
-            graph.mark_value_known(value)
-        graph.replace_equal(output, value)
+            graph.replace(output, value)
+        else:
+            graph.merge(output, value)
     graph.graph.erase_node(node)
 
 

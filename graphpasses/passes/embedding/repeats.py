@@ -211,5 +211,5 @@ def merge_repeats(graph: TrainGraph) -> int:
     repeated = find_repeats(graph)
     for node, kept in repeated.items():
         name_alike(node, kept)
-        graph.replace_equal(node, kept)
+        graph.merge(node, kept)
     return len(repeated)

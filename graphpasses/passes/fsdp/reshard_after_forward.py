@@ -72,12 +72,8 @@ def _apply(graph: TrainGraph, plan: _Regather) -> None:
     again: dict[fx.Node, fx.Node] = {}
     with graph.graph.inserting_before(plan.readers[0]):
         for node in plan.nodes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: again.get(n, n))
-            # Not node_copy, which searches for a free name from the copied one's number on: quadratic.
-            again[node] = graph.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-            again[node].meta = {**node.meta, "autograd_backward": True}
-            if graph.is_value_known(node):  # the same call on the same values
-                graph.mark_value_known(again[node])
+            again[node] = graph.emit_copy(node, again)
+            again[node].meta["autograd_backward"] = True
     for reader in plan.readers:
         for source in reader.all_input_nodes:
             if source in again:

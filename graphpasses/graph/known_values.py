@@ -1,0 +1,98 @@
+"""Which calls of a graph have a fake value that is known to be what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["KnownValues", "summary"]
+
+
+class KnownValues:
+    """The calls of a graph whose ``meta["val"]`` is known to be what they compute.
+
+    The check between passes owns it, so that it computes new and changed calls only. A graph that is watched
+    (:meth:`TrainGraph.watch_values`) tells it what ``emit``, ``emit_copy``, ``replace`` and ``merge`` do.
+
+    Args:
+        nodes: calls whose values, as they stand now, are taken as true.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node] = ()) -> None:
+        self._records: dict[fx.Node, tuple[object, ...]] = {}
+        for node in nodes:
+            self.record(node)
+
+    def record(self, node: fx.Node) -> None:
+        """Takes the value of a call as true, as it stands now.
+
+        Args:
+            node: a call.
+        """
+        self._records[node] = (node.target, node.args, node.kwargs, node.meta.get("val"))
+
+    def is_known(self, node: fx.Node) -> bool:
+        """Whether the call and its value are the same objects as when they were recorded.
+
+        Args:
+            node: a call.
+        """
+        if node not in self._records:
+            return False
+        target, args, kwargs, value = self._records[node]
+        return (
+            args is node.args
+            and value is node.meta.get("val")
+            and target is node.target
+            and kwargs is node.kwargs
+        )
+
+    def unknown(self, graph: fx.Graph) -> list[fx.Node]:
+        """Returns the calls that were changed since they were recorded, and those that read another kind of value.
+
+        Args:
+            graph: the graph.
+        """
+        found: dict[fx.Node, None] = {}
+        for node in graph.nodes:
+            if self.is_known(node):
+                continue
+            found[node] = None
+            *_, before = self._records.get(node, (None,))
+            now = node.meta.get("val")
+            if before is not None and before is not now and summary(before) != summary(now):
+                found.update(dict.fromkeys(node.users))
+        return [node for node in found if node.op == "call_function"]
+
+    @contextmanager
+    def kept(self, nodes: Iterable[fx.Node]) -> Iterator[None]:
+        """The block may change which nodes calls read or where values are kept, but not what the values are.
+
+        Args:
+            nodes: the calls; those that are known now are known after the block.
+        """
+        known = [node for node in nodes if self.is_known(node)]
+        yield
+        for node in known:
+            self.record(node)
+
+
+def summary(value: Any) -> Any:
+    """Returns what two fake values have in common if a program cannot tell them apart by shape, dtype and device.
+
+    Args:
+        value: a fake tensor, a symbolic or plain number, or a tree of them.
+    """
+    if isinstance(value, torch.Tensor):
+        return (summary(value.shape), value.dtype, value.device)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.expr  # to compare the values themselves would guard on them
+    if isinstance(value, (list, tuple)):
+        return tuple(map(summary, value))
+    if isinstance(value, Mapping):
+        return {key: summary(item) for key, item in value.items()}
+    return value
