@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "SET_GRAD_ENABLED",
+    "bind_named",
     "given_arguments",
     "is_higher_order",
     "is_operator",
@@ -80,6 +81,20 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
     names = [argument.name for argument in schema.arguments]
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     return defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def bind_named(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns ``(args, kwargs)`` of a call of an operator from its arguments by name.
+
+    Args:
+        op: an overload of an operator.
+        values: all its arguments, by name.
+    """
+    (schema,) = schemas(op)
+    args = tuple(values[argument.name] for argument in schema.arguments if not argument.kwarg_only)
+    return args, {
+        argument.name: values[argument.name] for argument in schema.arguments if argument.kwarg_only
+    }
 
 
 def returns_alias(target: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,41 +14,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
-from graphpasses.analysis.effects import storages
-from graphpasses.graph import Stage, TrainGraph, argument, is_collective
+from graphpasses._torch.schemas import bind_named
+from graphpasses.analysis.effects import Effects, operator_effects, storages
+from graphpasses.graph import Stage, TrainGraph, argument
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["ReinplaceTBEUpdates"]
 
 aten = torch.ops.aten
 
-# These read a tensor's shape, not its values.
-_METADATA_OPS = frozenset(
-    {
-        aten.sym_size.int,
-        aten.sym_stride.int,
-        aten.sym_numel.default,
-        aten.sym_storage_offset.default,
-    }
-)
-
 
 def _nodes(value: Any) -> list[fx.Node]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether ``node`` makes a tensor without reading values (``reshape`` may copy)."""
-    is_view = node.target is operator.getitem or getattr(node.target, "is_view", False)
-    return is_view and storages(node) <= storages(*node.all_input_nodes[:1])
 
 
 def _is_empty(node: fx.Node) -> bool:
     return any(isinstance(size, int) and size == 0 for size in node.meta["val"].shape)
 
 
-def _clones_alike(node: fx.Node) -> bool:
-    """Whether a clone has the strides that the copy of ``auto_functionalized_v2`` has: those of the tensor."""
+def _clone_keeps_strides(node: fx.Node) -> bool:
+    """Whether a clone has the strides of the tensor, as the copy that ``auto_functionalized_v2`` makes has."""
     value = node.meta["val"]
     return statically_known_true(sym_eq(torch.empty_like(value).stride(), value.stride()))
 
@@ -60,30 +44,27 @@ def _copies(call: fx.Node, functionalized: FunctionalizedCall, index: int) -> li
 
 
 class _Memory:
-    """Who reads and who keeps which memory. Every value of a written tensor has a storage of its own, still."""
+    """Who reads and who owns which memory. Every value of a written tensor has a storage of its own, still."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.position = {node: index for index, node in enumerate(graph.nodes)}
         self.last_reader: dict[StorageWeakRef, fx.Node] = {}
-        self.returned: set[StorageWeakRef] = set()
+        self.returned = storages(*graph.output_node().all_input_nodes)
         self.owners: defaultdict[StorageWeakRef, set[fx.Node]] = defaultdict(set)
         self.written_back: set[fx.Node] = set()
         for node in self.position:
             if node.op in ("placeholder", "get_attr"):
                 for storage in storages(node):
                     self.owners[storage].add(node)
-            elif node.op == "output":
-                self.returned = storages(*node.all_input_nodes)
             elif node.target is aten.copy_.default:
                 self.written_back.add(argument(node))
-                self._read(node, storages(argument(node, 1)))
-            elif node.target not in _METADATA_OPS and not _is_view(node):
-                self._read(node, storages(*node.all_input_nodes))
+            self._read(node, operator_effects(node))
 
-    def _read(self, node: fx.Node, memory: set[StorageWeakRef]) -> None:
+    def _read(self, node: fx.Node, effects: Effects) -> None:
         # A collective reads until it is waited for.
-        reader = max((node, *node.users), key=self.position.__getitem__) if is_collective(node) else node
-        for storage in memory:
+        users = node.users if effects.group is not None else ()
+        reader = max((node, *users), key=self.position.__getitem__)
+        for storage in storages(*effects.reads):
             last = self.last_reader.setdefault(storage, reader)
             self.last_reader[storage] = max(last, reader, key=self.position.__getitem__)
 
@@ -140,7 +121,7 @@ def _plan(graph: TrainGraph) -> list[DirectCall]:
                 copied.add(index)
                 if base in fqns:
                     graph.note(f"{call.op} writes a copy of {fqns[base]}: {reason}")
-        if all(_clones_alike(call.bases[index]) for index in copied):
+        if all(_clone_keeps_strides(call.bases[index]) for index in copied):
             direct.append(DirectCall(node, frozenset(copied)))
         else:
             graph.note(f"{call.op} writes a copy of a tensor with gaps: left alone")
@@ -157,7 +138,7 @@ def _emit_written(graph: TrainGraph, value: Any, bases: Sequence[fx.Node], *, li
 
 
 def _emit_direct(graph: TrainGraph, direct: DirectCall) -> tuple[fx.Node, list[fx.Node]]:
-    """Returns the direct call, and its bases, which hold their new values behind it."""
+    """Returns the direct call, and its bases, which hold their new values after it."""
     node = direct.node
     call = read_functionalized_call(node)  # anew: bases may be what calls that are direct by now have written
     assert call is not None
@@ -168,9 +149,7 @@ def _emit_direct(graph: TrainGraph, direct: DirectCall) -> tuple[fx.Node, list[f
     values = dict(call.reads)
     for name, written in call.writes.items():
         values[name] = _emit_written(graph, written, bases, like=node)
-    arguments = call.op._schema.arguments
-    args = tuple(values[argument.name] for argument in arguments if not argument.kwarg_only)
-    kwargs = {argument.name: values[argument.name] for argument in arguments if argument.kwarg_only}
+    args, kwargs = bind_named(call.op, values)
     return graph.emit(call.op, args, kwargs, like=node), bases
 
 
@@ -194,14 +173,14 @@ def _apply(graph: TrainGraph, direct: DirectCall) -> None:
 
 @dataclass(frozen=True)
 class ReinplaceTBEUpdates(GraphPass):
-    """Lets fused updates write their tables, and bounds checks their indices, in place.
+    """Makes fused updates write their tables, and bounds checks their indices, in place.
 
     AOTAutograd makes functions of FBGEMM's writing operators, which clone what they write: a whole table, twice::
 
         new = auto_functionalized_v2(backward_sgd, ..., _all_bases=[table])[1]
         copy_(table, new)                                       ->    backward_sgd(..., table, ...)
 
-    A call writes in place where nobody behind it reads what was there before (not even a collective that is under
+    A call writes in place where nobody after it reads what was there before (not even a collective that is under
     way), where the graph does not return that memory, and where an input, if it is one, changes anyway. Otherwise
     the call writes a clone; for inputs a note says why. Several updates of one table stay in their order.
 
