@@ -12,14 +12,18 @@ from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.analysis.levels import call_levels, sort_by_level
 from graphpasses.graph import Stage, TrainGraph
+from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["HoistInputDists"]
 
 
 def _brings_output(node: fx.Node) -> bool:
-    """Whether a node is a differentiable collective: TorchRec sends ids without gradients, embeddings with."""
-    return is_higher_order(node) and launches_collective(node)
+    """Whether a node is a differentiable collective: TorchRec sends ids without gradients, embeddings with.
+
+    It is one by what it calls, an ``autograd.Function`` or our operator, also where no gradient is asked for.
+    """
+    return node.target is REDUCE_SCATTER_V or (is_higher_order(node) and launches_collective(node))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 pytest.importorskip("torchrec")
@@ -18,9 +19,11 @@ from torchrec.distributed import sharding_plan as plans
 from torchrec.optim import RowWiseAdagrad
 
 import graphpasses
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.graph import Stage
+from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import (
     BucketAllToAll,
@@ -42,8 +45,9 @@ from tests.helpers.recommenders import (
     sequences,
     state_of,
 )
-from tests.helpers.tables import Look
+from tests.helpers.tables import Look, model_graph
 
+c10d = torch.ops._c10d_functional
 PRELOAD = ("torch", "tests.helpers.recommenders")
 TW0, TW1 = plans.table_wise(rank=0), plans.table_wise(rank=1)
 RW, CW = plans.row_wise(), plans.column_wise(ranks=[0, 1])
@@ -172,6 +176,40 @@ def check(name: str) -> tuple[list[str], list[str], int]:
 
 def check_cases() -> dict[str, tuple[list[str], list[str], int]]:
     return {name: check(name) for name in CASES}
+
+
+def test_input_dists_come_first() -> None:
+    class Two(nn.Module):
+        """Two row-wise tables: each rank gets its ids, looks them up, and reduces what all looked up."""
+
+        def forward(self, first: Tensor, second: Tensor, table: Tensor) -> Tensor:
+            outputs = []
+            for sent in (first, second):
+                received = c10d.wait_tensor(c10d.all_to_all_single(sent, [2, 2], [2, 2], group))
+                outputs.append(REDUCE_SCATTER_V(table[received], [2, 2], 0, group, 2))
+            return outputs[0] + outputs[1]
+
+    with fake_process_group(2):
+        assert dist.group.WORLD is not None
+        group = dist.group.WORLD.group_name
+        graph = model_graph(Two(), torch.arange(4), torch.arange(4), torch.ones(4, DIM))
+        hoisted = Pipeline((HoistInputDists(),)).run(graph)
+    calls = [node.name for node in hoisted.graph.nodes if node.op == "call_function"]
+    assert hoisted.report is not None
+    assert hoisted.report["hoist-input-dists"].num_rewrites == 2
+    assert_expected_inline(
+        "\n".join(calls),
+        """\
+all_to_all_single
+received
+getitem
+all_to_all_single_1
+received_1
+getitem_1
+reduce_scatter_v_default
+reduce_scatter_v_default_1
+add""",
+    )
 
 
 @pytest.mark.multiprocess
