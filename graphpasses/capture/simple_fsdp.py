@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphpasses._torchtitan import forget_wrapper_classes
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph.parameters import parameter_infos
 from graphpasses.identity import IdentityMap, preserve_identity
@@ -61,7 +62,7 @@ def simple_fsdp(
         raise UnsupportedError(
             f"parameter {flat[0]!r} has {num_dims} dims and cannot be sharded on dim {shard_dim}; use shard_dim=0"
         )
-    titan._wrap_class_cache.clear()
+    forget_wrapper_classes()
     with preserve_identity(model):
         titan.data_parallel(
             model,

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from graphpasses._torch.cpu_as_accelerator import use_cpu_as_accelerator
+from graphpasses._torchtitan import save_cpu_attention
 
 __all__ = ["main", "make_assets", "use_cpu"]
 
@@ -33,13 +34,7 @@ def use_cpu(backend: str = "nccl_sim") -> None:
     import graphpasses.simulate  # noqa: F401  registers nccl_sim
 
     use_cpu_as_accelerator(backend)
-    import torch
-    from torchtitan.distributed import activation_checkpoint as checkpoint
-
-    # Memory policies save what attention computes, by the names of its operators on GPUs.
-    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    default_save_ops = checkpoint._get_default_save_ops
-    checkpoint._get_default_save_ops = lambda: {*default_save_ops(), attention}
+    save_cpu_attention()
 
 
 def make_assets(folder: Path) -> None:

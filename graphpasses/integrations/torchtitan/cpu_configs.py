@@ -61,6 +61,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
         GraphTrainerCompileConfig,
         to_graph_trainer_config,
     )
+    from torchtitan.models.common.param_init import skip_param_init
 
     models = importlib.import_module(f"torchtitan.models.{recipe.model}")
     registry = importlib.import_module(f"torchtitan.models.{recipe.model}.config_registry")
@@ -72,7 +73,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     decoder.layers = decoder.layers[: recipe.num_layers]
     decoder.enable_weight_tying = recipe.tied
     if recipe.tied:  # lm_head's initialization is the one that counts
-        decoder.tok_embeddings.param_init = models._EMBEDDING_SKIP_INIT
+        decoder.tok_embeddings.param_init = {"weight": skip_param_init}
     if recipe.biased:
         for layer in decoder.layers:
             _add_biases(layer)

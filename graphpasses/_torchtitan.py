@@ -1,0 +1,31 @@
+"""The only place that touches private names of torchtitan, each with the reason. Tested: torchtitan 0.3.0."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["forget_wrapper_classes", "save_cpu_attention"]
+
+
+def forget_wrapper_classes() -> None:
+    """Makes SimpleFSDP's ``data_parallel`` make new wrapper classes.
+
+    Clears ``simple_fsdp._wrap_class_cache``. Its keys are a module's class and the names of its parameters alone, so a
+    later model would get the mesh and the mixed precision of an earlier one.
+    """
+    from torchtitan.experiments.graph_trainer import simple_fsdp
+
+    simple_fsdp._wrap_class_cache.clear()
+
+
+def save_cpu_attention() -> None:
+    """Makes memory policies save what attention computes on a CPU, too; call it before graph_trainer is imported.
+
+    Uses ``activation_checkpoint._get_default_save_ops``, torchtitan's list of operators whose results are saved. It
+    names attention's operators on GPUs only, and there is no public way to add one. Not undone: it is for launchers.
+    """
+    from torchtitan.distributed import activation_checkpoint
+
+    default_save_ops = activation_checkpoint._get_default_save_ops
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    activation_checkpoint._get_default_save_ops = lambda: {*default_save_ops(), attention}
