@@ -10,7 +10,7 @@ __all__ = ["forget_wrapper_classes", "save_cpu_attention"]
 def forget_wrapper_classes() -> None:
     """Makes SimpleFSDP's ``data_parallel`` make new wrapper classes.
 
-    Clears ``simple_fsdp._wrap_class_cache``. Its keys are a module's class and the names of its parameters alone, so a
+    Clears ``simple_fsdp._wrap_class_cache``. Its keys are a module's class and the names of its parameters only, so a
     later model would get the mesh and the mixed precision of an earlier one.
     """
     from torchtitan.experiments.graph_trainer import simple_fsdp

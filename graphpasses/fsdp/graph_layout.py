@@ -65,8 +65,12 @@ def graph_layout(graph: TrainGraph) -> Layout:
         LayoutError: a bucket holds a part that belongs to no gradient output.
 
     Example:
-        >>> print(diff_layouts(eager_layout(eager_model), graph_layout(step)))  # doctest: +SKIP
-        layouts are equal
+        >>> with fake_process_group(2):
+        ...     model = graphpasses.simple_fsdp(nn.Linear(4, 4), dist.init_device_mesh("cpu", (2,)))
+        ...     step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+        ...     layout = graph_layout(step)
+        >>> [[(entry.fqn, entry.offset) for entry in bucket.entries] for bucket in layout.buckets]
+        [[('bias', 0)], [('weight', 0)]]
     """
     parts: dict[fx.Node, dict[int, tuple[str, tuple[int, ...]]]] = {}
     values = graph.output_values

@@ -248,7 +248,12 @@ def eager_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) ->
         UnsupportedError: a group reduces in a way that no functional collective can express.
 
     Example:
-        >>> layout = eager_layout(fully_shard(model), without_gradient=["unused.weight"])  # doctest: +SKIP
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> with fake_process_group(2):
+        ...     model = fully_shard(nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (2,)))
+        ...     (bucket,) = eager_layout(model).buckets
+        >>> [(entry.fqn, entry.offset) for entry in bucket.entries]
+        [('weight', 0), ('bias', 32)]
     """
     from graphpasses._torch.fsdp2 import parameter_groups
 

@@ -222,7 +222,15 @@ class BucketPlan:
             LayoutError: a group's trainable parameters have several dtypes.
 
         Example:
-            >>> plan = BucketPlan.from_fully_shard(fully_shard(model))  # doctest: +SKIP
+            >>> from torch.distributed.fsdp import fully_shard
+            >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            >>> with fake_process_group(2):
+            ...     mesh = dist.init_device_mesh("cpu", (2,))
+            ...     for module in (model[1], model):
+            ...         _ = fully_shard(module, mesh=mesh)
+            ...     plan = BucketPlan.from_fully_shard(model)
+            >>> [bucket.fqns for bucket in plan.entries]
+            [('1.weight', '1.bias'), ('0.weight', '0.bias')]
         """
         from graphpasses._torch.fsdp2 import parameter_groups
 

@@ -74,8 +74,13 @@ def render_page(runs: Sequence[ShownRun]) -> bytes:
         The page, in UTF-8. A run that cannot be compared with the first has a section that says why.
 
     Example:
-        >>> run = read_run("eager.jsonl")  # doctest: +SKIP
-        >>> page = render_page([ShownRun(run, Topology(64, gpus_per_node=8))])  # doctest: +SKIP
+        >>> import tempfile
+        >>> path = f"{tempfile.mkdtemp()}/eager.jsonl"
+        >>> with graphpasses.ParityRecorder(path, run="eager") as recorder:
+        ...     recorder.record(0, 1.0, nn.Linear(2, 2))
+        >>> run = graphpasses.read_run(path)
+        >>> "<title>graphpasses: eager</title>" in render_page([ShownRun(run, Topology(1, 1))]).decode()
+        True
     """
     names = RingNames()
     first, *others = runs

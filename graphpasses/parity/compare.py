@@ -138,7 +138,13 @@ def step_differences(a: Run, b: Run) -> list[StepDifference]:
         CompareError: see :func:`compare_runs`.
 
     Example:
-        >>> step_differences(read_run("eager.jsonl"), read_run("graph.jsonl"))  # doctest: +SKIP
+        >>> from graphpasses.parity import ParityRecorder, read_run
+        >>> import tempfile, torch
+        >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
+        >>> with ParityRecorder(path) as recorder:
+        ...     recorder.record(0, 1.0, torch.nn.Linear(2, 2))
+        >>> step_differences(read_run(path), read_run(path))
+        [StepDifference(step=0, loss=False, gradients=None, weights=())]
     """
     _check_comparable(a, b)
     same_ranks = a.header.world_size == b.header.world_size

@@ -81,10 +81,10 @@ def run_ranks(
     Raises:
         RankError: a rank raised, died or ran out of time; it names the first such rank.
 
-    Example:
-        >>> import torch.distributed as dist
-        >>> run_ranks(dist.get_rank, 2)  # doctest: +SKIP
-        [0, 1]
+    Example, in a script::
+
+        if __name__ == "__main__":
+            print(run_ranks(torch.distributed.get_rank, 2))  # [0, 1]
     """
     if fn.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
         raise RankError(f"other processes cannot import {fn.__qualname__}; define it in a module of its own")

@@ -56,9 +56,10 @@ def recorded(
         UnsupportedError: the trainer has several model parts, as with pipeline parallelism.
         RunFileError: see :class:`graphpasses.parity.ParityRecorder`.
 
-    Example:
-        >>> with recorded(trainer, "eager.jsonl"):  # doctest: +SKIP
-        ...     trainer.train()
+    Example, with a trainer of torchtitan's::
+
+        with recorded(trainer, "eager.jsonl"):
+            trainer.train()
     """
     if len(trainer.model_parts) != 1:
         raise UnsupportedError(

@@ -130,8 +130,18 @@ def train_eager(
         TaskError: the replicas do not divide the ranks.
 
     Example:
-        >>> task, topology = load_task("my_model.py"), Topology(16, gpus_per_node=8)  # doctest: +SKIP
-        >>> train_eager(task, topology, num_steps=5, path=Path("eager.jsonl"))  # doctest: +SKIP
+        >>> import tempfile
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> task = Task(
+        ...     model=lambda: nn.Linear(4, 4),
+        ...     shard=lambda model, mesh: fully_shard(model, mesh=mesh),
+        ...     loss_fn=lambda model, x: model(x).sum(),
+        ...     batch=lambda step, rank: (torch.full((2, 4), float(rank)),),
+        ... )
+        >>> path = Path(tempfile.mkdtemp()) / "eager.jsonl"
+        >>> train_eager(task, Topology(2, gpus_per_node=2), num_steps=3, path=path)
+        >>> len(graphpasses.read_run(path).steps)
+        3
     """
 
     _check_replicas(task, topology)
@@ -181,8 +191,18 @@ def train_graph(
         TaskError: the replicas do not divide the ranks.
 
     Example:
-        >>> task, topology = load_task("my_model.py"), Topology(16, gpus_per_node=8)  # doctest: +SKIP
-        >>> train_graph(task, topology, num_steps=5, path=Path("graph.jsonl"))  # doctest: +SKIP
+        >>> import tempfile
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> task = Task(
+        ...     model=lambda: nn.Linear(4, 4),
+        ...     shard=lambda model, mesh: fully_shard(model, mesh=mesh),
+        ...     loss_fn=lambda model, x: model(x).sum(),
+        ...     batch=lambda step, rank: (torch.full((2, 4), float(rank)),),
+        ... )
+        >>> path = Path(tempfile.mkdtemp()) / "graph.jsonl"
+        >>> train_graph(task, Topology(2, gpus_per_node=2), num_steps=3, path=path)
+        >>> len(graphpasses.read_run(path).steps)
+        3
     """
 
     _check_replicas(task, topology)

@@ -32,8 +32,16 @@ def step_for_rank(step: TrainGraph, model: nn.Module) -> TrainGraph:
             ranks capture their own.
 
     Example:
-        >>> step = share(lambda: default_pipeline(plan).run(capture()))  # doctest: +SKIP
-        >>> step = step_for_rank(step, model)  # doctest: +SKIP
+        >>> from graphpasses.simulate import Topology, run_cluster, share
+        >>> def loss_on_this_rank():
+        ...     model = graphpasses.simple_fsdp(nn.Linear(4, 4), dist.init_device_mesh("cpu", (2,)))
+        ...     batch = torch.full((2, 4), float(dist.get_rank()))
+        ...     steps = share(list)
+        ...     if not steps:
+        ...         steps.append(graphpasses.capture_train_step(lambda m, x: (m(x) * 0 + x).sum(), model, batch))
+        ...     return step_for_rank(steps[0], model)(batch).item()
+        >>> run_cluster(loss_on_this_rank, Topology(2, gpus_per_node=2))
+        [0.0, 8.0]
     """
     names: dict[str, str] = {}
     for fqn, *_ in step.identity.parameters:
