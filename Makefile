@@ -57,7 +57,7 @@ bench: $(READY) ## measure, side by side with the baselines
 	$(RUN) -m experiments.graph_trainer_bench
 	$(RUN) -m experiments.pass_bench
 	$(RUN) -m experiments.torchrec_bench
-	$(RUN) experiments/hash_bench/run.py
+	$(RUN) -m experiments.hash_bench
 
 # Pins that stand stay; UPGRADE=--upgrade renews them. Needs uv (`pip install uv`), which UV_FIND_LINKS or
 # UV_EXTRA_INDEX_URL must show the CPU build of torch.

@@ -1,10 +1,9 @@
-"""Step times, side by side: every round runs one step of each way to train."""
+"""Step times of eager FSDP2 and of captured steps, in interleaved rounds."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from experiments.fsdp_parity.models import Decoder, loss_fn
+from experiments.harness.bench import Timing, time_rounds
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.fsdp.layout import eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.passes import default_pipeline
 
+__all__ = ["loss_fn", "time_steps", "transformer"]
+
 EAGER, UNBUCKETED, DEFAULT = "eager FSDP2", "captured, no passes", "captured, default pipeline"
+NUM_WARM_UPS = 2
 
 
 def transformer(num_layers: int, dim: int, vocab: int) -> nn.Module:
@@ -41,8 +44,8 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, list[float]]:
-    """Times ``num_rounds`` steps of each way to train, one of each per round, on this rank.
+def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, Timing]:
+    """Times steps of each variant on this rank: forward, backward and AdamW.
 
     Args:
         num_layers: layers of the model.
@@ -50,7 +53,7 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, list[flo
         num_rounds: counted rounds, after two that are not.
 
     Returns:
-        Seconds per step (forward, backward and AdamW, slowest rank), by way.
+        What each took, by variant.
     """
     vocab = 8 * dim
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -62,45 +65,24 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, list[flo
     torch.manual_seed(0)
     model = simple_fsdp(transformer(num_layers, dim, vocab), mesh, **dtypes)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    batches = [torch.randint(0, vocab, (4, 65), generator=generator) for _ in range(num_rounds + 2)]
-    captured = capture_train_step(loss_fn, model, batches[0])
-    step = default_pipeline(BucketPlan.from_fully_shard(eager), expected_layout=eager_layout(eager)).run(
-        captured
-    )
-
-    def eager_step(tokens: Tensor) -> Tensor:
-        loss = loss_fn(eager, tokens)
-        loss.backward()
-        return loss
-
-    ways: dict[str, tuple[Callable[[Tensor], Tensor], torch.optim.Optimizer]] = {}
-    for name, way, trained in (
-        (EAGER, eager_step, eager),
-        (UNBUCKETED, captured, model),
-        (DEFAULT, step, model),
-    ):
-        ways[name] = way, torch.optim.AdamW(trained.parameters())
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for index, tokens in enumerate(batches):
-        for name, (way, optimizer) in ways.items():
-            dist.barrier()
-            start = time.perf_counter()
-            way(tokens)
-            optimizer.step()
-            optimizer.zero_grad()
-            dist.barrier()
-            if index >= 2:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def summarize(seconds: dict[str, list[float]]) -> list[tuple[str, float, float]]:
-    """Returns, per way, the median milliseconds and the median over rounds of eager's time over its own."""
-    return [
-        (
-            name,
-            statistics.median(times) * 1e3,
-            statistics.median(e / t for e, t in zip(seconds[EAGER], times, strict=True)),
-        )
-        for name, times in seconds.items()
+    batches = [
+        torch.randint(0, vocab, (4, 65), generator=generator) for _ in range(num_rounds + NUM_WARM_UPS)
     ]
+    captured = capture_train_step(loss_fn, model, batches[0])
+    pipeline = default_pipeline(BucketPlan.from_fully_shard(eager), expected_layout=eager_layout(eager))
+    rewritten = pipeline.run(captured)
+
+    def eager_gradients(tokens: Tensor) -> None:
+        loss_fn(eager, tokens).backward()
+
+    def step(gradients: Callable[[Tensor], object], optimizer: torch.optim.Optimizer, index: int) -> None:
+        gradients(batches[index])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    steps = {
+        EAGER: partial(step, eager_gradients, torch.optim.AdamW(eager.parameters())),
+        UNBUCKETED: partial(step, captured, torch.optim.AdamW(model.parameters())),
+        DEFAULT: partial(step, rewritten, torch.optim.AdamW(model.parameters())),
+    }
+    return time_rounds(steps, num_rounds, num_warm_ups=NUM_WARM_UPS, on_ranks=True)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
 
-from experiments._parity.plans import reorder
-from graphpasses.fsdp.layout import Layout
-from graphpasses.fsdp.plan import BucketPlan
+from experiments.fsdp_parity.orders import EXECUTION, NAMED, PER_MODULE
+from experiments.harness.verdict import Comparison
 
-DEFAULT, COMPILED = "default pipeline", "torch.compile"
+__all__ = ["ALL_REDUCE_FIRST", "CASES", "COMPILED", "DEFAULT", "EAGER", "NO_COALESCING", "Case"]
+
+EAGER, DEFAULT, COMPILED = "eager", "default pipeline", "torch.compile"
+NO_COALESCING, ALL_REDUCE_FIRST = "no coalescing", "all-reduce first"
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,18 @@ class Case:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """What is trained beside eager: the default pipeline, by both doors where order matters, and the controls."""
+        """Eager, the default pipeline, the same under torch.compile where order matters, and the controls."""
         compiled = (COMPILED,) if self.reduce_dtype is torch.bfloat16 else ()
-        return (DEFAULT, *compiled, *self.controls)
+        return (EAGER, DEFAULT, *compiled, *self.controls)
 
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Every variant against eager."""
+        return tuple(
+            Comparison(variant, EAGER, "differ" if variant in self.controls else "equal")
+            for variant in self.variants[1:]
+        )
 
-PER_MODULE, NAMED, EXECUTION = "per-module order", "named_parameters order", "execution order"
-NO_COALESCING, ALL_REDUCE_FIRST = "no coalescing", "all-reduce first"
 
 _CONTROLS = {
     "llama": (EXECUTION,),
@@ -74,32 +79,3 @@ CASES = tuple(
     for model, coalescing in (("llama", ()), ("gpt", (NO_COALESCING,)), ("uneven", ()))
     for dtype in _DTYPES
 )
-
-
-def wrong_plan(variant: str, plan: BucketPlan, model: nn.Module, captured: Layout) -> BucketPlan:
-    """Returns the plan of a control that packs in another order than eager.
-
-    Args:
-        variant: which control.
-        plan: eager's plan.
-        model: the captured model.
-        captured: layout of the unbucketed step, which is in execution order.
-    """
-    execution = _positions(entry.fqn for bucket in captured.buckets for entry in bucket.entries)
-    last = len(execution)
-    if variant == EXECUTION:
-        return reorder(plan, lambda fqn: execution.get(fqn, last))
-    if variant == NAMED:
-        named = _positions(fqn for fqn, _ in model.named_parameters())
-        return reorder(plan, named.__getitem__)
-    modules = _positions(_module(fqn) for entry in plan.entries for fqn in entry.fqns)
-    return reorder(plan, lambda fqn: (modules[_module(fqn)], execution.get(fqn, last)))
-
-
-def _module(fqn: str) -> str:
-    return fqn.rpartition(".")[0]
-
-
-def _positions(names: object) -> dict[str, int]:
-    unique: Sequence[str] = list(dict.fromkeys(names))  # type: ignore[call-overload]
-    return {name: index for index, name in enumerate(unique)}

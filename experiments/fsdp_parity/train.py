@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -13,10 +13,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphpasses
-from experiments._parity.progress import count_runs
-from experiments._parity.verdict import run_path
-from experiments.fsdp_parity.cases import ALL_REDUCE_FIRST, COMPILED, DEFAULT, NO_COALESCING, Case, wrong_plan
+from experiments.fsdp_parity.cases import ALL_REDUCE_FIRST, COMPILED, DEFAULT, EAGER, NO_COALESCING, Case
 from experiments.fsdp_parity.models import MODELS, SEQ, VOCAB, loss_fn
+from experiments.fsdp_parity.orders import wrong_order
+from experiments.harness.parity import TrainedRun
+from experiments.harness.verdict import run_path
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout, eager_layout
@@ -32,15 +33,17 @@ SEED = 0
 TOPOLOGY = {"num_ranks": 4, "gpus_per_node": 2, "mode": "rail"}
 
 
-def train_cases(cases: tuple[Case, ...], num_steps: int, folder: Path) -> None:
-    """Trains every case on this rank and prints on rank 0 what is done; all ranks call it alike.
+def train_cases(cases: Sequence[Case], num_steps: int, folder: Path) -> Iterator[TrainedRun]:
+    """Trains every case on this rank; all ranks call it with the same arguments.
 
     Args:
         cases: what to train.
         num_steps: optimizer steps of each run.
         folder: where the run files go.
+
+    Yields:
+        The runs, as they end.
     """
-    done = count_runs(sum(1 + len(case.variants) for case in cases))
     configure(Topology(**TOPOLOGY))
     meshes = {
         "fsdp": init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)),
@@ -48,11 +51,10 @@ def train_cases(cases: tuple[Case, ...], num_steps: int, folder: Path) -> None:
     }
     for case in cases:
         for variant in _train_case(case, meshes[case.mesh], num_steps, folder):
-            done(f"{case.name}: {variant}")
+            yield TrainedRun(case.name, variant)
 
 
 def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> Iterator[str]:
-    run_path(folder, case.name, "eager").parent.mkdir(parents=True, exist_ok=True)
     eager = _eager_model(case, mesh)
     expected_layout = eager_layout(eager)
 
@@ -68,18 +70,16 @@ def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> I
         loss.backward()
         return loss.detach()
 
-    _train(case, "eager", eager, eager_step, expected_layout, num_steps, folder)
-    yield "eager"
+    _train(case, EAGER, eager, eager_step, expected_layout, num_steps, folder)
+    yield EAGER
 
     plan = BucketPlan.from_fully_shard(eager)
     initial = [_local(parameter).clone() for parameter in model.parameters()]
-    for variant in case.variants:
+    for variant in case.variants[1:]:
         step: Callable[[Tensor], Tensor]
         if variant == COMPILED:
-            step, layout = (
-                _compiled_step(model, default_pipeline(plan, expected_layout=expected_layout)),
-                expected_layout,
-            )
+            pipeline = default_pipeline(plan, expected_layout=expected_layout)
+            step, layout = _compiled_step(model, pipeline), expected_layout
         else:
             step = graph = rewritten(variant, captured, plan, expected_layout)
             layout = graph_layout(graph)
@@ -131,7 +131,7 @@ def rewritten(variant: str, captured: TrainGraph, plan: BucketPlan, expected_lay
         step = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured, excerpts=True)
     else:
         in_execution_order = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured)
-        wrong = wrong_plan(variant, plan, captured.model, graph_layout(in_execution_order))
+        wrong = wrong_order(variant, plan, captured.model, graph_layout(in_execution_order))
         step = default_pipeline(wrong).run(captured, excerpts=True)
     assert diff_layouts(expected_layout, graph_layout(step)), (
         f"{variant} has eager's layout: it controls nothing"

@@ -1,12 +1,11 @@
-"""Steps of three trainers in the same processes: every round runs one step of each."""
+"""Steps of three trainers in the same processes, in interleaved rounds."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,12 +18,13 @@ from torch.utils._pytree import tree_leaves
 from experiments.graph_trainer_bench.volume import ring_bytes
 from experiments.graph_trainer_parity.cases import DEFAULTS, EAGER, OURS
 from experiments.graph_trainer_parity.ranks import as_torchrun
+from experiments.harness.bench import Timing, time_rounds
 from graphpasses.integrations.torchtitan.cpu_configs import Recipe, trainer_config
 
 __all__ = ["VARIANTS", "Measured", "measure"]
 
 VARIANTS = (EAGER, DEFAULTS, OURS)
-_NUM_WARM_UP = 3
+_NUM_WARM_UPS = 3
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,14 @@ class Measured:
     """What a trainer's steps cost.
 
     Args:
-        seconds: of each counted step, on the slowest rank.
+        timing: of its steps.
         num_bytes: that a rank sends in a step.
         num_collectives: of a step.
     """
 
-    seconds: tuple[float, ...]
+    timing: Timing
     num_bytes: int
     num_collectives: int
-
-    @property
-    def milliseconds(self) -> float:
-        """Median of the steps."""
-        return 1e3 * statistics.median(self.seconds)
 
 
 def measure(recipe: Recipe, num_rounds: int, folder: Path, ports: Sequence[int]) -> dict[str, Measured]:
@@ -66,7 +61,7 @@ def measure(recipe: Recipe, num_rounds: int, folder: Path, ports: Sequence[int])
 
         begin()
         pipelines = {EAGER: None, DEFAULTS: "default", OURS: PIPELINE}
-        num_steps = _NUM_WARM_UP + num_rounds + 1
+        num_steps = _NUM_WARM_UPS + num_rounds + 1  # bytes are counted in the last
         trainers: dict[str, Any] = {}
         for variant in VARIANTS:
             with _one_world():
@@ -74,26 +69,24 @@ def measure(recipe: Recipe, num_rounds: int, folder: Path, ports: Sequence[int])
         for module in trainers[EAGER].model_parts[0].modules():
             if isinstance(module, FSDPModule):  # gloo has no PREMUL_SUM; times one it is a sum
                 module.set_force_sum_reduction_for_comms(True)
-        batches = {name: trainer.batch_generator(trainer.dataloader) for name, trainer in trainers.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in trainers}
-        traffic = {name: _Traffic() for name in trainers}
-        for index in range(num_steps):
-            for name, trainer in trainers.items():
-                trainer.step += 1
-                dist.barrier()
-                start = time.perf_counter()
-                with traffic[name] if index == num_steps - 1 else nullcontext():
-                    trainer.train_step(batches[name])
-                own = time.perf_counter() - start
-                everyone: list[float] = [0.0] * dist.get_world_size()
-                dist.all_gather_object(everyone, own)
-                seconds[name].append(max(everyone))
+
+        def step(trainer: Any, batches: Iterator[Any], index: int) -> None:
+            trainer.step += 1
+            trainer.train_step(batches)
+
+        steps = {
+            name: partial(step, trainer, trainer.batch_generator(trainer.dataloader))
+            for name, trainer in trainers.items()
+        }
+        timings = time_rounds(steps, num_rounds, num_warm_ups=_NUM_WARM_UPS, on_ranks=True)
+        measured = {}
+        for name, timing in timings.items():
+            with _Traffic() as traffic:
+                steps[name](num_steps - 1)
+            measured[name] = Measured(timing, round(sum(traffic.sizes)), len(traffic.sizes))
         for trainer in trainers.values():
             trainer.close()
-        return {
-            name: Measured(tuple(seconds[name][_NUM_WARM_UP:-1]), round(sum(found.sizes)), len(found.sizes))
-            for name, found in traffic.items()
-        }
+        return measured
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Bytes that a step of a full-size model sends, read from graphs that one process traces for ranks in name only."""
+"""Bytes that a step of a full-size model sends, read from the graph that one process traces for all ranks."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from experiments._parity.verdict import Must
+from experiments.harness.verdict import Comparison, Must
 from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 
 __all__ = [
@@ -20,12 +20,8 @@ __all__ = [
     "Case",
 ]
 
-EAGER, OURS, DEFAULTS, SORTED = (
-    "eager",
-    "graphpasses",
-    "graph_trainer's own passes",
-    "parameters sorted by name",
-)
+EAGER, OURS, DEFAULTS = "eager", "graphpasses", "graph_trainer's own passes"
+SORTED = "parameters sorted by name"
 TOPOLOGY = {"num_ranks": 4, "gpus_per_node": 2, "mode": "rail"}
 CHECKPOINT_STEP = 10
 # A run of our pipeline from a checkpoint of another run.
@@ -39,21 +35,34 @@ class Case:
     Args:
         name: for the table.
         recipe: the model.
-        variants: of graph_trainer, and what each must be.
+        must: the ways of graph_trainer, and what each must be.
     """
 
     name: str
     recipe: Recipe
-    variants: tuple[tuple[str, Must], ...] = ((OURS, "equal"),)
+    must: tuple[tuple[str, Must], ...] = ((OURS, "equal"),)
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Eager and the ways of graph_trainer."""
+        return (EAGER, *(variant for variant, _ in self.must))
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Every way against eager; runs from a checkpoint have the steps that are left."""
+        return tuple(
+            Comparison(variant, EAGER, must, CHECKPOINT_STEP if variant in RESTARTS else 0)
+            for variant, must in self.must
+        )
 
     @property
     def has_restarts(self) -> bool:
         """Whether checkpoints are written."""
-        return any(variant in RESTARTS for variant, _ in self.variants)
+        return any(variant in RESTARTS for variant in self.variants)
 
-    def dump_folder(self, folder: Path) -> Path:
-        """Where torchtitan writes, in the folder of an experiment."""
-        return folder / "dump" / self.name
+    def dump_folder(self, scratch: Path, variant: str) -> Path:
+        """Where torchtitan's trainer of a variant writes; one that restarts writes beside what it reads."""
+        return scratch / "dump" / self.name / RESTARTS.get(variant, variant)
 
     @property
     def mesh(self) -> tuple[int, int]:

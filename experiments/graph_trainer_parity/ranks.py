@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,9 +11,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from experiments._parity.progress import count_runs
-from experiments._parity.verdict import run_path
-from experiments.graph_trainer_parity.cases import EAGER, TOPOLOGY, Case
+from experiments.graph_trainer_parity.cases import TOPOLOGY, Case
+from experiments.harness.parity import TrainedRun
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.simulate import Topology, configure
 
@@ -80,28 +78,27 @@ def as_torchrun(
 
 
 def train_cases(
-    cases: Sequence[Case], num_steps: int, folder: Path, ports: Sequence[int], done: tuple[int, int, float]
-) -> None:
-    """Trains cases of one mesh on this rank; rank 0 prints what is done; all ranks call it alike.
+    cases: Sequence[Case], num_steps: int, folder: Path, scratch: Path, ports: Sequence[int]
+) -> Iterator[TrainedRun]:
+    """Trains cases of one mesh on this rank; all ranks call it with the same arguments.
 
     Args:
         cases: what to train.
         num_steps: optimizer steps of each run.
-        folder: has ``tests/assets``; gets the run files.
+        folder: where the run files go.
+        scratch: has ``tests/assets``; gets what torchtitan writes, checkpoints among it.
         ports: see :func:`as_torchrun`.
-        done: arguments of :func:`experiments._parity.progress.count_runs`.
+
+    Yields:
+        The runs, as they end.
     """
-    tell, is_first = count_runs(*done), dist.get_rank() == 0
     configure(Topology(**TOPOLOGY))
-    with as_torchrun(folder, ports) as begin:
+    with as_torchrun(scratch, ports) as begin:
         # Imports torchtitan, which asks for a device.
         from experiments.graph_trainer_parity.train import train
 
         for case in cases:
-            run_path(folder, case.name, EAGER).parent.mkdir(parents=True, exist_ok=True)
-            for variant in (EAGER, *(name for name, _ in case.variants)):
+            for variant in case.variants:
                 begin()
-                train(case, variant, num_steps, folder)
-                tell(f"{case.name}: {variant}")
-            if is_first:
-                shutil.rmtree(case.dump_folder(folder), ignore_errors=True)  # checkpoints
+                train(case, variant, num_steps, folder, scratch)
+                yield TrainedRun(case.name, variant)

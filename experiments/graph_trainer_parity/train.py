@@ -8,8 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from experiments._parity.plans import reorder
-from experiments._parity.verdict import run_path
+from experiments.fsdp_parity.orders import reorder
 from experiments.graph_trainer_parity.cases import (
     CHECKPOINT_STEP,
     DEFAULTS,
@@ -19,6 +18,7 @@ from experiments.graph_trainer_parity.cases import (
     TOPOLOGY,
     Case,
 )
+from experiments.harness.verdict import run_path
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.integrations.torchtitan import pass_pipeline
@@ -30,23 +30,23 @@ from graphpasses.passes.runner import Pipeline
 __all__ = ["train"]
 
 
-def train(case: Case, variant: str, num_steps: int, folder: Path) -> None:
+def train(case: Case, variant: str, num_steps: int, folder: Path, scratch: Path) -> None:
     """Trains one variant of a case and records it.
 
     Args:
         case: what to train.
         variant: how.
         num_steps: optimizer steps.
-        folder: see ``train_cases``.
+        folder: where the run file goes.
+        scratch: see ``train_cases``.
     """
     pipelines = {EAGER: None, DEFAULTS: "default"}
-    config = trainer_config(case.recipe, folder, num_steps, pipelines.get(variant, pass_pipeline.PIPELINE))
-    config.dump_folder = str(case.dump_folder(folder) / variant)
+    config = trainer_config(case.recipe, scratch, num_steps, pipelines.get(variant, pass_pipeline.PIPELINE))
+    config.dump_folder = str(case.dump_folder(scratch, variant))
     if case.has_restarts:
         config.checkpoint.enable, config.checkpoint.interval = True, CHECKPOINT_STEP
         config.checkpoint.keep_latest_k = 0
     if variant in RESTARTS:
-        config.dump_folder = str(case.dump_folder(folder) / RESTARTS[variant])
         config.checkpoint.load_step = CHECKPOINT_STEP
         config.checkpoint.load_only = True
     with (

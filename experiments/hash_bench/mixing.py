@@ -1,4 +1,4 @@
-"""Do the hash's two sums mix well? Collisions among the effects of one bit flip; see README.md."""
+"""Do the hash's two sums mix well? Collisions among the effects of one bit flip."""
 
 from __future__ import annotations
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
-from experiments.pass_bench.full_size import NUM_RANKS, Timing, time_passes
+from experiments.pass_bench.full_size import NUM_RANKS, FullSizeTiming, time_passes
+from graphpasses.terminal import make_console
 
 
-def main(flavors: tuple[str, ...] = ("8B", "70B", "405B"), rounds: int = 5) -> int:
+def main(flavors: tuple[str, ...] = ("8B", "70B", "405B"), rounds: int = 5) -> None:
     """Times the default pipeline, and torchtitan's passes for the same work, on full-size Llama 3 steps.
 
-    The steps are traced on fake tensors for 64 ranks that exist in name only. Each model has a process of its own.
+    The steps are traced on fake tensors, with a fake process group of 64 ranks. Each model has a process of its own.
 
     Args:
         flavors: of torchtitan's Llama 3.
         rounds: how often our pipeline runs; the fastest counts. torchtitan's runs once.
     """
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = make_console()
     timings = []
     for flavor in flavors:
         console.print(f"Llama 3 {flavor}: tracing for {NUM_RANKS} ranks")
@@ -32,10 +31,9 @@ def main(flavors: tuple[str, ...] = ("8B", "70B", "405B"), rounds: int = 5) -> i
     console.print(
         "graphpasses generates code once, at the step's first call; torchtitan's time has it after every pass"
     )
-    return 0
 
 
-def _table(timings: list[Timing]) -> Table:
+def _table(timings: list[FullSizeTiming]) -> Table:
     table = Table(title="Seconds of all passes")
     for header in ("", *(f"Llama 3 {timing.flavor}" for timing in timings)):
         table.add_column(header, justify="right" if header else "left")
@@ -43,23 +41,25 @@ def _table(timings: list[Timing]) -> Table:
     def row(name: str, *cells: str) -> None:
         table.add_row(name, *cells)
 
-    row("nodes of the captured step", *(f"{timing.num_nodes:,}" for timing in timings))
+    row("nodes of the captured step", *(f"{timing.ours.num_nodes:,}" for timing in timings))
     row("tracing", *(f"{timing.capture:.1f}" for timing in timings))
-    for name in timings[0].ours:
-        if name != "whole":
-            row(f"  {name}", *(f"{timing.ours[name]:.2f}" for timing in timings))
-    row("graphpasses, checks and copy included", *(f"{timing.ours['whole']:.2f}" for timing in timings))
-    row("  µs per node", *(f"{timing.ours['whole'] / timing.num_nodes * 1e6:.0f}" for timing in timings))
+    for name in timings[0].ours.by_pass:
+        row(f"  {name}", *(f"{timing.ours.by_pass[name]:.2f}" for timing in timings))
+    whole = [timing.ours.timing.fastest for timing in timings]
+    row("graphpasses, checks and copy included", *(f"{seconds:.2f}" for seconds in whole))
+    row("  first round", *(f"{timing.ours.timing.first:.2f}" for timing in timings))
+    row("  median round", *(f"{timing.ours.timing.median:.2f}" for timing in timings))
+    per_node = (seconds / timing.ours.num_nodes for seconds, timing in zip(whole, timings, strict=True))
+    row("  µs per node", *(f"{seconds * 1e6:.0f}" for seconds in per_node))
     row("  MB of memory", *(f"{timing.memory / 1e6:.0f}" for timing in timings))
     row("  generating code", *(f"{timing.code:.2f}" for timing in timings))
     for name in timings[0].theirs:
         row(f"  {name}", *(f"{timing.theirs[name]:.2f}" for timing in timings))
-    sums = [sum(timing.theirs.values()) for timing in timings]
-    row("graph_trainer's own", *(f"{total:.2f}" for total in sums))
-    quotients = zip(sums, timings, strict=True)
-    row("times as fast", *(f"{total / timing.ours['whole']:.1f}" for total, timing in quotients))
+    theirs = [sum(timing.theirs.values()) for timing in timings]
+    row("graph_trainer's own", *(f"{total:.2f}" for total in theirs))
+    row("times as fast", *(f"{total / seconds:.1f}" for total, seconds in zip(theirs, whole, strict=True)))
     return table
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    tyro.cli(main)

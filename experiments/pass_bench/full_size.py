@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
+from experiments.harness.bench import time_rounds
+from experiments.harness.pipeline_timing import PipelineTiming, time_pipeline
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
@@ -21,61 +22,47 @@ from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import default_pipeline
 
-__all__ = ["Timing", "time_passes"]
+__all__ = ["NUM_RANKS", "FullSizeTiming", "time_passes"]
 
 NUM_RANKS, SEQ = 64, 512
 
 
 @dataclass(frozen=True)
-class Timing:
+class FullSizeTiming:
     """What one model took.
 
     Args:
         flavor: of Llama 3.
-        num_parameters: of the model.
-        num_nodes: of the captured graph.
         capture: seconds to trace the step.
-        ours: seconds of the default pipeline, by pass; ``"whole"`` is all of it, copy and checks included.
+        ours: the default pipeline.
         code: seconds in which the rewritten step's code is generated, once, when it is first called.
         theirs: seconds of torchtitan's passes, by pass; each generates code.
         memory: bytes that the pipeline holds at once at most, its copy of the graph and reports included.
     """
 
     flavor: str
-    num_parameters: int
-    num_nodes: int
     capture: float
-    ours: dict[str, float]
+    ours: PipelineTiming
     code: float
     theirs: dict[str, float]
     memory: int
 
 
-def time_passes(flavor: str, num_rounds: int) -> Timing:
-    """Times both pipelines on one captured step, in turns; of several rounds the fastest counts.
+def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
+    """Times both pipelines on one captured step.
 
     Args:
         flavor: of torchtitan's Llama 3, e.g. ``"405B"``.
-        num_rounds: how often ours run; theirs run once, since they take so long.
+        num_rounds: how often ours runs; theirs runs once, since it takes so long.
     """
     use_cpu("gloo")
     with fake_process_group(NUM_RANKS):
         start = time.perf_counter()
-        captured, num_parameters = _capture(flavor)
+        captured = _capture(flavor)
         capture = time.perf_counter() - start
-        plan = BucketPlan.per_block(captured.model)
-        pipeline = default_pipeline(plan)
-        best: dict[str, float] = {}
-        for _ in range(num_rounds):
-            gc.collect()
-            gc.disable()  # as timeit does: a collection walks all of torch, whatever the pass
-            start = time.perf_counter()
-            step = pipeline.run(captured)
-            whole = time.perf_counter() - start
-            gc.enable()
-            if not best or whole < best["whole"]:
-                assert step.report is not None
-                best = {**{report.name: report.seconds for report in step.report}, "whole": whole}
+        pipeline = default_pipeline(BucketPlan.per_block(captured.model))
+        ours = time_pipeline(pipeline, captured, num_rounds)
+        step = pipeline.run(captured)
         start = time.perf_counter()
         _ = step.module.code
         code = time.perf_counter() - start
@@ -83,11 +70,10 @@ def time_passes(flavor: str, num_rounds: int) -> Timing:
         pipeline.run(captured)
         memory = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        theirs = _time_theirs(captured)
-        return Timing(flavor, num_parameters, len(captured.graph.nodes), capture, best, code, theirs, memory)
+        return FullSizeTiming(flavor, capture, ours, code, _time_theirs(captured), memory)
 
 
-def _capture(flavor: str) -> tuple[TrainGraph, int]:
+def _capture(flavor: str) -> TrainGraph:
     from torchtitan.experiments.graph_trainer.common_utils import (
         annotate_module_fqns,
         build_decoder_config_for_backend,
@@ -97,11 +83,10 @@ def _capture(flavor: str) -> tuple[TrainGraph, int]:
     mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("fsdp",))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_decoder_config_for_backend(llama3.llama3_configs[flavor], "sdpa").build()
-        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         model = simple_fsdp(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         annotate_module_fqns(model)  # by which torchtitan's bucketing knows its modules
         tokens = torch.zeros(1, SEQ, dtype=torch.long)
-    return capture_train_step(_loss_fn, model, tokens, tokens), num_parameters
+    return capture_train_step(_loss_fn, model, tokens, tokens)
 
 
 def _loss_fn(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -132,17 +117,16 @@ def _time_theirs(captured: TrainGraph) -> dict[str, float]:
         ),
     )
     copy = captured.copy().module
-    module = torch.fx.GraphModule(
-        copy, copy.graph
-    )  # as their tracer makes it: code is generated after every pass
+    # As their tracer makes it: code is generated after every pass.
+    module = torch.fx.GraphModule(copy, copy.graph)
     inputs = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     seconds = {}
-    gc.collect()
-    gc.disable()
     for each in passes:
+
+        def run(index: int, each: Callable[..., torch.fx.GraphModule] = each) -> None:
+            nonlocal module
+            module = each(module, inputs)
+
         name = getattr(each, "func", each).__name__
-        start = time.perf_counter()
-        module = each(module, inputs)
-        seconds[name] = time.perf_counter() - start
-    gc.enable()
+        seconds[name] = time_rounds({name: run}, 1, num_warm_ups=0, pause_gc=True)[name].first
     return seconds

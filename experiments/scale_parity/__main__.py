@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import tyro
-from rich.console import Console
 
-from experiments._parity.select import select
-from experiments._parity.verdict import Must, Verdict, compare, run_path, verdict_table
+from experiments.harness.parity import ParityExperiment
+from experiments.harness.select import Only, select
+from experiments.harness.verdict import Verdict, judge, run_path
 from experiments.scale_parity.cases import EAGER, GRAPH, Case, cases
-from experiments.scale_parity.runs import PlayedRun, play_all
+from experiments.scale_parity.runs import SimulatedRun, play_all
 from graphpasses.errors import GraphPassesError
 from graphpasses.html_report import ShownRun, render_page
 from graphpasses.parity import Run, compare_runs, read_run
@@ -27,7 +26,7 @@ def main(
     steps: int = 25,
     control_steps: int = 5,
     out: Path = Path("runs/scale_parity"),
-    only: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "",
+    only: Only = "",
     workers: int = os.cpu_count() or 1,
 ) -> int:
     """Trains two language models on simulated clusters: with eager FSDP2, and as graphs packed in several orders.
@@ -40,7 +39,7 @@ def main(
         ranks: sizes of the clusters.
         gpus_per_node: GPUs of each node.
         steps: optimizer steps of eager and of the graph in eager's order.
-        control_steps: of those in other orders, which part from eager at once.
+        control_steps: of those in other orders, which differ from eager at once.
         out: folder for the run files; look into any two with `graphpasses compare A B`.
         only: play only the cases whose name contains this, e.g. "gpt, 64".
         workers: processes, each of which plays a run at a time.
@@ -54,38 +53,37 @@ def main(
         return 2
     if not selected:
         return 2
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    runs = [
-        PlayedRun(
-            case,
-            variant,
-            steps if variant in (EAGER, GRAPH) else control_steps,
-            run_path(out, case.name, variant),
-        )
-        for case in selected
-        for variant in case.variants
-    ]
-    waiting = [run for run in runs if not run.is_done()]
-    console.print(
-        f"{len(runs)} runs, {len(runs) - len(waiting)} of them complete in {out}; {workers} processes"
+
+    def run_of(case: Case, variant: str) -> SimulatedRun:
+        num_steps = steps if variant in (EAGER, GRAPH) else control_steps
+        return SimulatedRun(case, variant, num_steps, run_path(out, case.name, variant))
+
+    runs = [run_of(case, variant) for case in selected for variant in case.variants]
+    complete = {run.path for run in runs if run.is_done()}
+    title, columns = "Graphs against eager FSDP2 on simulated clusters", ("predicted from the layouts",)
+    experiment = ParityExperiment(title, selected, steps, out, columns, keep=complete)
+    experiment.console.print(
+        f"{len(complete)} of {len(runs)} runs are complete in {out}; {workers} processes"
     )
-    start = time.monotonic()
-    play_all(waiting, workers, console)
-    verdicts = [_verdict(run, run_path(out, run.case.name, EAGER)) for run in runs if run.variant != EAGER]
-    title = "Graphs against eager FSDP2 on simulated clusters"
-    console.print(verdict_table(title, verdicts, "predicted from the layouts"))
+    experiment.counter.num_done = len(complete)
+    play_all([run for run in runs if run.path not in complete], workers, experiment.counter)
+    verdicts = []
     for case in selected:
-        console.print(f"report: {_write_report(case, out)}")
-    num_wrong = sum(not verdict.right for verdict in verdicts)
-    console.print(f"{num_wrong} of {len(verdicts)} rows are wrong; {time.monotonic() - start:.0f} s")
-    return 1 if num_wrong else 0
+        for row in case.comparisons:
+            verdict = judge(case.name, row, out, run_of(case, row.variant).num_steps)
+            verdicts.append(_with_prediction(verdict, case, out))
+    for case in selected:
+        experiment.console.print(f"report: {_write_report(case, out)}")
+    return experiment.conclude(verdicts)
 
 
-def _verdict(run: PlayedRun, eager: Path) -> Verdict:
-    must: Must = "equal" if run.variant == GRAPH else "differ"
-    result, right = compare(eager, run.path, run.num_steps, must)
-    predicted, is_so = _predict(read_run(eager), read_run(run.path), Topology(**run.case.topology))
-    return Verdict(run.case.name, run.variant, must, result, right and is_so, (predicted,))
+def _with_prediction(verdict: Verdict, case: Case, out: Path) -> Verdict:
+    """Adds what the layouts predict; a row whose gradients differ elsewhere is wrong."""
+    if verdict.status == "not compared":
+        return replace(verdict, cells=("",))
+    eager, other = (read_run(run_path(out, case.name, name)) for name in (EAGER, verdict.variant))
+    predicted, is_so = _predict(eager, other, Topology(**case.topology))
+    return replace(verdict, status=verdict.status if is_so else "wrong", cells=(predicted,))
 
 
 def _predict(eager: Run, other: Run, topology: Topology) -> tuple[str, bool]:

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from experiments.fsdp_parity.cases import EXECUTION, PER_MODULE
 from experiments.fsdp_parity.models import Decoder, gpt_block, llama_block
+from experiments.fsdp_parity.orders import EXECUTION, PER_MODULE
+from experiments.harness.verdict import Comparison
 
 __all__ = ["EAGER", "GRAPH", "MODELS", "Case", "cases"]
 
@@ -61,6 +62,12 @@ class Case:
     @property
     def variants(self) -> tuple[str, ...]:
         return (EAGER, GRAPH, *self.controls)
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Every graph against eager."""
+        controls = (Comparison(control, EAGER, "differ") for control in self.controls)
+        return (Comparison(GRAPH, EAGER, "equal"), *controls)
 
     @property
     def topology(self) -> dict[str, Any]:

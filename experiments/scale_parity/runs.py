@@ -1,4 +1,4 @@
-"""Runs, played side by side in processes of their own, and not again where they are complete."""
+"""Runs on simulated clusters, side by side in processes of their own; complete ones are not repeated."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import asdict, dataclass
 from multiprocessing.queues import Queue
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from experiments._parity.progress import count_runs
+from experiments.harness.parity import RunCounter, TrainedRun
 from experiments.scale_parity.cases import Case
 from graphpasses.errors import RunFileError
 from graphpasses.parity import read_run
 from graphpasses.simulate import Topology
+from graphpasses.terminal import make_console
 
-__all__ = ["PlayedRun", "play_all"]
+__all__ = ["SimulatedRun", "play_all"]
 
 
 @dataclass(frozen=True)
-class PlayedRun:
+class SimulatedRun:
     """One run of the experiment.
 
     Args:
@@ -38,10 +38,6 @@ class PlayedRun:
     num_steps: int
     path: Path
 
-    @property
-    def name(self) -> str:
-        return f"{self.case.name}: {self.variant}"
-
     def is_done(self) -> bool:
         """Whether an earlier call of the command has played it to its end."""
         try:
@@ -54,14 +50,15 @@ class PlayedRun:
         return is_same and run.complete and len(run.steps) == self.num_steps
 
 
-def play_all(runs: Sequence[PlayedRun], num_workers: int, console: Console) -> None:
+def play_all(runs: Sequence[SimulatedRun], num_workers: int, counter: RunCounter) -> None:
     """Plays runs in processes of their own and shows how far they are.
 
     Args:
         runs: what to play.
         num_workers: processes.
-        console: where to show it.
+        counter: counts the runs that are done.
     """
+    console = make_console()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["experiments.scale_parity.train"])
     steps_done: Queue[int] = context.Queue()
@@ -72,14 +69,14 @@ def play_all(runs: Sequence[PlayedRun], num_workers: int, console: Console) -> N
     ):
         task = progress.add_task("steps", total=sum(run.num_steps for run in runs))
         futures = {pool.submit(_play, run): run for run in runs}
-        tell = count_runs(len(runs), console=progress.console)
         while futures:
             done, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
             while not steps_done.empty():
                 progress.advance(task, steps_done.get())
             for future in done:
                 future.result()
-                tell(futures.pop(future).name)
+                run = futures.pop(future)
+                counter.add(TrainedRun(run.case.name, run.variant), progress.console)
 
 
 _steps_done: Queue[int] | None = None
@@ -90,13 +87,12 @@ def _begin(steps_done: Queue[int]) -> None:
     _steps_done = steps_done
 
 
-def _tell(num_steps: int) -> None:
+def _report_step(num_steps: int) -> None:
     if _steps_done is not None:
         _steps_done.put(1)
 
 
-def _play(run: PlayedRun) -> None:
+def _play(run: SimulatedRun) -> None:
     from experiments.scale_parity.train import train
 
-    run.path.parent.mkdir(parents=True, exist_ok=True)
-    train(run.case, run.variant, run.num_steps, run.path, _tell)
+    train(run.case, run.variant, run.num_steps, run.path, _report_step)

@@ -28,12 +28,10 @@ def train(case: Case, variant: str, num_steps: int, path: Path, done: Callable[[
         variant: how.
         num_steps: optimizer steps.
         path: the run file; one that was begun is written anew.
-        done: told how many steps are done.
+        done: called with the number of steps that are done.
     """
-    task, topology = (
-        Task(MODELS[case.model], _shard, loss_fn, _batch, _adamw, case.name),
-        Topology(**case.topology),
-    )
+    task = Task(MODELS[case.model], _shard, loss_fn, _batch, _adamw, case.name)
+    topology = Topology(**case.topology)
     if variant == EAGER:
         train_eager(task, topology, num_steps, path, done=done)
         return

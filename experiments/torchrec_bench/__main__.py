@@ -6,49 +6,46 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
 
 import tyro
-from rich.console import Console
 
+from experiments.harness.select import Only, select
+from experiments.torchrec_bench.ranks import measure
 from experiments.torchrec_bench.results import Results, goals_table, results_table, to_json
-from experiments.torchrec_bench.turns import measure
-from experiments.torchrec_bench.works import Work, works
+from experiments.torchrec_bench.workloads import Workload, workloads
+from graphpasses.terminal import make_console
 
 
 def main(
     rounds: int = 20,
     table_mib: int = 256,
     out: Path = Path("runs/torchrec_bench.json"),
-    only: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "",
+    only: Only = "",
 ) -> int:
     """Trains recommenders eagerly, under torch.compile as shipped and compiled by graphpasses, side by side.
 
-    Exit code 1 if a variant fails, else 0, whatever the goals.
+    Exit code 1 if a variant fails, else 0, whatever the goals; 2 for wrong arguments.
 
     Args:
         rounds: counted rounds; each runs one step of every variant.
-        table_mib: size in MiB that no table exceeds; 256 keep all variants of a work within 24 GiB, side by side.
+        table_mib: size in MiB that no table exceeds; 256 keep all variants of a workload within 24 GiB, side by side.
         out: file for all numbers.
-        only: measure only the works whose name contains this.
+        only: measure only the workloads whose name contains this.
     """
-    chosen = [work for work in works(table_mib) if only in str(work)]
-    if not chosen:
-        print(
-            f"no work contains {only!r}; there are: {'; '.join(map(str, works(table_mib)))}", file=sys.stderr
-        )
+    selected = select(workloads(table_mib), only)
+    if not selected:
         return 2
-    console = Console(width=None if sys.stdout.isatty() else 170, soft_wrap=True)
+    console = make_console()
     start = time.monotonic()
 
     def say(text: str) -> None:
-        console.print(f"{time.monotonic() - start:5.0f} s  {text}", highlight=False)
+        console.print(f"{time.monotonic() - start:5.0f} s  {text}", markup=False)
 
-    measured: list[tuple[Work, Results]] = []
-    for work in chosen:
-        say(f"{work}: {rounds} rounds of {len(work.variants)} variants")
-        results = measure(work, rounds, say)
-        measured.append((work, results))
+    measured: list[tuple[Workload, Results]] = []
+    for workload in selected:
+        say(f"{workload}: {rounds} rounds of {len(workload.variants)} variants")
+        results = measure(workload, rounds, say)
+        measured.append((workload, results))
         for variant, result in results.items():
             if isinstance(result, str):
                 say(f"{variant} failed: {result}")
@@ -56,7 +53,7 @@ def main(
     out.write_text(json.dumps(to_json(measured), indent=1) + "\n")
     console.print(results_table(measured), goals_table(measured), sep="\n")
     say(f"all numbers are in {out}")
-    return 1 if any(isinstance(result, str) for _, results in measured for result in results.values()) else 0
+    return int(any(isinstance(result, str) for _, results in measured for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torchrec.models.dlrm import DLRM
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad
 
-from experiments.torchrec_bench.works import Variant, Work
+from experiments.torchrec_bench.workloads import Variant, Workload
 
 __all__ = ["Batch", "build", "make_batch"]
 
@@ -54,21 +54,23 @@ class DLRMLoss(nn.Module):
         return F.binary_cross_entropy_with_logits(self.dlrm(dense, ids).squeeze(-1), labels)
 
 
-def build(work: Work, variant: Variant) -> nn.Module:
+def build(workload: Workload, variant: Variant) -> nn.Module:
     """Builds the model that a variant trains; sharded, if it is trained on several ranks.
 
     Args:
-        work: its tables.
+        workload: its tables.
         variant: how they are laid out.
 
     Returns:
         A model from a batch to the loss; the optimizer of its tables runs in backward.
     """
     torch.manual_seed(0)
-    optimizer = _OPTIMIZERS[work.optimizer]
+    optimizer = _OPTIMIZERS[workload.optimizer]
     tables = [
-        EmbeddingBagConfig(name=f"t{i}", embedding_dim=work.dim, num_embeddings=rows, feature_names=[f"f{i}"])
-        for i, rows in enumerate(work.num_rows)
+        EmbeddingBagConfig(
+            name=f"t{i}", embedding_dim=workload.dim, num_embeddings=rows, feature_names=[f"f{i}"]
+        )
+        for i, rows in enumerate(workload.num_rows)
     ]
     if variant.layout == "fused EBC":
         return Lookups([FusedEmbeddingBagCollection(tables, optimizer, {"lr": LR})])
@@ -81,19 +83,19 @@ def build(work: Work, variant: Variant) -> nn.Module:
     if variant.layout == "plain EBC":
         return Lookups(collections)
     model = DLRMLoss(collections[0]) if variant.layout == "one EBC, mixed" else Lookups(collections)
-    return _shard(work, variant, model)
+    return _shard(workload, variant, model)
 
 
-def _shard(work: Work, variant: Variant, model: nn.Module) -> nn.Module:
-    shardings = _mixed(work) if variant.layout == "one EBC, mixed" else _table_wise(work)
+def _shard(workload: Workload, variant: Variant, model: nn.Module) -> nn.Module:
+    shardings = _mixed(workload) if variant.layout == "one EBC, mixed" else _table_wise(workload)
     modules = {n: m for n, m in model.named_modules() if isinstance(m, EmbeddingBagCollection)}
     plan = ShardingPlan(
         {
             name: plans.construct_module_sharding_plan(
                 module,
                 {config.name: shardings[config.name] for config in module.embedding_bag_configs()},
-                local_size=work.num_ranks,
-                world_size=work.num_ranks,
+                local_size=workload.num_ranks,
+                world_size=workload.num_ranks,
                 device_type="cpu",
             )
             for name, module in modules.items()
@@ -106,21 +108,21 @@ def _shard(work: Work, variant: Variant, model: nn.Module) -> nn.Module:
 Sharding = Callable[..., ParameterSharding]
 
 
-def _table_wise(work: Work) -> dict[str, Sharding]:
+def _table_wise(workload: Workload) -> dict[str, Sharding]:
     """Gives each table to the rank that has the fewest lookups yet, those of most lookups first."""
-    num_lookups = [0] * work.num_ranks
+    num_lookups = [0] * workload.num_ranks
     shardings = {}
-    for index in sorted(range(len(work.num_rows)), key=lambda i: -work.hot_sizes[i]):
+    for index in sorted(range(len(workload.num_rows)), key=lambda i: -workload.hot_sizes[i]):
         rank = num_lookups.index(min(num_lookups))
-        num_lookups[rank] += work.hot_sizes[index]
+        num_lookups[rank] += workload.hot_sizes[index]
         shardings[f"t{index}"] = plans.table_wise(rank=rank)
     return shardings
 
 
-def _mixed(work: Work) -> dict[str, Sharding]:
+def _mixed(workload: Workload) -> dict[str, Sharding]:
     """Cuts the largest third of the tables by rows and the next by columns."""
-    order = sorted(range(len(work.num_rows)), key=lambda i: -work.num_rows[i])
-    ranks = list(range(work.num_ranks))
+    order = sorted(range(len(workload.num_rows)), key=lambda i: -workload.num_rows[i])
+    ranks = list(range(workload.num_ranks))
     third = len(order) // 3
     shardings: dict[str, Sharding] = {}
     for place, index in enumerate(order):
@@ -129,15 +131,15 @@ def _mixed(work: Work) -> dict[str, Sharding]:
         elif place < 2 * third:
             shardings[f"t{index}"] = plans.column_wise(ranks=ranks)
         else:
-            shardings[f"t{index}"] = plans.table_wise(rank=place % work.num_ranks)
+            shardings[f"t{index}"] = plans.table_wise(rank=place % workload.num_ranks)
     return shardings
 
 
-def make_batch(work: Work, step: int, rank: int) -> Batch:
+def make_batch(workload: Workload, step: int, rank: int) -> Batch:
     """Makes a rank's batch of a step.
 
     Args:
-        work: its tables and kind of ids.
+        workload: its tables and kind of ids.
         step: number of the step.
         rank: this rank.
 
@@ -146,15 +148,15 @@ def make_batch(work: Work, step: int, rank: int) -> Batch:
     """
     generator = torch.Generator().manual_seed(1000 * step + rank)
     values = []
-    for rows, size in zip(work.num_rows, work.hot_sizes, strict=True):
-        uniform = torch.rand(work.batch_size * size, generator=generator, dtype=torch.float64)
+    for rows, size in zip(workload.num_rows, workload.hot_sizes, strict=True):
+        uniform = torch.rand(workload.batch_size * size, generator=generator, dtype=torch.float64)
         # The exponential of a uniform number has a density of 1 / x, as Zipf's law.
-        ids = (rows + 1) ** uniform - 1 if work.ids.endswith("Zipf") else rows * uniform
+        ids = (rows + 1) ** uniform - 1 if workload.ids.endswith("Zipf") else rows * uniform
         values.append(ids.long())
-    lengths = torch.tensor(work.hot_sizes, dtype=torch.int32).repeat_interleave(work.batch_size)
-    keys = [f"f{index}" for index in range(len(work.num_rows))]
+    lengths = torch.tensor(workload.hot_sizes, dtype=torch.int32).repeat_interleave(workload.batch_size)
+    keys = [f"f{index}" for index in range(len(workload.num_rows))]
     return (
-        torch.rand(work.batch_size, NUM_DENSE_FEATURES, generator=generator),
+        torch.rand(workload.batch_size, NUM_DENSE_FEATURES, generator=generator),
         KeyedJaggedTensor(keys=keys, values=torch.cat(values), lengths=lengths),
-        torch.rand(work.batch_size, generator=generator).round(),
+        torch.rand(workload.batch_size, generator=generator).round(),
     )

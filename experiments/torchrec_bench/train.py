@@ -1,4 +1,4 @@
-"""Trains one variant on this rank, whenever it is its turn."""
+"""Trains one variant on this rank, a step in each round."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,46 +16,48 @@ from torch import Tensor, nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import graphpasses
+from experiments.harness.bench import Timing
+from experiments.harness.interleaved import Rounds
 from experiments.torchrec_bench.models import LR, build, make_batch
-from experiments.torchrec_bench.turns import Measured
-from experiments.torchrec_bench.works import Variant, Work
+from experiments.torchrec_bench.results import Measured
+from experiments.torchrec_bench.workloads import Variant, Workload
 from experiments.torchrec_parity.calls import profile_step
 from graphpasses.passes import recommender_pipeline
 
-NUM_WARM_UPS = 4  # behind the first step; torch.compile as shipped compiles again in some
+NUM_WARM_UPS = 4  # after the first step; torch.compile as shipped compiles again in some
 
 
-def train_on_rank(work: Work, variant: Variant, num_rounds: int, turns: Connection) -> Measured:
-    """Builds, compiles and trains a variant; all ranks call it alike.
+def train_on_rank(rounds: Rounds, workload: Workload, variant: Variant, num_rounds: int) -> Measured:
+    """Builds, compiles and trains a variant; all ranks call it together.
 
     Args:
-        work: what to train.
+        rounds: in each the variant takes a step.
+        workload: what to train.
         variant: how.
         num_rounds: counted steps.
-        turns: says when the variant may take a step, and is told when it has.
 
     Returns:
         What it cost.
     """
     logging.disable(logging.ERROR)  # TorchRec logs every module that it shards
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // work.num_ranks))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // workload.num_ranks))
     with tempfile.TemporaryDirectory(prefix="graphpasses-") as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # an empty one, so that compile times are of compiling
-        return _train(work, variant, num_rounds, turns)
+        return _train(rounds, workload, variant, num_rounds)
 
 
-def _train(work: Work, variant: Variant, num_rounds: int, turns: Connection) -> Measured:
+def _train(rounds: Rounds, workload: Workload, variant: Variant, num_rounds: int) -> Measured:
     base = _peak_mib()
-    with _turn(turns):
-        model = build(work, variant)
+    with rounds.next():
+        model = build(workload, variant)
         run = _compile(variant, model)
         dense = [weight for _, weight in in_backward_optimizer_filter(model.named_parameters())]
         optimizer = torch.optim.SGD(dense, lr=LR) if dense else None
     seconds = []
     for step in range(1 + NUM_WARM_UPS + num_rounds):
-        batches = [make_batch(work, 2 * step + index, dist.get_rank()) for index in range(2)]
-        with _turn(turns) as say:
-            # Of the steps of a turn the last counts: others find their caches as other variants left them.
+        batches = [make_batch(workload, 2 * step + index, dist.get_rank()) for index in range(2)]
+        with rounds.next() as lines:
+            # Of the steps of a round the last counts: others find their caches as other variants left them.
             for batch in batches[: 1 if step == 0 else 2]:
                 start = time.perf_counter()
                 run(*batch).backward()
@@ -68,16 +68,16 @@ def _train(work: Work, variant: Variant, num_rounds: int, turns: Connection) -> 
                 duration = time.perf_counter() - start
             seconds.append(duration)
             if step == 0:
-                say.append(f"first step {seconds[0]:.1f} s")
+                lines.append(f"first step {seconds[0]:.1f} s")
             if step == NUM_WARM_UPS:
                 first_peak = _peak_mib()
                 Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is in use
     peaks = torch.tensor([first_peak - base, _peak_mib() - base])
     dist.all_reduce(peaks)
-    with _turn(turns):
+    with rounds.next():
         _, calls = profile_step(lambda: run(*batch))
     first_peak, peak = peaks.tolist()
-    return Measured(tuple(seconds[-num_rounds:]), seconds[0], first_peak, peak, calls)
+    return Measured(Timing(seconds[0], tuple(seconds[-num_rounds:])), first_peak, peak, calls)
 
 
 def _compile(variant: Variant, model: nn.Module) -> Callable[..., Tensor]:
@@ -87,19 +87,6 @@ def _compile(variant: Variant, model: nn.Module) -> Callable[..., Tensor]:
         return torch.compile(model)
     pipeline = recommender_pipeline(lower_embedding_bags=variant.layout == "plain EBC")
     return graphpasses.compile(model, inner=variant.how, pipeline=pipeline, fullgraph=True)
-
-
-@contextmanager
-def _turn(turns: Connection) -> Iterator[list[str]]:
-    """Waits for the variant's turn; gives a list for what to say at its end."""
-    say: list[str] = []
-    if dist.get_rank() == 0:
-        turns.recv()
-    dist.barrier()
-    yield say
-    dist.barrier()
-    if dist.get_rank() == 0:
-        turns.send(say)
 
 
 def _peak_mib() -> float:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
 import tyro
-from rich.console import Console
-from rich.table import Table
 
-from experiments._parity.select import select
-from experiments._parity.verdict import Verdict, compare, run_path, verdict_table
-from experiments.torchrec_parity.cases import CASES, EAGER, UNCOMPILED, Case, is_table
-from experiments.torchrec_parity.ranks import Outcome, train_cases, try_refused
+from experiments.harness.parity import ParityExperiment, TrainedRun
+from experiments.harness.select import Only, select
+from experiments.harness.verdict import Comparison, Verdict, judge
+from experiments.torchrec_parity.cases import CASES, UNCOMPILED, Case
+from experiments.torchrec_parity.ranks import PRELOAD, train_cases, try_refused
+from experiments.torchrec_parity.results import Facts
+from graphpasses.parity.launch import run_ranks
+
+_COLUMNS = ("graphs", "collectives", "TBE calls")
+Runs = Mapping[tuple[str, str], TrainedRun]
 
 
-def main(
-    steps: int = 10,
-    out: Path = Path("runs/torchrec_parity"),
-    only: Annotated[str, tyro.conf.arg(metavar="TEXT")] = "",
-) -> int:
+def main(steps: int = 10, out: Path = Path("runs/torchrec_parity"), only: Only = "") -> int:
     """Trains small recommenders that TorchRec shards over 2 and 4 processes, eagerly and compiled with all passes.
 
     Losses, gradients, tables and optimizer states must have eager's bits at every step, every control must not.
-    Exit code 0 if so, else 1.
+    Exit code 0 if so, else 1; 2 for wrong arguments.
 
     Args:
         steps: optimizer steps of each run.
@@ -36,78 +35,83 @@ def main(
     cases = select(CASES, only)
     if not cases:
         return 2
-    console = Console(width=None if sys.stdout.isatty() else 190)
-    num_runs = sum(len(case.variants) for case in cases)
-    console.print(f"{len(cases)} cases, {num_runs} runs of {steps} steps")
-    start = time.monotonic()
-    outcomes = train_cases(cases, steps, out)
-    table, num_wrong = judge(cases, outcomes, {} if only else try_refused(), out, steps)
-    console.print(table)
-    console.print(f"{num_wrong} of {table.row_count} rows are wrong; {time.monotonic() - start:.0f} s")
-    return 1 if num_wrong else 0
+    title = "TorchRec compiled with all passes, against TorchRec eager"
+    experiment = ParityExperiment(title, cases, steps, out, _COLUMNS)
+    verdicts = judge_cases(cases, train(experiment, cases), out, steps)
+    if not only:
+        verdicts += judge_refusals(run_ranks(try_refused, 2, preload=PRELOAD)[0])
+    return experiment.conclude(verdicts)
 
 
-def judge(
-    cases: Sequence[Case],
-    outcomes: Mapping[tuple[str, str], Outcome],
-    refusals: Mapping[str, tuple[str, bool]],
-    folder: Path,
-    num_steps: int,
-) -> tuple[Table, int]:
+def train(experiment: ParityExperiment, cases: Sequence[Case]) -> Runs:
+    """Trains every variant of every case, those of one number of ranks in one launch.
+
+    Args:
+        experiment: what launches them.
+        cases: what to train.
+
+    Returns:
+        The run of each (case, variant).
+    """
+    runs: dict[tuple[str, str], TrainedRun] = {}
+    for num_ranks in sorted({case.num_ranks for case in cases}):
+        members = tuple(case for case in cases if case.num_ranks == num_ranks)
+        for run in experiment.train(train_cases, members, num_ranks, preload=PRELOAD):
+            runs[run.case, run.variant] = run
+    return runs
+
+
+def judge_cases(cases: Sequence[Case], runs: Runs, folder: Path, num_steps: int) -> list[Verdict]:
     """Compares every recorded variant with what it must equal, or differ from.
 
     Args:
         cases: what was trained.
-        outcomes: of each (case, variant).
-        refusals: how TorchRec refuses what it cannot do on CPU, and whether for the known reason.
+        runs: of each (case, variant).
         folder: where the run files are.
         num_steps: steps that each run must have.
-
-    Returns:
-        A table with a row per comparison, and how many of them are not as they must be.
     """
-    verdicts = [verdict for case in cases for verdict in _verdicts(case, outcomes, folder, num_steps)]
-    verdicts += [
-        Verdict(
-            "TorchRec cannot on CPU", name, "be refused", message or "works: add a case", known, ("",) * 3
+    return [_judge(case, row, runs, folder, num_steps) for case in cases for row in case.comparisons]
+
+
+def _judge(case: Case, row: Comparison, runs: Runs, folder: Path, num_steps: int) -> Verdict:
+    run = runs[case.name, row.variant]
+    failure = run.failure or runs[case.name, row.other].failure
+    verdict = judge(case.name, row, folder, num_steps, failure)
+    facts: Facts = run.facts
+    eager: Facts = runs[case.name, case.variants[0]].facts
+    cells = ("", "", "")
+    if facts.num_graphs and eager.calls and facts.calls:
+        cells = (
+            f"{facts.num_graphs}",
+            f"{_sum(eager.calls.collectives)} → {_sum(facts.calls.collectives)}",
+            f"{_sum(eager.calls.lookups)} → {_sum(facts.calls.lookups)}",
         )
-        for name, (message, known) in refusals.items()
-    ]
-    table = verdict_table(
-        "TorchRec compiled with all passes, against TorchRec eager",
-        verdicts,
-        "graphs",
-        "collectives",
-        "TBE calls",
-    )
-    return table, sum(not verdict.right for verdict in verdicts)
-
-
-def _verdicts(
-    case: Case, outcomes: Mapping[tuple[str, str], Outcome], folder: Path, num_steps: int
-) -> list[Verdict]:
-    """Returns the rows of one case."""
-    verdicts = []
-    eager = outcomes[case.name, EAGER]
-    for row in case.comparisons:
-        outcome = outcomes[case.name, row.variant]
-        paths = (run_path(folder, case.name, name) for name in (row.other, row.variant))
-        result, right = compare(*paths, num_steps, row.must, is_table if row.only_tables else None)
-        cells = ("", "", "")
-        if outcome.num_graphs and eager.calls and outcome.calls:
-            cells = (
-                f"{outcome.num_graphs}",
-                f"{_sum(eager.calls.collectives)} → {_sum(outcome.calls.collectives)}",
-                f"{_sum(eager.calls.lookups)} → {_sum(outcome.calls.lookups)}",
-            )
-        right &= outcome.num_graphs == (row.variant not in UNCOMPILED)
-        label = f"{row.variant}, {'tables ' * row.only_tables}against {row.other}"
-        verdicts.append(Verdict(case.name, label, row.must, outcome.failure or result, right, cells))
-    return verdicts
+    compiled_once = facts.num_graphs == (row.variant not in UNCOMPILED)
+    status = "wrong" if verdict.status == "ok" and not compiled_once else verdict.status
+    return replace(verdict, status=status, cells=cells)
 
 
 def _sum(counts: tuple[int, int]) -> str:
     return "{}+{}".format(*counts)
+
+
+def judge_refusals(refusals: Mapping[str, tuple[str, bool]]) -> list[Verdict]:
+    """Makes a row for each thing that TorchRec cannot do on CPU.
+
+    Args:
+        refusals: how TorchRec refuses it, empty if it does not; and whether that is the known reason.
+    """
+    return [
+        Verdict(
+            "TorchRec cannot on CPU",
+            name,
+            "be refused",
+            message or "works: add a case",
+            "ok" if known else "wrong",
+            ("",) * len(_COLUMNS),
+        )
+        for name, (message, known) in refusals.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from experiments.torchrec_parity.ranks import Calls
+from experiments.torchrec_parity.results import Calls
 
 __all__ = ["profile_step"]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from experiments.harness.verdict import Comparison
+
 LOCAL_SIZE = 2  # ranks of one node
 
 
@@ -51,24 +53,17 @@ class Case:
     def comparisons(self) -> tuple[Comparison, ...]:
         """What is compared; only tables can have eager's bits where Inductor compiles the dense part."""
         inductor = (
-            Comparison(INDUCTOR, EAGER, "equal", only_tables=True),
-            Comparison(INDUCTOR, INDUCTOR_ALONE, "equal"),
+            Comparison(INDUCTOR, EAGER, "equal", only=is_table, label=f"{INDUCTOR}, tables against {EAGER}"),
+            Comparison(INDUCTOR, INDUCTOR_ALONE, "equal", label=f"{INDUCTOR}, against {INDUCTOR_ALONE}"),
         )
         return (
-            Comparison(COMPILED, EAGER, "equal"),
+            Comparison(COMPILED, EAGER, "equal", label=f"{COMPILED}, against {EAGER}"),
             *(inductor if self.inductor else ()),
-            *(Comparison(control, EAGER, "differ") for control in self.controls),
+            *(
+                Comparison(control, EAGER, "differ", label=f"{control}, against {EAGER}")
+                for control in self.controls
+            ),
         )
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two variants, and what they must be; ``only_tables``: their tables and the tables' optimizer states."""
-
-    variant: str
-    other: str
-    must: Literal["equal", "differ"]
-    only_tables: bool = False
 
 
 def is_table(name: str) -> bool:

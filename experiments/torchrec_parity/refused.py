@@ -16,7 +16,7 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from experiments.torchrec_parity.cases import Case
 from experiments.torchrec_parity.models import batch, build
 
-__all__ = ["try_on_rank"]
+__all__ = ["try_refused"]
 
 
 def _optimizer(name: str) -> Callable[[], object]:
@@ -50,8 +50,8 @@ _ATTEMPTS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-def try_on_rank() -> dict[str, tuple[str, bool]]:
-    """Tries everything; all ranks call it alike.
+def try_refused() -> dict[str, tuple[str, bool]]:
+    """Tries everything; all ranks call it together.
 
     Returns:
         For each, how TorchRec refuses it (empty if it does not), and whether that is the known reason.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,15 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 import graphpasses
-from experiments._parity.progress import count_runs
-from experiments._parity.verdict import run_path
+from experiments.harness.parity import TrainedRun
+from experiments.harness.verdict import run_path
 from experiments.torchrec_parity.calls import profile_step
 from experiments.torchrec_parity.cases import EAGER, INDUCTOR, INDUCTOR_ALONE, OTHER_LR, UNCOMPILED, Case
+from experiments.torchrec_parity.controls import control_pipeline
 from experiments.torchrec_parity.dense import shard_dense
 from experiments.torchrec_parity.models import batch, build
-from experiments.torchrec_parity.ranks import Outcome
+from experiments.torchrec_parity.results import Calls, Facts
 from experiments.torchrec_parity.state import whole_state
-from experiments.torchrec_parity.wrong_passes import wrong_pipeline
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.parity import ParityRecorder
@@ -33,32 +33,26 @@ from graphpasses.passes.runner import Pipeline
 SEED, LR = 0, 0.01
 
 
-def train_on_rank(cases: tuple[Case, ...], num_steps: int, folder: Path) -> dict[tuple[str, str], Outcome]:
-    """Trains every variant of every case; all ranks call it alike.
+def train_cases(cases: Sequence[Case], num_steps: int, folder: Path) -> Iterator[TrainedRun]:
+    """Trains every variant of every case on this rank; all ranks call it with the same arguments.
 
     Args:
         cases: what to train; all for this number of ranks.
         num_steps: optimizer steps of each run.
         folder: where the run files go.
 
-    Returns:
-        The outcome of each (case, variant).
+    Yields:
+        The runs, as they end; their facts are :class:`experiments.torchrec_parity.results.Facts`.
     """
     # A rank that fails alone leaves the others waiting in a collective; this group's timeout ends it.
     together = dist.new_group(timeout=timedelta(minutes=3))
-    done = count_runs(sum(len(case.variants) for case in cases))
-    outcomes = {}
     for case in cases:
-        run_path(folder, case.name, EAGER).parent.mkdir(parents=True, exist_ok=True)
         for variant in case.variants:
             torch._dynamo.reset()
-            outcome = _train(case, variant, num_steps, run_path(folder, case.name, variant), together)
-            outcomes[case.name, variant] = outcome
-            done(f"{case.name}: {variant}{' FAILED' * bool(outcome.failure)}")
-    return outcomes
+            yield _train(case, variant, num_steps, run_path(folder, case.name, variant), together)
 
 
-def _train(case: Case, variant: str, num_steps: int, path: Path, together: dist.ProcessGroup) -> Outcome:
+def _train(case: Case, variant: str, num_steps: int, path: Path, together: dist.ProcessGroup) -> TrainedRun:
     torch.manual_seed(SEED)
     lr = LR * 1.01 if variant == OTHER_LR else LR
     model = build(case, lr, shard_dense(case, variant))
@@ -66,7 +60,9 @@ def _train(case: Case, variant: str, num_steps: int, path: Path, together: dist.
     kind = torch.optim.SGD if case.optimizer == "sgd" else torch.optim.Adagrad
     dense_optimizer = KeyedOptimizerWrapper(dense, lambda weights: kind(weights, lr=lr))
     optimizer = CombinedOptimizer([model.fused_optimizer, dense_optimizer])
-    report, calls, failure = CompileReport(), None, None
+    report = CompileReport()
+    calls: Calls | None = None
+    failure: Exception | None = None
     run = _variant(case, variant, model, report)
     with ParityRecorder(path, run=variant, model=case.name, seed=SEED, overwrite=True) as recorder:
         for step in range(num_steps):
@@ -85,8 +81,9 @@ def _train(case: Case, variant: str, num_steps: int, path: Path, together: dist.
                 failure = error
             if reason := _first_failure(failure, together):
                 recorder.close(complete=False)
-                return Outcome(report.num_graphs, calls, f"step {step}, {reason}")
-    return Outcome(report.num_graphs, calls)
+                facts = Facts(report.num_graphs, calls)
+                return TrainedRun(case.name, variant, f"step {step}, {reason}", facts)
+    return TrainedRun(case.name, variant, facts=Facts(report.num_graphs, calls))
 
 
 def _first_failure(mine: Exception | None, together: dist.ProcessGroup) -> str:
@@ -104,7 +101,7 @@ def _variant(
 ) -> Callable[..., Tensor]:
     if variant in UNCOMPILED:
         return model
-    pipeline = Pipeline(()) if variant == INDUCTOR_ALONE else wrong_pipeline(variant, _pipeline(case))
+    pipeline = Pipeline(()) if variant == INDUCTOR_ALONE else control_pipeline(variant, _pipeline(case))
     inner = "inductor" if variant in (INDUCTOR, INDUCTOR_ALONE) else "aot_eager"
     return graphpasses.compile(model, pipeline=pipeline, inner=inner, report=report, fullgraph=True)
 

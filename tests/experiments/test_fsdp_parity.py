@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments._parity.verdict import run_path
-from experiments.fsdp_parity.__main__ import judge, main
-from experiments.fsdp_parity.cases import CASES, DEFAULT, NO_COALESCING
+from experiments.fsdp_parity.__main__ import main
+from experiments.fsdp_parity.cases import CASES, DEFAULT, EAGER, NO_COALESCING
 from experiments.fsdp_parity.train import TOPOLOGY, train_cases
+from experiments.harness.parity import RunCounter, judge_all, train_on_rank
+from experiments.harness.verdict import run_path
 from graphpasses.parity import compare_runs, read_run
 from graphpasses.simulate import Topology, configure, run_cluster
 
@@ -25,23 +26,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def statuses(folder: Path, num_steps: int = NUM_STEPS) -> dict[str, str]:
+    return {verdict.variant: verdict.status for verdict in judge_all([CASE], folder, num_steps)}
+
+
 @pytest.mark.multiprocess
 def test_as_it_must_be(runs: Path) -> None:
-    table, num_wrong = judge([CASE], runs, NUM_STEPS)
-    assert (table.row_count, num_wrong) == (2, 0)
+    assert statuses(runs) == {DEFAULT: "ok", NO_COALESCING: "ok"}
 
 
+@pytest.mark.parametrize(("variant", "recorded"), [(DEFAULT, NO_COALESCING), (NO_COALESCING, EAGER)])
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("variant", "recorded"), [(DEFAULT, NO_COALESCING), (NO_COALESCING, "eager")])
 def test_a_variant_that_is_not_as_it_must_be(runs: Path, tmp_path: Path, variant: str, recorded: str) -> None:
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     shutil.copyfile(run_path(runs, CASE.name, recorded), run_path(tmp_path, CASE.name, variant))
-    assert judge([CASE], tmp_path, NUM_STEPS)[1] == 1
+    assert [name for name, status in statuses(tmp_path).items() if status == "wrong"] == [variant]
 
 
 @pytest.mark.multiprocess
 def test_a_run_that_is_too_short(runs: Path) -> None:
-    assert judge([CASE], runs, NUM_STEPS + 1)[1] > 0
+    assert set(statuses(runs, NUM_STEPS + 1).values()) == {"not compared"}
 
 
 def test_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,8 +55,10 @@ def test_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.multiprocess
 def test_a_simulated_cluster_gives_the_bits_of_processes(runs: Path, tmp_path: Path) -> None:
-    run_cluster(train_cases, Topology(**TOPOLOGY), (CASE,), NUM_STEPS, tmp_path)
+    run_path(tmp_path, CASE.name, EAGER).parent.mkdir()
+    counter = RunCounter(num_runs=3)
+    run_cluster(train_on_rank, Topology(**TOPOLOGY), train_cases, counter, (CASE,), NUM_STEPS, tmp_path)
     configure(None)
-    for variant in ("eager", DEFAULT, NO_COALESCING):
+    for variant in (EAGER, DEFAULT, NO_COALESCING):
         processes, threads = (read_run(run_path(folder, CASE.name, variant)) for folder in (runs, tmp_path))
         assert compare_runs(processes, threads).equal

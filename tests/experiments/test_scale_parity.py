@@ -1,4 +1,4 @@
-"""The scale experiment: it trains, judges, goes on where it was ended; and what was predicted is what differs."""
+"""The scale experiment: it trains, judges, continues where it was ended; and what was predicted is what differs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments._parity.verdict import run_path
-from experiments.fsdp_parity.cases import EXECUTION, PER_MODULE
+from experiments.fsdp_parity.orders import EXECUTION, PER_MODULE
+from experiments.harness.verdict import run_path
 from experiments.scale_parity.__main__ import main
 from experiments.scale_parity.cases import EAGER, GRAPH, Case
 from graphpasses.parity import compare_runs, read_run
@@ -46,12 +46,12 @@ def test_complete_runs_are_not_played_again(runs: Path, capsys: pytest.CaptureFi
     path.write_bytes(cut)
     assert play(runs) == 0
     out = capsys.readouterr().out
-    assert "4 runs, 3 of them complete" in out
+    assert "3 of 4 runs are complete" in out
     assert out.count("execution order") == 2  # once while it is played, once in the table
     assert read_run(path).complete
 
 
-def test_table_and_report_tell_what_was_predicted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_report_show_what_was_predicted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert play(runs) == 0
     out = capsys.readouterr().out
     assert "none can differ" in out

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from experiments._parity.plans import reorder
+from experiments.fsdp_parity.orders import reorder
 from experiments.graph_trainer_parity.ranks import own_groups
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.analysis.parameter_collectives import ALL_REDUCE, REDUCE_SCATTER, find_gathers

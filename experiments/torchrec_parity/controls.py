@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from experiments._parity.plans import reorder
+from experiments.fsdp_parity.orders import reorder
 from experiments.torchrec_parity.cases import ALL_REDUCE_FIRST, BY_NAME, MERGED, SWAPPED
 from graphpasses.embedding.lookup import LookupCall
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes import BucketFSDPCollectives
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
-__all__ = ["wrong_pipeline"]
+__all__ = ["control_pipeline"]
 
 
 def _look_alike(a: fx.Node, b: fx.Node) -> bool:
@@ -28,7 +28,7 @@ def _look_alike(a: fx.Node, b: fx.Node) -> bool:
 
 @dataclass(frozen=True)
 class SwapUnpacked(GraphPass):
-    """Swaps the columns of two modules that arrive by one all-to-all."""
+    """Swaps the pooled embeddings of two modules that arrive by one all-to-all."""
 
     name: ClassVar[str] = "swap-unpacked"
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
@@ -69,7 +69,7 @@ def _pack_by_name(p: GraphPass) -> GraphPass:
     )
 
 
-def wrong_pipeline(variant: str, pipeline: Pipeline) -> Pipeline:
+def control_pipeline(variant: str, pipeline: Pipeline) -> Pipeline:
     """Returns what a control makes of the right pipeline; the right one for all other variants."""
     if variant == SWAPPED:
         return replace(pipeline, passes=(*pipeline.passes, SwapUnpacked()))

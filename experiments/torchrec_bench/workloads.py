@@ -41,11 +41,11 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Something to train, all its variants and their goals.
 
     Args:
-        name: what the table calls it.
+        kind: of the model and its sharding.
         num_rows: rows of each table.
         dim: embedding dimension.
         batch_size: samples of a rank.
@@ -57,7 +57,7 @@ class Work:
         num_ranks: processes, which share the machine's cores.
     """
 
-    name: str
+    kind: str
     num_rows: tuple[int, ...]
     dim: int
     batch_size: int
@@ -74,15 +74,20 @@ class Work:
         sizes = MULTI_HOT_SIZES if self.ids.startswith("multi-hot") else (1,) * len(MULTI_HOT_SIZES)
         return sizes[: len(self.num_rows)]
 
+    @property
+    def name(self) -> str:
+        """The kind, embedding dimension, ids and optimizer."""
+        return f"{self.kind}, D {self.dim}, {self.ids}, {self.optimizer}"
+
     def __str__(self) -> str:
-        return f"{self.name}, D {self.dim}, {self.ids}, {self.optimizer}"
+        return self.name
 
 
-def works(table_mib: int) -> tuple[Work, ...]:
+def workloads(table_mib: int) -> tuple[Workload, ...]:
     """Returns all that is measured.
 
     Args:
-        table_mib: size that no table exceeds, so that all variants of a work fit into memory side by side.
+        table_mib: size that no table exceeds, so that all variants of a workload fit into memory side by side.
     """
     plain, fused = Variant("plain EBC"), Variant("fused EBC")
     shipped = Variant("plain EBC", "torch.compile")
@@ -92,7 +97,7 @@ def works(table_mib: int) -> tuple[Work, ...]:
         _separate(table_mib, 128, "multi-hot, uniform", "sgd"),
         _mixed(table_mib, "one-hot, uniform", "sgd"),
         _mixed(table_mib, "multi-hot, Zipf", "row-wise adagrad"),
-        Work(
+        Workload(
             "one process, plain EBC",
             _capped((100_000,) * len(NUM_ROWS), 64, table_mib),
             64,
@@ -111,20 +116,20 @@ def _capped(num_rows: tuple[int, ...], dim: int, table_mib: int) -> tuple[int, .
     return tuple(min(rows, max_rows) for rows in num_rows)
 
 
-def _separate(table_mib: int, dim: int, ids: Ids, optimizer: Optimizer) -> Work:
+def _separate(table_mib: int, dim: int, ids: Ids, optimizer: Optimizer) -> Workload:
     eager, shipped = Variant("26 EBCs"), Variant("26 EBCs", "torch.compile")
     ceiling = Variant("one EBC")
     variants = (eager, shipped, ceiling, *_ours("26 EBCs"))
     num_rows = _capped(NUM_ROWS, dim, table_mib)
-    return Work("26 EBCs, table-wise", num_rows, dim, 512, ids, optimizer, variants, {ceiling: 0.9})
+    return Workload("26 EBCs, table-wise", num_rows, dim, 512, ids, optimizer, variants, {ceiling: 0.9})
 
 
-def _mixed(table_mib: int, ids: Ids, optimizer: Optimizer) -> Work:
+def _mixed(table_mib: int, ids: Ids, optimizer: Optimizer) -> Workload:
     eager, shipped = Variant("one EBC, mixed"), Variant("one EBC, mixed", "torch.compile")
     variants = (eager, shipped, *_ours("one EBC, mixed"))
     goals = {eager: 1.5, shipped: 1.6}
     num_rows = _capped(NUM_ROWS, 64, table_mib)
-    return Work("DLRM, mixed plan", num_rows, 64, 512, ids, optimizer, variants, goals, (4, 1))
+    return Workload("DLRM, mixed plan", num_rows, 64, 512, ids, optimizer, variants, goals, (4, 1))
 
 
 def _ours(layout: Layout) -> tuple[Variant, ...]:

@@ -1,0 +1,1 @@
+"""What all experiments share: selecting cases, training and comparing runs, timing interleaved rounds, tables."""

@@ -1,0 +1,1 @@
+"""Speed of the tensor hash, beside SHA-256 of the same bytes."""
