@@ -28,6 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("variant", [GRAPH, PER_MODULE, EXECUTION])
+@pytest.mark.multiprocess
 def test_what_differs_was_predicted(runs: Path, variant: str) -> None:
     eager, other = (read_run(run_path(runs, CASE.name, name)) for name in (EAGER, variant))
     assert eager.header.layouts
@@ -40,6 +41,7 @@ def test_what_differs_was_predicted(runs: Path, variant: str) -> None:
     assert bool(differing) == bool(predicted) == (variant != GRAPH)
 
 
+@pytest.mark.multiprocess
 def test_complete_runs_are_not_played_again(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run_path(runs, CASE.name, EXECUTION)
     cut = path.read_bytes().rpartition(b"{")[0]
@@ -51,6 +53,7 @@ def test_complete_runs_are_not_played_again(runs: Path, capsys: pytest.CaptureFi
     assert read_run(path).complete
 
 
+@pytest.mark.multiprocess
 def test_table_and_report_show_what_was_predicted(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert play(runs) == 0
     out = capsys.readouterr().out
