@@ -38,7 +38,7 @@ scale: $(READY) ## the same on 64 simulated ranks
 	$(RUN) -m experiments.scale_parity --ranks 64
 
 # Two processes, each with whole files, since what is launched once serves a file's tests.
-test: lint types ## lint, types and tests
+test: lint types docs ## lint, types, documentation and tests
 	$(RUN) -m pytest -n 2 --dist loadfile
 
 lint: $(READY) ## ruff, and the layers of imports
