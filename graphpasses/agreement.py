@@ -1,44 +1,204 @@
-"""What ranks agree on when they compile, so that each decides alike about what they do together."""
+"""How ranks agree while they compile.
+
+Every rank launches the same collectives in the same order. A pass that changes them must therefore decide the same on
+every rank. But a rank's graph shows only what this rank needs: one without tables does not read the ids that it
+receives. So each rank reports its facts, and every rank combines all reports by the same pure function::
+
+    sequence = CollectiveSequence(graph)
+    agreed = sequence.agree(question, facts)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx
 
-from graphpasses._torch.group_ranks import group_ranks, group_store
+from graphpasses._torch.group_ranks import group_ranks, group_store, named_group
 from graphpasses._torch.tracing import outside_tracing
+from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
+from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 
-__all__ = ["agree", "is_alone"]
+__all__ = ["CollectiveSequence", "Question", "breaks_class", "common_classes", "exchange", "is_alone"]
 
-T = TypeVar("T")
+F = TypeVar("F")  # the facts of one rank
+A = TypeVar("A")  # what the ranks agree on
 
-# Answers live as long as the model. A rank may compile it again when the others do not (its batches became dynamic):
-# it must then decide as it did together with them, and must not wait for them.
-_ANSWERS: WeakKeyDictionary[nn.Module, dict[object, list[Any]]] = WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class Question(Generic[F, A]):
+    """What a pass asks all ranks before it changes their collectives.
+
+    Args:
+        pass_name: the pass, which a user can disable.
+        topic: what the facts are about.
+        combine: returns what the ranks agree on; it gets the facts of each rank, in group order, and nothing else.
+        contradiction: what is wrong if this rank's facts are not as agreed: the rest of a sentence that begins with
+            "rank 3", or ``""``. It gets what was agreed and this rank's facts. They may differ if a rank compiles
+            again while the others do not: it must do what they agreed on, or refuse.
+
+    Example:
+        >>> wants = Question("my-pass", "wishes", all, lambda agreed, own: "changed its mind" if agreed > own else "")
+        >>> wants.combine([True, False]), wants.contradiction(True, False)
+        (False, 'changed its mind')
+    """
+
+    pass_name: str
+    topic: str
+    combine: Callable[[list[F]], A]
+    contradiction: Callable[[A, F], str]
+
+
+class CollectiveSequence:
+    """The collectives of a graph in launch order; every rank has the same.
+
+    Args:
+        graph: a graph whose collectives a pass may change.
+
+    Example:
+        >>> from graphpasses.capture import capture_train_step
+        >>> step = capture_train_step(lambda model, x: model(x).sum(), torch.nn.Linear(2, 1), torch.ones(3, 2))
+        >>> CollectiveSequence(step).nodes
+        []
+    """
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self._graph = graph
+        self.nodes = [node for node in graph.graph.nodes if collective_group(node) is not None]
+        self.groups = list(dict.fromkeys(map(collective_group, self.nodes)))
+        self._lines = [_describe(node, self.groups.index(collective_group(node))) for node in self.nodes]
+
+    @property
+    def all_to_alls(self) -> list[fx.Node]:
+        """The all-to-alls that a pass can change: each is waited for once."""
+        return [node for node in self.nodes if node.target == ALL_TO_ALL and _is_waited_for_once(node)]
+
+    def agree(self, question: Question[F, F], facts: F) -> F:
+        """Returns what all ranks agree on that share a group, or groups that share a rank.
+
+        All ranks must call it in the same order. They exchange facts group after group, as along the axes of a mesh,
+        so what one rank knows reaches all.
+
+        Args:
+            question: what is asked.
+            facts: what this rank knows; anything that can be pickled.
+
+        Raises:
+            AgreementError: the ranks launch different collectives; or this rank compiles again, and its facts
+                contradict what was agreed. See also :func:`exchange`.
+        """
+        agreed = facts
+        for group in self.groups:
+            agreed = question.combine(self._exchange(question.topic, agreed, group))
+        return _checked(question, agreed, facts)
+
+    def agree_in_group(self, group: object, question: Question[F, A], facts: F) -> A:
+        """Returns what the ranks of one group agree on.
+
+        All ranks must call it in the same order.
+
+        Args:
+            group: one of ``groups``.
+            question: what is asked.
+            facts: what this rank knows; anything that can be pickled.
+
+        Raises:
+            AgreementError: as for :meth:`agree`.
+        """
+        agreed = question.combine(self._exchange(question.topic, facts, group))
+        return _checked(question, agreed, facts)
+
+    def _exchange(self, topic: str, facts: F, group: object) -> list[F]:
+        signature = [f"{topic} of the {self._graph.stage.value} graph", *self._lines]
+        return exchange(signature, facts, group=named_group(str(group)), remembered=self._graph.remembered)
+
+
+def _checked(question: Question[F, A], agreed: A, facts: F) -> A:
+    if wrong := question.contradiction(agreed, facts):
+        raise AgreementError(f"rank {dist.get_rank()} {wrong}. Disable {question.pass_name!r} for this model")
+    return agreed
+
+
+def _is_waited_for_once(launch: fx.Node) -> bool:
+    return [user.target for user in launch.users] == [WAIT]
+
+
+def _describe(node: fx.Node, group: int) -> str:
+    value = argument(node).meta["val"] if isinstance(node.args[0], fx.Node) else None
+    tensor = f" of {value.dtype} on {value.device.type}" if isinstance(value, torch.Tensor) else ""
+    waits = "" if _is_waited_for_once(node) else " (not waited for once)"
+    return f"{node.target}{tensor} in process group {group}{waits}"
+
+
+# ---- classes: which of some things are the same, as each rank sees it ------------------------------------
+
+
+def common_classes(classes: list[list[int]]) -> list[int]:
+    """Returns which things are of one class on every rank.
+
+    Args:
+        classes: per rank, a number for each thing; things of one class have one number, and -1 is of no class.
+
+    Returns:
+        For each thing the index of the first one of its class; -1 for what is of no class on some rank.
+
+    Example:
+        >>> common_classes([[0, 0, 0, 3], [5, 5, 2, -1]])
+        [0, 0, 2, -1]
+    """
+    first: dict[tuple[int, ...], int] = {}
+    by_thing = enumerate(zip(*classes, strict=True))
+    return [-1 if -1 in seen else first.setdefault(seen, index) for index, seen in by_thing]
+
+
+def breaks_class(agreed: Sequence[int], own: Sequence[int]) -> bool:
+    """Whether this rank sees a difference within a class on which all ranks agreed.
+
+    Args:
+        agreed: what :func:`common_classes` returned.
+        own: this rank's numbers.
+
+    Example:
+        >>> breaks_class([0, 0, 2, -1], [7, 7, 7, 7]), breaks_class([0, 0], [7, 8])
+        (False, True)
+    """
+    return any(
+        first >= 0 and (own[index] < 0 or own[index] != own[first]) for index, first in enumerate(agreed)
+    )
+
+
+# ---- the exchange ---------------------------------------------------------------------------------------
 
 
 def is_alone(group: dist.ProcessGroup) -> bool:
-    """Whether no other process belongs to ``group``: it has one rank, or ranks that exist in name only."""
+    """Whether no other process belongs to ``group``: it has one rank, or is a fake process group."""
     return group.size() == 1 or dist.get_backend(group) == "fake"
 
 
-def agree(signature: Sequence[str], facts: T, *, model: nn.Module, group: dist.ProcessGroup) -> list[T]:
-    """Returns what each rank of ``group`` knows, once they all met the same question.
+def exchange(
+    signature: Sequence[str],
+    facts: F,
+    *,
+    group: dist.ProcessGroup,
+    remembered: MutableMapping[Hashable, Any],
+) -> list[F]:
+    """Returns what each rank of a group knows, once all of them ask the same.
 
-    All ranks must call it in the same order for the same models; it communicates when the rank has not asked this
-    before.
+    All ranks must call it in the same order. It communicates unless this rank remembers the answer: a rank may
+    compile a model again when the others do not (its batches became dynamic). It must then decide as it did together
+    with them, and must not wait for them.
 
     Args:
-        signature: the question: what every rank must see alike, line by line.
+        signature: the question: what must be the same on every rank, line by line.
         facts: what this rank knows; anything that can be pickled.
-        model: the model that is compiled, whose question it is.
-        group: the ranks that must decide alike.
+        group: the ranks that must decide the same.
+        remembered: what ranks answered before, see :attr:`~graphpasses.graph.TrainGraph.remembered`.
 
     Returns:
         The facts of each rank, in group order; ``[facts]`` alone where the group has no other process.
@@ -48,20 +208,20 @@ def agree(signature: Sequence[str], facts: T, *, model: nn.Module, group: dist.P
             the timeout of ``init_process_group``, on those that wait for it.
 
     Example:
-        >>> agree(["all_to_all_single"], {"rank": dist.get_rank()}, model=model, group=dist.group.WORLD)
-        ... # doctest: +SKIP
-        [{'rank': 0}, {'rank': 1}]
+        >>> with fake_process_group(2):
+        ...     exchange(["all_to_all_single"], {"rank": 0}, group=dist.group.WORLD, remembered={})
+        [{'rank': 0}]
     """
     if is_alone(group):
         return [facts]
-    answers = _ANSWERS.setdefault(model, {})
-    question = (group.group_name, tuple(signature))
-    if question not in answers:
-        answers[question] = _exchange(tuple(signature), facts, group)
-    return answers[question]
+    question = ("agreement", group.group_name, tuple(signature))
+    if question not in remembered:
+        remembered[question] = _ask(tuple(signature), facts, group)
+    answers: list[F] = remembered[question]
+    return answers
 
 
-def _exchange(signature: tuple[str, ...], facts: T, group: dist.ProcessGroup) -> list[T]:
+def _ask(signature: tuple[str, ...], facts: F, group: dist.ProcessGroup) -> list[F]:
     everyone: list[Any] = [None] * group.size()
     _meet(signature, group)
     with outside_tracing():

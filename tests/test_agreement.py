@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
+from collections.abc import Hashable
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -11,49 +10,50 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphpasses import agreement
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.group_ranks import group_store
-from graphpasses.agreement import agree, is_alone
+from graphpasses.agreement import exchange, is_alone
 from graphpasses.errors import AgreementError
 from graphpasses.parity.launch import run_ranks
 
+Remembered = dict[Hashable, Any]
 
-def refusal(signature: list[str], model: nn.Module) -> str:
+
+def refusal(signature: list[str], remembered: Remembered) -> str:
     with pytest.raises(AgreementError) as error:
-        agree(signature, None, model=model, group=dist.group.WORLD)
+        exchange(signature, None, remembered=remembered, group=dist.group.WORLD)
     return str(error.value)
 
 
 def talk() -> dict[str, Any]:
-    rank, world, model = dist.get_rank(), dist.group.WORLD, nn.Module()
+    rank, world = dist.get_rank(), dist.group.WORLD
+    remembered: Remembered = {}
     seen: dict[str, Any] = {"alone": is_alone(world)}
     with FakeTensorMode():
-        seen["under fake tensors"] = agree(["a"], rank, model=model, group=world)
+        seen["under fake tensors"] = exchange(["a"], rank, remembered=remembered, group=world)
         assert isinstance(torch.ones(1), torch._subclasses.FakeTensor)
     if rank == 0:  # asked again by one rank: nobody else answers
-        seen["again"] = agree(["a"], "something else", model=model, group=world)
-    seen["another question"] = agree(["a", "b"], rank + 10, model=model, group=world)
-    seen["another model"] = agree(["a"], rank + 20, model=nn.Module(), group=world)
+        seen["again"] = exchange(["a"], "something else", remembered=remembered, group=world)
+    seen["another question"] = exchange(["a", "b"], rank + 10, remembered=remembered, group=world)
+    seen["another memory"] = exchange(["a"], rank + 20, remembered={}, group=world)
     pair = dist.new_group([0, 1])
-    seen["another group"] = agree(["a"], rank + 30, model=model, group=pair)
-    seen["refusals"] = [refusal(["a", f"of rank {rank}"], model), refusal(["c"] * (2 - rank), model)]
-    reference = weakref.ref(model)
-    del model
-    gc.collect()
-    seen["forgotten"] = reference() is None
+    seen["another group"] = exchange(["a"], rank + 30, remembered=remembered, group=pair)
+    seen["refusals"] = [
+        refusal(["a", f"of rank {rank}"], remembered),
+        refusal(["c"] * (2 - rank), remembered),
+    ]
     return seen
 
 
 def talk_much() -> int:
-    model = nn.Module()
+    remembered: Remembered = {}
     with enable_python_dispatcher():
         for number in range(300):
-            agree([f"question {number}"], None, model=model, group=dist.group.WORLD)
+            exchange([f"question {number}"], None, remembered=remembered, group=dist.group.WORLD)
     return number
 
 
@@ -72,7 +72,7 @@ def test_two_ranks() -> None:
         "alone": False,
         "under fake tensors": [0, 1],
         "another question": [10, 11],
-        "another model": [20, 21],
+        "another memory": [20, 21],
         "another group": [30, 31],
         "refusals": [
             "ranks 0 and 1 compile different collectives: number 1 is of rank 0 on rank 0, of rank 1 on rank 1"
@@ -80,26 +80,26 @@ def test_two_ranks() -> None:
             "ranks 0 and 1 compile different collectives: number 1 is c on rank 0, nothing more on rank 1"
             + rule,
         ],
-        "forgotten": True,
     }
 
 
 def ask_alone() -> str:
     """Rank 0 asks what rank 1 does not; then both ask the next."""
-    model, world = nn.Module(), dist.group.WORLD
+    remembered: Remembered = {}
+    world = dist.group.WORLD
 
     def impatient(group: dist.ProcessGroup) -> dist.Store:
         store = group_store(group)
         store.set_timeout(timedelta(seconds=1))
         return store
 
-    agree(["together"], None, model=model, group=world)
+    exchange(["together"], None, remembered=remembered, group=world)
     message = ""
     if dist.get_rank() == 0:
         with mock.patch.object(agreement, "group_store", impatient):
-            message = refusal(["joint graph", "all_to_all", "more"], model)
+            message = refusal(["joint graph", "all_to_all", "more"], remembered)
     dist.barrier()
-    assert agree(["next"], dist.get_rank(), model=model, group=world) == [0, 1]
+    assert exchange(["next"], dist.get_rank(), remembered=remembered, group=world) == [0, 1]
     return message
 
 
@@ -116,8 +116,8 @@ def test_a_rank_that_asks_alone_does_not_wait_for_ever() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
-def test_ranks_in_name_only_know_what_they_know(num_ranks: int) -> None:
-    with fake_process_group(num_ranks), mock.patch.object(agreement, "_exchange") as exchange:
+def test_ranks_of_a_fake_group_know_what_they_know(num_ranks: int) -> None:
+    with fake_process_group(num_ranks), mock.patch.object(agreement, "_ask") as ask:
         assert is_alone(dist.group.WORLD)
-        assert agree(["a"], "fact", model=nn.Module(), group=dist.group.WORLD) == ["fact"]
-        exchange.assert_not_called()
+        assert exchange(["a"], "fact", remembered={}, group=dist.group.WORLD) == ["fact"]
+        ask.assert_not_called()

@@ -1,8 +1,8 @@
-"""Which numbers a graph's small integer tensors hold, as far as the graph itself tells.
+"""Value numbering of sizes: which of the numbers in a graph's small integer tensors are the same.
 
-TorchRec makes tensors of sizes, sends them, and reads the sizes that it receives. Every number here has an id: the
-same sizes, wherever they stand, have one. A tensor is known if all that it holds is. Operators that only move data
-are run on tensors of ids, as they stand.
+TorchRec makes tensors of sizes, sends them, and reads the sizes that it receives. Every such number gets an id; the
+same size has the same id, wherever it stands. A tensor is known if all its numbers are. What an operator that only
+moves data does to the numbers is found by running it on a tensor of their ids.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpasses._torch.symbols import expression
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.graph import ALL_TO_ALL, WAIT, argument
-from graphpasses.graph.size_arithmetic import Size
+from graphpasses.graph.size_arithmetic import Size, size_expression
 from graphpasses.ops.pack_all_to_all import PACK
 
-__all__ = ["HeldNumbers", "Received"]
+__all__ = ["Received", "SizeNumbering"]
 
 aten = torch.ops.aten
 _MOVE_DATA = {
@@ -52,20 +51,20 @@ class Received:
     index: int
 
 
-class HeldNumbers:
-    """The numbers that the integer tensors of a graph hold; ``all_numbers`` has them by id.
+class SizeNumbering:
+    """The numbers in the integer tensors of a graph; ``all_numbers`` has them by id.
 
     Args:
         module: a graph whose nodes have ``meta["val"]``.
 
     Example:
         >>> graph = fx.Graph()
-        >>> sizes = [graph.call_function(torch.ops.aten.scalar_tensor.default, (size,)) for size in (3, 7, 3)]
-        >>> sizes.append(graph.call_function(torch.ops.aten.stack.default, (list(sizes),)))
-        >>> for size in sizes:
-        ...     size.meta["val"] = torch.tensor(0)
-        >>> held = HeldNumbers(fx.GraphModule({}, graph))
-        >>> held.numbers(sizes[-1]), held.ids(sizes[-1])
+        >>> nodes = [graph.call_function(torch.ops.aten.scalar_tensor.default, (size,)) for size in (3, 7, 3)]
+        >>> nodes.append(graph.call_function(torch.ops.aten.stack.default, (list(nodes),)))
+        >>> for node in nodes:
+        ...     node.meta["val"] = torch.tensor(0)
+        >>> sizes = SizeNumbering(fx.GraphModule({}, graph))
+        >>> sizes.numbers(nodes[-1]), sizes.ids(nodes[-1])
         ([3, 7, 3], [0, 1, 0])
     """
 
@@ -83,15 +82,15 @@ class HeldNumbers:
                     self._flat[node] = ids.reshape(-1).tolist()
 
     def __contains__(self, node: fx.Node) -> bool:
-        """Whether all numbers that ``node`` holds are known."""
+        """Whether all numbers in a tensor are known."""
         return node in self._ids
 
     def ids(self, node: fx.Node) -> list[int]:
-        """Returns the ids of the numbers that a known tensor holds, in order; equal ids are equal numbers."""
+        """Returns the ids of the numbers in a known tensor, in order; equal ids are equal numbers."""
         return self._flat[node]
 
     def numbers(self, node: fx.Node) -> list[Size | Received]:
-        """Returns the numbers that a known tensor holds, in order."""
+        """Returns the numbers in a known tensor, in order."""
         return [self.all_numbers[number] for number in self.ids(node)]
 
     def _find(self, node: fx.Node) -> Tensor | None:
@@ -135,7 +134,7 @@ class HeldNumbers:
         )
 
     def _id(self, number: Size | Received) -> int:
-        key: Any = expression(number.meta["val"]) if isinstance(number, fx.Node) else number
+        key: Any = number if isinstance(number, Received) else size_expression(number)
         key = int(key) if getattr(key, "is_Integer", False) else key
         if key not in self._id_of:
             self._id_of[key] = len(self.all_numbers)

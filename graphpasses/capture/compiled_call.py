@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ class CompiledCall:
         self._compiled = compiled
         self._modules = _modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
+        self.remembered: dict[Hashable, Any] = {}  # from one compilation to the next
         self._is_checked = False
         self._ddp: DDPCalls | None = None  # known once the model's input dists are made
         self._eager = getattr(compiled, "_torchdynamo_orig_callable", root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,19 +39,24 @@ class ModelInputs:
         model: the module that the user compiles.
         identity: who is who in it.
         inputs: what each placeholder of the ``DYNAMO`` graph carries.
+        remembered: what passes remember from one compilation of the model to the next.
     """
 
     model: nn.Module
     identity: IdentityMap
     inputs: tuple[GraphInput, ...]
+    remembered: dict[Hashable, Any]
 
 
-def read_model_graph(module: fx.GraphModule, model: nn.Module) -> DynamoGraph:
+def read_model_graph(
+    module: fx.GraphModule, model: nn.Module, remembered: dict[Hashable, Any]
+) -> DynamoGraph:
     """Returns the graph that Dynamo traced as a ``DYNAMO`` graph.
 
     Args:
         module: what Dynamo gives its backend; shared, not copied.
         model: the module that the user compiles.
+        remembered: what passes remember from one compilation of the model to the next.
     """
     identity = IdentityMap.of(model)
     state: dict[int, tuple[InputKind, str]] = {}
@@ -77,6 +82,7 @@ def read_model_graph(module: fx.GraphModule, model: nn.Module) -> DynamoGraph:
         identity=identity,
         parameters=parameter_infos(model, identity),
         model=model,
+        remembered=remembered,
         live=tuple(live),
     )
 
@@ -118,6 +124,7 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
         parameters=parameter_infos(origin.model, origin.identity),
         model=origin.model,
         stage=stage,
+        remembered=origin.remembered,
         fixed_signature=True,
     )
 

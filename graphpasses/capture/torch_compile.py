@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +83,8 @@ def graphpasses(
     """
     call = CompiledCall.running()
     if call is None:
-        return _compile(module, inputs, CompileOptions.of(options), nn.Module())
-    return _compile(module, inputs, call.options, call.model)
+        return _compile(module, inputs, CompileOptions.of(options), nn.Module(), {})
+    return _compile(module, inputs, call.options, call.model, call.remembered)
 
 
 def _wrap(backend: Any, root: Any, compiled: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -104,7 +104,11 @@ wrap_compiled_functions(_wrap)
 
 
 def _compile(
-    module: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, model: nn.Module
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: CompileOptions,
+    model: nn.Module,
+    remembered: dict[Hashable, Any],
 ) -> Callable[..., Any]:
     report = options.report
     assert isinstance(report, CompileReport)
@@ -117,7 +121,7 @@ def _compile(
         report.add(number, graph.stage, result.report)
         return result
 
-    captured = read_model_graph(module, model)
+    captured = read_model_graph(module, model, remembered)
     rewritten = run(captured)
     kept = [
         index
@@ -125,7 +129,7 @@ def _compile(
         if node.users or isinstance(node.meta.get("val"), torch.SymInt)  # a symbol may be part of other sizes
     ]
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
-    origin = ModelInputs(model, rewritten.identity, rewritten.inputs)
+    origin = ModelInputs(model, rewritten.identity, rewritten.inputs, remembered)
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
         gm.graph = run(read_aot_graph(gm, stage, origin)).graph

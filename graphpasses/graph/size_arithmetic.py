@@ -9,11 +9,25 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpasses._torch.symbols import expression
 from graphpasses.graph.train_graph import TrainGraph
 
-__all__ = ["Size", "SizeArithmetic"]
+__all__ = ["Size", "SizeArithmetic", "size_expression"]
 
-Size = fx.Node | int
+Size = fx.Node | int  # in a graph
+
+
+def size_expression(size: Size | torch.SymInt) -> Any:
+    """Returns a number, or an expression of symbols: equal sizes have equal ones.
+
+    Args:
+        size: a size, or a node whose value is one.
+
+    Example:
+        >>> size_expression(3)
+        3
+    """
+    return expression(size.meta["val"] if isinstance(size, fx.Node) else size)
 
 
 class SizeArithmetic:
@@ -29,7 +43,7 @@ class SizeArithmetic:
         self._emitted: dict[object, fx.Node] = {}
 
     def row_shape(self, tensor: fx.Node) -> list[Size]:
-        """Returns the sizes of a tensor's dims behind the first."""
+        """Returns the sizes of a tensor's dims after the first."""
         return [
             size if isinstance(size, int) else self._emit(torch.ops.aten.sym_size.int, tensor, dim)
             for dim, size in enumerate(tensor.meta["val"].shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -124,6 +124,8 @@ class TrainGraph:
         parameters: facts about each parameter, by canonical FQN.
         model: the live model whose parameters the step reads.
         stage: the part of the step that the graph holds.
+        remembered: what passes remember from one compilation of a model to the next, e.g. what its ranks agreed on.
+            All graphs of one compiled function share one dict, as do the copies of a captured step.
         fixed_signature: whether another runner owns the flat signature, so that inputs must stay.
         report: what the pipeline that made this graph did; None for a captured graph.
         notes: what a pass has to say (a rewrite skipped, and why); the pipeline moves them to its report.
@@ -146,6 +148,7 @@ class TrainGraph:
     parameters: Mapping[str, ParameterInfo]
     model: nn.Module
     stage: Stage = Stage.STEP
+    remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     fixed_signature: bool = False
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)

@@ -1,6 +1,8 @@
 """The passes, one per file, and the pipelines made of them."""
 
 from graphpasses.passes.embedding.bucket_all_to_all import BucketAllToAll
+from graphpasses.passes.embedding.bucket_pooled_all_to_all import BucketPooledAllToAll
+from graphpasses.passes.embedding.deduplicate_lookups import DeduplicateLookups
 from graphpasses.passes.embedding.deduplicate_sizes import DeduplicateSizes
 from graphpasses.passes.embedding.eliminate_split_cat import EliminateSplitCat
 from graphpasses.passes.embedding.fuse_size_tensors import FuseSizeTensors
@@ -18,7 +20,9 @@ from graphpasses.passes.pipelines import default_pipeline, recommender_pipeline
 __all__ = [
     "BucketAllToAll",
     "BucketFSDPCollectives",
+    "BucketPooledAllToAll",
     "CoalesceGradReductions",
+    "DeduplicateLookups",
     "DeduplicateShared",
     "DeduplicateSizes",
     "EliminateSplitCat",

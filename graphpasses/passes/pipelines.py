@@ -6,6 +6,8 @@ from graphpasses.errors import LayoutError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.passes.embedding.bucket_all_to_all import BucketAllToAll
+from graphpasses.passes.embedding.bucket_pooled_all_to_all import BucketPooledAllToAll
+from graphpasses.passes.embedding.deduplicate_lookups import DeduplicateLookups
 from graphpasses.passes.embedding.deduplicate_sizes import DeduplicateSizes
 from graphpasses.passes.embedding.eliminate_split_cat import EliminateSplitCat
 from graphpasses.passes.embedding.fuse_size_tensors import FuseSizeTensors
@@ -71,10 +73,12 @@ def recommender_pipeline(
         (
             *((LowerEmbeddingBags(),) if lower_embedding_bags else ()),
             DeduplicateShared(),
+            DeduplicateLookups(),
             HoistInputDists(),
             FuseTBE(),
             *(_fsdp_passes(plan, expected_layout) if plan is not None else ()),
             DeduplicateSizes(),
+            BucketPooledAllToAll(),
             BucketAllToAll(),
             FuseSizeTensors(),
             EliminateSplitCat(),

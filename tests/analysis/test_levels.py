@@ -21,7 +21,7 @@ def trace(fn: Callable[..., Any], *inputs: Tensor) -> TrainGraph:
     graphs = []
 
     def backend(module: fx.GraphModule, _: Any) -> Any:
-        graphs.append(read_model_graph(module, nn.Module()))
+        graphs.append(read_model_graph(module, nn.Module(), {}))
         return module
 
     torch.compiler.reset()

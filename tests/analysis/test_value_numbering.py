@@ -1,4 +1,4 @@
-"""Numbers that integer tensors hold: followed through what moves data, and no further."""
+"""Sizes in integer tensors are numbered: followed through what moves data, and no further."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.analysis.value_numbering import HeldNumbers, Received
+from graphpasses.analysis.value_numbering import Received, SizeNumbering
 from graphpasses.graph import ALL_TO_ALL, WAIT
 
 aten = torch.ops.aten
@@ -20,11 +20,11 @@ def number(size: int) -> Tensor:
     return aten.scalar_tensor.default(size, dtype=torch.int64)
 
 
-def held_by_outputs(
+def number_outputs(
     fn: Callable[..., Sequence[Tensor]], *inputs: Tensor
-) -> tuple[HeldNumbers, list[fx.Node]]:
+) -> tuple[SizeNumbering, list[fx.Node]]:
     module = make_fx(fn, tracing_mode="symbolic")(*inputs)
-    return HeldNumbers(module), list(module.graph.output_node().args[0])
+    return SizeNumbering(module), list(module.graph.output_node().args[0])
 
 
 def test_moved() -> None:
@@ -34,12 +34,12 @@ def test_moved() -> None:
         flat = pairs.view([4])
         return [flat, pairs.t()[1], torch.cat([flat[1:3], number(rows).unsqueeze(0)]).clone()]
 
-    held, (flat, second, joined) = held_by_outputs(fn, torch.ones(3, 5))
-    one, rows, two, cols = held.numbers(flat)
+    sizes, (flat, second, joined) = number_outputs(fn, torch.ones(3, 5))
+    one, rows, two, cols = sizes.numbers(flat)
     assert (one, two) == (1, 2)
     assert [str(size) for size in (rows, cols)] == ["sym_size_int", "sym_size_int_1"]
-    assert held.numbers(second) == [rows, cols]
-    assert held.ids(joined) == [held.ids(flat)[1], held.ids(flat)[2], held.ids(flat)[1]]
+    assert sizes.numbers(second) == [rows, cols]
+    assert sizes.ids(joined) == [sizes.ids(flat)[1], sizes.ids(flat)[2], sizes.ids(flat)[1]]
 
 
 def test_equal_sizes_have_one_id() -> None:
@@ -47,8 +47,8 @@ def test_equal_sizes_have_one_id() -> None:
         total = x + y  # of one size from here on
         return [torch.stack([number(x.shape[0]), number(total.shape[0]), number(y.shape[0]), number(7)])]
 
-    held, (sizes,) = held_by_outputs(fn, torch.ones(3), torch.ones(3))
-    assert held.ids(sizes) == [0, 0, 0, 1]
+    sizes, (stacked,) = number_outputs(fn, torch.ones(3), torch.ones(3))
+    assert sizes.ids(stacked) == [0, 0, 0, 1]
 
 
 def test_received() -> None:
@@ -59,8 +59,8 @@ def test_received() -> None:
             received = WAIT(ALL_TO_ALL(sent, [3, 3], [1, 2], dist.group.WORLD.group_name))
             return [received.view([2, 3]).t()[1]]
 
-        held, (second,) = held_by_outputs(fn, torch.ones(4))
-    first, other = held.numbers(second)
+        sizes, (second,) = number_outputs(fn, torch.ones(4))
+    first, other = sizes.numbers(second)
     assert isinstance(first, Received)
     assert isinstance(other, Received)
     assert (first.source, first.index, other.source, other.index) == (0, 1, 1, 1)
@@ -78,5 +78,5 @@ def test_near_misses() -> None:
             splits = WAIT(ALL_TO_ALL(torch.stack([size] * 2), dynamic, [1, 1], dist.group.WORLD.group_name))
             return [size + 1, half, ids, torch.stack([size, ids[0]]), unknown, splits, size.int()]
 
-        held, outputs = held_by_outputs(fn, torch.ones(4), torch.tensor([1, 1]))
-    assert [node in held for node in outputs] == [False] * 7
+        sizes, outputs = number_outputs(fn, torch.ones(4), torch.tensor([1, 1]))
+    assert [node in sizes for node in outputs] == [False] * 7

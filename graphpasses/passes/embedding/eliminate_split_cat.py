@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from graphpasses._torch.symbols import expression
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.passes.embedding.columns import PACK_COLUMNS
+from graphpasses.ops.pack_pooled_embeddings import PACK_POOLED_EMBEDDINGS
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["EliminateSplitCat"]
@@ -50,7 +50,7 @@ class EliminateSplitCat(GraphPass):
         num_rewritten = 0
         for node in list(graph.graph.nodes):
             args: tuple[Any, ...] = node.args
-            if node.target == PACK_COLUMNS:
+            if node.target == PACK_POOLED_EMBEDDINGS:
                 pieces = iter(args[0])
                 by_rank = [columns.sources([*islice(pieces, num)], before=node) for num in args[1]]
                 args = [piece for of_rank in by_rank for piece in of_rank], [*map(len, by_rank)]

@@ -1,52 +1,29 @@
-"""Tensors of sizes made by one operator each."""
+"""Tensors of sizes, each made by one operator."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from graphpasses.analysis.value_numbering import HeldNumbers, Received
+from graphpasses.analysis.value_numbering import Received, SizeNumbering
 from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, argument
+from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["FuseSizeTensors"]
 
-torch.library.define(
-    "graphpasses::numbers",
-    "(SymInt[] numbers, ScalarType dtype, Device device) -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
-)
-_NUMBERS = torch.ops.graphpasses.numbers.default
-
-
-def _make_numbers(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=dtype, device=device)
-
-
-def _fake_numbers(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(len(numbers), dtype=dtype, device=device)
-
-
-# It has no tensor among its arguments, so its device does not choose the kernel.
-torch.library.impl("graphpasses::numbers", "CompositeExplicitAutograd", _make_numbers)
-torch.library.register_fake("graphpasses::numbers", _fake_numbers)
-
 
 @dataclass(frozen=True)
 class FuseSizeTensors(GraphPass):
-    """Makes each tensor of sizes that is sent by one operator.
+    """Makes with one operator each tensor of sizes that is sent.
 
     ::
 
         all_to_all(view(stack([constant, stack([scalar_tensor(a), scalar_tensor(b)])], 1), [4]), …)
-            ->   all_to_all(numbers([1, a, 1, b]), …)
+            ->   all_to_all(size_tensor([1, a, 1, b]), …)
 
-    TorchRec sends splits and batch sizes for each module and sharding type, from a handful of small tensors for each.
-    Behind ``bucket-all-to-all``, one operator makes what is sent for all of them.
+    TorchRec sends splits and batch sizes for each module and sharding type, and makes a handful of small tensors for
+    each. After ``bucket-all-to-all`` one operator makes what is sent for all of them.
 
     Example:
         >>> Pipeline((BucketAllToAll(), FuseSizeTensors())).run(step)  # doctest: +SKIP
@@ -59,18 +36,18 @@ class FuseSizeTensors(GraphPass):
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of tensors replaced."""
-        held = HeldNumbers(graph.module)
+        sizes = SizeNumbering(graph.module)
         num_made = 0
         for launch in graph.graph.find_nodes(op="call_function", target=ALL_TO_ALL):
             tensor = argument(launch)
-            if tensor not in held or tensor.target == _NUMBERS:
+            if tensor not in sizes or tensor.target == SIZE_TENSOR:
                 continue
-            numbers = held.numbers(tensor)
+            numbers = sizes.numbers(tensor)
             if any(isinstance(number, Received) for number in numbers):
                 continue
             value = tensor.meta["val"]
             with graph.graph.inserting_before(launch):
-                made = graph.emit(_NUMBERS, (numbers, value.dtype, value.device), like=tensor)
+                made = graph.emit(SIZE_TENSOR, (numbers, value.dtype, value.device), like=tensor)
             launch.replace_input_with(tensor, made)
             num_made += 1
         return num_made

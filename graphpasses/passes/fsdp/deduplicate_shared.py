@@ -1,4 +1,4 @@
-"""One placeholder per tensor, one unshard chain per parameter, one lookup and input dist per module and input."""
+"""One placeholder per tensor, one unshard chain per parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.effects import is_written
 from graphpasses.analysis.parameter_collectives import UNSHARD_OPS
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.passes.embedding.repeats import merge_repeats
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["DeduplicateShared"]
@@ -63,7 +62,7 @@ def _freeze(value: object) -> object:
 
 @dataclass(frozen=True)
 class DeduplicateShared(GraphPass):
-    """Computes once what a step shares: placeholders, unshard chains, lookups and input dists.
+    """Computes once what a step shares: placeholders and unshard chains.
 
     A tied parameter reaches the graph once per name, and a parameter that is read twice is gathered twice::
 
@@ -90,15 +89,6 @@ class DeduplicateShared(GraphPass):
     signature the repeated placeholders stay, unread. Gradients stay as they are: see
     ``coalesce-grad-reductions``.
 
-    A module that is called twice with the same features sends and looks them up twice. In a joint graph the forward
-    pass does so once, in backward each call still updates the tables, in eager's order::
-
-        a = lookup(table, all_to_all(ids));   b = lookup(table, all_to_all(ids))
-        a = lookup(table, all_to_all(ids));   b = a
-
-    For this the pass merges all nodes of the forward pass that compute the same, all-to-alls where every rank sees
-    that they do. The compile door turns AOTAutograd's own elimination off, by which each rank decides alone.
-
     Example:
         >>> model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False))
         >>> model[1].weight = model[0].weight
@@ -115,7 +105,7 @@ class DeduplicateShared(GraphPass):
     stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
 
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place; returns the number of placeholders, chains and repeats that went."""
+        """Rewrites ``graph`` in place; returns the number of placeholders and chains removed."""
         placeholders = graph.placeholders
         repeated_inputs = _plan_placeholders(graph)
         num_rewrites = 0
@@ -136,6 +126,4 @@ class DeduplicateShared(GraphPass):
                 continue
             num_rewrites += any(source.op == "placeholder" for source in node.all_input_nodes)
             node.replace_all_uses_with(kept)
-        if graph.stage is Stage.JOINT:
-            num_rewrites += merge_repeats(graph)
         return num_rewrites

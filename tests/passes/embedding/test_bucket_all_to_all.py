@@ -10,68 +10,23 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor
 
 from graphpasses import agreement
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
-from graphpasses.graph import (
-    ALL_TO_ALL,
-    WAIT,
-    GraphInput,
-    GraphOutput,
-    InputKind,
-    OutputKind,
-    Stage,
-    TrainGraph,
-)
-from graphpasses.identity import IdentityMap
+from graphpasses.graph import ALL_TO_ALL, WAIT, InputKind, Stage, TrainGraph
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import BucketAllToAll
 from graphpasses.passes.runner import Pipeline
+from tests.helpers.all_to_alls import Step, capture, evenly, exchange
 from tests.helpers.models import same_bits
 
 NAME = "bucket-all-to-all"
 c10d = torch.ops._c10d_functional
-Step = Callable[..., Sequence[Tensor]]
 Case = Callable[[], tuple[Step, list[Tensor]]]
-
-
-def exchange(
-    x: Tensor, output_splits: Sequence[Any], input_splits: Sequence[Any], group: str | None = None
-) -> Tensor:
-    return WAIT(ALL_TO_ALL(x, output_splits, input_splits, group or dist.group.WORLD.group_name))
-
-
-def evenly(x: Tensor, group: str | None = None, splits: Sequence[int] = ()) -> Tensor:
-    """Exchanges one row with each rank, or as many as ``splits`` says."""
-    splits = splits or [1] * dist.get_world_size()
-    return exchange(x, splits, splits, group)
-
-
-def capture(
-    fn: Step,
-    *inputs: Tensor,
-    model: nn.Module | None = None,
-    stage: Stage = Stage.STEP,
-    kinds: Sequence[InputKind] = (),
-) -> TrainGraph:
-    module = make_fx(fn, tracing_mode="symbolic")(*inputs)
-    model = model or nn.Module()
-    kinds = kinds or [InputKind.BATCH] * len(inputs)
-    num_outputs = len(module.graph.output_node().args[0])
-    return TrainGraph(
-        module=module,
-        inputs=tuple(GraphInput(kind, f"input {index}") for index, kind in enumerate(kinds)),
-        outputs=tuple(GraphOutput(OutputKind.VALUE, f"output {index}") for index in range(num_outputs)),
-        identity=IdentityMap.of(model),
-        parameters={},
-        model=model,
-        stage=stage,
-    )
 
 
 def bucketed(graph: TrainGraph) -> tuple[int, TrainGraph]:
@@ -280,9 +235,9 @@ def check_decisions() -> dict[str, Any]:
         seen: dict[str, Any] = {"alone": len(launches(bucketed(graph)[1]))}
     together = bucketed(graph)[1].module.code
     if dist.get_rank() == 1:  # no other rank compiles again
-        assert bucketed(capture(step, *inputs, model=graph.model))[1].module.code == together
+        assert bucketed(capture(step, *inputs, remembered=graph.remembered))[1].module.code == together
         with pytest.raises(AgreementError) as error:
-            bucketed(capture(swapped()[0], *inputs, model=graph.model))
+            bucketed(capture(swapped()[0], *inputs, remembered=graph.remembered))
         seen["again"] = str(error.value)
     dist.barrier()
     extra = [] if dist.get_rank() == 0 else [inputs[0]]

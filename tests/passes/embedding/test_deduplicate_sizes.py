@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphpasses.errors import AgreementError
 from graphpasses.graph import TrainGraph
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import DeduplicateSizes
 from graphpasses.passes.runner import Pipeline
+from tests.helpers.all_to_alls import Step, capture, exchange
 from tests.helpers.models import same_bits
-from tests.passes.embedding.test_bucket_all_to_all import Step, capture, exchange
 
 READ = torch.ops.aten._local_scalar_dense.default
 
@@ -61,12 +62,12 @@ def check(step: Step) -> tuple[Any, ...]:
 
 def again() -> str:
     """What a rank says that compiles again, and sends sizes that were equal and are not any more."""
-    model = nn.Module()
-    deduplicated(capture(lambda x, y: two_modules(x, x), *inputs(), model=model))
+    remembered: dict[Hashable, Any] = {}
+    deduplicated(capture(lambda x, y: two_modules(x, x), *inputs(), remembered=remembered))
     message = ""
     if dist.get_rank() == 1:
         with pytest.raises(AgreementError) as error:
-            deduplicated(capture(two_modules, *inputs(), model=model))
+            deduplicated(capture(two_modules, *inputs(), remembered=remembered))
         message = str(error.value)
     dist.barrier()
     return message

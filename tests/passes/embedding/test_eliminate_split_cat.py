@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from graphpasses.graph import TrainGraph
+from graphpasses.ops.pack_pooled_embeddings import PACK_POOLED_EMBEDDINGS
 from graphpasses.passes import EliminateSplitCat
-from graphpasses.passes.embedding.columns import PACK_COLUMNS
 from graphpasses.passes.runner import Pipeline
+from tests.helpers.all_to_alls import capture
 from tests.helpers.models import same_bits
-from tests.passes.embedding.test_bucket_all_to_all import capture
 
 aten = torch.ops.aten
 
 
-def fold(fn: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[int, TrainGraph, Counter[Any]]:
+def rewritten(fn: Callable[..., Sequence[Tensor]], *inputs: Tensor) -> tuple[int, TrainGraph, Counter[Any]]:
     """Runs the pass, and checks that bits are equal and that a second run changes nothing."""
     # Columns have a known number, as in a model; only rows are symbols.
     widths = [x.shape[1] for x in inputs]
@@ -61,7 +61,7 @@ def copies(graph: TrainGraph) -> list[list[tuple[str, int, int]]]:
     return [
         [source(piece) for piece in node.args[0]]
         for node in graph.graph.nodes
-        if node.target in (aten.cat.default, PACK_COLUMNS)
+        if node.target in (aten.cat.default, PACK_POOLED_EMBEDDINGS)
     ]
 
 
@@ -72,7 +72,7 @@ def test_one_copy() -> None:
         inner = torch.cat([third, first], 1)  # b2 b3 a0 a1
         return [torch.cat([inner[:, 1:3], second, inner[:, 3:]], 1)]  # b3 a0, a2 b0 b1, a1
 
-    num_rewrites, graph, counts = fold(step, *columns(3, 4))
+    num_rewrites, graph, counts = rewritten(step, *columns(3, 4))
     assert copies(graph) == [[("b", 3, 4), ("a", 0, 1), ("a", 2, 3), ("b", 0, 2), ("a", 1, 2)]]
     assert (num_rewrites, counts[aten.cat.default], counts[aten.split_with_sizes.default]) == (2, 1, 0)
 
@@ -83,22 +83,22 @@ def test_neighbours_are_copied_at_once() -> None:
         one, two, three = split(x, 1, 2, 3)
         return [torch.cat([three, one, two], 1), torch.cat([one, two, three], 1)]
 
-    num_rewrites, graph, _ = fold(step, *columns(6))
+    num_rewrites, graph, _ = rewritten(step, *columns(6))
     assert copies(graph) == [[("mul", 3, 6), ("mul", 0, 3)], [("mul", 0, 6)]]
     assert num_rewrites == 2
 
 
-def test_pack_columns() -> None:
+def test_pack_pooled_embeddings() -> None:
     """Pieces of one rank may become one, and those of another stay apart from them."""
 
     def step(a: Tensor, b: Tensor) -> list[Tensor]:
         rows = torch.cat([b, a * 1], 1)
         one, two, three = split(rows, 1, 2, 4)
-        return [PACK_COLUMNS([one, two, three[:, :1], three[:, 1:]], [3, 1])]
+        return [PACK_POOLED_EMBEDDINGS([one, two, three[:, :1], three[:, 1:]], [3, 1])]
 
-    num_rewrites, graph, counts = fold(step, *columns(4, 3))
+    num_rewrites, graph, counts = rewritten(step, *columns(4, 3))
     assert copies(graph) == [[("b", 0, 3), ("mul", 0, 1), ("mul", 1, 4)]]
-    (packed,) = graph.graph.find_nodes(op="call_function", target=PACK_COLUMNS)
+    (packed,) = graph.graph.find_nodes(op="call_function", target=PACK_POOLED_EMBEDDINGS)
     assert (packed.args[1], num_rewrites, counts[aten.cat.default]) == ([2, 1], 1, 0)
 
 
@@ -107,9 +107,9 @@ def test_gradient_of_a_sum() -> None:
         joined = torch.cat([a, b], 1)
         one, two = split(joined, 4, 3)
         same = two.unsqueeze(0).expand(2, a.shape[0], 3)
-        return [PACK_COLUMNS([same[0], one, same[1]], [2, 1])]
+        return [PACK_POOLED_EMBEDDINGS([same[0], one, same[1]], [2, 1])]
 
-    _, graph, counts = fold(step, *columns(3, 4))
+    _, graph, counts = rewritten(step, *columns(3, 4))
     assert copies(graph) == [[("b", 1, 4), ("a", 0, 3), ("b", 0, 1), ("b", 1, 4)]]
     assert counts[aten.expand.default] == 0
 
@@ -122,7 +122,7 @@ def test_gradient_of_another_shape() -> None:
         rows = one_row.expand(2, b.shape[0], 3)[1]
         return [torch.cat([rows, b], 1), torch.cat([one_column.expand(2, b.shape[0], 4)[1], b], 1)]
 
-    assert fold(step, *columns(3, 2))[0] == 0
+    assert rewritten(step, *columns(3, 2))[0] == 0
 
 
 def test_what_is_read_elsewhere_stays() -> None:
@@ -130,7 +130,7 @@ def test_what_is_read_elsewhere_stays() -> None:
         joined = torch.cat([a, b], 1)
         return [joined, torch.cat([joined[:, 1:], a], 1)]
 
-    num_rewrites, graph, _ = fold(step, *columns(3, 2))
+    num_rewrites, graph, _ = rewritten(step, *columns(3, 2))
     assert copies(graph) == [[("a", 0, 3), ("b", 0, 2)], [("a", 1, 3), ("b", 0, 2), ("a", 0, 3)]]
     assert num_rewrites == 1
 
@@ -150,7 +150,7 @@ def test_what_is_read_elsewhere_stays() -> None:
     ],
 )
 def test_near_misses(step: Callable[..., Sequence[Tensor]]) -> None:
-    assert fold(step, *columns(3, 2))[0] == 0
+    assert rewritten(step, *columns(3, 2))[0] == 0
 
 
 def test_unknown_widths() -> None:

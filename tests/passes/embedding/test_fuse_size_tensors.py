@@ -10,12 +10,12 @@ from torch import Tensor
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.graph import ALL_TO_ALL, TrainGraph, argument
+from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.passes import BucketAllToAll, FuseSizeTensors
 from graphpasses.passes.runner import Pipeline
-from tests.passes.embedding.test_bucket_all_to_all import capture, exchange
+from tests.helpers.all_to_alls import capture, exchange
 
 aten = torch.ops.aten
-NUMBERS = torch.ops.graphpasses.numbers.default
 
 
 def sizes(*numbers: Any) -> Tensor:
@@ -37,7 +37,7 @@ def test_one_operator() -> None:
     with fake_process_group(2):
         graph = capture(lambda x: [send(sizes(*x.shape)), send(sizes(x.shape[1], 3))], torch.ones(5, 6))
         num_rewrites, result, counts = run(graph)
-        assert (num_rewrites, counts[NUMBERS], counts[aten.stack.default]) == (2, 2, 0)
+        assert (num_rewrites, counts[SIZE_TENSOR], counts[aten.stack.default]) == (2, 2, 0)
         made = [argument(node) for node in result.graph.find_nodes(op="call_function", target=ALL_TO_ALL)]
         assert [str(node.args[0]) for node in made] == [
             "[8, sym_size_int, 9, sym_size_int_1]",
@@ -51,15 +51,8 @@ def test_one_operator_for_a_bucket() -> None:
     with fake_process_group(2):
         graph = capture(lambda x: [send(sizes(*x.shape)), send(sizes(x.shape[1], 3))], torch.ones(5, 6))
         num_rewrites, _, counts = run(graph, BucketAllToAll())
-        assert (num_rewrites, counts[NUMBERS], counts[ALL_TO_ALL]) == (1, 1, 1)
+        assert (num_rewrites, counts[SIZE_TENSOR], counts[ALL_TO_ALL]) == (1, 1, 1)
         assert counts[torch.ops.graphpasses.pack_all_to_all.default] == 0
-
-
-def test_values_dtype_and_device() -> None:
-    for dtype in (torch.int64, torch.int32):
-        made = NUMBERS([3, 0, 7], dtype, torch.device("cpu"))
-        assert (made.tolist(), made.dtype, made.device.type) == ([3, 0, 7], dtype, "cpu")
-    torch.library.opcheck(NUMBERS, ([3, 0, 7], torch.int64, torch.device("cpu")))
 
 
 def test_near_misses() -> None:
@@ -72,8 +65,8 @@ def test_near_misses() -> None:
 
         graph = capture(step, torch.ones(5, 6), torch.arange(4))
         num_rewrites, result, counts = run(graph)
-        assert (num_rewrites, counts[NUMBERS]) == (1, 1)
+        assert (num_rewrites, counts[SIZE_TENSOR]) == (1, 1)
         assert [
-            argument(node).target == NUMBERS
+            argument(node).target == SIZE_TENSOR
             for node in result.graph.find_nodes(op="call_function", target=ALL_TO_ALL)
         ] == [True, False, False, False]

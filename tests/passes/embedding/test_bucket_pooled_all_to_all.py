@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import tests.helpers.recommenders  # noqa: F401  loads TorchRec's operators without its warnings  # isort: skip
 from graphpasses.errors import AgreementError
@@ -17,13 +17,14 @@ from graphpasses.graph import ALL_TO_ALL, InputKind, Stage, TrainGraph
 from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.ops.pack_all_to_all import PACK
 from graphpasses.parity.launch import run_ranks
+from graphpasses.passes import BucketAllToAll, BucketPooledAllToAll
+from graphpasses.passes.runner import Pipeline
+from tests.helpers.all_to_alls import Step, capture, exchange
 from tests.helpers.models import same_bits
-from tests.passes.embedding.test_bucket_all_to_all import Step, bucketed, capture, exchange
 
 aten = torch.ops.aten
 TO_COLUMNS = torch.ops.torchrec._split_1d_cat_2d.default
 FROM_COLUMNS = torch.ops.torchrec._split_1d_cat_2d_backward_impl.default
-PACK_COLUMNS = torch.ops.graphpasses.pack_columns.default
 ROWS = (3, 2)  # samples of each rank's batch
 WIDTHS = ((4, 0), (0, 2), (3, 5))  # of each module, columns of each rank's tables
 
@@ -167,25 +168,29 @@ def near_misses() -> tuple[Step, list[Tensor]]:
 CASES = (lookup_of_all, separate_lookups, cut_by_rows, cut_by_rows_alone, other_batch, near_misses)
 
 
+def bucketed(graph: TrainGraph) -> TrainGraph:
+    return Pipeline((BucketPooledAllToAll(), BucketAllToAll())).run(graph)
+
+
 def check(graph: TrainGraph, inputs: list[Tensor]) -> tuple[bool, dict[str, int], bool]:
-    _, result = bucketed(graph)
+    result = bucketed(graph)
     counts = Counter(node.target for node in result.graph.nodes)
     targets = {"all_to_all": ALL_TO_ALL, "pack": PACK, "columns": TO_COLUMNS, "join": JOIN_FEATURES}
     targets |= {"from columns": FROM_COLUMNS, "div": aten.div.Tensor, "split": SPLIT_FEATURES}
     same = all(map(same_bits, graph.module(*inputs), result.module(*inputs)))
-    again = bucketed(result)[1].module.code == result.module.code
+    again = bucketed(result).module.code == result.module.code
     return same, {name: counts[target] for name, target in targets.items() if counts[target]}, again
 
 
 def compiled_again() -> str:
     """What a rank says that compiles again, and now has two batches where it told the others of one."""
-    model = nn.Module()
+    remembered: dict[Hashable, Any] = {}
     tables = [random(5, 2) for _ in range(3)]
-    bucketed(capture(lambda *xs: [forward(table(x, 2), (2, 2)) for x in xs], *tables, model=model))
+    bucketed(capture(lambda *xs: [forward(table(x, 2), (2, 2)) for x in xs], *tables, remembered=remembered))
     message = ""
     if dist.get_rank() == 1:
         with pytest.raises(AgreementError) as error:
-            bucketed(capture(other_batch()[0], *tables, model=model))
+            bucketed(capture(other_batch()[0], *tables, remembered=remembered))
         message = str(error.value)
     dist.barrier()
     return message
@@ -219,13 +224,5 @@ def test_ranks() -> None:
         }
         assert message == (
             "rank 1 compiled the model again, and now modules have batches of different sizes, of which it told the "
-            "other ranks that they are equal. Disable 'bucket-all-to-all' for this model"
+            "other ranks that they are equal. Disable 'bucket-pooled-all-to-all' for this model"
         ) * (rank == 1)
-
-
-def test_pack_columns() -> None:
-    a, b = torch.arange(6).view(2, 3), torch.arange(10, 14).view(2, 2).t()  # not contiguous
-    packed = PACK_COLUMNS([a[:, :1], b, a[:, 1:]], [2, 1])
-    assert packed.tolist() == [0, 10, 12, 3, 11, 13, 1, 2, 4, 5]
-    assert PACK_COLUMNS([a, b], [0, 2]).tolist() == torch.cat([a, b], 1).view(-1).tolist()
-    torch.library.opcheck(PACK_COLUMNS, ([a[:, :1], b, a[:, 1:]], [2, 1]))

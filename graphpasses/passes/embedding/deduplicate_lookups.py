@@ -1,27 +1,27 @@
-"""What a forward pass computes twice, above all when a shared module is called again with the same features."""
+"""Lookups that a forward pass repeats, as when a shared module is called again with the same features."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import fx
 
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import read_functionalized_call
-from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.symbols import can_name_alike, name_alike
 from graphpasses._torch.tracing import outside_tracing
-from graphpasses.agreement import agree
+from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
 from graphpasses.analysis.backward import backward_nodes
-from graphpasses.analysis.effects import collective_group, operator_effects, storages
-from graphpasses.errors import AgreementError
-from graphpasses.graph import ALL_TO_ALL, TrainGraph, argument
+from graphpasses.analysis.effects import operator_effects, storages
+from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, argument
+from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["find_repeats", "merge_repeats"]
+__all__ = ["DeduplicateLookups"]
 
 aten = torch.ops.aten
 
@@ -120,10 +120,10 @@ def _key(graph: TrainGraph, node: fx.Node, repeated: Mapping[fx.Node, fx.Node]) 
     return node.target, _freeze(args), _freeze(kwargs)
 
 
-# ---- repeats ---------------------------------------------------------------------------------------------
+# ---- which nodes repeat another -------------------------------------------------------------------------
 
 
-def _find_repeats(graph: TrainGraph, classes: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+def _local_repeats(graph: TrainGraph, classes: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
     """Returns the repeats that this rank sees, if all-to-alls may repeat only those of their class."""
     returned = storages(*graph.graph.output_node().all_input_nodes)
     backward = backward_nodes(graph)
@@ -143,73 +143,77 @@ def _find_repeats(graph: TrainGraph, classes: Mapping[fx.Node, int]) -> dict[fx.
     return repeated
 
 
-def find_repeats(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
-    """Finds what a forward pass repeats: lookups, all-to-alls, reads of sizes, and what lies between.
+def _plan(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
+    """Returns each node of the forward pass that repeats an earlier one, in order, with that one.
 
     An all-to-all repeats another if it does on every rank: a rank without tables may see less difference than the
     rest. Each rank says which it sees repeated; of these, the ones that all see may be merged. Without the others a
     rank may see fewer, so they ask until nothing changes.
-
-    Args:
-        graph: a joint graph.
-
-    Returns:
-        Each repeating node, in order, with the earlier one.
-
-    Raises:
-        AgreementError: ranks see different all-to-alls, or this one compiled again what it no longer sees as agreed.
     """
-    launches = [node for node in graph.graph.nodes if node.target == ALL_TO_ALL]
+    launches = graph.graph.find_nodes(op="call_function", target=ALL_TO_ALL)
     index = {node: number for number, node in enumerate(launches)}
+    sequence = CollectiveSequence(graph)
     classes, all_different = [0] * len(launches), list(range(len(launches)))
     while True:
-        repeated = _find_repeats(graph, dict(zip(launches, classes, strict=True)))
-        local = [index[repeated.get(node, node)] for node in launches]
-        agreed = _agreed(graph, launches, classes, local) if classes != all_different else all_different
+        repeated = _local_repeats(graph, dict(zip(launches, classes, strict=True)))
+        if classes == all_different:
+            return repeated
+        agreed = sequence.agree(_question(classes), [index[repeated.get(node, node)] for node in launches])
         if agreed == classes:
-            break
+            return repeated
         classes = agreed
-    if any(local[number] != local[first] for number, first in enumerate(classes)):
-        raise AgreementError(
-            "this rank compiled the joint graph again, and now all-to-alls differ that all ranks agreed to launch as "
-            "one. Disable 'deduplicate-shared' for this model"
-        )
-    return repeated
 
 
-def _agreed(
-    graph: TrainGraph, launches: Sequence[fx.Node], classes: Sequence[int], repeats: list[int]
-) -> list[int]:
-    """Returns for each all-to-all the first one that it repeats on every rank."""
-    groups = list(dict.fromkeys(map(collective_group, launches)))
-    question = [f"repeats within {classes}"]
-    question += [
-        f"{node.target} of {node.meta['val'].dtype} in process group {groups.index(collective_group(node))}"
-        for node in launches
-    ]
-    # Group after group, as along the axes of a mesh, what one rank knows reaches all.
-    for group in groups:
-        everyone = agree(question, repeats, model=graph.model, group=named_group(group))
-        seen = list(zip(*everyone, strict=True))
-        first = {key: number for number, key in reversed(list(enumerate(seen)))}
-        repeats = [first[key] for key in seen]
-    return repeats
+def _question(classes: list[int]) -> Question[list[int], list[int]]:
+    def contradiction(agreed: list[int], own: list[int]) -> str:
+        if agreed != classes or not breaks_class(agreed, own):  # what differs may be known in the next round
+            return ""
+        return "compiled the joint graph again, and now all-to-alls differ that all ranks agreed to launch as one"
+
+    return Question(DeduplicateLookups.name, f"repeats within {classes}", common_classes, contradiction)
 
 
-def merge_repeats(graph: TrainGraph) -> int:
-    """Removes every node that :func:`find_repeats` finds; its users read the earlier one.
+@dataclass(frozen=True)
+class DeduplicateLookups(GraphPass):
+    """Looks up once what a forward pass looks up twice.
 
-    Args:
-        graph: a joint graph.
+    A module that is called twice with the same features sends and looks them up twice. In a joint graph the forward
+    pass does so once. In backward each call still updates the tables, in eager's order::
 
-    Returns:
-        The number of nodes removed.
+        a = lookup(table, all_to_all(ids));   b = lookup(table, all_to_all(ids))
+        a = lookup(table, all_to_all(ids));   b = a
 
-    Raises:
-        AgreementError: as above.
+    For this the pass merges all nodes of the forward pass that compute the same: lookups, all-to-alls, reads of
+    sizes, and what lies between. All-to-alls are merged where every rank sees that they are the same, see
+    :mod:`graphpasses.agreement`. The backend turns AOTAutograd's own elimination off, by which each rank decides
+    alone.
+
+    Raises (from ``rewrite``):
+        AgreementError: ranks see different collectives, or one compiled again what it no longer sees as agreed.
+
+    Example:
+        >>> def send(x):  # one row for each rank
+        ...     world = dist.group.WORLD.group_name
+        ...     sent = torch.ops._c10d_functional.all_to_all_single(x, [1, 1], [1, 1], world)
+        ...     return torch.ops._c10d_functional.wait_tensor(sent)
+        >>> def step(ids):
+        ...     return send(ids).sum() + send(ids).max()
+        >>> report = graphpasses.CompileReport()
+        >>> with fake_process_group(2):
+        ...     _ = graphpasses.compile(step, report=report, inner="aot_eager")(torch.arange(2))
+        >>> report.by_graph["graph 0, joint"]["deduplicate-lookups"].collectives
+        ({'all_to_all_single': 2}, {'all_to_all_single': 1})
     """
-    repeated = find_repeats(graph)
-    for node, kept in repeated.items():
-        name_alike(node, kept)
-        graph.merge(node, kept)
-    return len(repeated)
+
+    name: ClassVar[str] = "deduplicate-lookups"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.JOINT})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared"})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of nodes removed."""
+        repeated = _plan(graph)
+        for node, kept in repeated.items():
+            name_alike(node, kept)
+            graph.merge(node, kept)
+        return len(repeated)

@@ -1,0 +1,59 @@
+"""The operator that packs the gradients of pooled embeddings for the ranks that hold the tables.
+
+::
+
+    packed   = graphpasses::pack_pooled_embeddings([a, b, c], [2, 1])   # a and b for rank 0, c for rank 1
+    received = wait(all_to_all(packed, …))
+
+It moves data and does nothing else, so no bit changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphpasses.ops.define import define_operator
+
+__all__ = ["PACK_POOLED_EMBEDDINGS", "pack_pooled_embeddings"]
+
+
+def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
+    """Packs what is sent to each rank: its pieces side by side, row for row.
+
+    Args:
+        pieces: [rows, dims] each, of one dtype and one number of rows; rank after rank.
+        num_pieces: per rank: how many of the pieces it gets.
+
+    Returns:
+        1-D: for each rank, [rows, dims of its pieces] flattened.
+
+    Example:
+        >>> a, b = torch.tensor([[1], [2]]), torch.tensor([[3], [4]])
+        >>> pack_pooled_embeddings([a, b, a], [2, 1])
+        tensor([1, 3, 2, 4, 1, 2])
+    """
+    num_rows = pieces[0].shape[0]
+    packed = pieces[0].new_empty(num_rows * sum(piece.shape[1] for piece in pieces))
+    start = piece = 0
+    for count in num_pieces:
+        of_rank = pieces[piece : piece + count]
+        piece += count
+        if num_dims := sum(part.shape[1] for part in of_rank):
+            place = packed.narrow(0, start, num_rows * num_dims)
+            torch.cat(of_rank, 1, out=place.view(num_rows, num_dims))  # type: ignore[arg-type]
+            start += num_rows * num_dims
+    return packed
+
+
+def _fake_pack(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
+    return pieces[0].new_empty(pieces[0].shape[0] * sum(piece.shape[1] for piece in pieces))
+
+
+PACK_POOLED_EMBEDDINGS = define_operator(
+    "pack_pooled_embeddings(Tensor[] pieces, int[] num_pieces) -> Tensor",
+    pack_pooled_embeddings,
+    fake=_fake_pack,
+)

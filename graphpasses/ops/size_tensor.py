@@ -1,0 +1,41 @@
+"""The operator that makes a tensor of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphpasses.ops.define import define_operator
+
+__all__ = ["SIZE_TENSOR", "size_tensor"]
+
+
+def size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Makes a tensor of sizes.
+
+    Args:
+        sizes: the sizes; in a graph they may be symbols.
+        dtype: an integer dtype.
+        device: where the tensor lies.
+
+    Returns:
+        1-D.
+
+    Example:
+        >>> size_tensor([3, 7], torch.int64, torch.device("cpu"))
+        tensor([3, 7])
+    """
+    return torch.tensor(sizes, dtype=dtype, device=device)
+
+
+def _fake_size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(len(sizes), dtype=dtype, device=device)
+
+
+SIZE_TENSOR = define_operator(
+    "size_tensor(SymInt[] sizes, ScalarType dtype, Device device) -> Tensor",
+    size_tensor,
+    fake=_fake_size_tensor,
+)

@@ -1,0 +1,142 @@
+"""Pooled embeddings of one batch sent as one tensor, with the dims of all modules side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
+from graphpasses.analysis.effects import collective_group
+from graphpasses.embedding.emit_pooled_all_to_all import MergedPooledAllToAll
+from graphpasses.embedding.torchrec.pooled_all_to_all import (
+    PooledAllToAll,
+    batch_classes,
+    read_pooled_all_to_all,
+)
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph.nodes import wait_of
+from graphpasses.passes.all_to_all_buckets import plan_launch_order
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["BucketPooledAllToAll"]
+
+# Those of one key have the same batch on every rank.
+Classes = Mapping[fx.Node, tuple[PooledAllToAll, object]]
+
+
+# ---- plan ------------------------------------------------------------------------------------------------
+
+
+def _agree_on_batches(sequence: CollectiveSequence) -> Classes:
+    """Returns what carries pooled embeddings, or gradients, on every rank, with a key of the batch."""
+    members = {launch: read_pooled_all_to_all(launch) for launch in sequence.all_to_alls}
+    agreed: dict[fx.Node, tuple[PooledAllToAll, object]] = {}
+    for group in sequence.groups:
+        launches = [launch for launch in members if collective_group(launch) == group]
+        if not launches:
+            continue
+        own = batch_classes([members[launch] for launch in launches])
+        keys = sequence.agree_in_group(group, _SAME_BATCH, own)
+        for launch, key in zip(launches, keys, strict=True):
+            if key >= 0 and (member := members[launch]) is not None:
+                agreed[launch] = member, (group, key)
+    return agreed
+
+
+def _contradiction(agreed: list[int], own: list[int]) -> str:
+    return (
+        "compiled the model again, and now modules have batches of different sizes, of which it told the other ranks "
+        "that they are equal"
+        if breaks_class(agreed, own)
+        else ""
+    )
+
+
+_SAME_BATCH: Question[list[int], list[int]] = Question(
+    "bucket-pooled-all-to-all", "pooled embeddings", common_classes, _contradiction
+)
+
+
+def _group(
+    buckets: Sequence[tuple[fx.Node, ...]], classes: Classes
+) -> dict[tuple[fx.Node, ...], list[list[PooledAllToAll]]]:
+    """Returns for each bucket which of its all-to-alls become one."""
+    groups = {}
+    for bucket in buckets:
+        by_key: dict[object, list[PooledAllToAll]] = {}
+        for launch in bucket:
+            if launch in classes:
+                member, key = classes[launch]
+                by_key.setdefault(key, []).append(member)
+        if by_key:
+            groups[bucket] = [*by_key.values()]
+    return groups
+
+
+# ---- rewrite ---------------------------------------------------------------------------------------------
+
+
+def _apply(graph: TrainGraph, bucket: Sequence[fx.Node], groups: Sequence[Sequence[PooledAllToAll]]) -> None:
+    """Merges the groups of a bucket, whose launches are adjacent, and whose waits are, too."""
+    merges = [MergedPooledAllToAll(graph, members) for members in groups]
+    with graph.graph.inserting_before(bucket[0]):
+        for merged in merges:
+            merged.emit_sent()
+        for merged in merges:
+            merged.emit_launch()
+    with graph.graph.inserting_before(wait_of(bucket[0])):
+        for merged in merges:
+            merged.emit_received()
+    for merged in merges:
+        merged.erase_members()
+
+
+@dataclass(frozen=True)
+class BucketPooledAllToAll(GraphPass):
+    """Sends the pooled embeddings of several modules as one tensor, and their gradients.
+
+    ::
+
+        split_features(pooled) -> view -> all_to_all -> wait -> _split_1d_cat_2d      for each module
+        split_features(pooled) -> all_to_all -> wait -> split_with_sizes -> +         for tables cut by rows
+            ->   view(pooled) -> all_to_all -> wait -> view -> slice                  one for all
+
+    TorchRec launches one all-to-all per module and sharding type. The dims of those that have the same batch can lie
+    side by side in one tensor, from the lookup that computes them to the tensor that they are joined to, and nothing
+    is copied on the way. Those that ``bucket-all-to-all`` packs lie one after the other, and are copied twice. Data
+    is moved and nothing else, so no bit changes.
+
+    All-to-alls that depend on each other stay apart, as in ``bucket-all-to-all``. All ranks must compile the same
+    model, at the same time: they exchange which batches are the same, see :mod:`graphpasses.agreement`.
+
+    Raises (from ``rewrite``):
+        AgreementError: ranks see different collectives, or one compiled again what it cannot send as agreed.
+
+    Example:
+        >>> names = [p.name for p in graphpasses.recommender_pipeline().passes]
+        >>> names.index("bucket-pooled-all-to-all") < names.index("bucket-all-to-all")
+        True
+    """
+
+    name: ClassVar[str] = "bucket-pooled-all-to-all"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-lookups", "deduplicate-sizes"})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of all-to-alls made."""
+        sequence = CollectiveSequence(graph)
+        classes = _agree_on_batches(sequence)
+        if not classes:
+            return 0
+        order = plan_launch_order(graph, sequence, pass_name=self.name)
+        groups = _group(order.buckets, classes)
+        if not groups:
+            return 0
+        order.apply(graph)
+        for bucket, of_bucket in groups.items():
+            _apply(graph, bucket, of_bucket)
+        return sum(map(len, groups.values()))
