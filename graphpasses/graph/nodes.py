@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -11,7 +12,16 @@ from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of
 
-__all__ = ["ALL_TO_ALL", "WAIT", "argument", "fake_value", "find_collectives", "is_collective", "wait_of"]
+__all__ = [
+    "ALL_TO_ALL",
+    "WAIT",
+    "argument",
+    "fake_value",
+    "find_collectives",
+    "freeze",
+    "is_collective",
+    "wait_of",
+]
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -62,6 +72,23 @@ def wait_of(launch: fx.Node) -> fx.Node:
         launch: a node that launches a functional collective.
     """
     return next(user for user in launch.users if user.target == WAIT)
+
+
+def freeze(value: Any) -> Hashable:
+    """Returns a key for an argument of a call: equal ones have one key, but ``1``, ``1.0`` and True have three.
+
+    Args:
+        value: a node, a value that can be hashed, or lists, tuples and dicts of these.
+
+    Example:
+        >>> freeze([2, (1, 1)]) == freeze((2, [1, 1])), freeze(1) == freeze(1.0)
+        (True, False)
+    """
+    if isinstance(value, (list, tuple)):
+        return tuple(map(freeze, value))
+    if isinstance(value, dict):
+        return tuple((key, freeze(item)) for key, item in value.items())
+    return type(value), value
 
 
 def fake_value(node: fx.Node) -> Any:

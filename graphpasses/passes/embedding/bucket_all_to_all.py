@@ -76,17 +76,14 @@ class BucketAllToAll(GraphPass):
         AgreementError: ranks see different collectives, or one compiled again what it cannot launch as agreed.
 
     Example:
-        >>> def send(x):  # one row for each rank
-        ...     world = dist.group.WORLD.group_name
-        ...     sent = torch.ops._c10d_functional.all_to_all_single(x, [1, 1], [1, 1], world)
-        ...     return torch.ops._c10d_functional.wait_tensor(sent)
-        >>> def step(ids, weights):
-        ...     return send(ids) * send(weights)
-        >>> report = graphpasses.CompileReport()
+        >>> from torch.distributed._functional_collectives import all_to_all_single
+        >>> def loss_fn(model, ids, weights):
+        ...     ids, weights = (all_to_all_single(x, None, None, dist.group.WORLD) for x in (ids, weights))
+        ...     return (model(weights) + ids).sum()
         >>> with fake_process_group(2):
-        ...     _ = graphpasses.compile(step, report=report, inner="aot_eager")(torch.arange(2), torch.ones(2))
-        >>> report.by_graph["graph 0, joint"]["bucket-all-to-all"].collectives
-        ({'all_to_all_single': 2}, {'all_to_all_single': 1})
+        ...     step = graphpasses.capture_train_step(loss_fn, nn.Linear(2, 2), torch.arange(2), torch.ones(2))
+        ...     print(step.collectives(), graphpasses.Pipeline((BucketAllToAll(),)).run(step).collectives())
+        {'all_to_all_single': 2} {'all_to_all_single': 1}
     """
 
     name: ClassVar[str] = "bucket-all-to-all"

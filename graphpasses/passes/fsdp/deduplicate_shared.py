@@ -11,6 +11,7 @@ from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.effects import is_written
 from graphpasses.analysis.parameter_collectives import UNSHARD_OPS
 from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph.nodes import freeze
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["DeduplicateShared"]
@@ -44,20 +45,12 @@ def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
         if not chain.issuperset(node.all_input_nodes) or not node.all_input_nodes:
             continue
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: repeated.get(n, n))
-        key = (node.target, is_backward(node), _freeze(args), _freeze(kwargs))
+        key = (node.target, is_backward(node), freeze(args), freeze(kwargs))
         kept = first.setdefault(key, node)
         chain.add(node)
         if kept is not node:
             repeated[node] = kept
     return repeated
-
-
-def _freeze(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_freeze, value))
-    if isinstance(value, dict):
-        return tuple((key, _freeze(item)) for key, item in value.items())
-    return value
 
 
 @dataclass(frozen=True)
