@@ -14,6 +14,7 @@ from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.backward import backward_nodes, tangents
 from graphpasses.analysis.dependencies import dependencies, place_nodes, topological_sort
 from graphpasses.analysis.effects import collective_group, operator_effects
+from graphpasses.analysis.levels import independent_groups, levels
 from graphpasses.graph import TrainGraph, argument
 from graphpasses.graph.nodes import wait_of
 from graphpasses.ops.pack_all_to_all import PACK
@@ -65,8 +66,8 @@ class LaunchOrder:
 def plan_launch_order(graph: TrainGraph, sequence: CollectiveSequence, *, pass_name: str) -> LaunchOrder:
     """Returns one launch order for all ranks; all ranks must call it alike.
 
-    An all-to-all's level is the number of all-to-alls on the longest path to it. Two of one level do not depend on
-    each other, not even by way of other buckets, so all of one level, group and device become one bucket.
+    All-to-alls of one level do not depend on each other, not even by way of other buckets, so all of one level, group
+    and device become one bucket.
 
     A rank's graph shows only what this rank needs, so the ranks put together what each of their graphs shows. Their
     collectives come in one order, so this is no cycle either. Buckets and launch order follow from nothing else; each
@@ -141,15 +142,13 @@ def order_launches(needed: Sequence[int], keys: Sequence[object]) -> list[tuple[
         >>> order_launches([0b0, 0b0, 0b1, 0b10], ["a", "a", None, "a"])  # the last one needs the second
         [(0, 1), (2,), (3,)]
     """
-    levels: list[int] = []
-    buckets: dict[object, list[int]] = {}
-    for index, (mask, key) in enumerate(zip(needed, keys, strict=True)):
-        level = max((levels[other] for other in _bits(mask)), default=0)
-        levels.append(level + (key is not None))
-        buckets.setdefault(index if key is None else (levels[index], key), []).append(index)
+    before = {index: [*_bits(mask)] for index, mask in enumerate(needed)}
+    level_of = levels(before, counted=lambda index: keys[index] is not None)
+    members = [index for index, key in enumerate(keys) if key is not None]
+    buckets = independent_groups(members, level_of, key=keys.__getitem__)
+    others = [(index,) for index, key in enumerate(keys) if key is None]
     # A bucket takes the place of its last member, where its inputs are there.
-    units = sorted(map(tuple, buckets.values()), key=max)
-    return topological_sort(units, {index: list(_bits(mask)) for index, mask in enumerate(needed)})
+    return topological_sort(sorted([*buckets, *others], key=max), before)
 
 
 def _union(everyone: list[list[int]]) -> list[int]:
