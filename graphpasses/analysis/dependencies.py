@@ -59,6 +59,7 @@ def dependencies(
 
     Example:
         >>> graph = fx.symbolic_trace(lambda x: x + 1).graph
+        >>> from graphpasses.analysis.effects import operator_effects
         >>> needed = dependencies(graph, operator_effects)
         >>> [sorted(map(str, nodes)) for nodes in needed.values()]
         [[], ['x'], ['add']]

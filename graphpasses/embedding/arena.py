@@ -21,7 +21,7 @@ __all__ = ["Arena"]
 _ALIGNMENT = 64
 
 # The arena that each tensor was put into: its memory, and where in it the tensor begins; None if it is that memory.
-_HOMES: MutableMapping[Tensor, tuple[Tensor | None, int]] = WeakTensorKeyDictionary()
+_CONTAINING: MutableMapping[Tensor, tuple[Tensor | None, int]] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -43,25 +43,25 @@ class Arena:
     offsets: tuple[int, ...]
 
     @staticmethod
-    def home(tensor: Tensor) -> Tensor | None:
+    def containing(tensor: Tensor) -> Tensor | None:
         """Returns the ``flat`` of the arena in which a tensor lies, or which it is; None if it lies in none.
 
         Args:
             tensor: the object that was given to :meth:`of`; another view of it is not recognized.
         """
-        if tensor not in _HOMES:
+        if tensor not in _CONTAINING:
             return None
-        flat, offset = _HOMES[tensor]
+        flat, offset = _CONTAINING[tensor]
         return tensor if flat is None else flat if _offset(tensor, flat) == offset else None
 
     @staticmethod
-    def obstacle(tensor: Tensor) -> str | None:
+    def reject_reason(tensor: Tensor) -> str | None:
         """Returns why a tensor cannot be put into an arena; None if it can, or lies in one.
 
         Args:
             tensor: a table or an optimizer state.
         """
-        if Arena.home(tensor) is not None:
+        if Arena.containing(tensor) is not None:
             return None
         if not tensor.is_contiguous():
             return "it is not contiguous"
@@ -88,20 +88,20 @@ class Arena:
             >>> a.data_ptr() == arena.flat.data_ptr(), arena.offsets
             (True, (0, 16))
         """
-        homes = {id(flat): flat for flat in map(cls.home, tensors)}
-        if len(homes) == 1:
-            (flat,) = homes.values()
+        arenas = {id(flat): flat for flat in map(cls.containing, tensors)}
+        if len(arenas) == 1:
+            (flat,) = arenas.values()
             if flat is not None:
                 return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
         storages: dict[int, str] = {}
         for tensor, name in zip(tensors, names, strict=True):
-            if cls.home(tensor) is not None:
+            if cls.containing(tensor) is not None:
                 raise ArenaError(
                     f"{name} already lies in one memory with the tables of another fused lookup; "
                     "compile the models that share it together, or disable the pass for one of them"
                 )
-            if (obstacle := cls.obstacle(tensor)) is not None:
-                raise ArenaError(f"{name} cannot be put into one memory with other tables: {obstacle}")
+            if (reason := cls.reject_reason(tensor)) is not None:
+                raise ArenaError(f"{name} cannot be put into one memory with other tables: {reason}")
             first = storages.setdefault(tensor.untyped_storage().data_ptr(), name)
             if first is not name:
                 raise ArenaError(
@@ -117,11 +117,11 @@ class Arena:
         starts = list(accumulate((-(-size // step) * step for size in sizes), initial=0))
         # Nothing is touched before a table is copied to it, so it costs no memory yet.
         flat = torch.empty(starts[-1], dtype=tensors[0].dtype, device=tensors[0].device)
-        _HOMES[flat] = (None, 0)
+        _CONTAINING[flat] = (None, 0)
         prefer_huge_pages(flat)
         for tensor, start, size in zip(tensors, starts, sizes, strict=False):
             move_storage(tensor, flat[start : start + size])
-            _HOMES[tensor] = (flat, _offset(tensor, flat))
+            _CONTAINING[tensor] = (flat, _offset(tensor, flat))
         return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
 
     def check(self, tensors: Sequence[Tensor]) -> None:

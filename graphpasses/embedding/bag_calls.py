@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from graphpasses._torch.optimizer_in_backward import has_gradient_hooks
+from graphpasses._torch.symbols import expression
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.fused_update import FusedForm, learning_rate, optimizer_states
 from graphpasses.graph import DynamoGraph, InputKind
@@ -35,7 +36,7 @@ class Kind:
     Args:
         form: the fused update of their tables.
         rate: its learning rate.
-        home: the memory in which an earlier compilation put them; None for none.
+        arena: id of the arena in which an earlier compilation put them; None for none.
         mode: ``"sum"`` or ``"mean"``.
         is_weighted: whether there are per-sample weights.
         include_last_offset: as ``embedding_bag`` has it.
@@ -44,7 +45,7 @@ class Kind:
 
     form: FusedForm
     rate: float
-    home: int | None
+    arena: int | None
     mode: str
     is_weighted: bool
     include_last_offset: bool
@@ -141,24 +142,20 @@ def _why_not_table(table: nn.Parameter) -> str | None:
         return form
     if has_gradient_hooks(table):
         return "hooks watch its gradient, which a fused update does not make"
-    return next(filter(None, map(Arena.obstacle, (table, *optimizer_states(table, form)))), None)
+    return next(filter(None, map(Arena.reject_reason, (table, *optimizer_states(table, form)))), None)
 
 
 def _bag_call(node: fx.Node, fqn: str, table: nn.Parameter, options: dict[str, Any]) -> BagCall:
-    form, home = FusedForm.of(table), Arena.home(table)
+    form, arena = FusedForm.of(table), Arena.containing(table)
     ids, offsets, weights = (options[name] for name in ("input", "offsets", "per_sample_weights"))
     assert isinstance(form, FusedForm)
     kind = Kind(
         form=form,
         rate=learning_rate(table),
-        home=None if home is None else id(home),
+        arena=None if arena is None else id(arena),
         mode=options["mode"],
         is_weighted=weights is not None,
         include_last_offset=offsets is not None and options["include_last_offset"],
-        num_offsets=_expression((ids if offsets is None else offsets).meta["val"].size(0)),
+        num_offsets=expression((ids if offsets is None else offsets).meta["val"].size(0)),
     )
     return BagCall(node, fqn, table, options["weight"], ids, offsets, weights, kind)
-
-
-def _expression(size: int | torch.SymInt) -> object:
-    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -1,22 +1,66 @@
-"""Makes a lookup of FBGEMM's table-batched embeddings in a graph that has none."""
+"""Emits lookups of FBGEMM's table-batched embeddings: one like a call of the graph, or one where there was none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from graphpasses.analysis.lookups import HOST, INFO_B, MIXED_D, LookupCall, TableLayout
 from graphpasses.embedding.fused_update import FusedUpdate
-from graphpasses.embedding.lookup import TableLayout, add_layout, add_states
 from graphpasses.graph import DynamoGraph
 from graphpasses.ops.count_steps import count_steps
 
-__all__ = ["emit_lookup"]
+__all__ = ["emit_lookup", "emit_lookup_like", "layout_arguments", "state_arguments"]
 
 # FBGEMM's `SparseType.FP32`.
 _FP32 = 0
+
+
+def emit_lookup_like(
+    graph: DynamoGraph,
+    call: LookupCall,
+    layout: TableLayout,
+    states: Sequence[fx.Node],
+    *,
+    indices: fx.Node,
+    offsets: fx.Node,
+    indice_weights: fx.Node | None,
+    name: str,
+) -> fx.Node:
+    """Emits a lookup like one of the graph on other tables, at the graph's insertion point.
+
+    Args:
+        graph: the graph of the call; it gets inputs for what follows from ``layout``.
+        call: the lookup whose optimizer, pooling and settings the new one has.
+        layout: the tables.
+        states: the flat tensor of the tables, then that of the optimizer's states, if it has one.
+        indices: ids [N].
+        offsets: where in ``indices`` each bag begins, and the end [features * B + 1].
+        indice_weights: weights of the ids [N], or None.
+        name: names the new inputs.
+
+    Returns:
+        The embeddings [B, total_D], or [N, D] without pooling.
+    """
+    aux_int, aux_bool = [list(call.arguments[key]) for key in ("aux_int", "aux_bool")]
+    aux_int[INFO_B] = layout.info_b()
+    aux_bool[MIXED_D] = len(set(layout.dims)) > 1
+    arguments = {
+        **call.arguments,
+        **layout_arguments(graph, layout, name),
+        **state_arguments(graph, layout, states, name),
+        "indices": indices,
+        "offsets": offsets,
+        "indice_weights": indice_weights,
+        "aux_int": aux_int,
+        "aux_bool": aux_bool,
+    }
+    assert callable(call.node.target)
+    return graph.emit(call.node.target, (), arguments, like=call.node)
 
 
 def emit_lookup(
@@ -53,8 +97,8 @@ def emit_lookup(
     # The lists as FBGEMM 1.8.0's `lookup_sgd.py` and its siblings fill them.
     arguments = {
         "placeholder_autograd_tensor": trigger,
-        **add_states(graph, layout, states, name),
-        **add_layout(graph, layout, name),
+        **state_arguments(graph, layout, states, name),
+        **layout_arguments(graph, layout, name),
         **bags,
         "feature_requires_grad": None,
         "output_dtype": _FP32,
@@ -67,3 +111,41 @@ def emit_lookup(
     }
     op = getattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_{update.form.name}_function_pt2")
     return graph.emit(op.default, (), arguments, like=like)
+
+
+def layout_arguments(graph: DynamoGraph, layout: TableLayout, name: str) -> dict[str, Any]:
+    """Returns the arguments that tell a lookup its features' dimensions and rows; tensors become inputs of the graph.
+
+    Args:
+        graph: a ``DYNAMO`` graph.
+        layout: the features and their tables.
+        name: names the inputs.
+    """
+    hash_size_cumsum = torch.tensor([*layout.first_rows, layout.num_rows])
+    return {
+        "D_offsets": graph.add_input(layout.d_offsets(), f"{name}.D_offsets"),
+        "total_D": sum(layout.dims),
+        "max_D": max(layout.dims),
+        "hash_size_cumsum": graph.add_input(hash_size_cumsum, f"{name}.hash_size_cumsum"),
+        "total_hash_size_bits": int(math.log2(layout.num_rows) + 1),
+    }
+
+
+def state_arguments(
+    graph: DynamoGraph, layout: TableLayout, states: Sequence[fx.Node], name: str
+) -> dict[str, list[fx.Node]]:
+    """Returns the arguments that tell a lookup where its tables and optimizer states lie.
+
+    Args:
+        graph: a ``DYNAMO`` graph; offsets become inputs of it.
+        layout: where they lie.
+        states: the flat tensor of the tables, then that of the optimizer's states, if it has one.
+        name: names the inputs.
+    """
+    placements = torch.full((len(layout.dims),), HOST, dtype=torch.int32)
+    placed = graph.add_input(placements, f"{name}.placements")
+    offsets = {"weights": layout.weights_offsets, "momentum1": layout.momentum1_offsets}
+    return {
+        key: [state, placed, graph.add_input(torch.tensor(values), f"{name}.{key}_offsets")]
+        for state, (key, values) in zip(states, offsets.items(), strict=False)
+    }

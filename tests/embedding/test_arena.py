@@ -41,10 +41,10 @@ def test_an_arena_is_used_again() -> None:
     again = Arena.of(tensors[::-1], ["b", "a"])
     assert again.flat is first.flat
     assert again.offsets == first.offsets[::-1]
-    assert Arena.home(tensors[0]) is first.flat
-    assert Arena.obstacle(tensors[0]) is None
-    assert Arena.home(first.flat) is first.flat
-    assert Arena.home(table(1, 0.0)) is None
+    assert Arena.containing(tensors[0]) is first.flat
+    assert Arena.reject_reason(tensors[0]) is None
+    assert Arena.containing(first.flat) is first.flat
+    assert Arena.containing(table(1, 0.0)) is None
 
 
 def test_memory_lives_as_long_as_a_tensor() -> None:
@@ -71,7 +71,7 @@ def test_saving_loading_and_copying_are_as_before() -> None:
     arena = Arena.of([module.weight for module in modules], ["0.weight", "1.weight"])
     assert size() == before
     twin = copy.deepcopy(modules[0])
-    assert (twin.weight.untyped_storage().nbytes(), Arena.home(twin.weight)) == (32, None)
+    assert (twin.weight.untyped_storage().nbytes(), Arena.containing(twin.weight)) == (32, None)
     arena.flat.zero_()
     assert twin.weight.detach().abs().sum() > 0
     modules[0].load_state_dict(saved)

@@ -16,8 +16,9 @@ from graphpasses._torch.storage import addresses
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.effects import has_gradient, launches_collective
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
+from graphpasses.analysis.lookups import LookupCall, TableLayout
 from graphpasses.embedding.arena import Arena
-from graphpasses.embedding.lookup import LookupCall, TableLayout
+from graphpasses.embedding.emit_lookup import emit_lookup_like
 from graphpasses.errors import OptimizerError
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
@@ -41,25 +42,25 @@ def _plan(graph: DynamoGraph) -> _Plan:
     memories = Counter(address for value in graph.live for address in addresses(value))
     candidates = {}
     for call in calls:
-        obstacle = _obstacle(call, memories)
-        if obstacle is None:
+        reason = _reject_reason(call, memories)
+        if reason is None:
             candidates[call.node] = call
         elif len(calls) > 1:
-            graph.note(f"the lookup of {call.module} is left alone: {obstacle}")
+            graph.note(f"the lookup of {call.module} is left alone: {reason}")
     levels = call_levels(graph.graph, candidates.__contains__, in_turn=launches_collective)
     modes, trained = grad_modes(graph.graph), _with_gradient(graph)
 
     def key(node: fx.Node) -> Hashable:
         call = candidates[node]
-        arenas = tuple(map(id, map(Arena.home, call.state_tensors)))  # two arenas cannot become one
+        arenas = tuple(map(id, map(Arena.containing, call.state_tensors)))  # two arenas cannot become one
         return modes[node], node in trained, arenas, call.settings()
 
     groups = [
         tuple(candidates[node] for node in group) for group in independent_groups(candidates, levels, key)
     ]
     for call, *others in groups:
-        home = Arena.home(call.state_tensors[0])
-        if not others and len(calls) > 1 and home is not None and home is not call.state_tensors[0]:
+        arena = Arena.containing(call.state_tensors[0])
+        if not others and len(calls) > 1 and arena is not None and arena is not call.state_tensors[0]:
             graph.note(
                 f"the lookup of {call.module} is left alone: a model compiled before fused it with others"
             )
@@ -67,17 +68,17 @@ def _plan(graph: DynamoGraph) -> _Plan:
     return _Plan(tuple(group for group in groups if len(group) > 1), order)
 
 
-def _obstacle(call: LookupCall, memories: Mapping[int, int]) -> str | None:
+def _reject_reason(call: LookupCall, memories: Mapping[int, int]) -> str | None:
     """Returns why a lookup cannot be part of another; None if it can."""
-    if (obstacle := call.obstacle()) is not None:
-        return obstacle
+    if (reason := call.reject_reason()) is not None:
+        return reason
     is_shared = any(memories[address] > 1 for tensor in call.state_tensors for address in addresses(tensor))
     if is_shared or any(len(node.users) > 1 for node in call.states):
         return "the model also reads its tables elsewhere; joint updates of a row change the result"
     weights = call.arguments["indice_weights"]
     if weights is not None and has_gradient(weights) and sum(map(has_gradient, weights.users)) > 1:
         return "the weights of its ids get gradients from elsewhere, too, which are added in an order"
-    return next(filter(None, map(Arena.obstacle, call.state_tensors)), None)
+    return next(filter(None, map(Arena.reject_reason, call.state_tensors)), None)
 
 
 def _with_gradient(graph: DynamoGraph) -> set[fx.Node]:
@@ -98,7 +99,7 @@ def _apply(graph: DynamoGraph, plan: _Plan) -> int:
 
 
 def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.Node]) -> None:
-    """Puts one call behind the last of ``calls``, which no longer depend on anything that stands behind them."""
+    """Emits one call after the last of ``calls``, which no longer depend on anything that comes after them."""
     first, last = calls[0], calls[-1]
     for state in (state for call in calls for state in call.states):
         guard_identity(state)  # other tables do not lie in the arenas: for them it is another graph
@@ -133,8 +134,8 @@ def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.
         if first.arguments["indice_weights"] is not None:
             weights = graph.emit(aten.cat.default, (inputs("indice_weights"),), like=last.node)
         layout = TableLayout.join([call.layout() for call in calls], *starts)
-        fused = first.emit(
-            graph, layout, states, indices=indices, offsets=offsets, indice_weights=weights, name=name
+        fused = emit_lookup_like(
+            graph, first, layout, states, indices=indices, offsets=offsets, indice_weights=weights, name=name
         )
         outputs = _split(graph, calls, fused)
     for call, output in zip(calls, outputs, strict=True):
@@ -174,8 +175,8 @@ def _rate_check(calls: Sequence[LookupCall]) -> Callable[[Sequence[Any]], None]:
             if rate != rates[0]:
                 raise OptimizerError(
                     f"{modules[0]} and {module} have learning rates {rates[0]} and {rate}, but one lookup stands for "
-                    "both, and its backward knows one rate: set them alike, call torch.compiler.reset() to compile "
-                    "again, or disable the pass 'fuse-tbe'"
+                    "both, and its backward knows one rate: set both to one rate, call torch.compiler.reset() to "
+                    "compile again, or disable the pass 'fuse-tbe'"
                 )
 
     return check
@@ -192,7 +193,7 @@ class FuseTBE(GraphPass):
 
     Lookups become one that agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
     embedding dimension, too) and do not depend on each other. Their tables and optimizer states move into one memory
-    (:class:`~graphpasses.embedding.arena.Arena`), where every tensor that looks at them follows. Each call checks
+    (:class:`~graphpasses.embedding.arena.Arena`); every tensor that aliases them follows. Each call checks
     that they still lie there, and that the learning rates still agree; for other tables, those of another instance of
     the model or ones that were put in their place, Dynamo compiles again.
 

@@ -15,11 +15,11 @@ from torch import fx
 from graphpasses._torch.dynamo import guard_identity
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
+from graphpasses.analysis.lookups import TableLayout
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.emit_lookup import emit_lookup
 from graphpasses.embedding.fused_update import FusedUpdate
-from graphpasses.embedding.lookup import TableLayout
 from graphpasses.embedding.torchrec.fake_kernels import register_fake_kernels
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.pack_bags import PACK_BAGS
@@ -66,7 +66,7 @@ def _plan(graph: DynamoGraph) -> LoweringPlan:
                 by_table[call.fqn].append(call)
         if by_table:
             lookups.append(tuple(call for table in by_table.values() for call in table))
-    reason = "its calls are not alike, or one needs what the other looks up: they cannot be one update"
+    reason = "its calls differ, or one needs what the other looks up: they cannot be one update"
     order = sort_by_level(graph.graph, levels, calls.__contains__)
     return LoweringPlan(tuple(lookups), order, left_alone | dict.fromkeys(scattered, reason))
 

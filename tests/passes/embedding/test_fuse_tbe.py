@@ -15,9 +15,9 @@ from torch import Tensor, nn
 pytest.importorskip("torchrec")
 
 import graphpasses
+from graphpasses.analysis.lookups import LookupCall
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.embedding.arena import Arena
-from graphpasses.embedding.lookup import LookupCall
 from graphpasses.errors import ArenaError, IdError, OptimizerError
 from graphpasses.passes import FuseTBE
 from graphpasses.passes.runner import PassReport, Pipeline
@@ -116,7 +116,7 @@ def test_bits(optimizer: str, pooling: str, is_weighted: bool, is_half: bool) ->
     for seed, batch_size in enumerate((5, 7)):
         twins.step(seed, is_weighted=is_weighted, batch_size=batch_size)
     assert {report.num_rewrites for report in twins.compiled.passes} == {3}
-    assert all(Arena.home(module.weights_host) is not None for module in twins.model.tables)
+    assert all(Arena.containing(module.weights_host) is not None for module in twins.model.tables)
 
 
 class OfOtherSizes(Lookups):
@@ -147,8 +147,8 @@ def test_other_settings_make_other_lookups() -> None:
     for seed in range(2):
         twins.step(seed)
     assert {(report.num_rewrites, report.notes) for report in twins.compiled.passes} == {(2, ())}
-    homes = [Arena.home(module.weights_host) for module in twins.model.tables]
-    assert [index for index, home in enumerate(homes) if home is not None] == [0, 7]
+    arenas = [Arena.containing(module.weights_host) for module in twins.model.tables]
+    assert [index for index, arena in enumerate(arenas) if arena is not None] == [0, 7]
 
 
 class Entangled(Lookups):
@@ -175,8 +175,8 @@ def test_entangled_lookups_are_left_alone() -> None:
     report = twins.compiled.passes[0]
     assert report.num_rewrites == 2  # the first two
     assert report.notes == (f"the lookup of tables.2 {ELSEWHERE}",) * 2
-    homes = [Arena.home(module.weights_host) for module in twins.model.tables]
-    assert [home is not None for home in homes] == [True, True, False, False, False]
+    arenas = [Arena.containing(module.weights_host) for module in twins.model.tables]
+    assert [arena is not None for arena in arenas] == [True, True, False, False, False]
 
 
 def lookups() -> nn.Module:
@@ -202,7 +202,7 @@ def test_models_live_on_as_they_were() -> None:
     for model, values in zip((twins.eager, twins.model), saved, strict=True):
         model.load_state_dict(values)
     twins.step(3)
-    assert len({id(Arena.home(module.weights_host)) for module in twins.model.tables}) == 1
+    assert len({id(Arena.containing(module.weights_host)) for module in twins.model.tables}) == 1
     assert len(twins.compiled.passes) > 1  # training and inference are graphs of their own, in one memory
     assert {report.num_rewrites for report in twins.compiled.passes} == {2}
 
@@ -236,18 +236,20 @@ def test_each_instance_of_a_model_has_its_own_graph() -> None:
             batch = twin.batch(0)
             assert_same(step(call, model, batch), step(twin, twin, batch))
     assert report.num_graphs == 2
-    assert len({id(Arena.home(module.weights_host)) for model in models for module in model.tables}) == 2
+    assert (
+        len({id(Arena.containing(module.weights_host)) for model in models for module in model.tables}) == 2
+    )
 
 
 def test_replaced_tables_are_compiled_again() -> None:
     twins = Twins.of(lookups)
     twins.step(0)
-    old = [Arena.home(module.weights_host) for module in twins.model.tables]
+    old = [Arena.containing(module.weights_host) for module in twins.model.tables]
     for model in (twins.eager, twins.model):
         model.load_state_dict(copy.deepcopy(twins.eager.state_dict()), assign=True)
     twins.step(1)
     twins.step(2)
-    new = [Arena.home(module.weights_host) for module in twins.model.tables]
+    new = [Arena.containing(module.weights_host) for module in twins.model.tables]
     assert new[0] is new[1] is not None
     assert new[0] is not old[0]
 

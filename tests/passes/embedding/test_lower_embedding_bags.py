@@ -35,7 +35,7 @@ SGD, ADAGRAD = torch.optim.SGD, torch.optim.Adagrad
 NAME = LowerEmbeddingBags.name
 ROUNDING = {"rtol": 1e-5, "atol": 1e-5}
 
-NOT_ONE = "its calls are not alike, or one needs what the other looks up: they cannot be one update"
+NOT_ONE = "its calls differ, or one needs what the other looks up: they cannot be one update"
 NOT_FUNCTIONAL = "it is a call of torch.embedding_bag, not of torch.nn.functional.embedding_bag"
 
 
@@ -338,9 +338,9 @@ def test_no_grad() -> None:
     pair = Pair(Bags(mode="sum"), ADAGRAD)
     with torch.no_grad():
         assert same_bits(pair.eager(batch_of(0)), pair.compiled(batch_of(0)))
-    homes = {Arena.home(ours).data_ptr() for _, ours in pair.tables()}
+    arenas = {Arena.containing(ours).data_ptr() for _, ours in pair.tables()}
     assert same_bits(*pair.step(batch_of(1)))
-    assert homes == {Arena.home(ours).data_ptr() for _, ours in pair.tables()}
+    assert arenas == {Arena.containing(ours).data_ptr() for _, ours in pair.tables()}
     with torch.no_grad():
         torch.testing.assert_close(pair.eager(batch_of(0)), pair.compiled(batch_of(0)))
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpasses.embedding.lookup import LookupCall, TableLayout, add_layout, add_states
+from graphpasses.analysis.lookups import LookupCall, TableLayout
+from graphpasses.embedding.emit_lookup import layout_arguments, state_arguments
 from graphpasses.graph import TrainGraph
 from tests.helpers.tables import Lookups, model_graph, tables
 
@@ -29,7 +30,7 @@ def call(graph: TrainGraph) -> LookupCall:
 def test_what_is_read(call: LookupCall) -> None:
     assert (call.optimizer, call.module, call.num_features) == ("rowwise_adagrad", "tables.0", 3)
     assert call.is_pooled
-    assert call.obstacle() is None
+    assert call.reject_reason() is None
     assert call.layout() == TableLayout(
         dims=(8, 8, 12),
         first_rows=(0, 0, 20),
@@ -44,7 +45,10 @@ def test_what_is_written_is_what_fbgemm_passes(graph: TrainGraph, call: LookupCa
     (call,) = LookupCall.all(graph)
     module = graph.model.get_submodule("tables.0")
     layout = call.layout()
-    for arguments in (add_layout(graph, layout, "new"), add_states(graph, layout, call.states, "new")):
+    for arguments in (
+        layout_arguments(graph, layout, "new"),
+        state_arguments(graph, layout, call.states, "new"),
+    ):
         for name, value in arguments.items():
             expected = call.arguments[name]
             for new, old in zip(_flat(value), _flat(expected), strict=True):
@@ -77,7 +81,7 @@ def test_joined_features_have_rows_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "obstacle"),
+    ("changed", "reason"),
     [
         ({"max_B": 3}, "its features have batch sizes of their own"),
         ({"feature_requires_grad": 1}, "it uses FBGEMM's feature_requires_grad, a cache, or statistics"),
@@ -85,27 +89,25 @@ def test_joined_features_have_rows_of_their_own() -> None:
         ({"aux_bool": [True] * 7}, "its optimizer decays all rows, looked up or not"),
     ],
 )
-def test_what_a_layout_cannot_describe(call: LookupCall, changed: dict[str, Any], obstacle: str) -> None:
-    assert dataclasses.replace(call, arguments={**call.arguments, **changed}).obstacle() == obstacle
+def test_what_a_layout_cannot_describe(call: LookupCall, changed: dict[str, Any], reason: str) -> None:
+    assert dataclasses.replace(call, arguments={**call.arguments, **changed}).reject_reason() == reason
 
 
 def test_hyperparameters_that_are_inputs(call: LookupCall) -> None:
     changed = {"optim_float": [*call.arguments["optim_float"][:-1], call.node]}
-    obstacle = dataclasses.replace(call, arguments={**call.arguments, **changed}).obstacle()
-    assert (
-        obstacle == "its hyperparameters are inputs of the graph, as torch.compile(dynamic=True) makes them"
-    )
+    reason = dataclasses.replace(call, arguments={**call.arguments, **changed}).reject_reason()
+    assert reason == "its hyperparameters are inputs of the graph, as torch.compile(dynamic=True) makes them"
 
 
 def test_tables_that_are_no_inputs(call: LookupCall) -> None:
-    assert dataclasses.replace(call, inputs={}).obstacle() == "its tables are not inputs of the graph"
+    assert dataclasses.replace(call, inputs={}).reject_reason() == "its tables are not inputs of the graph"
 
 
 def test_an_empty_last_table(call: LookupCall) -> None:
     rows = call.arguments["hash_size_cumsum"]
     empty = dataclasses.replace(call.inputs[rows], tensor=torch.tensor([0, 0, 20, 20]))
     changed = dataclasses.replace(call, inputs={**call.inputs, rows: empty})
-    assert changed.obstacle() == "its last table has no rows"
+    assert changed.reject_reason() == "its last table has no rows"
 
 
 def test_other_calls_are_no_lookups(graph: TrainGraph) -> None:

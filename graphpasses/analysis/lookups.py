@@ -1,8 +1,7 @@
-"""Calls of FBGEMM's table-batched lookups, whose backward updates the tables (TBE)."""
+"""Lookups in a graph: calls of FBGEMM's table-batched embeddings (TBE), whose backward updates the tables."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -14,7 +13,7 @@ from torch import Tensor, fx
 from graphpasses._torch.schemas import named_arguments
 from graphpasses.graph import DynamoGraph
 
-__all__ = ["LookupCall", "TableLayout", "add_layout", "add_states"]
+__all__ = ["HOST", "INFO_B", "MIXED_D", "LookupCall", "TableLayout"]
 
 # Optimizers whose update of a row depends on nothing but this row, its gradient, its state, and constants.
 _OPTIMIZERS = {
@@ -23,13 +22,13 @@ _OPTIMIZERS = {
 }
 
 # FBGEMM's `EmbeddingLocation.HOST` and `PoolingMode.NONE`.
-_HOST = 3
+HOST = 3
 _NO_POOLING = 2
 
 # What FBGEMM 1.8.0's `lookup_sgd.py` and its siblings put where in the op's lists.
 _CACHE_LOCATIONS = 3  # aux_tensor: without a cache, an empty tensor
-_INFO_B = slice(1, 3)  # aux_int
-_GLOBAL_WEIGHT_DECAY, _MIXED_D = 3, 6  # aux_bool
+INFO_B = slice(1, 3)  # aux_int
+_GLOBAL_WEIGHT_DECAY, MIXED_D = 3, 6  # aux_bool
 _SETTINGS = ("aux_float", "optim_int", "optim_float")
 
 
@@ -148,7 +147,7 @@ class LookupCall:
 
     @property
     def state_tensors(self) -> tuple[Tensor, ...]:
-        """The live tensors of ``states``; of a call without obstacle."""
+        """The live tensors of ``states``; of a call that :meth:`reject_reason` accepts."""
         return tuple(self.inputs[node].tensor for node in self.states)
 
     @property
@@ -166,7 +165,7 @@ class LookupCall:
         """Whether it returns a row per bag [B, total_D], not one per id [N, D]."""
         return bool(self.arguments["pooling_mode"] != _NO_POOLING)
 
-    def obstacle(self) -> str | None:
+    def reject_reason(self) -> str | None:
         """Returns why the call cannot be described by a :class:`TableLayout`; None if it can."""
         arguments = self.arguments
         constants = [*self.arguments["weights"], *arguments.get("momentum1", ()), arguments["D_offsets"]]
@@ -187,14 +186,14 @@ class LookupCall:
             return "its optimizer decays all rows, looked up or not"
         if {arguments[name].meta["val"].dtype for name in ("indices", "offsets")} != {torch.int64}:
             return "its ids are not int64"
-        if self.inputs[arguments["weights"][1]].tensor.ne(_HOST).any():
+        if self.inputs[arguments["weights"][1]].tensor.ne(HOST).any():
             return "its tables lie in several memories"
         if self.inputs[arguments["hash_size_cumsum"]].tensor.diff()[-1] == 0:
             return "its last table has no rows"
         return None
 
     def layout(self) -> TableLayout:
-        """Returns where the tables lie; for a call without obstacle."""
+        """Returns where the tables lie; for a call that :meth:`reject_reason` accepts."""
 
         def numbers(node: fx.Node) -> tuple[int, ...]:
             return tuple(self.inputs[node].tensor.tolist())
@@ -214,12 +213,8 @@ class LookupCall:
         """Returns what two calls must have in common to be one, but for their tables, ids and batch size."""
         arguments = self.arguments
         aux_int, aux_bool = [list(arguments[name]) for name in ("aux_int", "aux_bool")]
-        del aux_int[_INFO_B], aux_bool[_MIXED_D]
-        lists = [
-            aux_int,
-            aux_bool,
-            *(arguments.get(name, ()) for name in ("aux_float", "optim_int", "optim_float")),
-        ]
+        del aux_int[INFO_B], aux_bool[MIXED_D]
+        lists = [aux_int, aux_bool, *(arguments.get(name, ()) for name in _SETTINGS)]
         return (
             self.optimizer,
             *(tensor.dtype for tensor in self.state_tensors),
@@ -230,82 +225,3 @@ class LookupCall:
             self.inputs[arguments["learning_rate_tensor"]].tensor.item(),
             *map(tuple, lists),
         )
-
-    def emit(
-        self,
-        graph: DynamoGraph,
-        layout: TableLayout,
-        states: Sequence[fx.Node],
-        *,
-        indices: fx.Node,
-        offsets: fx.Node,
-        indice_weights: fx.Node | None,
-        name: str,
-    ) -> fx.Node:
-        """Emits a call like this one on other tables, at the graph's insertion point.
-
-        Args:
-            graph: the graph of the call; it gets inputs for what follows from ``layout``.
-            layout: the tables.
-            states: the flat tensor of the tables, then that of the optimizer's states, if it has one.
-            indices: ids [N].
-            offsets: where in ``indices`` each bag begins, and the end [features * B + 1].
-            indice_weights: weights of the ids [N], or None.
-            name: names the new inputs.
-
-        Returns:
-            The embeddings [B, total_D], or [N, D] without pooling.
-        """
-        aux_int, aux_bool = [list(self.arguments[key]) for key in ("aux_int", "aux_bool")]
-        aux_int[_INFO_B] = layout.info_b()
-        aux_bool[_MIXED_D] = len(set(layout.dims)) > 1
-        arguments = {
-            **self.arguments,
-            **add_layout(graph, layout, name),
-            **add_states(graph, layout, states, name),
-            "indices": indices,
-            "offsets": offsets,
-            "indice_weights": indice_weights,
-            "aux_int": aux_int,
-            "aux_bool": aux_bool,
-        }
-        assert callable(self.node.target)
-        return graph.emit(self.node.target, (), arguments, like=self.node)
-
-
-def add_layout(graph: DynamoGraph, layout: TableLayout, name: str) -> dict[str, Any]:
-    """Returns the arguments that tell a lookup its features' dimensions and rows; tensors become inputs of the graph.
-
-    Args:
-        graph: a ``DYNAMO`` graph.
-        layout: the features and their tables.
-        name: names the inputs.
-    """
-    hash_size_cumsum = torch.tensor([*layout.first_rows, layout.num_rows])
-    return {
-        "D_offsets": graph.add_input(layout.d_offsets(), f"{name}.D_offsets"),
-        "total_D": sum(layout.dims),
-        "max_D": max(layout.dims),
-        "hash_size_cumsum": graph.add_input(hash_size_cumsum, f"{name}.hash_size_cumsum"),
-        "total_hash_size_bits": int(math.log2(layout.num_rows) + 1),
-    }
-
-
-def add_states(
-    graph: DynamoGraph, layout: TableLayout, states: Sequence[fx.Node], name: str
-) -> dict[str, list[fx.Node]]:
-    """Returns the arguments that tell a lookup where its tables and optimizer states lie.
-
-    Args:
-        graph: a ``DYNAMO`` graph; offsets become inputs of it.
-        layout: where they lie.
-        states: the flat tensor of the tables, then that of the optimizer's states, if it has one.
-        name: names the inputs.
-    """
-    placements = torch.full((len(layout.dims),), _HOST, dtype=torch.int32)
-    placed = graph.add_input(placements, f"{name}.placements")
-    offsets = {"weights": layout.weights_offsets, "momentum1": layout.momentum1_offsets}
-    return {
-        key: [state, placed, graph.add_input(torch.tensor(values), f"{name}.{key}_offsets")]
-        for state, (key, values) in zip(states, offsets.items(), strict=False)
-    }
