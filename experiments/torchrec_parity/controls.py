@@ -19,7 +19,7 @@ from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 __all__ = ["control_pipeline"]
 
 
-def _look_alike(a: fx.Node, b: fx.Node) -> bool:
+def _interchangeable(a: fx.Node, b: fx.Node) -> bool:
     if a.args[0] is not b.args[0]:
         return False
     a, b = a.meta["val"], b.meta["val"]
@@ -36,8 +36,8 @@ class SwapUnpacked(GraphPass):
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns 1."""
-        columns = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
-        a, b = next(pair for pair in combinations(columns, 2) if _look_alike(*pair))
+        slices = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.slice.Tensor)
+        a, b = next(pair for pair in combinations(slices, 2) if _interchangeable(*pair))
         a.args, b.args = b.args, a.args
         return 1
 

@@ -100,7 +100,7 @@ class Recommender(nn.Module):
 def build(
     case: Case, lr: float, shard_dense: Callable[[nn.Module], object] | None = None, **options: Any
 ) -> DistributedModelParallel:
-    """Builds and shards the model of a case; all ranks call it alike.
+    """Builds and shards the model of a case; all ranks call it together.
 
     Args:
         case: which.
