@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import doctest
 import gc
 import weakref
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from graphpasses import identity as identity_module
 from graphpasses.errors import IdentityError
 from graphpasses.identity import IdentityMap, preserve_identity
 
@@ -252,7 +250,3 @@ def test_read_only_property_of_the_name() -> None:
         model.out.__class__ = type("Wrapped", (nn.Linear,), {"weight": property(lambda self: "computed")})
     assert model.out._parameters["weight"] is model.emb.weight
     assert model.out.weight == "computed"
-
-
-def test_examples() -> None:
-    assert doctest.testmod(identity_module).failed == 0

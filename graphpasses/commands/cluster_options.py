@@ -61,7 +61,7 @@ class ClusterOptions:
             return Topology(ranks, **options)
         if clash := sorted(given.keys() & {"mode", "num_channels"}):
             raise TopologyError(
-                f"--nccl-log tells the rings and channels; leave --{clash[0].replace('_', '-')} out"
+                f"--nccl-log gives the rings and channels; leave --{clash[0].replace('_', '-')} out"
             )
         try:
             text = self.nccl_log.read_text(errors="replace")
@@ -74,7 +74,7 @@ class ClusterOptions:
 
 
 def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
-    """Returns what a run file's description of its cluster says of a topology; nothing if it describes none.
+    """Returns the fields of a topology that a run file's description of its cluster has; none if it describes none.
 
     Args:
         run: anything that JSON takes.

@@ -1,4 +1,4 @@
-"""``graphpasses layout``: the buckets of recorded runs, and what two layouts would add in another order."""
+"""``graphpasses layout``: the buckets of recorded runs, and which gradients two layouts add in another order."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def diff(
     sweep: bool = False,
     json: bool = False,
 ) -> int:
-    """Tell what two layouts would add in another order on a cluster, without running anything.
+    """Show which gradients two layouts would add in another order on a cluster, without running anything.
 
-    Names the parameters of which elements change their ring, how many, and where they lie. With --sweep, at which
-    numbers of ranks and channels the two layouts could differ at all. Where nothing is found, both layouts reduce to
-    the same bits; where something is, they may differ.
+    Lists the parameters whose elements change rings, how many elements do, and their places. With --sweep, also the
+    numbers of ranks and channels at which the two layouts could differ at all. Where nothing is found, both layouts
+    reduce to the same bits. Where something is found, the bits may differ.
 
     Exit codes: 0 no element would be added in another order, 1 some would, 2 the layouts cannot be compared.
 

@@ -1,4 +1,4 @@
-"""``graphpasses parity``: a model of yours, trained both ways on a simulated cluster."""
+"""``graphpasses parity``: your model, trained both ways on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def parity(
 
     Every rank is real, a thread of this process; reductions add in the order of NCCL's rings. TASK is a Python file
     or module that defines model(), shard(model, mesh), which calls fully_shard, loss_fn(model, *batch) and
-    batch(step, rank); and, if you like, optimizer(parameters), name, seed, and num_replicas for HSDP.
+    batch(step, rank); and, if you want, optimizer(parameters), name, seed, and num_replicas for HSDP.
 
-    Exit codes: 0 the graph has eager's bits at every step, 1 it has not, 2 it could not be found out.
+    Exit codes: 0 the graph has eager's bits at every step, 1 it has other bits, 2 the runs could not be compared.
 
     Example: graphpasses parity my_model.py --ranks 4 --gpus-per-node 2 --steps 2
 

@@ -26,7 +26,7 @@ def passes(name: Annotated[str, Positional, arg(metavar="NAME")] = "", /, *, jso
     Example: graphpasses passes bucket-fsdp-collectives
 
     Args:
-        name: Tell all about this pass.
+        name: Show everything about this pass.
         json: Print one JSON object instead of a table.
     """
     from graphpasses.terminal import add_row, make_console, plain_table

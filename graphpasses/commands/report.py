@@ -38,7 +38,7 @@ def report(
 
     Args:
         runs: Run files, the reference first.
-        cluster: The cluster; what is given here replaces what the runs tell.
+        cluster: The cluster; what is given here replaces what the runs recorded.
         out: File to write; replaced if it exists.
         json: Print one JSON object instead of a sentence.
     """

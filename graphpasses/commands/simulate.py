@@ -1,4 +1,4 @@
-"""``graphpasses simulate``: the rings of a cluster, and who adds what in which order on them."""
+"""``graphpasses simulate``: the rings of a cluster, and the order in which a reduction adds on them."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
         --config graph_trainer_llama3_debugmodel_sdpa_cross_entropy_loss --compile.pass_pipeline graphpasses …
 
 Process groups are ``nccl_sim``'s, which add as NCCL's rings do and know FSDP2's reductions. A tokenizer and a data
-set are made in the folder ``tests/assets``, where torchtitan's debug configurations look for them, if they are not
-there.
+set are made in the folder ``tests/assets``, where torchtitan's debug configurations look for them, if they are
+missing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def make_assets(folder: Path) -> None:
     """Writes a small tokenizer and a text data set, the same at each call.
 
     Args:
-        folder: gets ``tests/assets/tokenizer`` and ``tests/assets/c4_test``, if it has them not.
+        folder: gets ``tests/assets/tokenizer`` and ``tests/assets/c4_test``, if they are missing.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -73,7 +73,7 @@ def _publish(folder: Path, files: dict[str, str]) -> None:
         with contextlib.suppress(OSError):  # another rank was first
             whole.rename(folder)
     if not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is no folder; train_torchtitan_on_cpu puts its data there")
+        raise NotADirectoryError(f"{folder} is not a folder; train_torchtitan_on_cpu puts its data there")
 
 
 def main() -> None:

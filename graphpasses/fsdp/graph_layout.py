@@ -1,4 +1,4 @@
-"""The bucket layout that a graph really has, read from its collectives and the splits behind them."""
+"""The bucket layout that a graph has, read from its collectives and the splits after them."""
 
 from __future__ import annotations
 

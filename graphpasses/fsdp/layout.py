@@ -84,7 +84,7 @@ class Layout:
     buckets: tuple[BucketLayout, ...]
 
     def without(self, fqns: Collection[str]) -> Layout:
-        """Returns the layout without some parameters: later ones move up, empty buckets go.
+        """Returns the layout without some parameters: later ones move up, empty buckets are dropped.
 
         That is what FSDP2 does with parameters that have no gradient.
 
@@ -213,7 +213,7 @@ def at_world_size(layout: Layout, num_ranks: int) -> Layout:
         for entry in bucket.entries:
             if not entry.dim_size:
                 raise LayoutError(
-                    f"the layout does not tell the shape of {entry.fqn!r}; record the run again"
+                    f"the layout does not have the shape of {entry.fqn!r}; record the run again"
                 )
             shape = (entry.dim_size, entry.numel // entry.dim_size)
             if entry.shard_dim:

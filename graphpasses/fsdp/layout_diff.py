@@ -53,7 +53,7 @@ class Place:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    """Abridges what would be hundreds of numbers in every line, if the first two and the last say it all."""
+    """Shortens evenly spaced ranks, which can be hundreds, to the first two and the last."""
     if len(ranks) > 4 and ranks == tuple(range(ranks[0], ranks[-1] + 1, max(1, ranks[1] - ranks[0]))):
         return f"[{ranks[0]}, {ranks[1]}, …, {ranks[-1]}]"
     return str(list(ranks))
@@ -98,8 +98,8 @@ def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
     """Compares two layouts place by place.
 
     Args:
-        a: the layout that is asked for, e.g. eager's.
-        b: the layout that is there, e.g. the graph's.
+        a: the expected layout, e.g. eager's.
+        b: the actual layout, e.g. the graph's.
 
     Example:
         >>> import torch

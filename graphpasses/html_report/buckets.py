@@ -40,8 +40,8 @@ class Segment:
         left: where it begins.
         width: how wide it is.
         state: ``"kept"``, ``"moved"``, or ``"alone"`` where the other run does not reduce it.
-        stretches: (left, width) of its elements that the other run adds otherwise, percent of the segment.
-        text: what hovering tells.
+        stretches: (left, width) of its elements that the other run adds differently, percent of the segment.
+        text: the tooltip.
     """
 
     fqn: str
@@ -61,7 +61,7 @@ class RingPart:
         left: where they begin, percent of the whole width.
         width: how wide they are, percent of the whole width.
         ring: number of the ring that adds them.
-        text: what hovering tells.
+        text: the tooltip.
     """
 
     left: float
@@ -97,7 +97,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Row:
-    """A gradient, where it lies in both runs, and what of it is reduced otherwise.
+    """A gradient, where it lies in both runs, and what of it is reduced differently.
 
     Args:
         fqn: of the parameter.
@@ -149,7 +149,7 @@ class BucketPair:
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """Pairs that look alike, as those of equal layers do.
+    """Pairs that look the same, as those of equal layers do.
 
     Args:
         pairs: at least one.
@@ -190,7 +190,7 @@ def draw_buckets(
         names: gives rings their numbers, the same for all drawings of a page.
 
     Returns:
-        The buckets of the first run, in its order, then what only the second has; those that look alike together.
+        The buckets of the first run, in its order, then what only the second has; those that look the same together.
     """
     places = [layout_places(layout) if layout else {} for layout in (a, b)]
     found = {
@@ -202,12 +202,12 @@ def draw_buckets(
         entries.append(Row(key[0], here, there, found.get((key[0], here, there))))
     is_compared = a is not None and b is not None
     in_a, in_b = _by_bucket(entries, "a"), _by_bucket(entries, "b")
-    alike: dict[object, list[BucketPair]] = {}
+    groups: dict[object, list[BucketPair]] = {}
     for index_a, index_b in _paired(entries, in_a, in_b):
         sides = (in_a.get(index_a, []), in_b.get(index_b, []))
         pair = _pair(sides, topologies, names, is_compared)
-        alike.setdefault(_look(pair), []).append(pair)
-    return tuple(BucketGroup(tuple(pairs)) for pairs in alike.values())
+        groups.setdefault(_look(pair), []).append(pair)
+    return tuple(BucketGroup(tuple(pairs)) for pairs in groups.values())
 
 
 def _place(entry: Row, side: Side) -> Place:
@@ -350,7 +350,7 @@ def _reduction(place: Place) -> str:
 
 
 def _look(pair: BucketPair) -> object:
-    """Returns what is equal for pairs that look alike: all but the numbers in names, such as a layer's."""
+    """Returns what is equal for pairs that look the same: all but the numbers in names, such as a layer's."""
     rows = [
         (re.sub(r"\d+", "#", row.fqn), row.num_reordered, row.a and row.a.offset, row.b and row.b.offset)
         for row in pair.rows

@@ -1,4 +1,4 @@
-"""Why two runs part, in sentences."""
+"""Why two runs diverge, in sentences."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _explain_order(
     for each in prediction.reordered:
         places.setdefault(each.fqn, []).append(each)
     reasons = sorted({each.reason for each in prediction.reordered} - {""})
-    how = f"reduced otherwise ({'; '.join(reasons)})" if reasons else "added in another order"
+    how = f"reduced differently ({'; '.join(reasons)})" if reasons else "added in another order"
     yield (
         f"{_gradients(num_moved)} another place in the two layouts, and {len(places)} of them have elements that are "
         f"{how} there: {sum(each.num_elements for each in prediction.reordered):,} elements, padding included."

@@ -1,4 +1,4 @@
-"""One self-contained page about recorded runs: where they are equal, why they part, and what passes did."""
+"""One self-contained page about recorded runs: where they are equal, why they diverge, and what passes did."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShownRun:
     Args:
         run: the run.
         topology: of its cluster.
-        is_assumed: whether neither the run nor the user has told the topology.
+        is_assumed: whether the topology is a guess: neither the run nor the user gave one.
     """
 
     run: Run
@@ -47,7 +47,7 @@ class _Section:
         strip: which steps are equal.
         sentences: about the first difference.
         num_moved: parameters whose gradients have another place.
-        num_reordered: those of which elements are reduced otherwise; None if it is not known.
+        num_reordered: those of which elements are reduced differently; None if it is not known.
         buckets: its buckets, beside the first run's.
         has_both_layouts: whether both runs recorded theirs; else the buckets are those of one.
     """

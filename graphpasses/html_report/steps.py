@@ -21,7 +21,7 @@ class Cell:
 
     Args:
         state: ``"equal"`` or ``"differs"``.
-        text: what hovering tells.
+        text: the tooltip.
     """
 
     state: str

@@ -94,7 +94,7 @@ def _local_part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup 
 
 @dataclass
 class _OnMesh:
-    """What torch makes out anew each time, and every parameter of a model asks for in every step.
+    """Facts of a mesh that torch computes at each call, and that every parameter of a model asks for in every step.
 
     Args:
         ranks: of the mesh.

@@ -53,7 +53,7 @@ class Divergence(StepDifference):
         gradients: see :class:`StepDifference`.
         weights: see :class:`StepDifference`.
         losses: each run's losses, if both recorded any.
-        moves: where the two layouts put the differing parameters' gradients otherwise; empty without layouts.
+        moves: where the layouts put the differing parameters' gradients, if the places differ; empty without layouts.
     """
 
     losses: tuple[Loss, Loss] | None

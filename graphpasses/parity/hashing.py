@@ -66,7 +66,7 @@ def tensor_hashes(
     Every rank mixes the raw bits of the elements that it holds with their positions in the *whole* tensor,
     on the device where they live, into two 64-bit sums (the formula is in ``_lanes.py``). One integer
     all-reduce of all tensors' sums, modulo 2^64, adds the shards up: 32 bytes a tensor travel, and 1, 4 and 8
-    ranks hash alike. (A first all-reduce, of 24 bytes in all, checks that the ranks hash the same tensors.)
+    ranks get the same hash. (A first all-reduce, of 24 bytes in all, checks that the ranks hash the same tensors.)
 
     What a hash promises, for tensors of one dtype and one global shape:
 
@@ -75,7 +75,7 @@ def tensor_hashes(
       if the mixes are taken for random functions. That is a model, no proof and no defence against forgery.
 
     A tensor that several ranks hold (``Replicate``, or a plain tensor while ``torch.distributed`` is
-    initialised) counts once. Replicas that differ raise: a weighted sum in the same all-reduce tells.
+    initialised) counts once. Replicas that differ raise: a weighted sum in the same all-reduce shows it.
 
     Args:
         tensors: tensor of each name; None (a gradient that is not there) stays None. Plain tensors or

@@ -128,7 +128,7 @@ class ParityRecorder:
         """Hashes the model and its gradients as they are now, and writes the step's line.
 
         Call it after ``optimizer.step()`` and before ``zero_grad()``. Record a step with loss None before the
-        first one to tell runs that began with other weights from runs that diverged later.
+        first one to distinguish runs that began with other weights from runs that diverged later.
 
         Args:
             step: its number; ascending.

@@ -1,7 +1,7 @@
 """Recorded runs as JSON lines: a header, one line per step, and a last line that says the run ended.
 
-Between them lines may tell what is known only when a run has compiled: its bucket layouts, and what passes did to its
-graphs; of several the last one counts.
+Lines between them may hold what is known only once a run has compiled: its bucket layouts, and what passes did to its
+graphs. Of several such lines the last one counts.
 
 A run that was killed keeps every line that was written whole; reading it says that it was cut. Reading a
 run imports torch only if it holds bucket layouts.
@@ -26,7 +26,7 @@ __all__ = ["FORMAT_VERSION", "GRADIENT_NORM", "Loss", "Run", "RunHeader", "StepR
 
 FORMAT_VERSION = 1
 GRADIENT_NORM = "(norm of all gradients)"
-"""Under which name a trainer's norm is recorded, as if it were a gradient."""
+"""The name under which a trainer's norm is recorded, as if it were a gradient."""
 _FORMAT = "graphpasses-run"
 # Every run file starts with these bytes, whatever its version.
 _MAGIC = b'{"format": "' + _FORMAT.encode() + b'", "version": '
@@ -138,12 +138,12 @@ def step_line(record: StepRecord) -> bytes:
 
 
 def layouts_line(layouts: Layout) -> bytes:
-    """Returns the line that tells bucket layouts which the header does not."""
+    """Returns a line of bucket layouts, for those that were not known when the header was written."""
     return _line({"layouts": layouts.to_json()})
 
 
 def passes_line(passes: Mapping[str, PipelineReport]) -> bytes:
-    """Returns the line that tells what passes did."""
+    """Returns the line of what passes did."""
     return _line({"passes": {name: [each.to_json() for each in report] for name, report in passes.items()}})
 
 

@@ -123,7 +123,7 @@ def train_eager(
         topology: the cluster.
         num_steps: optimizer steps.
         path: run file, replaced if it exists.
-        done: told how many steps are done.
+        done: called after each step with the number of steps done.
 
     Raises:
         ClusterError: a rank failed; see :func:`run_cluster`.
@@ -184,7 +184,7 @@ def train_graph(
         rewrite: makes of the captured step the one that runs (default: the default pipeline with eager's buckets,
             whose layout it must have).
         run: name of the run.
-        done: told how many steps are done.
+        done: called after each step with the number of steps done.
 
     Raises:
         ClusterError: a rank failed; see :func:`run_cluster`.

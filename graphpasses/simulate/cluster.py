@@ -24,10 +24,10 @@ def run_cluster(fn: Callable[..., T], topology: Topology, *args: Any) -> list[T]
 
     ``torch.distributed`` is initialised in each, and what ``fn`` does with it (FSDP2, DTensor, captured steps,
     groups of some ranks) gives the bits that processes with the ``nccl_sim`` backend give. Each rank has the state
-    of torch's random numbers that it would have by itself. What else a process has once, all ranks share.
+    of torch's random numbers that it would have by itself. All ranks share whatever else a process has once.
 
     Args:
-        fn: what a rank does; it must not wait for another rank otherwise than by a collective or :func:`share`.
+        fn: what a rank does; it must wait for other ranks in collectives and in :func:`share` only.
         topology: of the world; groups of some ranks have :meth:`Topology.restrict`'s.
         args: arguments of ``fn``; all ranks get the same objects.
 
@@ -36,7 +36,7 @@ def run_cluster(fn: Callable[..., T], topology: Topology, *args: Any) -> list[T]
 
     Raises:
         ClusterError: a rank raised (it names the first, with its traceback), ranks issue different collectives (it
-            names those that issue another one than most, and both), or they wait for each other in vain.
+            names those that issue another one than most, and both), or they deadlock.
 
     Example:
         >>> def rank_sum():
@@ -76,7 +76,7 @@ def share(make: Callable[[], T]) -> T:
     """
     scheduler = current.scheduler
     if scheduler is None:
-        raise ClusterError("share is for the ranks of run_cluster, which meet there")
+        raise ClusterError("share is for the ranks of run_cluster")
 
     def give(calls: Sequence[Call]) -> None:
         made = make()

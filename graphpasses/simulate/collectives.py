@@ -1,4 +1,4 @@
-"""Ring collectives of all ranks, played in one process."""
+"""Ring collectives of all ranks, simulated in one process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def reduce_parts(
 def simulate_reduce_scatter(
     inputs: Sequence[Tensor] | Tensor, topology: Topology, op: ReduceOpName = "sum", *, factor: float = 1.0
 ) -> list[Tensor]:
-    """Plays a ring reduce-scatter of all ranks in this process.
+    """Simulates a ring reduce-scatter of all ranks in this process.
 
     Args:
         inputs: what each rank passes in, one flat tensor of ``num_ranks * count`` elements each, or stacked.
@@ -104,7 +104,7 @@ def simulate_reduce_scatter(
 def simulate_all_reduce(
     inputs: Sequence[Tensor] | Tensor, topology: Topology, op: ReduceOpName = "sum", *, factor: float = 1.0
 ) -> Tensor:
-    """Plays a ring all-reduce of all ranks in this process.
+    """Simulates a ring all-reduce of all ranks in this process.
 
     Args:
         inputs: what each rank passes in, one flat tensor per rank, or stacked.

@@ -1,4 +1,4 @@
-"""How much memory the ranks of a simulated cluster need together, told before they train."""
+"""How much memory the ranks of a simulated cluster need together, checked before they train."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def check_memory(model: nn.Module, plan: BucketPlan, num_ranks: int, dtype: torc
 
 
 def _available() -> int | None:
-    """Bytes that could be allocated without swapping, as Linux tells."""
+    """Bytes that could be allocated without swapping, as Linux reports."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -19,7 +19,7 @@ _MAX_ROWS = 20
 
 @dataclass(frozen=True)
 class Reordered(Move):
-    """A moved gradient of which elements are added in another order, or otherwise, in one layout than in the other.
+    """A moved gradient that has elements which the two layouts add in different orders, or reduce differently.
 
     Args:
         fqn: see :class:`graphpasses.fsdp.Move`.
@@ -112,8 +112,8 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
     found cannot.
 
     Args:
-        a: the layout that is asked for, e.g. eager's.
-        b: the layout that is there, e.g. the graph's.
+        a: the expected layout, e.g. eager's.
+        b: the actual layout, e.g. the graph's.
         topology: of the world; groups of some ranks have :meth:`Topology.restrict`'s.
 
     Raises:
@@ -210,13 +210,13 @@ def _num_parts(reduction: Place | BucketLayout) -> int:
 
 
 def _other_arithmetic(before: Place | None, after: Place | None) -> str:
-    """Says what differs between two places beside the place."""
+    """Says what differs between two places other than the offset."""
     if before is None or after is None:
         return "reduced in one layout only"
     if before.ranks != after.ranks:
         return "other ranks"
     if before.padded_numel != after.padded_numel or before.shard_dim != after.shard_dim:
-        return "sharded otherwise"
+        return "sharded differently"
     changes = ((before.op, after.op), (before.dtype, after.dtype))
     return ", ".join(f"{x} → {y}" for x, y in changes if x != y)
 

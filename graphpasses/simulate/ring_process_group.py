@@ -16,7 +16,7 @@ __all__ = ["RingProcessGroup"]
 
 
 class RingProcessGroup(PythonProcessGroup):
-    """What reductions look like from outside; a subclass knows how the ranks meet.
+    """The interface of reductions; a subclass knows how the ranks exchange data.
 
     The collectives of a coalesced call are simulated one by one.
     """

@@ -1,7 +1,7 @@
 """Ranks as threads of one process, of which one runs at a time.
 
 A rank hands over where it waits for others. So runs are repeatable, ranks never meet inside a library that was not
-made for threads, and a rank that waits in vain is seen at once.
+made for threads, and a deadlock is seen at once.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class RankScheduler:
     def _hand_over(self) -> None:
         """Lets the next rank run, if there is one."""
         if not self._ready and self._meetings:
-            self._fail(ClusterError(f"ranks wait for each other in vain: {self._waiting()}"))
+            self._fail(ClusterError(f"deadlock, ranks wait for each other: {self._waiting()}"))
         if self._ready:
             self._turns[self._ready.popleft()].release()
 
@@ -182,7 +182,7 @@ class RankScheduler:
             for rank, call in meeting.calls.items():
                 waiting[rank] = f"in {call} of the group of {_ranks(meeting.ranks)}"
         for rank in range(self.topology.num_ranks):
-            waiting.setdefault(rank, "no longer: it has ended")
+            waiting.setdefault(rank, "not waiting: it has ended")
         return _by_text(waiting)
 
 

@@ -89,7 +89,7 @@ def test_rings_of_a_log(runs: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
         ),
         (["--num-channels", "0"], "num_channels is 0; it must be at least 1"),
         (["--nccl-log", "no.log"], "cannot read 'no.log': No such file or directory"),
-        (["--nccl-log", "x", "--mode", "rail"], "--nccl-log tells the rings and channels; leave --mode out"),
+        (["--nccl-log", "x", "--mode", "rail"], "--nccl-log gives the rings and channels; leave --mode out"),
     ],
 )
 def test_impossible_clusters(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 from collections.abc import Sequence
 
@@ -12,7 +11,6 @@ from torch import nn
 
 from graphpasses.errors import LayoutError
 from graphpasses.fsdp import BucketLayout, Layout, diff_layouts, eager_layout, make_bucket_layout
-from graphpasses.fsdp import layout as layout_module
 
 RANKS = (0, 1, 2, 3)
 PARAMETERS = [("a", (5, 3), 0), ("b", (2,), 0), ("c", (3, 8), 1), ("d", (4, 1, 2), 0)]
@@ -169,7 +167,3 @@ def test_model_without_fully_shard() -> None:
         LayoutError, match=r"^the model has no FSDP2 parameter group; call fully_shard on it first$"
     ):
         eager_layout(nn.Linear(2, 2))
-
-
-def test_examples() -> None:
-    assert doctest.testmod(layout_module).failed == 0

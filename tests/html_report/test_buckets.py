@@ -1,4 +1,4 @@
-"""Bars: parameters to scale, joins of what moved, rings, and pairs that look alike."""
+"""Bars: parameters to scale, joins of what moved, rings, and pairs that look the same."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_buckets_that_only_one_run_has() -> None:
 
 
 def test_a_bucket_that_was_split() -> None:
-    """The part with most of the bytes is beside it; what is in the other is told."""
+    """The part with most of the bytes is beside it; the other is named."""
     whole = Layout((layout(num_layers=1).buckets[0],))
     parameters = [[("layers.0.up.weight", (512, 100), 0)]]
     parameters.append([("layers.0.up.bias", (512,), 0), ("layers.0.norm.weight", (100,), 0)])

@@ -1,4 +1,4 @@
-"""Sentences about why runs part."""
+"""Sentences about why runs diverge."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_another_reduction_is_not_called_another_order() -> None:
     other = Layout(tuple(replace(bucket, op="sum") for bucket in layout().buckets))
     fqns = [f"layers.{index}.{fqn}" for index in range(2) for fqn in EAGER]
     said = sentences(fqns, layout(), other)
-    assert "6 of them have elements that are reduced otherwise (avg → sum) there" in said[1]
+    assert "6 of them have elements that are reduced differently (avg → sum) there" in said[1]
     assert said[2:] == ["Every gradient that differs is among them (6): the layout explains it."]
 
 

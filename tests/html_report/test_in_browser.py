@@ -1,4 +1,4 @@
-"""The page in Chromium: no errors, the run's own numbers, and what hovering tells. Skipped where there is none."""
+"""The page in Chromium: no errors, the run's own numbers, and its tooltips. Skipped where there is none."""
 
 from __future__ import annotations
 

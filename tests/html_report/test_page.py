@@ -37,7 +37,7 @@ def test_equal_runs(write_run: WriteRun) -> None:
     page = text_of(render(write_run("eager", layout()), write_run("graph", layout())))
     assert "Equal to A at all 4 common steps, bit for bit." in page
     assert "2 buckets. 0 gradients have another place (byte, bucket size or reduction);" in page
-    assert "0 of them have elements that are reduced in another order or otherwise" in page
+    assert "0 of them have elements that are reduced in another order or differently" in page
 
 
 def test_runs_that_part(write_run: WriteRun) -> None:
@@ -47,7 +47,7 @@ def test_runs_that_part(write_run: WriteRun) -> None:
     )
     assert "Differs from A first in step 2: 1 gradients and 1 weights." in page
     assert "2 buckets. 4 gradients have another place (byte, bucket size or reduction);" in page
-    assert "4 of them have elements that are reduced in another order or otherwise" in page
+    assert "4 of them have elements that are reduced in another order or differently" in page
     assert "Every gradient that differs is among them (1): the layout explains it." in page
 
 
@@ -74,7 +74,7 @@ def test_passes(write_run: WriteRun) -> None:
     assert "all_gather_into_tensor: 6 → 2" in page
     assert "all_reduce:" not in page
     assert "The same at 3 places; the first:" in page
-    assert "4 more places look otherwise and are not shown." in page
+    assert "4 more places look different and are not shown." in page
     assert "B recorded no bucket layouts" in page
 
 

@@ -188,7 +188,7 @@ def test_ranks_that_wait_in_vain() -> None:
     with pytest.raises(ClusterError) as caught:
         run_cluster(only_rank_3(end), RAIL)
     assert str(caught.value) == (
-        "ranks wait for each other in vain: rank 3: no longer: it has ended; ranks 0, 1, 2, 4, 5, 6, 7: "
+        "deadlock, ranks wait for each other: rank 3: not waiting: it has ended; ranks 0, 1, 2, 4, 5, 6, 7: "
         "in all_reduce (sum) of 2 float32 of the group of ranks 0, 1, 2, 3, 4, 5, 6, 7"
     )
 
@@ -199,7 +199,7 @@ def test_ranks_that_wait_in_two_groups() -> None:
         axis = "a" if dist.get_rank() == 0 else "b"
         dist.all_reduce(torch.ones(1), group=mesh[axis].get_group())
 
-    with pytest.raises(ClusterError, match="ranks wait for each other in vain: rank 0: in all_reduce"):
+    with pytest.raises(ClusterError, match="deadlock, ranks wait for each other: rank 0: in all_reduce"):
         run_cluster(run, Topology(4, gpus_per_node=2))
 
 

@@ -42,6 +42,6 @@ def test_refused_with_the_number(
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_what_linux_tells() -> None:
+def test_what_linux_reports() -> None:
     available = memory._available()
     assert available is None or available > 2**20

@@ -1,4 +1,4 @@
-// Tells what the pointer is on.
+// Shows a tooltip for what the pointer is on.
 const tip = document.getElementById("tip");
 document.addEventListener("pointermove", (event) => {
   const marked = event.target.closest("[data-tip]");

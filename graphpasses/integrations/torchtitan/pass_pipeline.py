@@ -116,7 +116,7 @@ def graph_passes(
 
     Returns:
         Our passes, with the buckets and the layout of the eager model; torchtitan's memory policy, offloading and
-        rematerialization between them, Inductor and (on CUDA) CUDA graphs behind them.
+        rematerialization between them, Inductor and (on CUDA) CUDA graphs after them.
 
     Raises:
         UnsupportedError: see :func:`eager_buckets`; eager shards a parameter on another dim; or an option asks for a
@@ -219,7 +219,7 @@ def _report_pass(
     reports: list[PassReport],
     on_rewritten: Callable[[PipelineReport, TrainGraph], None] | None,
 ) -> fx.GraphModule:
-    """Tells the user, and who asked for it, what was done."""
+    """Logs the report of the passes, and calls who asked for it."""
     report = PipelineReport(tuple(reports))
     logger.info(f"graphpasses:\n{report}")
     if on_rewritten is not None:
@@ -228,7 +228,7 @@ def _report_pass(
 
 
 def _finish_pass(gm: fx.GraphModule, example_inputs: object = None, *, traced: Any) -> fx.GraphModule:
-    """Tells torchtitan of gradients that are None, since their sum is another name's."""
+    """Gives torchtitan outputs that are None, where a tied weight's gradient is another name's output."""
     node = gm.graph.output_node()
     flat, layouts = iter(list(node.args[0])), traced.output_subclass_layouts  # type: ignore[arg-type]
     outputs: list[Any] = []

@@ -129,7 +129,7 @@ def _apply(graph: TrainGraph, plan: _Coalesce) -> None:
 
 
 def _free(value: fx.Node) -> None:
-    """Makes sums in place plain ones, which go with the rest of what nobody reads any more."""
+    """Makes sums in place plain ones, so that dead-code elimination removes them when nobody reads them."""
     pending = [value]
     while pending:
         node = pending.pop()
