@@ -64,7 +64,7 @@ class LaunchOrder:
 
 
 def plan_launch_order(graph: TrainGraph, sequence: CollectiveSequence, *, pass_name: str) -> LaunchOrder:
-    """Returns one launch order for all ranks; all ranks must call it alike.
+    """Returns one launch order for all ranks; all ranks must call it in the same order.
 
     All-to-alls of one level do not depend on each other, not even by way of other buckets, so all of one level, group
     and device become one bucket.

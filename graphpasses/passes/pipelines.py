@@ -36,7 +36,10 @@ def default_pipeline(
         disable: names of passes to leave out.
 
     Example:
-        >>> step = default_pipeline(plan).run(capture_train_step(loss_fn, model, batch))  # doctest: +SKIP
+        >>> step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), nn.Linear(2, 1), torch.ones(3, 2))
+        >>> step = default_pipeline(BucketPlan.from_modules([])).run(step)
+        >>> [p.name for p in step.report.passes][:2]
+        ['deduplicate-shared', 'coalesce-grad-reductions']
     """
     return Pipeline((DeduplicateShared(), *_fsdp_passes(plan, expected_layout)), disable=disable)
 
@@ -63,7 +66,9 @@ def recommender_pipeline(
     Example:
         >>> [p.name for p in recommender_pipeline().passes][0]
         'deduplicate-shared'
-        >>> compiled = graphpasses.compile(model, pipeline=recommender_pipeline(plan))  # doctest: +SKIP
+        >>> compiled = graphpasses.compile(nn.Linear(2, 1), pipeline=recommender_pipeline(), inner="aot_eager")
+        >>> compiled(torch.ones(3, 2)).shape
+        torch.Size([3, 1])
     """
     if plan is None and expected_layout is not None:
         raise LayoutError(

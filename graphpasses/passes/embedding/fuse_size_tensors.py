@@ -26,7 +26,15 @@ class FuseSizeTensors(GraphPass):
     each. After ``bucket-all-to-all`` one operator makes what is sent for all of them.
 
     Example:
-        >>> Pipeline((BucketAllToAll(), FuseSizeTensors())).run(step)  # doctest: +SKIP
+        >>> from torch.distributed._functional_collectives import all_to_all_single
+        >>> def loss_fn(model, x):
+        ...     sizes = torch.stack([torch.scalar_tensor(size, dtype=torch.int64) for size in x.shape])
+        ...     return model(x * all_to_all_single(sizes, None, None, dist.group.WORLD)).sum()
+        >>> with fake_process_group(2):
+        ...     step = graphpasses.capture_train_step(loss_fn, nn.Linear(2, 1), torch.ones(3, 2))
+        ...     step = graphpasses.Pipeline((FuseSizeTensors(),)).run(step)
+        >>> [node.args[0] for node in step.graph.nodes if node.target == SIZE_TENSOR]
+        [[3, 2]]
     """
 
     name: ClassVar[str] = "fuse-size-tensors"
