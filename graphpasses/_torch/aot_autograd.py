@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 from torch import fx
@@ -19,6 +21,7 @@ __all__ = ["compile_aot_eager", "compile_inductor", "describe_input", "describe_
 
 Rewrite = Callable[[fx.GraphModule], None]
 Compiled = Callable[..., Any]
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 def compile_aot_eager(
@@ -27,6 +30,7 @@ def compile_aot_eager(
     joint: Rewrite,
     forward: Rewrite,
     backward: Rewrite,
+    while_compiling: Context,
 ) -> Compiled:
     """Compiles a Dynamo graph by AOTAutograd, and runs the rewritten ATen graphs as they are.
 
@@ -36,6 +40,7 @@ def compile_aot_eager(
         joint: rewrites the joint graph in place, before it is split.
         forward: rewrites the forward graph in place.
         backward: rewrites the backward graph in place.
+        while_compiling: a context for each compilation; the backward graph's may come when the first backward runs.
 
     A model compiled without gradients has one graph: ``joint`` rewrites it first, then ``forward``.
     """
@@ -49,9 +54,10 @@ def compile_aot_eager(
 
     def compiler(*rewrites: Rewrite) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, _: Any) -> Compiled:
-            for rewrite in rewrites:
-                rewrite(gm)
-            make_cheap_to_run(gm)
+            with while_compiling():
+                for rewrite in rewrites:
+                    rewrite(gm)
+                make_cheap_to_run(gm)
 
             def run(args: list[Any]) -> Any:
                 values = list(args)
@@ -106,6 +112,7 @@ def compile_inductor(
     joint: Rewrite,
     forward: Rewrite,
     backward: Rewrite,
+    while_compiling: Context,
     digest: str,
 ) -> Compiled:
     """Compiles a Dynamo graph with Inductor; arguments as in :func:`compile_aot_eager`.
@@ -116,10 +123,16 @@ def compile_inductor(
         joint: as above.
         forward: as above.
         backward: as above.
+        while_compiling: as above.
         digest: says all that the rewrites depend on beside the graph; part of the key of Inductor's caches.
     """
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    @functools.wraps(compile_fx_inner)
+    def compile_graph(*args: Any, **kwargs: Any) -> Any:
+        with while_compiling():
+            return compile_fx_inner(*args, **kwargs)
 
     def rewrite_joint(gm: fx.GraphModule) -> None:
         joint(gm)
@@ -136,7 +149,9 @@ def compile_inductor(
     # AOTAutograd's own cache would skip the joint passes, on one rank and not on another: they talk to each other.
     # Its elimination of common subexpressions merges equal collectives on ranks that see that they are equal.
     with functorch_config.patch(enable_autograd_cache=False, cse=False):
-        compiled: Any = compile_fx(module, inputs, config_patches=patches, decompositions={})
+        compiled: Any = compile_fx(
+            module, inputs, inner_compile=compile_graph, config_patches=patches, decompositions={}
+        )
     return cast(Compiled, compiled)
 
 

@@ -1,54 +1,15 @@
-"""Dynamo: who calls a compiled function, and what each placeholder of its graph was given."""
+"""Dynamo: what each placeholder of a graph was given, and what it guards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._dynamo import eval_frame
+from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.guards import GuardBuilder, install_guard
 
-__all__ = ["BackendCompilerFailed", "guard_identity", "live_inputs", "wrap_compiled_functions"]
-
-Call = Callable[..., Any]
-# Given the backend object, the function or module that is compiled, and what Dynamo made of it; or None.
-Wrapper = Callable[[Any, Any, Call], Call | None]
-
-_ROOT: ContextVar[nn.Module | None] = ContextVar("_ROOT", default=None)
-
-
-def wrap_compiled_functions(wrap: Wrapper) -> None:
-    """Lets ``wrap`` stand around every function that is compiled from now on.
-
-    ``torch.compile`` gives a backend no say in a call before Dynamo has traced it; this does. A module that is
-    compiled counts as the function that Dynamo compiles for it.
-
-    Args:
-        wrap: called as ``wrap(backend, root, compiled)``, where ``root`` is the function, or the module, that the
-            user compiles. It returns the function to use in place of ``compiled``, or None to leave it alone.
-    """
-    original = eval_frame._TorchDynamoContext.__call__
-
-    def call(self: Any, fn: Any) -> Any:
-        if isinstance(fn, nn.Module):  # makes an OptimizedModule, which calls this again with a function
-            token = _ROOT.set(fn)
-            try:
-                return original(self, fn)
-            finally:
-                _ROOT.reset(token)
-        compiled = original(self, fn)
-        if isinstance(fn, type) or not callable(self.callback):
-            return compiled
-        backend = eval_frame.innermost_backend(self.callback)
-        root = _ROOT.get()
-        wrapped = wrap(backend, fn if root is None else root, compiled)
-        return compiled if wrapped is None else wrapped
-
-    eval_frame._TorchDynamoContext.__call__ = call  # type: ignore[method-assign]
+__all__ = ["BackendCompilerFailed", "guard_identity", "live_inputs"]
 
 
 def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:

@@ -11,14 +11,7 @@ import torch
 # Python module (`set_python_module`) as the home of its fake kernels. torch 2.13.0.
 from torch._library import simple_registry
 
-__all__ = [
-    "Rule",
-    "below_autograd",
-    "has_kernel",
-    "operator_names",
-    "register_fake_kernel",
-    "register_traced_autograd",
-]
+__all__ = ["Rule", "TracingKernels", "below_autograd", "has_kernel", "operator_names"]
 
 # A kernel that reads the arguments of a call by their names in the operator's schema.
 Rule = Callable[[SimpleNamespace], Any]
@@ -34,33 +27,64 @@ def has_kernel(name: str, *dispatch_keys: str) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in dispatch_keys)
 
 
-def register_fake_kernel(library: torch.library.Library, name: str, rule: Rule) -> None:
-    """Gives an operator that has no fake kernel one, for as long as ``library`` lives.
+class TracingKernels:
+    """Kernels that tracers run, for operators that have none; eager calls do not see them.
 
     Args:
-        library: a fragment of the operator's library.
-        name: full name, e.g. ``"fbgemm::permute_sequence_embeddings"``.
-        rule: makes the outputs from fake tensors, as for ``torch.library.register_fake``.
+        namespace: the operators' library, e.g. ``"fbgemm"``.
 
-    Raises:
-        RuntimeError: the operator has one.
+    Example:
+        >>> _ = torch.library.define("example::size", "(Tensor x) -> Tensor")
+        >>> kernels = TracingKernels("example")
+        >>> kernels.add_fake("example::size", lambda call: call.x.new_empty(1))
+        >>> has_kernel("example::size", "Meta")
+        True
+        >>> kernels.remove()
+        >>> has_kernel("example::size", "Meta")
+        False
     """
-    holder = simple_registry.singleton.find(name).fake_impl
-    source = f"{rule.__module__}.{rule.__qualname__}"
-    holder.register(_kernel(name, rule), source, lib=library, allow_override=False)
 
+    def __init__(self, namespace: str) -> None:
+        self._library = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+        self._undo: list[Callable[[], object]] = []
 
-def register_traced_autograd(name: str, rule: Rule) -> None:
-    """Replaces an operator's autograd on CPU where a tracer looks: Dynamo, AOTAutograd, symbolic ``make_fx``.
+    def add_fake(self, name: str, rule: Rule) -> None:
+        """Gives an operator that has no fake kernel one.
 
-    Eager calls do not see it.
+        Args:
+            name: full name, e.g. ``"fbgemm::permute_sequence_embeddings"``.
+            rule: makes the outputs from fake tensors, as for ``torch.library.register_fake``.
 
-    Args:
-        name: full name, e.g. ``"fbgemm::index_select_dim0"``.
-        rule: makes the differentiable outputs; it calls other operators, or this one :func:`below_autograd`.
-    """
-    # Python kernels of an overload run under the Python dispatcher only, which tracers turn on.
-    _overload(name).py_impl(torch.DispatchKey.AutogradCPU)(_kernel(name, rule))
+        Raises:
+            RuntimeError: the operator has one.
+        """
+        holder = simple_registry.singleton.find(name).fake_impl
+        source = f"{rule.__module__}.{rule.__qualname__}"
+        handle = holder.register(_kernel(name, rule), source, lib=self._library, allow_override=False)
+        self._undo.append(handle.destroy)
+
+    def add_autograd(self, name: str, rule: Rule) -> None:
+        """Replaces an operator's autograd on CPU where a tracer looks: Dynamo, AOTAutograd, symbolic ``make_fx``.
+
+        Args:
+            name: full name, e.g. ``"fbgemm::index_select_dim0"``.
+            rule: makes the differentiable outputs; it calls other operators, or this one :func:`below_autograd`.
+        """
+        overload, key = _overload(name), torch.DispatchKey.AutogradCPU
+
+        def undo() -> None:
+            del overload.py_kernels[key]
+            overload._dispatch_cache.clear()
+
+        # Python kernels of an overload run under the Python dispatcher only, which tracers turn on.
+        overload.py_impl(key)(_kernel(name, rule))
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        """Removes all of them."""
+        while self._undo:
+            self._undo.pop()()
+        self._library._destroy()  # type: ignore[no-untyped-call]
 
 
 def below_autograd() -> AbstractContextManager[None]:

@@ -12,11 +12,12 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch.aot_autograd import compile_aot_eager, compile_inductor
-from graphpasses._torch.dynamo import wrap_compiled_functions
+from graphpasses._torch.compile_backend import Backend
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
+from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.graph import Stage
 from graphpasses.passes.runner import Graph, Pipeline
 
@@ -65,9 +66,22 @@ def compile(
     options: dict[str, Any] = {"inner": inner, "disable": disable, "report": report}
     if pipeline is not None:
         options["pipeline"] = pipeline
-    return torch.compile(model, backend=graphpasses, options=options, fullgraph=fullgraph, dynamic=dynamic)
+    with graphpasses.expected():
+        return torch.compile(
+            model, backend=graphpasses, options=options, fullgraph=fullgraph, dynamic=dynamic
+        )
 
 
+def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
+    run = CompiledCall(CompileOptions.of(keywords.get("options")), root, compiled)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    return call
+
+
+@functools.partial(Backend, wrap=_wrap, while_tracing=fake_kernels_if_loaded)
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -85,22 +99,6 @@ def graphpasses(
     if call is None:
         return _compile(module, inputs, CompileOptions.of(options), nn.Module(), {})
     return _compile(module, inputs, call.options, call.model, call.remembered)
-
-
-def _wrap(backend: Any, root: Any, compiled: Callable[..., Any]) -> Callable[..., Any] | None:
-    if getattr(backend, "compiler_fn", backend) is not graphpasses:
-        return None
-    options = CompileOptions.of(getattr(backend, "kwargs", {}).get("options"))
-    run = CompiledCall(options, root, compiled)
-
-    @functools.wraps(compiled)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
-
-    return call
-
-
-wrap_compiled_functions(_wrap)
 
 
 def _compile(
@@ -134,7 +132,8 @@ def _compile(
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
         gm.graph = run(read_aot_graph(gm, stage, origin)).graph
 
-    stages = {
+    stages: dict[str, Any] = {
+        "while_compiling": fake_kernels_if_loaded,
         "joint": functools.partial(rewrite, Stage.JOINT),
         "forward": functools.partial(rewrite, Stage.FORWARD),
         "backward": functools.partial(rewrite, Stage.BACKWARD),

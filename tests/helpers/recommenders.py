@@ -6,6 +6,7 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +34,7 @@ with warnings.catch_warnings():
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from graphpasses.embedding.torchrec.fake_kernels import register_fake_kernels
+from graphpasses.embedding.torchrec.fake_kernels import fake_kernels
 from graphpasses.embedding.torchrec.tracing_scope import (
     DDPCalls,
     ddp_calls,
@@ -223,7 +224,8 @@ class Compiled:
 
     def __init__(self, model: nn.Module) -> None:
         torch._dynamo.reset()
-        register_fake_kernels()
+        self.kernels = ExitStack()
+        self.kernels.enter_context(fake_kernels())
         self.model = model
         self.ddp = ddp_calls([model])
         self.backend = CountGraphs(self.ddp)

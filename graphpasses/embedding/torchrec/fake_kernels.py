@@ -4,27 +4,26 @@ FBGEMM's CUDA build brings Meta kernels for its training ops, its CPU build (rea
 """
 
 import re
+import sys
+import threading
 from collections.abc import Iterator
-from functools import cache
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from graphpasses._torch.operators import Rule, has_kernel, operator_names, register_fake_kernel
+from graphpasses._torch.operators import Rule, TracingKernels, has_kernel, operator_names
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
-from graphpasses.embedding.torchrec.traced_gradients import register_traced_gradients
+from graphpasses.embedding.torchrec.traced_gradients import add_traced_gradients
 
-__all__ = ["register_fake_kernels"]
+__all__ = ["fake_kernels", "fake_kernels_if_loaded"]
 
 # FBGEMM's `SparseType`, by value; its CPU lookups read any other as the dtype of the weights.
 _SPARSE_TYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
 
 # What the dense lookup takes half and quantized weights to.
 _DENSE_OUTPUTS = {torch.float16: torch.float32, torch.uint8: torch.float32}
-
-# The registrations live as long as this does.
-_LIBRARY = torch.library.Library("fbgemm", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _empty(like: Tensor, *shape: int | torch.SymInt, dtype: torch.dtype | None = None) -> Tensor:
@@ -237,31 +236,93 @@ def _lacking() -> Iterator[str]:
             yield name
 
 
-@cache
-def register_fake_kernels() -> tuple[str, ...]:
-    """Registers fake kernels for the FBGEMM ops of a TorchRec training step that have none.
+class _Registration:
+    """The kernels, registered from the first block that needs them to the end of the last, of any thread."""
 
-    It acts once per process, overrides no kernel, and leaves ops that it does not know alone. Ops that hide
-    their gradient in their CPU kernel get one that a tracer sees; eager calls do not change.
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._kernels: TracingKernels | None = None
+        self.names: tuple[str, ...] = ()
 
-    Returns:
-        Names of the ops that got a kernel, e.g. ``"fbgemm::permute_sequence_embeddings"``.
+    def enter(self, *, needed: bool) -> None:
+        with self._lock:
+            if needed and self._kernels is None:
+                self._kernels, self.names = _register()
+            self._depth += 1
 
-    Raises:
-        CaptureError: FBGEMM cannot be loaded.
+    def exit(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0 and self._kernels is not None:
+                self._kernels.remove()
+                self._kernels, self.names = None, ()
 
-    Example:
-        >>> register_fake_kernels()  # doctest: +SKIP
-        ('fbgemm::Bfloat16QuantizedToFloat', ...)
-    """
-    load_fbgemm()
+
+_REGISTRATION = _Registration()
+
+
+def _register() -> tuple[TracingKernels, tuple[str, ...]]:
     rules = {
         name: rule
         for name in _lacking()
         for pattern, rule in _RULES
         if re.fullmatch(f"fbgemm::{pattern}", name)
     }
+    kernels = TracingKernels("fbgemm")
     for name, rule in rules.items():
-        register_fake_kernel(_LIBRARY, name, rule)
-    register_traced_gradients(rules)
-    return tuple(rules)
+        kernels.add_fake(name, rule)
+    add_traced_gradients(kernels, rules)
+    return kernels, tuple(rules)
+
+
+@contextmanager
+def fake_kernels() -> Iterator[tuple[str, ...]]:
+    """Gives the FBGEMM ops of a TorchRec training step that have no fake kernel one, in the block.
+
+    It overrides no kernel, and leaves ops that it does not know alone. Ops that hide their gradient in their CPU
+    kernel get one that a tracer sees; eager calls do not change. Blocks may be nested; the kernels are there until
+    the outermost block, or another thread's, ends.
+
+    Yields:
+        Names of the ops that have such a kernel, e.g. ``"fbgemm::permute_sequence_embeddings"``.
+
+    Raises:
+        CaptureError: FBGEMM cannot be loaded.
+
+    Example:
+        >>> with fake_kernels() as names:
+        ...     has_kernel("fbgemm::permute_sequence_embeddings", "Meta"), names[0]
+        (True, 'fbgemm::Bfloat16QuantizedToFloat')
+        >>> has_kernel("fbgemm::permute_sequence_embeddings", "Meta")
+        False
+    """
+    load_fbgemm()
+    _REGISTRATION.enter(needed=True)
+    try:
+        yield _REGISTRATION.names
+    finally:
+        _REGISTRATION.exit()
+
+
+@contextmanager
+def fake_kernels_if_loaded() -> Iterator[None]:
+    """Does the same if this process has imported FBGEMM; if not, waits for it.
+
+    What :func:`fake_kernels` registers in the block stays to its end.
+
+    Example:
+        >>> with fake_kernels_if_loaded():
+        ...     with fake_kernels():
+        ...         pass
+        ...     has_kernel("fbgemm::permute_sequence_embeddings", "Meta")
+        True
+    """
+    is_loaded = "fbgemm_gpu" in sys.modules
+    if is_loaded:
+        load_fbgemm()
+    _REGISTRATION.enter(needed=is_loaded)
+    try:
+        yield
+    finally:
+        _REGISTRATION.exit()

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses._torch.operators import Rule, below_autograd, has_kernel, register_traced_autograd
+from graphpasses._torch.operators import Rule, TracingKernels, below_autograd, has_kernel
 
-__all__ = ["register_traced_gradients"]
+__all__ = ["add_traced_gradients"]
 
 
 class _DenseLookup(torch.autograd.Function):
@@ -90,12 +90,13 @@ _RULES: dict[str, Rule] = {
 }
 
 
-def register_traced_gradients(names: Container[str]) -> None:
+def add_traced_gradients(kernels: TracingKernels, names: Container[str]) -> None:
     """Gives the ops among ``names`` whose gradient is hidden one that a tracer sees; eager does not change.
 
     Args:
+        kernels: what holds the gradients, which last as long as it.
         names: full names of ops, e.g. ``"fbgemm::index_select_dim0"``.
     """
     for name, rule in _RULES.items():
         if name in names and not has_kernel(name, "Autograd", "AutogradCPU"):
-            register_traced_autograd(name, rule)
+            kernels.add_autograd(name, rule)

@@ -20,7 +20,7 @@ from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.emit_lookup import emit_lookup
 from graphpasses.embedding.fused_update import FusedUpdate
-from graphpasses.embedding.torchrec.fake_kernels import register_fake_kernels
+from graphpasses.embedding.torchrec.fake_kernels import fake_kernels
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.pack_bags import PACK_BAGS
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -183,6 +183,15 @@ def _join_columns(
         cat.args, cat.kwargs = (list(map(read, parts)), 1), {}
 
 
+def _apply(graph: DynamoGraph, plan: LoweringPlan) -> None:
+    place_nodes(graph.graph, plan.order)
+    for calls in plan.lookups:
+        first = next(node for node in graph.graph.nodes if node in {call.node for call in calls})
+        with graph.graph.inserting_before(first):
+            output = _emit_lookup(graph, calls)
+        _replace_calls(graph, calls, output)
+
+
 @dataclass(frozen=True)
 class LowerEmbeddingBags(GraphPass):
     """Makes one lookup of FBGEMM's TBE of the ``embedding_bag`` calls of a plain model.
@@ -234,11 +243,6 @@ class LowerEmbeddingBags(GraphPass):
         for table, reason in plan.left_alone.items():
             graph.note(f"{table} is looked up as before: {reason}")
         if plan.lookups:
-            register_fake_kernels()
-            place_nodes(graph.graph, plan.order)
-        for calls in plan.lookups:
-            first = next(node for node in graph.graph.nodes if node in {call.node for call in calls})
-            with graph.graph.inserting_before(first):
-                output = _emit_lookup(graph, calls)
-            _replace_calls(graph, calls, output)
+            with fake_kernels():
+                _apply(graph, plan)
         return sum(map(len, plan.lookups))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -13,11 +13,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytest.importorskip("fbgemm_gpu")
 
-from graphpasses._torch.operators import register_fake_kernel
-from graphpasses.embedding.torchrec import fake_kernels
-from graphpasses.embedding.torchrec.fake_kernels import register_fake_kernels
+from graphpasses._torch.operators import TracingKernels
+from graphpasses.embedding.torchrec.fake_kernels import _lacking, fake_kernels
 
-REGISTERED = register_fake_kernels()
+with fake_kernels() as REGISTERED:
+    pass
 
 INFERENCE = "inference or preprocessing, outside a training step"
 INNER = "runs inside a wrapper that has a fake kernel; some schemas do not say what they write"
@@ -70,8 +70,14 @@ def ints(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
 # ---- which ops --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    with fake_kernels():
+        yield
+
+
 def test_every_op_is_covered_or_left_out_on_purpose() -> None:
-    assert {f"fbgemm::{name}" for name in LEFT_OUT} == set(fake_kernels._lacking())
+    assert {f"fbgemm::{name}" for name in LEFT_OUT} == set(_lacking())
     assert len(REGISTERED) + len(LEFT_OUT) == 89
 
 
@@ -79,12 +85,14 @@ def test_it_registers_once_and_only_what_is_missing() -> None:
     kernels = {
         name: torch._library.simple_registry.singleton.find(name).fake_impl.kernels for name in REGISTERED
     }
-    assert register_fake_kernels() == REGISTERED
-    assert {len(found) for found in kernels.values()} == {1}
+    with fake_kernels() as registered:
+        assert registered == REGISTERED
+        assert {len(found) for found in kernels.values()} == {1}
+    added = TracingKernels("fbgemm")
     with pytest.raises(RuntimeError, match="already has a DispatchKey::Meta implementation"):
-        register_fake_kernel(fake_kernels._LIBRARY, "fbgemm::permute_pooled_embs", print)
+        added.add_fake("fbgemm::permute_pooled_embs", print)
     with pytest.raises(RuntimeError, match="already has a fake impl"):
-        register_fake_kernel(fake_kernels._LIBRARY, "fbgemm::permute_2D_sparse_data", print)
+        added.add_fake("fbgemm::permute_2D_sparse_data", print)
 
 
 # ---- real against fake ------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture.torch_compile import compile
-from graphpasses.embedding.torchrec.fake_kernels import register_fake_kernels
 from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import DeduplicateLookups, ReinplaceTBEUpdates
@@ -258,7 +257,6 @@ class LooksUpTwice(nn.Module):
 @pytest.mark.usefixtures("forget_compiled_code")
 def test_one_lookup_and_two_updates() -> None:
     pytest.importorskip("fbgemm_gpu")
-    register_fake_kernels()
     eager, model = LooksUpTwice(), LooksUpTwice()
     keep = Keep()
     pipeline = Pipeline((DeduplicateLookups(), ReinplaceTBEUpdates(), keep))

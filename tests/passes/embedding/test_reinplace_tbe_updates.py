@@ -13,14 +13,11 @@ from torch import Tensor, nn
 pytest.importorskip("fbgemm_gpu")
 
 from graphpasses.capture.torch_compile import compile
-from graphpasses.embedding.torchrec.fake_kernels import register_fake_kernels
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes import ReinplaceTBEUpdates
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.kept import Keep, targets, two_tables
 from tests.helpers.models import same_bits
-
-register_fake_kernels()
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
