@@ -7,9 +7,8 @@ part of graphpasses speaks of it by one name: the canonical one, which is the fi
 
 from __future__ import annotations
 
-import difflib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,21 +17,11 @@ import torch
 from torch import nn
 
 from graphpasses.errors import IdentityError
+from graphpasses.text import did_you_mean
 
-__all__ = ["IdentityMap", "did_you_mean", "find_state", "preserve_identity", "same_bits", "walk_modules"]
+__all__ = ["IdentityMap", "find_state", "preserve_identity", "same_bits", "walk_modules"]
 
 Aliases = tuple[tuple[str, ...], ...]
-
-
-def did_you_mean(name: str, names: Collection[str]) -> str:
-    """Returns the end of an error message: the names closest to an unknown one, or nothing.
-
-    Example:
-        >>> did_you_mean("layer.0", ["layers.0", "norm"])
-        "; did you mean 'layers.0'?"
-    """
-    matches = difflib.get_close_matches(name, names, n=3)
-    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.errors import PipelineError
 from graphpasses.graph import Stage
-from graphpasses.identity import did_you_mean
 from graphpasses.passes import recommender_pipeline
 from graphpasses.passes.runner import Pipeline
+from graphpasses.text import did_you_mean
 
 __all__ = ["CompileOptions", "Inner"]
 

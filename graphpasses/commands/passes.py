@@ -10,7 +10,7 @@ from tyro.conf import Positional, arg
 
 from graphpasses.commands.exit_codes import EXIT_OK
 from graphpasses.errors import UnknownPassError
-from graphpasses.identity import did_you_mean
+from graphpasses.text import did_you_mean
 
 if TYPE_CHECKING:
     from graphpasses.passes.runner import GraphPass

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.sharded_tensor import ShardedTensor
 from graphpasses.errors import CheckpointError
-from graphpasses.identity import did_you_mean, same_bits
+from graphpasses.identity import same_bits
+from graphpasses.text import did_you_mean
 
 __all__ = ["check_keys", "check_shapes", "merge_repeated_keys"]
 

@@ -22,7 +22,8 @@ from torchrec.distributed.types import (
 
 from graphpasses.embedding.table_names import one_name_each
 from graphpasses.errors import ShardingError
-from graphpasses.identity import IdentityMap, did_you_mean, walk_modules
+from graphpasses.identity import IdentityMap, walk_modules
+from graphpasses.text import did_you_mean
 
 __all__ = ["fit_plan", "plan"]
 

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from graphpasses.errors import LayoutError
-from graphpasses.identity import IdentityMap, did_you_mean
+from graphpasses.identity import IdentityMap
+from graphpasses.text import did_you_mean
 
 __all__ = [
     "BucketLayout",

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from graphpasses.fsdp.layout import Collective, Layout, dtype_bytes
-from graphpasses.text_table import aligned
+from graphpasses.text import aligned
 
 __all__ = ["LayoutDiff", "Move", "Place", "PlaceKey", "diff_layouts", "layout_places"]
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from graphpasses.errors import PlanError
 from graphpasses.fsdp.byte_order import managed_parameters
-from graphpasses.identity import IdentityMap, did_you_mean
+from graphpasses.identity import IdentityMap
+from graphpasses.text import did_you_mean
 
 __all__ = ["Bucket", "BucketPlan", "Reduction"]
 

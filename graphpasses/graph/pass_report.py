@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphpasses.text_table import aligned
+from graphpasses.text import aligned
 
 __all__ = ["Excerpt", "Numerics", "PassReport", "PipelineReport"]
 

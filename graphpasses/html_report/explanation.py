@@ -13,7 +13,7 @@ from graphpasses.parity.run_file import GRADIENT_NORM
 from graphpasses.simulate.nccl import reduction_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Ring, Topology
-from graphpasses.text_table import some
+from graphpasses.text import some
 
 __all__ = ["explain", "show_ring"]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from graphpasses.errors import CompareError
 from graphpasses.parity.run_file import Loss, Run, StepRecord
-from graphpasses.text_table import some
+from graphpasses.text import some
 
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout

@@ -10,7 +10,7 @@ from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size
 from graphpasses.fsdp.layout_diff import Move, Place, diff_layouts
 from graphpasses.simulate.nccl import ReductionPart, reduction_parts
 from graphpasses.simulate.rings import Topology
-from graphpasses.text_table import aligned
+from graphpasses.text import aligned
 
 __all__ = ["Prediction", "Reordered", "Setting", "predict", "sweep"]
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
+import torch
 from torch import nn
 
+from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.chunked import chunked_buckets
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.identity import IdentityMap
 
-__all__ = ["ON_REWRITTEN", "buckets_of"]
+__all__ = ["ON_REWRITTEN", "buckets_of", "eager_buckets", "eager_twin"]
 
 ON_REWRITTEN = "graphpasses_on_rewritten"
 """Attribute of a trainer: called with the report of the passes and the rewritten step, if it is there."""
@@ -38,3 +42,63 @@ def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
     if isinstance(config.loss, ChunkedLossWrapper.Config):
         plan, layout = chunked_buckets(plan, layout, model, "lm_head")
     return plan, layout
+
+
+def eager_twin(trainer: Any) -> nn.Module:
+    """Returns the model as torchtitan's own trainer shards it: FSDP2's groups, on device meta.
+
+    Args:
+        trainer: a graph_trainer, which has SimpleFSDP's parameters in place of groups.
+
+    Raises:
+        UnsupportedError: torchtitan has no eager model of this name.
+    """
+    from torchtitan.config import CompileConfig
+
+    config = trainer.config
+    name = config.model_spec.name.rpartition("/")[2]
+    try:
+        models = importlib.import_module(f"torchtitan.models.{name}")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the buckets of {config.model_spec.name!r} are those of torchtitan's eager model, and there is no "
+            f"torchtitan.models.{name}; use another --compile.pass_pipeline for this model"
+        ) from error
+    with torch.device("meta"):
+        model: nn.Module = trainer.model_config.build()
+    sharded: nn.Module = models.model_registry(config.model_spec.flavor).parallelize_fn(
+        model,
+        parallel_dims=trainer.parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=None,
+        dump_folder=config.dump_folder,
+    )
+    return sharded
+
+
+def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
+    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions.
+
+    Args:
+        trainer: a graph_trainer.
+
+    Raises:
+        UnsupportedError: see :func:`eager_twin`; or tensor parallelism meets tied weights.
+    """
+    eager = eager_twin(trainer)
+    _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
+    return buckets_of(eager, trainer.config)
+
+
+def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:
+    """Refuses weights that are tied again only after eager's groups were made of them."""
+    names_in_eager = IdentityMap.of(eager)
+    for names in identity.parameters:
+        if len({names_in_eager.canonical(name) for name in names}) > 1:
+            raise UnsupportedError(
+                f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
+                "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
+                "them (enable_weight_tying = False), or train with tensor_parallel_degree 1"
+            )

@@ -7,16 +7,13 @@ Importing this module registers the pipeline; ``python -m graphpasses.commands.t
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import fx, nn
-from torchtitan.config import CompileConfig
+from torch import fx
 from torchtitan.experiments.graph_trainer import passes as titan
 from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline, register_post_init_hook
 from torchtitan.tools.logging import logger
@@ -24,14 +21,12 @@ from torchtitan.tools.logging import logger
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import Layout
-from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.pass_report import PassReport, PipelineReport
-from graphpasses.identity import IdentityMap
-from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, buckets_of
+from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, eager_buckets
 from graphpasses.passes import default_pipeline
 
-__all__ = ["PIPELINE", "eager_buckets", "eager_twin", "graph_passes"]
+__all__ = ["PIPELINE", "graph_passes"]
 
 PIPELINE = "graphpasses"
 
@@ -57,52 +52,6 @@ def _remember(trainer: Any) -> None:
     _trainers[id(trainer.config)] = trainer
 
 
-def eager_twin(trainer: Any) -> nn.Module:
-    """Returns the model as torchtitan's own trainer shards it: FSDP2's groups, on device meta.
-
-    Args:
-        trainer: a graph_trainer, which has SimpleFSDP's parameters in place of groups.
-
-    Raises:
-        UnsupportedError: torchtitan has no eager model of this name.
-    """
-    config = trainer.config
-    name = config.model_spec.name.rpartition("/")[2]
-    try:
-        models = importlib.import_module(f"torchtitan.models.{name}")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the buckets of {config.model_spec.name!r} are those of torchtitan's eager model, and there is no "
-            f"torchtitan.models.{name}; use another --compile.pass_pipeline for this model"
-        ) from error
-    with torch.device("meta"):
-        model: nn.Module = trainer.model_config.build()
-    sharded: nn.Module = models.model_registry(config.model_spec.flavor).parallelize_fn(
-        model,
-        parallel_dims=trainer.parallel_dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=CompileConfig(enable=False),
-        ac_config=None,
-        dump_folder=config.dump_folder,
-    )
-    return sharded
-
-
-def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
-    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions.
-
-    Args:
-        trainer: a graph_trainer.
-
-    Raises:
-        UnsupportedError: see :func:`eager_twin`; or tensor parallelism meets tied weights.
-    """
-    eager = eager_twin(trainer)
-    _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
-    return buckets_of(eager, trainer.config)
-
-
 @register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]
 def graph_passes(
     traced: Any, config: Any, *, parallel_dims: Any = None
@@ -119,8 +68,8 @@ def graph_passes(
         rematerialization between them, Inductor and (on CUDA) CUDA graphs after them.
 
     Raises:
-        UnsupportedError: see :func:`eager_buckets`; eager shards a parameter on another dim; or an option asks for a
-            pass that does not go with ours.
+        UnsupportedError: see ``eager_buckets`` in ``buckets.py``; eager shards a parameter on another dim; or an
+            option asks for a pass that does not go with ours.
         LayoutError: (from a pass) the graph's buckets are not eager's.
     """
     _check_options(config)
@@ -183,18 +132,6 @@ def _trainer_of(config: Any) -> Any:
             "and do not precompile"
         )
     return trainer
-
-
-def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:
-    """Refuses weights that are tied again only after eager's groups were made of them."""
-    names_in_eager = IdentityMap.of(eager)
-    for names in identity.parameters:
-        if len({names_in_eager.canonical(name) for name in names}) > 1:
-            raise UnsupportedError(
-                f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
-                "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
-                "them (enable_weight_tying = False), or train with tensor_parallel_degree 1"
-            )
 
 
 def _refuse_other_shards(step: TrainGraph, expected_layout: Layout) -> None:

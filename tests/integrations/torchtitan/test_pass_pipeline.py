@@ -93,7 +93,7 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
 def test_weights_that_tensor_parallelism_unties_are_refused() -> None:
     """torchtitan ties them again only when FSDP2's groups were made."""
     pytest.importorskip("torchtitan")
-    from graphpasses.integrations.torchtitan.pass_pipeline import _check_ties
+    from graphpasses.integrations.torchtitan.buckets import _check_ties
 
     tied, untied = LanguageModel(), LanguageModel(tied=False)
     _check_ties(IdentityMap.of(tied), LanguageModel())

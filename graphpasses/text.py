@@ -1,10 +1,11 @@
-"""Tables and lists of plain text, for what ``str()`` prints and for messages."""
+"""Plain text for what ``str()`` prints and for messages: tables, lists that are cut, suggestions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 
-__all__ = ["aligned", "some"]
+__all__ = ["aligned", "did_you_mean", "some"]
 
 
 def aligned(rows: Sequence[Sequence[str]], *, max_rows: int | None = None) -> list[str]:
@@ -41,3 +42,14 @@ def some(names: Sequence[str], limit: int) -> str:
     """
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def did_you_mean(name: str, names: Collection[str]) -> str:
+    """Returns the end of an error message: the names closest to an unknown one, or nothing.
+
+    Example:
+        >>> did_you_mean("layer.0", ["layers.0", "norm"])
+        "; did you mean 'layers.0'?"
+    """
+    matches = difflib.get_close_matches(name, names, n=3)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
