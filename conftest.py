@@ -55,6 +55,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
+@pytest.fixture
+def forget_compiled_code() -> None:
+    """Lets Dynamo know nothing of the tests before."""
+    torch._dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def _names_of_groups() -> Iterator[None]:
     """Lets the next world have the name that DTensor's caches know it by: torch counts worlds that failed, too."""

@@ -17,15 +17,4 @@ def test_no_file_is_long() -> None:
         path for folder in ("graphpasses", "experiments", "tests") for path in (ROOT / folder).rglob("*.py")
     ]
     long = {str(path.relative_to(ROOT)): num_lines(path) for path in files if num_lines(path) > MAX_LINES}
-    assert long.keys() <= NOT_YET_SPLIT, f"split files of more than {MAX_LINES} lines: {long}"
-
-
-# These are being split; the set is empty soon.
-NOT_YET_SPLIT = {
-    "graphpasses/graph/train_graph.py",
-    "graphpasses/passes/embedding/columns.py",
-    "tests/embedding/torchrec/test_tracing_scope.py",
-    "tests/embedding/test_model_parallel.py",
-    "tests/passes/embedding/test_lower_embedding_bags.py",
-    "tests/passes/fsdp/test_deduplicate_shared.py",
-}
+    assert not long, f"split files of more than {MAX_LINES} lines: {long}"

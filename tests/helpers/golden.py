@@ -19,7 +19,7 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
@@ -30,6 +30,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._dtype_abbrs import dtype_abbrs
 
+import graphpasses
 from graphpasses.graph import (
     GraphInput,
     GraphOutput,
@@ -42,6 +43,7 @@ from graphpasses.graph import (
 )
 from graphpasses.identity import IdentityMap
 from graphpasses.passes.runner import GraphPass, Pipeline
+from tests.helpers.kept import Keep
 
 c10d = torch.ops._c10d_functional
 COLLECTIVES = {
@@ -61,9 +63,11 @@ RESULTS = {
 }
 DTYPES = {name: dtype for dtype, name in dtype_abbrs.items()}
 BACKWARD = "# backward"
+MAX_ARGUMENTS = 8  # of more, only data is shown, and only the inputs that are shown then
+AUTOMATIC_INPUT = r"l_|arg\d+_|primals_|tangents_|x_\d"
 
 
-def golden(p: GraphPass, graph: TrainGraph, example: int = 0) -> str:
+def golden(p: GraphPass, graph: TrainGraph, after: TrainGraph | None = None, *, example: int = 0) -> str:
     """Returns what a pass makes of a graph, as text.
 
     The docstring of the pass must show the same: its literal blocks are graphs before and after, in pairs. With
@@ -72,9 +76,10 @@ def golden(p: GraphPass, graph: TrainGraph, example: int = 0) -> str:
     Args:
         p: the pass.
         graph: a graph of about ten nodes.
+        after: what the pass made of it; by default the pass is run.
         example: which pair of blocks it is.
     """
-    shown = show(graph), show(Pipeline((p,)).run(graph))
+    shown = show(graph), show(after or Pipeline((p,)).run(graph))
     blocks = literal_blocks(type(p))[2 * example : 2 * example + 2]
     if os.environ.get("EXPECTTEST_ACCEPT"):
         path = Path(inspect.getfile(type(p)))
@@ -83,9 +88,33 @@ def golden(p: GraphPass, graph: TrainGraph, example: int = 0) -> str:
             source = source.replace(indent(old, " " * 8), indent(new, " " * 8), 1)
         path.write_text(source)
     else:
-        before, after = shown
-        assert blocks == [before, after], f"{type(p).__name__}: its docstring must show\n\n{before}\n{after}"
+        before, then = shown
+        assert blocks == [before, then], f"{type(p).__name__}: its docstring must show\n\n{before}\n{then}"
     return shown[1]
+
+
+def compiled(p: GraphPass, function: Callable[..., Any], *inputs: Any, stage: Stage) -> list[TrainGraph]:
+    """Compiles a function or model; returns its graph of a stage before and after a pass.
+
+    Args:
+        p: the pass.
+        function: what is compiled; called with ``inputs``.
+        inputs: what it takes.
+        stage: a stage that the pass accepts.
+    """
+    before, after = _Before((stage,)), _After((stage,))
+    torch.compiler.reset()
+    pipeline = Pipeline((before, p, after))
+    graphpasses.compile(function, pipeline=pipeline, inner="aot_eager", fullgraph=True)(*inputs)
+    return [*before.graphs, *after.graphs]
+
+
+class _Before(Keep):
+    name = "before"
+
+
+class _After(Keep):
+    name = "after"
 
 
 def literal_blocks(cls: type) -> list[str]:
@@ -105,10 +134,10 @@ def show(graph: TrainGraph) -> str:
 class _Printer:
     def __init__(self, graph: TrainGraph) -> None:
         self.graph = graph
-        self.inputs = iter(graph.inputs)
+        self.items = dict(zip(graph.placeholders, graph.inputs, strict=True))
         self.groups: list[str] = []
         self.names: dict[fx.Node, str] = {}
-        automatic = {node: base for node in graph.graph.nodes if (base := _automatic_name(node))}
+        automatic = {node: base for node in graph.graph.nodes if (base := self.short_name(node))}
         taken = {node.name for node in graph.graph.nodes if node not in automatic}
         for node in graph.graph.nodes:
             base = automatic.get(node, node.name)
@@ -116,22 +145,45 @@ class _Printer:
             self.names[node] = next(n for n in numbered if n not in taken) if node in automatic else base
             taken.add(self.names[node])
 
+    def short_name(self, node: fx.Node) -> str | None:
+        """Returns a name for a node that was named automatically: ``cat_default_1`` tells no more than ``cat``."""
+        if node in self.items and re.match(AUTOMATIC_INPUT, node.name):
+            return re.sub(r"\W+", "_", self.items[node].fqn).strip("_")
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        packet, overload = str(node.target).split(".")[1:]
+        pattern = rf"{re.escape(packet)}(_{re.escape(overload)})?(_\d+)?"
+        short = RESULTS.get(SHORT.get(node.target, ""), packet.strip("_"))
+        return short if re.fullmatch(pattern, node.name, re.IGNORECASE) else None
+
     def lines(self) -> Iterator[str]:
+        nodes = list(self.graph.graph.nodes)
+        body = list(self.body([node for node in nodes if node.op != "placeholder"]))
+        words = set(re.findall(r"\w+", "\n".join(body)))
+        for node in self.items:
+            if self.names[node] in words or not node.users:
+                yield self.line(node)
+        yield from body
+
+    def body(self, nodes: list[fx.Node]) -> Iterator[str]:
         is_backward = False
-        for node in self.graph.graph.nodes:
+        for node in nodes:
             if node.op == "output":
                 outputs = ", ".join(map(_output_name, self.graph.outputs))
                 yield f"return {', '.join(map(self.value, self.graph.output_values))}  # {outputs}"
                 continue
-            if node.op != "placeholder" and is_backward != node.meta.get("autograd_backward", False):
+            if is_backward != node.meta.get("autograd_backward", False):
                 is_backward = not is_backward
                 yield BACKWARD if is_backward else "# forward"
-            type_ = _type(node.meta.get("val", node.meta.get("example_value")))
-            yield f"{self.names[node]} = {self.call(node)}" + f"  # {type_}" * bool(type_)
+            yield self.line(node)
+
+    def line(self, node: fx.Node) -> str:
+        type_ = _type(node.meta.get("val", node.meta.get("example_value")))
+        return f"{self.names[node]} = {self.call(node)}" + f"  # {type_}" * bool(type_)
 
     def call(self, node: fx.Node) -> str:
         if node.op == "placeholder":
-            item = next(self.inputs)
+            item = self.items[node]
             first = self.graph.identity.canonical(item.fqn) if item.is_state else item.fqn
             tied = f", same_as={first!r}" if first != item.fqn else ""
             return f"{item.kind.value}({item.fqn!r}{tied}{f', {item.attr!r}' * bool(item.attr)})"
@@ -142,10 +194,23 @@ class _Printer:
         group = _group_position(node.target)
         args = [self.group(arg) if index == group else self.value(arg) for index, arg in enumerate(node.args)]
         kwargs = [f"{key}={self.value(value)}" for key, value in node.kwargs.items()]
+        if len(args) + len(kwargs) > MAX_ARGUMENTS:
+            args = [text for text, value in zip(args, node.args, strict=True) if self.is_data(value)]
+            pairs = zip(kwargs, node.kwargs.values(), strict=True)
+            kwargs = [*(text for text, value in pairs if self.is_data(value)), "..."]
         if node.op == "call_method":
             return f"{args[0]}.{node.target}({', '.join([*args[1:], *kwargs])})"
         prefix = "self." if node.op == "call_module" else ""
         return f"{prefix}{_target_name(node.target)}({', '.join([*args, *kwargs])})"
+
+    def is_data(self, value: object) -> bool:
+        """Whether an argument of many says what is computed, not how: options and modules' bookkeeping do not."""
+        if isinstance(value, (list, tuple)):
+            return any(map(self.is_data, value))
+        if isinstance(value, fx.Node) and value in self.items:
+            item = self.items[value]
+            return item.kind in (InputKind.PARAMETER, InputKind.BATCH) or "." not in item.fqn
+        return isinstance(value, (fx.Node, torch._ops.OpOverload))
 
     def group(self, name: object) -> str:
         if not isinstance(name, str):
@@ -161,21 +226,11 @@ class _Printer:
             return dtype_abbrs[value]
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(map(self.value, value))}]"
-        return repr(value)
+        return _target_name(value) if isinstance(value, torch._ops.OpOverload) else repr(value)
 
 
 def _output_name(output: GraphOutput) -> str:
     return f"gradient of {output.fqn}" if output.is_gradient else output.fqn or output.kind.value
-
-
-def _automatic_name(node: fx.Node) -> str | None:
-    """Returns a short name for a node that fx itself named: ``cat_default_1`` tells no more than ``cat``."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    packet, overload = str(node.target).split(".")[1:]
-    pattern = rf"{re.escape(packet)}(_{re.escape(overload)})?(_\d+)?"
-    short = RESULTS.get(SHORT.get(node.target, ""), packet.strip("_"))
-    return short if re.fullmatch(pattern, node.name, re.IGNORECASE) else None
 
 
 def _group_position(target: Any) -> int | None:
@@ -188,12 +243,14 @@ def _group_position(target: Any) -> int | None:
 def _target_name(target: Any) -> str:
     if isinstance(target, str):
         return target
-    if target in SHORT:
-        return SHORT[target]
+    if target in SHORT or getattr(target, "default", None) in SHORT:
+        return SHORT.get(target) or SHORT[target.default]
     if isinstance(target, torch._ops.OpOverload):
         name = str(target)
         return name.removesuffix(f".{_usual_overload(target.overloadpacket)}")
-    return f"{target.__module__}.{target.__name__}"
+    if isinstance(target, torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
+        return str(target).removeprefix("torch.ops.higher_order.")
+    return f"{target.__module__.removeprefix('_')}.{target.__name__}"
 
 
 def _usual_overload(packet: Any) -> str:

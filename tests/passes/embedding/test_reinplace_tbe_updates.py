@@ -27,9 +27,7 @@ IGNORE = 2  # repairs out-of-range ids without a word
 Inner = Literal["aot_eager", "inductor"]
 
 
-@pytest.fixture(autouse=True)
-def forget_compiled_code() -> None:
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
 
 
 def is_functionalized(graph: TrainGraph) -> bool:

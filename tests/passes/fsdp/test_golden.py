@@ -141,7 +141,7 @@ return bias_grad, weight_grad  # gradient of layer.bias, gradient of layer.weigh
 """
     )
     assert_expected_inline(
-        golden(BucketFSDPCollectives(LAYER), graph, 1),
+        golden(BucketFSDPCollectives(LAYER), graph, example=1),
         """\
 weight = parameter('layer.weight')  # f32[2, 4]
 bias = parameter('layer.bias')  # f32[2]

@@ -1,0 +1,336 @@
+"""TorchRec models in one graph: every sharding, bit-equal to eager, without recompilation as lengths vary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("torchrec")
+from tests.helpers.recommenders import Case  # loads TorchRec without its warnings  # isort: skip
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+from torchrec import KeyedJaggedTensor, KeyedTensor, PoolingType
+from torchrec.datasets.utils import Batch
+from torchrec.distributed import sharding_plan as plans
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.optim import RowWiseAdagrad
+
+import graphpasses
+from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
+from graphpasses.errors import CaptureError, KeyOrderError
+from graphpasses.parity.launch import run_ranks
+from tests.helpers.recommenders import (
+    BATCH_SIZE,
+    DIM,
+    NUM_ROWS,
+    PRELOAD,
+    Compiled,
+    Scored,
+    bags,
+    batch_sizes_per_feature,
+    differences,
+    ids,
+    same,
+    sequences,
+    state_of,
+    tbes,
+)
+
+TW0, TW1 = plans.table_wise(rank=0), plans.table_wise(rank=1)
+RW, CW, DP = plans.row_wise(), plans.column_wise(ranks=[0, 1]), plans.data_parallel()
+
+
+def twcw(*args: Any, **kwargs: Any) -> Any:
+    sharding = plans.column_wise(ranks=[1, 1])(*args, **kwargs)
+    sharding.sharding_type = "table_column_wise"
+    return sharding
+
+
+# ---- models --------------------------------------------------------------------------------------------
+
+
+class OnBatch(nn.Module):
+    """Tables and dense features of a ``Batch``; a layer that only some steps use."""
+
+    def __init__(self, num_tables: int) -> None:
+        super().__init__()
+        self.embeddings = bags(num_tables)
+        width = DIM * num_tables + 3
+        self.score, self.odd = nn.Linear(width, 1), nn.Linear(width, 1)
+
+    def forward(self, batch: Batch, is_odd: bool = False) -> Tensor:
+        features = torch.cat([self.embeddings(batch.sparse_features).values(), batch.dense_features], dim=1)
+        scores = (self.odd if is_odd else self.score)(features).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(scores, batch.labels)
+
+
+def batch_of(num_features: int, rank: int, step: int) -> Batch:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return Batch(
+        torch.rand(BATCH_SIZE, 3, generator=generator),
+        ids(rank, step, num_features),
+        torch.rand(BATCH_SIZE, generator=generator),
+    )
+
+
+class Several(nn.Module):
+    """Weighted, mean- and sum-pooled collections, regrouped; on rank 0 two TBEs look up one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weighted = bags(2, "w", is_weighted=True)
+        self.mean = bags(3, "m", poolings=(PoolingType.MEAN, PoolingType.SUM, PoolingType.MEAN))
+        self.sum = bags(1, "s")
+        self.left, self.right = nn.Linear(3 * DIM, 1), nn.Linear(3 * DIM, 1)
+
+    def forward(self, *features: KeyedJaggedTensor) -> Tensor:
+        pooled = [self.weighted(features[0]), self.mean(features[1]), self.sum(features[2])]
+        left, right = KeyedTensor.regroup(pooled, [["wf0", "mf1", "sf0"], ["mf0", "wf1", "mf2"]])
+        return (self.left(left) * self.right(right)).mean()
+
+
+class Both(nn.Module):
+    """Bags and sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.sequences = Scored(bags(2), 2 * DIM), Scored(sequences(2), DIM)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.bags(features) + self.sequences(features)
+
+
+class Shared(nn.Module):
+    """One collection under two parents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embeddings = bags(2)
+        self.left, self.right = Scored(embeddings, 2 * DIM), Scored(embeddings, 2 * DIM)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.left(features) * self.right(features)
+
+
+def feature_processed() -> nn.Module:
+    processors = {f"f{index}": PositionWeightedModule(4) for index in range(2)}
+    return Scored(FeatureProcessedEmbeddingBagCollection(bags(2, is_weighted=True), processors), 2 * DIM)
+
+
+def several_batches(rank: int, step: int) -> tuple[KeyedJaggedTensor, ...]:
+    return (
+        ids(rank, step, 2, "w", is_weighted=True),
+        ids(rank, step + 10, 3, "m"),
+        ids(rank, step + 20, 1, "s"),
+    )
+
+
+def smaller_on_rank_1(rank: int, step: int) -> tuple[KeyedJaggedTensor]:
+    return (ids(rank, step, 2, batch_size=BATCH_SIZE - (step if rank == 1 else 0), dtype=torch.int32),)
+
+
+def one(num_features: int, rank: int, step: int, **options: Any) -> tuple[KeyedJaggedTensor]:
+    return (ids(rank, step, num_features, **options),)
+
+
+# ---- real ranks ----------------------------------------------------------------------------------------
+# experiments/torchrec_parity has more kinds of sharding, also over 4 ranks.
+
+ON_2_RANKS: dict[str, Callable[[], Case]] = {
+    "pooled": lambda: Case(
+        partial(OnBatch, 6), (TW0, RW, CW, TW1, twcw, DP), lambda rank, step: (batch_of(6, rank, step),)
+    ),
+    "sequences": lambda: Case(
+        lambda: Scored(sequences(4), DIM), (TW0, RW, CW, TW1), partial(one, 4), torch.optim.Adagrad
+    ),
+    "several": lambda: Case(Several, (TW0, TW0, TW0, TW0, RW, CW), several_batches, RowWiseAdagrad),
+    "shared": lambda: Case(Shared, (TW1, RW), partial(one, 2)),
+    "feature-processed": lambda: Case(feature_processed, (TW0, RW), partial(one, 2)),
+    "batch sizes per feature": lambda: Case(
+        lambda: Scored(bags(2), 2 * DIM),
+        (TW0, CW),
+        lambda rank, step: (batch_sizes_per_feature(rank, step),),
+    ),
+    # Pooled row-wise tables are left out: gloo cannot gather tensors of different sizes, in eager either.
+    "smaller batches on a rank": lambda: Case(Both, (TW1, CW, TW0, RW), smaller_on_rank_1),
+    "unused parameters": lambda: Case(
+        partial(OnBatch, 2),
+        (DP, RW),
+        lambda rank, step: (batch_of(2, rank, step), (rank + step) % 2 == 1),
+        wrapper=DefaultDataParallelWrapper(find_unused_parameters=True, static_graph=False),
+        max_graphs=2,
+    ),
+}
+
+
+def small() -> Case:
+    return Case(lambda: Scored(bags(2), 2 * DIM), (RW, TW0), partial(one, 2), RowWiseAdagrad)
+
+
+def untold_reducer() -> list[str]:
+    """Returns no problem if gradients go wrong when the reducer is not told of the forward."""
+    case = small()
+    eager, compiled = case.sharded(), Compiled(case.sharded())
+    compiled.tells_ddp = False
+    for model in (eager, compiled):
+        for step in range(2):
+            model(*case.batch(dist.get_rank(), step)).backward()
+    gradients = [
+        {name: value for name, value in state_of(model).items() if name.startswith(".gradients")}
+        for model in (eager, compiled.model)
+    ]
+    return ["gradients were reduced all the same"] if same(*gradients) else []
+
+
+def evaluation() -> list[str]:
+    """Returns what differs when a model is evaluated between steps, and before the first."""
+    case = small()
+    eager, compiled = case.sharded(), Compiled(case.sharded())
+    found = []
+    for step in range(4):
+        losses = []
+        for model, call in ((eager, eager), (compiled.model, compiled)):
+            model.train(step % 2 == 1)
+            with torch.set_grad_enabled(step % 2 == 1):
+                loss = call(*case.batch(dist.get_rank(), step))
+            losses.append(loss.detach())
+            if step % 2 == 1:
+                loss.backward()
+        if not torch.equal(*losses) or not same(state_of(eager), state_of(compiled.model)):
+            found.append(f"step {step}")
+    return found
+
+
+def optimizer_steps() -> list[str]:
+    """Returns the numbers of steps of two row-wise Adagrads, where they are not both 3."""
+    case = small()
+    eager, compiled = case.sharded(), Compiled(case.sharded())
+    found = []
+    for model, call in ((eager, eager), (compiled.model, compiled)):
+        for step in range(3):
+            call(*case.batch(dist.get_rank(), step)).backward()
+        for tbe in tbes(model):
+            if (int(tbe.iter), int(tbe.iter_cpu)) != (3, 3):
+                found.append(f"{type(call).__name__}: {int(tbe.iter)}, {int(tbe.iter_cpu)}")
+    return found
+
+
+def order_of_features() -> list[str]:
+    """Returns what a sharded module accepts although its features come in another order."""
+    case = small()
+    model = case.sharded()
+    compiled = Compiled(model)
+    (features,) = case.batch(dist.get_rank(), 0)
+    found = []
+
+    def refuses(call: Callable[..., Any], features: KeyedJaggedTensor, message: str) -> None:
+        try:
+            with tracing_scope():
+                call(features)
+        except KeyOrderError as error:
+            if not str(error).startswith(message):
+                found.append(f"unclear: {error}")
+        else:
+            found.append(f"accepted {features.keys()}")
+
+    first = features.permute([0])
+    refuses(model, first, "'embeddings' was called without features ['f1']; it was given ['f0']")
+    compiled(features)
+    start = "'embeddings' was first called with features ['f0', 'f1'], now with "
+    for call in (model, compiled):
+        refuses(call, features.permute([1, 0]), f"{start}['f1', 'f0']; a sharded module takes every")
+        refuses(call, first, f"{start}['f0']; a sharded module takes every")
+    return found
+
+
+def ids_that_are_no_rows() -> list[str]:
+    """Returns where a model with all passes does not treat such ids as TBE's bounds checks do in eager.
+
+    On each rank one is wrong, or the ranks whose check does not raise would wait for the others, in eager, too.
+    """
+    case = Case(lambda: Scored(bags(2), 2 * DIM), (TW0, TW1), partial(one, 2), RowWiseAdagrad)
+    good = torch.arange(2 * BATCH_SIZE)
+    outside, no_number = good.clone(), good.float()
+    outside[[1, -1]], no_number[[1, -1]] = torch.tensor([NUM_ROWS, -2]), float("nan")
+    found = []
+    for mode, batches in (
+        (BoundsCheckMode.WARNING, (good, outside, no_number)),  # eager takes float ids, too
+        (BoundsCheckMode.FATAL, (good, outside)),
+    ):
+        results = []
+        for is_compiled in (False, True):
+            torch.compiler.reset()
+            model = case.sharded()
+            for tbe in tbes(model):
+                tbe.bounds_check_mode_int = mode.value
+            call = graphpasses.compile(model, inner="aot_eager", fullgraph=True) if is_compiled else model
+            seen: list[Any] = []
+            for values in batches:
+                features = KeyedJaggedTensor(
+                    ["f0", "f1"], values.clone(), lengths=torch.ones(len(values), dtype=torch.int64)
+                )
+                try:
+                    loss = call(features)
+                except RuntimeError as error:
+                    seen.append(str(error))
+                else:
+                    loss.backward()
+                    seen.append((loss.item(), [tbe.bounds_check_warning.item() for tbe in tbes(model)]))
+            results.append((seen, state_of(model)))
+        (eager, eager_state), (compiled, state) = results
+        if eager != compiled or not same(eager_state, state):
+            found.append(f"{mode.name}: {eager} in eager, {compiled} compiled")
+        counts = [counts for _, counts in eager] if mode is BoundsCheckMode.WARNING else []
+        if counts not in ([], [[0], [2], [2]]):  # a wrong id of each rank
+            found.append(f"warnings: {eager}")
+        if mode is BoundsCheckMode.FATAL and not str(eager[-1]).startswith("Expected idx "):
+            found.append(f"not fatal: {eager}")
+    return found
+
+
+def parameter_on_meta() -> list[str]:
+    """Returns what a sharded model with a parameter on the meta device does instead of naming it."""
+    model = small().sharded()
+    model.module.score = nn.Linear(2 * DIM, 1, device="meta")
+    try:
+        graphpasses.compile(model, inner="aot_eager")(ids(dist.get_rank(), 0, 2))
+    except CaptureError as error:
+        start = "parameter or buffer 'score.weight' is on the meta device; materialise the model "
+        return [] if str(error).startswith(start) else [str(error)]
+    return ["accepted"]
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        untold_reducer,
+        evaluation,
+        optimizer_steps,
+        order_of_features,
+        ids_that_are_no_rows,
+        parameter_on_meta,
+    )
+}
+
+
+def check_all(cases: str, checks: tuple[str, ...] = ()) -> dict[str, list[str]]:
+    found = {name: differences(make()) for name, make in globals()[cases].items()}
+    return found | {name: CHECKS[name]() for name in checks}
+
+
+@pytest.fixture(scope="module")
+def on_2_ranks() -> list[dict[str, list[str]]]:
+    return run_ranks(check_all, 2, "ON_2_RANKS", tuple(CHECKS), preload=PRELOAD)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", [*ON_2_RANKS, *CHECKS])
+def test_on_2_ranks(on_2_ranks: list[dict[str, list[str]]], name: str) -> None:
+    assert [found[name] for found in on_2_ranks] == [[], []]
