@@ -201,7 +201,23 @@ class FuseTBE(GraphPass):
     Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.
 
     Example:
-        >>> Pipeline((HoistInputDists(), FuseTBE())).run(graph).report  # doctest: +SKIP
+        >>> import torchrec  # graphpasses.compile traces FBGEMM's modules where TorchRec is loaded
+        >>> from fbgemm_gpu import split_table_batched_embeddings_ops_training as tbe
+        >>> class Tables(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         table = (9, 4, tbe.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU)
+        ...         self.a, self.b = (tbe.SplitTableBatchedEmbeddingBagsCodegen([table]) for _ in "ab")
+        ...     def forward(self, first, second):
+        ...         return self.a(*first) + self.b(*second)
+        >>> report = graphpasses.CompileReport()
+        >>> pipeline = graphpasses.Pipeline((FuseTBE(),))
+        >>> compiled = graphpasses.compile(Tables(), pipeline=pipeline, inner="aot_eager", report=report)
+        >>> first, second = [(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 3])) for _ in range(2)]
+        >>> compiled(first, second).sum().backward()  # one update
+        >>> report.by_graph["graph 0, dynamo"]["fuse-tbe"].num_rewrites
+        2
+        >>> torch.compiler.reset()
     """
 
     name: ClassVar[str] = "fuse-tbe"

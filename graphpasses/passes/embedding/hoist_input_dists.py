@@ -40,7 +40,20 @@ class HoistInputDists(GraphPass):
     code; where a rank has no tables, or others than the rest, makes no difference.
 
     Example:
-        >>> Pipeline((HoistInputDists(),)).run(graph).report  # doctest: +SKIP
+        >>> from torch.distributed._functional_collectives import all_to_all_single
+        >>> class Tables(nn.Module):
+        ...     def forward(self, table, *ids):
+        ...         group = dist.group.WORLD
+        ...         rows = (table[all_to_all_single(each, None, None, group)] for each in ids)
+        ...         return sum(REDUCE_SCATTER_V(each, [1, 1], 0, group.group_name, 2) for each in rows)
+        >>> report = graphpasses.CompileReport()
+        >>> pipeline = graphpasses.Pipeline((HoistInputDists(),))
+        >>> with fake_process_group(2):
+        ...     model = graphpasses.compile(Tables(), pipeline=pipeline, inner="aot_eager", report=report)
+        ...     _ = model(torch.ones(3, 4), torch.tensor([0, 1]), torch.tensor([1, 2]))
+        >>> report.by_graph["graph 0, dynamo"]["hoist-input-dists"].num_rewrites
+        2
+        >>> torch.compiler.reset()
     """
 
     name: ClassVar[str] = "hoist-input-dists"

@@ -228,8 +228,15 @@ class LowerEmbeddingBags(GraphPass):
         ArenaError: a table was moved or replaced.
 
     Example:
-        >>> compiled = graphpasses.compile(model, pipeline=recommender_pipeline(lower_embedding_bags=True))
-        ... # doctest: +SKIP
+        >>> from torch.distributed.optim import _apply_optimizer_in_backward
+        >>> bags = nn.EmbeddingBag(10, 4, mode="sum")
+        >>> _apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.1})
+        >>> report = graphpasses.CompileReport()
+        >>> pipeline = graphpasses.Pipeline((LowerEmbeddingBags(),))
+        >>> compiled = graphpasses.compile(bags, pipeline=pipeline, inner="aot_eager", report=report)
+        >>> compiled(torch.tensor([[1, 2]])).sum().backward()  # which updates rows 1 and 2
+        >>> report.by_graph["graph 0, dynamo"]["lower-embedding-bags"].num_rewrites
+        1
     """
 
     name: ClassVar[str] = "lower-embedding-bags"

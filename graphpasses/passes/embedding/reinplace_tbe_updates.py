@@ -187,7 +187,15 @@ class ReinplaceTBEUpdates(GraphPass):
     Writes make an order of nodes binding, so this pass comes last.
 
     Example:
-        >>> print(Pipeline((ReinplaceTBEUpdates(),)).run(backward).report)  # doctest: +SKIP
+        >>> from torch.distributed.optim import _apply_optimizer_in_backward
+        >>> bags = nn.EmbeddingBag(10, 4, mode="sum")
+        >>> _apply_optimizer_in_backward(torch.optim.SGD, bags.parameters(), {"lr": 0.1})
+        >>> report = graphpasses.CompileReport()
+        >>> pipeline = graphpasses.recommender_pipeline(lower_embedding_bags=True)
+        >>> compiled = graphpasses.compile(bags, pipeline=pipeline, inner="aot_eager", report=report)
+        >>> compiled(torch.tensor([[1, 2]])).sum().backward()
+        >>> report.by_graph["graph 0, backward"]["reinplace-tbe-updates"].num_rewrites
+        1
     """
 
     name: ClassVar[str] = "reinplace-tbe-updates"
