@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,90 @@ def test_private_torch_is_used_in_one_folder() -> None:
     assert uses_outside("torch", "_torch") == []
 
 
+# The children and tensors of a module, which SimpleFSDP's read-only properties hide; a named tuple's public methods.
+PUBLIC_ENOUGH = {"_modules", "_parameters", "_buffers", "_make", "_replace"}
+# Shims: each lists or patches what it uses.
+SHIMS = ("_torch", "_torchtitan.py", "embedding/torchrec")
+
+
+def private_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields attributes with one leading underscore, of anything but ``self``, ``cls`` and operators."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=value, attr=name):
+                pass
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr" | "delattr"),
+                args=[value, ast.Constant(value=str(name)), *_],
+            ):
+                pass
+            case _:
+                continue
+        owner = ast.unparse(value)
+        is_own = (
+            owner in ("self", "cls") or owner.split(".")[0] == "aten" or f"{owner}.".startswith("torch.ops.")
+        )
+        if is_private(name) and not is_own and name not in PUBLIC_ENOUGH:
+            yield node.lineno, f"{owner}.{name}"
+
+
+def test_scan_finds_private_attributes() -> None:
+    code = """
+self._own; cls._own; aten._to_copy; torch.ops.aten._to_copy.default; module._modules; module.__class__
+op._schema; getattr(compiled, "_orig_mod", None); node.target._schema.arguments; self.child._hidden
+"""
+    assert sorted({name for _, name in private_attributes(ast.parse(code))}) == [
+        "compiled._orig_mod",
+        "node.target._schema",
+        "op._schema",
+        "self.child._hidden",
+    ]
+
+
+def test_private_attributes_are_used_in_shims_alone() -> None:
+    uses = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in sorted(ROOT.rglob("*.py"))
+        if not any(path.is_relative_to(ROOT / shim) for shim in SHIMS)
+        for line, name in private_attributes(ast.parse(path.read_text()))
+    ]
+    assert uses == []
+
+
 def test_private_torchtitan_is_used_in_one_file() -> None:
     assert uses_outside("torchtitan", "_torchtitan.py") == []
     assert uses_outside("torchtitan", "_torch") != []
+
+
+COMPILER = ("analysis", "capture", "embedding", "fsdp", "graph", "ops", "passes")
+# Whose reference calls FBGEMM's operators.
+NAMES_FBGEMM = ("embedding/torchrec", "ops/permute_batches.py")
+
+
+def torchrec_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yields operators of TorchRec and FBGEMM, and strings that name their parts; docstrings may."""
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(attr="fbgemm" | "torchrec", value=ast.Attribute(attr="ops")):
+                yield node.lineno, ast.unparse(node)
+            case ast.Constant(value=str(text)) if id(node) not in docs:
+                if re.search(
+                    r"(torchrec|fbgemm)[.:]|^fbgemm$|split_embedding_|_1d_cat_2d|_input_dist\b", text
+                ):
+                    yield node.lineno, text
+
+
+def test_torchrecs_names_live_in_one_folder() -> None:
+    found = torchrec_names(
+        ast.parse("torch.ops.fbgemm.x; y = 'fbgemm.lookup'; 'a docstring of fbgemm.lookup'")
+    )
+    assert {name for _, name in found} == {"torch.ops.fbgemm", "fbgemm.lookup"}
+    uses = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for package in COMPILER
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if not any(path.is_relative_to(ROOT / place) for place in NAMES_FBGEMM)
+        for line, name in torchrec_names(ast.parse(path.read_text()))
+    ]
+    assert uses == []

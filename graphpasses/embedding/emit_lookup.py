@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses.analysis.lookups import HOST, INFO_B, MIXED_D, LookupCall, TableLayout
 from graphpasses.embedding.fused_update import FusedUpdate
+from graphpasses.embedding.torchrec.lookups import HOST, INFO_B, MIXED_D, LookupCall, TableLayout
+from graphpasses.embedding.torchrec.names import fused_lookup
 from graphpasses.graph import DynamoGraph
 from graphpasses.ops.count_steps import count_steps
 
@@ -109,8 +110,7 @@ def emit_lookup(
         "learning_rate_tensor": graph.add_input(update.learning_rate, f"{name}.learning_rate"),
         **update.form.arguments(),
     }
-    op = getattr(torch.ops.fbgemm, f"split_embedding_codegen_lookup_{update.form.name}_function_pt2")
-    return graph.emit(op.default, (), arguments, like=like)
+    return graph.emit(fused_lookup(update.form.name), (), arguments, like=like)
 
 
 def layout_arguments(graph: DynamoGraph, layout: TableLayout, name: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from graphpasses._torch.optimizer_in_backward import (
     steps_in_backward,
 )
 from graphpasses.embedding.arena import Arena
+from graphpasses.embedding.torchrec.names import ROWWISE_ADAGRAD
 from graphpasses.errors import OptimizerError
 
 __all__ = ["FusedForm", "FusedUpdate", "learning_rate", "optimizer_states"]
@@ -24,7 +25,7 @@ __all__ = ["FusedForm", "FusedUpdate", "learning_rate", "optimizer_states"]
 _FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "torch.optim.sgd.SGD": ("sgd", ("momentum", "weight_decay", "maximize")),
     "torch.optim.adagrad.Adagrad": ("adagrad", ("lr_decay", "weight_decay", "maximize")),
-    "torchrec.optim.rowwise_adagrad.RowWiseAdagrad": (
+    ROWWISE_ADAGRAD: (
         "rowwise_adagrad",
         ("lr_decay", "weight_decay", "maximize"),
     ),

@@ -21,6 +21,7 @@ from torchrec.distributed.types import (
 )
 
 from graphpasses._torch.group_copies import groups_are_kept
+from graphpasses._torch.state_dict import module_versions
 from graphpasses.embedding.checkpoints import check_keys, check_shapes, keys_message, merge_repeated_keys
 from graphpasses.embedding.planner import fit_plan
 from graphpasses.embedding.planner import plan as make_plan
@@ -217,8 +218,9 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         if seconds:
             for key in [key for key in state if key not in before and key.startswith(seconds)]:
                 del state[key]
-            for key in [key for key in getattr(state, "_metadata", {}) if f"{key}.".startswith(seconds)]:
-                del state._metadata[key]  # type: ignore[attr-defined]
+            versions = module_versions(state)
+            for key in [key for key in versions if f"{key}.".startswith(seconds)]:
+                del versions[key]
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True) -> Any:

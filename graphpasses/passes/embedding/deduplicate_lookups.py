@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -18,6 +17,7 @@ from graphpasses._torch.tracing import outside_tracing
 from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
 from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import operator_effects, storages
+from graphpasses.embedding.torchrec.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, argument
 from graphpasses.graph.nodes import freeze
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -26,8 +26,6 @@ __all__ = ["DeduplicateLookups"]
 
 aten = torch.ops.aten
 
-_BOUNDS_CHECK = "fbgemm.bounds_check_indices.default"
-_LOOKUP = re.compile(r"fbgemm\.split_embedding_(nobag_)?codegen_forward_\w+_pt2_wrapper\.default")
 _UNINITIALIZED = frozenset(
     {
         aten.empty.memory_format,
@@ -50,10 +48,10 @@ def _called(node: fx.Node) -> str:
 
 def _is_function(node: fx.Node) -> bool:
     """Whether the value of a call follows from its inputs, and computing it does nothing else."""
-    if (name := _called(node)) == _BOUNDS_CHECK:
+    if (name := _called(node)) == BOUNDS_CHECK:
         return str(_warning(node).meta["val"].device) == "cpu"
     if name:
-        return _LOOKUP.fullmatch(name) is not None
+        return TRACED_LOOKUP.fullmatch(name) is not None
     if node.target in _UNINITIALIZED:
         return _is_empty(node.meta["val"])
     if node.target == aten._assert_scalar.default:
@@ -84,7 +82,7 @@ def _warning(bounds_check: fx.Node) -> fx.Node:
 def _counter(bounds_check: fx.Node) -> fx.Node:
     """Returns that number before the first of all checks that write it."""
     warning = _warning(bounds_check)
-    while warning.target is operator.getitem and _called(argument(warning)) == _BOUNDS_CHECK:
+    while warning.target is operator.getitem and _called(argument(warning)) == BOUNDS_CHECK:
         warning = _warning(argument(warning))
     return warning
 
@@ -104,7 +102,7 @@ def _key(graph: TrainGraph, node: fx.Node, repeated: Mapping[fx.Node, fx.Node]) 
     args, kwargs = inputs
     if node.target == aten._assert_scalar.default:
         return node.target, args[0]  # without the message
-    if _called(node) == _BOUNDS_CHECK:
+    if _called(node) == BOUNDS_CHECK:
         # On CPU a check overwrites the count of the one before, or leaves it.
         bases = [
             _counter(node) if base is _warning(node) else repeated.get(base, base) for base in _bases(node)

@@ -16,9 +16,10 @@ from graphpasses._torch.storage import addresses
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.effects import has_gradient, launches_collective
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
-from graphpasses.analysis.lookups import LookupCall, TableLayout
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.emit_lookup import emit_lookup_like
+from graphpasses.embedding.torchrec.lookups import LookupCall, TableLayout
+from graphpasses.embedding.torchrec.names import complete_cumsum
 from graphpasses.errors import OptimizerError
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
@@ -127,9 +128,7 @@ def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.
         )
         indices, lengths = [graph.emit(operator.getitem, (joined, i), like=last.node) for i in range(2)]
         lengths = graph.emit(aten.view.default, (lengths, [-1]), like=last.node)
-        offsets = graph.emit(
-            torch.ops.fbgemm.asynchronous_complete_cumsum.default, (lengths,), like=last.node
-        )
+        offsets = graph.emit(complete_cumsum(), (lengths,), like=last.node)
         weights = None
         if first.arguments["indice_weights"] is not None:
             weights = graph.emit(aten.cat.default, (inputs("indice_weights"),), like=last.node)

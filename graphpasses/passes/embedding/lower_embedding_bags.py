@@ -15,12 +15,12 @@ from torch import fx
 from graphpasses._torch.dynamo import guard_identity
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
-from graphpasses.analysis.lookups import TableLayout
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.emit_lookup import emit_lookup
 from graphpasses.embedding.fused_update import FusedUpdate
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels
+from graphpasses.embedding.torchrec.lookups import TableLayout
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.pack_bags import PACK_BAGS
 from graphpasses.passes.runner import GraphPass, Numerics

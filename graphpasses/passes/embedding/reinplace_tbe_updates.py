@@ -16,6 +16,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
 from graphpasses._torch.schemas import bind_named
 from graphpasses.analysis.effects import Effects, operator_effects, storages
+from graphpasses.embedding.torchrec.names import FBGEMM
 from graphpasses.graph import Stage, TrainGraph, argument
 from graphpasses.passes.runner import GraphPass, Numerics
 
@@ -112,7 +113,7 @@ def _plan(graph: TrainGraph) -> list[DirectCall]:
     direct = []
     for node in memory.position:
         call = read_functionalized_call(node)
-        if call is None or call.op.namespace != "fbgemm":
+        if call is None or call.op.namespace != FBGEMM:
             continue
         copied = set()
         for index, base in enumerate(call.bases):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 pytest.importorskip("torchrec")
 
 import graphpasses
-from graphpasses.analysis.lookups import LookupCall
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.embedding.arena import Arena
+from graphpasses.embedding.torchrec.lookups import LookupCall
 from graphpasses.errors import ArenaError, IdError, OptimizerError
 from graphpasses.passes import FuseTBE
 from graphpasses.passes.runner import PassReport, Pipeline

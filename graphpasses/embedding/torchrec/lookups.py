@@ -11,15 +11,10 @@ import torch
 from torch import Tensor, fx
 
 from graphpasses._torch.schemas import named_arguments
+from graphpasses.embedding.torchrec.names import FUSED_OPTIMIZERS
 from graphpasses.graph import DynamoGraph
 
 __all__ = ["HOST", "INFO_B", "MIXED_D", "LookupCall", "TableLayout"]
-
-# Optimizers whose update of a row depends on nothing but this row, its gradient, its state, and constants.
-_OPTIMIZERS = {
-    f"fbgemm.split_embedding_codegen_lookup_{name}_function_pt2": name
-    for name in ("sgd", "adagrad", "rowwise_adagrad")
-}
 
 # FBGEMM's `EmbeddingLocation.HOST` and `PoolingMode.NONE`.
 HOST = 3
@@ -132,7 +127,7 @@ class LookupCall:
         }
         calls = []
         for node in graph.graph.nodes:
-            if (optimizer := _OPTIMIZERS.get(str(node.target).removesuffix(".default"))) is not None:
+            if (optimizer := FUSED_OPTIMIZERS.get(str(node.target).removesuffix(".default"))) is not None:
                 own = {other: inputs[other] for other in node.all_input_nodes if other in inputs}
                 calls.append(cls(node, optimizer, named_arguments(node), own))
         return calls

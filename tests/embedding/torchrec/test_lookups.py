@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpasses.analysis.lookups import LookupCall, TableLayout
 from graphpasses.embedding.emit_lookup import layout_arguments, state_arguments
+from graphpasses.embedding.torchrec.lookups import LookupCall, TableLayout
 from graphpasses.graph import TrainGraph
 from tests.helpers.tables import Lookups, model_graph, tables
 

@@ -1,0 +1,55 @@
+"""Names of TorchRec and FBGEMM that the compiler looks for; nothing is imported for them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+__all__ = [
+    "BOUNDS_CHECK",
+    "FBGEMM",
+    "FUSED_OPTIMIZERS",
+    "ROWWISE_ADAGRAD",
+    "TRACED_LOOKUP",
+    "complete_cumsum",
+    "fused_lookup",
+]
+
+# The library of FBGEMM's operators.
+FBGEMM = "fbgemm"
+
+# The optimizer whose state is a number per row, by module and class.
+ROWWISE_ADAGRAD = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
+
+# A lookup that updates its tables in backward is named by its optimizer. The update of a row by these depends on
+# nothing but this row, its gradient, its state, and constants.
+_FUSED_LOOKUP = "split_embedding_codegen_lookup_{}_function_pt2"
+FUSED_OPTIMIZERS = {
+    f"{FBGEMM}.{_FUSED_LOOKUP.format(name)}": name for name in ("sgd", "adagrad", "rowwise_adagrad")
+}
+
+# What AOTAutograd's graphs hold: the check of ids that a lookup makes first, and its forward.
+BOUNDS_CHECK = f"{FBGEMM}.bounds_check_indices.default"
+TRACED_LOOKUP = re.compile(rf"{FBGEMM}\.split_embedding_(nobag_)?codegen_forward_\w+_pt2_wrapper\.default")
+
+
+def fused_lookup(optimizer: str) -> Any:
+    """Returns the lookup whose backward updates the tables, once FBGEMM is loaded.
+
+    Args:
+        optimizer: FBGEMM's name of the update, a value of :data:`FUSED_OPTIMIZERS`.
+
+    Example:
+        >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
+        >>> load_fbgemm()
+        >>> str(fused_lookup("sgd"))
+        'fbgemm.split_embedding_codegen_lookup_sgd_function_pt2.default'
+    """
+    return getattr(torch.ops.fbgemm, _FUSED_LOOKUP.format(optimizer)).default
+
+
+def complete_cumsum() -> Any:
+    """Returns the operator that makes offsets of lengths, [n] -> [n + 1], once FBGEMM is loaded."""
+    return torch.ops.fbgemm.asynchronous_complete_cumsum.default
