@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of
+from graphpasses._torch.schemas import writes_arguments
 
 __all__ = [
     "ALL_TO_ALL",
@@ -21,6 +22,7 @@ __all__ = [
     "freeze",
     "is_collective",
     "wait_of",
+    "writing_operators",
 ]
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
@@ -63,6 +65,16 @@ def find_collectives(graph: fx.Graph) -> list[fx.Node]:
         for target in _COLLECTIVES
         for node in graph.find_nodes(op="call_function", target=target, sort=False)
     ]
+
+
+def writing_operators(graph: fx.Graph) -> frozenset[str]:
+    """Returns the names of the operators in a graph that write an argument, by their schemas.
+
+    Args:
+        graph: an FX graph.
+    """
+    targets = {node.target for node in graph.nodes if node.op == "call_function"}
+    return frozenset(str(target) for target in targets if writes_arguments(target))
 
 
 def wait_of(launch: fx.Node) -> fx.Node:

@@ -1,49 +1,15 @@
-"""Check a graph between passes: same contract, every collective waited for, values true."""
+"""Check a graph between passes: the rules of its stage, and what it was when it was captured."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-from torch import fx
+from collections.abc import Sequence
 
 from graphpasses.errors import VerificationError
-from graphpasses.graph.known_values import summary
-from graphpasses.graph.nodes import WAIT, fake_value, find_collectives, is_collective
-from graphpasses.graph.train_graph import InputKind, OutputKind, TrainGraph
+from graphpasses.graph.contract import Contract
+from graphpasses.graph.rules import FORM, RULES, Checked, Rule
+from graphpasses.graph.train_graph import TrainGraph
 
-__all__ = ["Contract", "Verifier"]
-
-
-@dataclass(frozen=True)
-class Contract:
-    """What no pass may change: what the step reads, and whose gradients it yields.
-
-    Args:
-        state: canonical FQNs of the parameters and buffers that are inputs.
-        batch: paths of the batch leaves, in order.
-        num_inputs: number of placeholders, if another runner owns the flat signature; else None.
-        gradients: canonical FQNs of the parameters that get a gradient.
-    """
-
-    state: frozenset[str]
-    batch: tuple[str, ...]
-    num_inputs: int | None
-    gradients: frozenset[str]
-
-    @classmethod
-    def of(cls, graph: TrainGraph) -> Contract:
-        """Returns the contract that ``graph`` fulfils now.
-
-        Args:
-            graph: the step.
-        """
-        return cls(
-            state=frozenset(graph.identity.canonical(item.fqn) for item in graph.inputs if item.is_state),
-            batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
-            num_inputs=len(graph.inputs) if graph.fixed_signature else None,
-            gradients=frozenset(graph.parameters) - graph.without_gradient,
-        )
+__all__ = ["Verifier"]
 
 
 class Verifier:
@@ -51,6 +17,17 @@ class Verifier:
 
     Args:
         graph: the graph before the passes; what it holds is taken as true.
+
+    Example:
+        >>> import torch
+        >>> from graphpasses import capture_train_step
+        >>> model = torch.nn.Linear(4, 1)
+        >>> step = capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+        >>> verifier = Verifier(step)
+        >>> step.set_output(0, None)
+        >>> verifier.check_rules("pass 'x'")
+        Traceback (most recent call last):
+        graphpasses.errors.VerificationError: pass 'x' removed the loss
     """
 
     def __init__(self, graph: TrainGraph) -> None:
@@ -58,8 +35,8 @@ class Verifier:
         self._contract = Contract.of(graph)
         self._known = graph.watch_values()
 
-    def check(self, pass_name: str) -> None:
-        """Raises if the graph broke its contract, or if a collective or a value is not what it must be.
+    def check_form(self, pass_name: str) -> None:
+        """Raises if the graph is malformed, dead code included.
 
         Args:
             pass_name: the pass that rewrote the graph, for the error.
@@ -67,86 +44,22 @@ class Verifier:
         Raises:
             VerificationError: it says what is wrong and which pass left it so.
         """
-        graph = self._graph
-        _verify_signature(graph, self._contract, pass_name)
-        for node in find_collectives(graph.graph):
-            waits = [user for user in node.users if user.target == WAIT]
-            if len(waits) != 1 or len(node.users) != 1:
-                raise VerificationError(
-                    f"{pass_name} left collective {node.name} with {len(waits)} waits and "
-                    f"{len(node.users) - len(waits)} other users; expected exactly one wait"
-                )
-        for node in graph.graph.find_nodes(op="call_function", target=WAIT, sort=False):
-            if not (isinstance(node.args[0], fx.Node) and is_collective(node.args[0])):
-                raise VerificationError(
-                    f"{pass_name} left {node.name} waiting for {node.args[0]}, not a collective"
-                )
-        for node in self._known.unknown(graph.graph):
-            _verify_value(node, pass_name)
-            self._known.record(node)
+        self._check(FORM, pass_name)
 
+    def check_rules(self, pass_name: str) -> None:
+        """Raises if a well-formed graph without dead code breaks a rule of its stage.
 
-def _verify_signature(graph: TrainGraph, contract: Contract, pass_name: str) -> None:
-    placeholders, values = graph.placeholders, graph.output_values
-    if len(placeholders) != len(graph.inputs) or len(values) != len(graph.outputs):
-        raise VerificationError(
-            f"{pass_name} left {len(placeholders)} placeholders and {len(values)} outputs; the step describes "
-            f"{len(graph.inputs)} and {len(graph.outputs)}"
-        )
-    for item, value in zip(graph.outputs, values, strict=True):
-        if item.kind is OutputKind.LOSS and value is None:
-            raise VerificationError(f"{pass_name} removed the loss")
-    now = Contract.of(graph)
-    for what, before, after in (
-        ("inputs", contract.state, now.state),
-        ("batch inputs", frozenset(contract.batch), frozenset(now.batch)),
-        ("gradients", contract.gradients, now.gradients),
-    ):
-        if before != after:
-            lost, gained = sorted(before - after), sorted(after - before)
-            changes = [f"lost {', '.join(lost)}"] * bool(lost) + [f"gained {', '.join(gained)}"] * bool(
-                gained
-            )
-            raise VerificationError(f"{pass_name} changed the step's {what}: {'; '.join(changes)}")
-    if now.batch != contract.batch:
-        raise VerificationError(
-            f"{pass_name} changed the step's batch inputs: expected the order {', '.join(contract.batch)}, "
-            f"got {', '.join(now.batch)}"
-        )
-    if now.num_inputs != contract.num_inputs:
-        raise VerificationError(
-            f"{pass_name} left {now.num_inputs} placeholders of {contract.num_inputs}; another runner passes them "
-            "all (fixed_signature)"
-        )
-    _verify_gradients(graph, values, pass_name)
+        Args:
+            pass_name: the pass that rewrote the graph, for the error.
 
+        Raises:
+            VerificationError: it says what is wrong and which pass left it so.
+        """
+        self._check(RULES, pass_name)
 
-def _verify_gradients(graph: TrainGraph, values: list[Any], pass_name: str) -> None:
-    stored = {fqn: placeholder.meta["val"] for fqn, placeholder in graph.parameter_placeholders()}
-    for fqn, slots in graph.gradient_slots().items():
-        for slot in slots:
-            if fqn in stored and values[slot] is not None:
-                expected, got = stored[fqn], values[slot].meta.get("val")
-                if got is not None and summary(expected) != summary(got):
-                    raise VerificationError(
-                        f"{pass_name} left {values[slot].name} as the gradient of {fqn!r}: expected "
-                        f"{summary(expected)}, got {summary(got)}"
-                    )
-
-
-def _verify_value(node: fx.Node, pass_name: str) -> None:
-    if "val" not in node.meta:
-        raise VerificationError(
-            f"{pass_name} left {node.name} without meta['val']; make nodes with TrainGraph.emit"
-        )
-    try:
-        actual = fake_value(node)
-    except Exception as error:
-        raise VerificationError(
-            f"{pass_name} left {node.name}, which cannot run on its inputs: {type(error).__name__}: {error}"
-        ) from error
-    if summary(actual) != summary(node.meta["val"]):
-        raise VerificationError(
-            f"{pass_name} left {node.name} with meta['val'] {summary(node.meta['val'])}; "
-            f"it computes {summary(actual)}"
-        )
+    def _check(self, rules: Sequence[Rule], pass_name: str) -> None:
+        checked = Checked(self._graph, self._contract, self._known)
+        for rule in rules:
+            if self._graph.stage in rule.stages:
+                for broken in rule.check(checked):
+                    raise VerificationError(f"{pass_name} {broken.message}") from broken.cause

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import PipelineError, VerificationError
-from graphpasses.graph import WAIT, InputKind, TrainGraph, argument, is_collective
+from graphpasses.graph import WAIT, InputKind, TrainGraph, argument, is_collective, rules
 from graphpasses.passes import DeduplicateShared
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from tests.helpers.models import Even, LanguageModel, on_fake_ranks
@@ -331,13 +331,9 @@ def test_use_before_definition(step: TrainGraph) -> None:
 
 def test_values_are_checked_once(step: TrainGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline stays linear in the graph: only new and changed calls are computed again."""
-    from graphpasses.graph import verification
-
     checked: list[str] = []
-    fake_value = verification.fake_value
-    monkeypatch.setattr(
-        verification, "fake_value", lambda node: checked.append(node.name) or fake_value(node)
-    )
+    fake_value = rules.fake_value
+    monkeypatch.setattr(rules, "fake_value", lambda node: checked.append(node.name) or fake_value(node))
 
     def insert(graph: TrainGraph) -> None:
         mm = first(graph, aten.mm.default)

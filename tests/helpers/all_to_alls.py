@@ -47,7 +47,7 @@ def capture(
     """Traces a step; rows are symbols."""
     module = make_fx(fn, tracing_mode="symbolic")(*inputs)
     model = nn.Module()
-    kinds = kinds or [InputKind.BATCH] * len(inputs)
+    kinds = kinds or [InputKind.BATCH if stage is Stage.STEP else InputKind.VALUE] * len(inputs)
     num_outputs = len(module.graph.output_node().args[0])
     return TrainGraph(
         module=module,

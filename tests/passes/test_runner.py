@@ -122,7 +122,8 @@ def test_duplicates() -> None:
 
 
 def test_order() -> None:
-    with pytest.raises(PipelineError, match=r"^pass 'note' must run after 'remove-detach'; put it behind$"):
+    message = r"^pass 'note' must run after 'remove-detach': move it later in the pipeline$"
+    with pytest.raises(PipelineError, match=message):
         Pipeline((Note(), RemoveDetach()))
     assert Pipeline((Note(),)).passes  # the other one need not be there
     with pytest.raises(PipelineError, match=r"^pass 'coalesce-grad-reductions' must run after"):

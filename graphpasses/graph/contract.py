@@ -1,0 +1,52 @@
+"""What no pass may change: what a graph reads, whose gradients it yields, which operators write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphpasses.graph.nodes import writing_operators
+from graphpasses.graph.train_graph import InputKind, TrainGraph
+
+__all__ = ["Contract"]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What no pass may change: what the step reads, and whose gradients it yields.
+
+    Args:
+        state: canonical FQNs of the parameters and buffers that are inputs.
+        batch: paths of the batch leaves, in order.
+        num_inputs: number of placeholders, if another runner owns the flat signature; else None.
+        gradients: canonical FQNs of the parameters that get a gradient.
+        writers: operators that write an argument in place.
+
+    Example:
+        >>> import torch
+        >>> from graphpasses import capture_train_step
+        >>> model = torch.nn.Linear(4, 1)
+        >>> step = capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+        >>> Contract.of(step).batch
+        ('batch[0]',)
+    """
+
+    state: frozenset[str]
+    batch: tuple[str, ...]
+    num_inputs: int | None
+    gradients: frozenset[str]
+    writers: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: TrainGraph) -> Contract:
+        """Returns the contract that ``graph`` fulfils now.
+
+        Args:
+            graph: the step.
+        """
+        return cls(
+            state=frozenset(graph.identity.canonical(item.fqn) for item in graph.inputs if item.is_state),
+            batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
+            num_inputs=len(graph.inputs) if graph.fixed_signature else None,
+            gradients=frozenset(graph.parameters) - graph.without_gradient,
+            writers=writing_operators(graph.graph),
+        )

@@ -1,0 +1,291 @@
+"""What a legal graph is: small named rules, which the check between passes runs in this order.
+
+A rule that a graph breaks says how, as the end of a sentence that begins with the pass: "pass 'x' removed the loss".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from graphpasses.graph.contract import Contract
+from graphpasses.graph.dynamo_graph import DynamoGraph
+from graphpasses.graph.known_values import KnownValues, summary
+from graphpasses.graph.nodes import (
+    WAIT,
+    fake_value,
+    find_collectives,
+    is_collective,
+)
+from graphpasses.graph.train_graph import InputKind, OutputKind, Stage, TrainGraph
+
+__all__ = ["FORM", "RULES", "Broken", "Checked", "Rule"]
+
+_STATE = {InputKind.PARAMETER, InputKind.BUFFER}
+_INPUTS = {
+    Stage.STEP: _STATE | {InputKind.BATCH},
+    Stage.DYNAMO: _STATE | {InputKind.VALUE},
+    Stage.JOINT: _STATE | {InputKind.VALUE, InputKind.TANGENT},
+    Stage.FORWARD: _STATE | {InputKind.VALUE},
+    Stage.BACKWARD: _STATE | {InputKind.VALUE, InputKind.TANGENT},
+}
+_OUTPUTS = {
+    Stage.STEP: {OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.VALUE},
+    Stage.DYNAMO: {OutputKind.VALUE},
+    Stage.JOINT: {OutputKind.VALUE, OutputKind.GRADIENT},
+    Stage.FORWARD: {OutputKind.VALUE},
+    Stage.BACKWARD: {OutputKind.VALUE, OutputKind.GRADIENT},
+}
+
+
+@dataclass(frozen=True)
+class Broken:
+    """How a graph breaks a rule.
+
+    Args:
+        message: what is wrong, with the graph's own names.
+        cause: the exception that showed it, if one did.
+    """
+
+    message: str
+    cause: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What rules look at.
+
+    Args:
+        graph: the graph that a pass rewrote.
+        contract: what it fulfilled before the passes.
+        known: the values that need no check; rules add those that they find true.
+    """
+
+    graph: TrainGraph
+    contract: Contract
+    known: KnownValues
+
+    @cached_property
+    def now(self) -> Contract:
+        """What the graph fulfils now."""
+        return Contract.of(self.graph)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that holds for every legal graph of some stages.
+
+    Args:
+        name: e.g. ``"one-wait"``.
+        check: yields how a graph breaks it; its docstring says the rule.
+        stages: the stages for whose graphs the rule is.
+    """
+
+    name: str
+    check: Callable[[Checked], Iterator[Broken]]
+    stages: frozenset[Stage] = frozenset(Stage)
+
+
+def _well_formed(checked: Checked) -> Iterator[Broken]:
+    """Every value is read after it was computed, every name is one node's, and fx finds the graph sound."""
+    graph = checked.graph
+    # fx's own check takes ten times as long.
+    if graph.stage is not Stage.DYNAMO and _is_well_formed(graph.graph):
+        return
+    try:
+        graph.graph.lint()
+    except RuntimeError as error:
+        yield Broken(f"left a malformed graph: {error}", error)
+    if [*reversed(graph.graph.nodes)][::-1] != [*graph.graph.nodes]:
+        yield Broken("left a malformed graph: a node was inserted before one that was erased")
+
+
+def _is_well_formed(graph: fx.Graph) -> bool:
+    seen: set[fx.Node] = set()
+    names: set[str] = set()
+    last = None
+    for node in graph.nodes:
+        if not seen.issuperset(node.all_input_nodes) or (last is not None and node.prev is not last):
+            return False
+        seen.add(node)
+        names.add(node.name)
+        last = node
+    return len(names) == len(seen)
+
+
+def _described(checked: Checked) -> Iterator[Broken]:
+    """Every placeholder and every output has one description."""
+    graph = checked.graph
+    num_inputs, num_outputs = len(graph.placeholders), len(graph.output_values)
+    if num_inputs != len(graph.inputs) or num_outputs != len(graph.outputs):
+        yield Broken(
+            f"left {num_inputs} placeholders and {num_outputs} outputs; the step describes "
+            f"{len(graph.inputs)} and {len(graph.outputs)}"
+        )
+
+
+def _kinds_of_stage(checked: Checked) -> Iterator[Broken]:
+    """A graph has inputs and outputs of its stage's kinds only: a batch is a step's, a tangent a backward pass's."""
+    graph = checked.graph
+    stage = graph.stage
+    for item in graph.inputs:
+        if item.kind not in _INPUTS[stage]:
+            yield Broken(f"left the {item.kind.value} input {item.fqn}; a {stage.value} graph has none")
+    for index, output in enumerate(graph.outputs):
+        if output.kind not in _OUTPUTS[stage]:
+            yield Broken(f"left a {output.kind.value} as output {index}; a {stage.value} graph has none")
+
+
+def _operators(checked: Checked) -> Iterator[Broken]:
+    """After Dynamo a graph calls operators, neither methods nor modules."""
+    for op in ("call_method", "call_module"):
+        for node in checked.graph.graph.find_nodes(op=op):
+            yield Broken(
+                f"left {node.name}, a {op}, in a {checked.graph.stage.value} graph, which calls operators"
+            )
+
+
+def _live_inputs(checked: Checked) -> Iterator[Broken]:
+    """Each input of what Dynamo traced has its live value, which the compiled model is given."""
+    graph = DynamoGraph.of(checked.graph)
+    if len(graph.live) != len(graph.inputs):
+        yield Broken(
+            f"left {len(graph.live)} live values for {len(graph.inputs)} inputs; add them with add_input"
+        )
+
+
+def _loss(checked: Checked) -> Iterator[Broken]:
+    """A step that returns a loss keeps it."""
+    graph = checked.graph
+    for item, value in zip(graph.outputs, graph.output_values, strict=True):
+        if item.kind is OutputKind.LOSS and value is None:
+            yield Broken("removed the loss")
+
+
+def _same_inputs(checked: Checked) -> Iterator[Broken]:
+    """The step reads the parameters and buffers that it read when it was captured."""
+    yield from _changes("inputs", checked.contract.state, checked.now.state)
+
+
+def _same_batch(checked: Checked) -> Iterator[Broken]:
+    """The step reads the same leaves of the batch, in their order."""
+    before, after = checked.contract.batch, checked.now.batch
+    yield from _changes("batch inputs", frozenset(before), frozenset(after))
+    if before != after:
+        yield Broken(
+            f"changed the step's batch inputs: expected the order {', '.join(before)}, got {', '.join(after)}"
+        )
+
+
+def _same_gradients(checked: Checked) -> Iterator[Broken]:
+    """The same parameters get a gradient."""
+    yield from _changes("gradients", checked.contract.gradients, checked.now.gradients)
+
+
+def _changes(what: str, before: frozenset[str], after: frozenset[str]) -> Iterator[Broken]:
+    changes = [
+        f"{verb} {', '.join(sorted(names))}"
+        for verb, names in (("lost", before - after), ("gained", after - before))
+        if names
+    ]
+    if changes:
+        yield Broken(f"changed the step's {what}: {'; '.join(changes)}")
+
+
+def _fixed_signature(checked: Checked) -> Iterator[Broken]:
+    """Where another runner passes the flat inputs, none goes and none comes."""
+    before, after = checked.contract.num_inputs, checked.now.num_inputs
+    if before != after:
+        yield Broken(
+            f"left {after} placeholders of {before}; another runner passes them all (fixed_signature)"
+        )
+
+
+def _gradient_like_parameter(checked: Checked) -> Iterator[Broken]:
+    """A gradient has the shape, the dtype and the device of the parameter that gets it."""
+    graph = checked.graph
+    values = graph.output_values
+    stored = {fqn: placeholder.meta["val"] for fqn, placeholder in graph.parameter_placeholders()}
+    for fqn, slots in graph.gradient_slots().items():
+        for value in (values[slot] for slot in slots):
+            if fqn not in stored or value is None or value.meta.get("val") is None:
+                continue
+            expected, got = summary(stored[fqn]), summary(value.meta["val"])
+            if expected != got:
+                yield Broken(f"left {value.name} as the gradient of {fqn!r}: expected {expected}, got {got}")
+
+
+def _one_wait(checked: Checked) -> Iterator[Broken]:
+    """A collective has one reader, its wait."""
+    for node in find_collectives(checked.graph.graph):
+        num_waits = sum(user.target == WAIT for user in node.users)
+        num_others = len(node.users) - num_waits
+        if num_waits != 1 or num_others:
+            yield Broken(
+                f"left collective {node.name} with {num_waits} waits and {num_others} other users; "
+                "expected exactly one wait"
+            )
+
+
+def _wait_of_collective(checked: Checked) -> Iterator[Broken]:
+    """A wait waits for a collective."""
+    for node in checked.graph.graph.find_nodes(op="call_function", target=WAIT, sort=False):
+        if not (isinstance(node.args[0], fx.Node) and is_collective(node.args[0])):
+            yield Broken(f"left {node.name} waiting for {node.args[0]}, not a collective")
+
+
+def _no_new_writes(checked: Checked) -> Iterator[Broken]:
+    """A pass adds no operator that writes in place to a step or a joint graph."""
+    added = checked.now.writers - checked.contract.writers
+    if added:
+        stage = checked.graph.stage.value
+        yield Broken(
+            f"left {', '.join(sorted(added))} writing in place, which a {stage} graph did not do before"
+        )
+
+
+def _true_values(checked: Checked) -> Iterator[Broken]:
+    """``meta["val"]`` has the shape, the dtype and the device of what the call computes."""
+    for node in checked.known.unknown(checked.graph.graph):
+        yield from _wrong_value(node)
+        checked.known.record(node)
+
+
+def _wrong_value(node: fx.Node) -> Iterator[Broken]:
+    if "val" not in node.meta:
+        yield Broken(f"left {node.name} without meta['val']; make nodes with TrainGraph.emit")
+        return
+    try:
+        actual = summary(fake_value(node))
+    except Exception as error:
+        yield Broken(
+            f"left {node.name}, which cannot run on its inputs: {type(error).__name__}: {error}", error
+        )
+        return
+    told = summary(node.meta["val"])
+    if actual != told:
+        yield Broken(f"left {node.name} with meta['val'] {told}; it computes {actual}")
+
+
+# What holds before dead code is removed.
+FORM = (Rule("well-formed", _well_formed),)
+
+RULES = (
+    Rule("described", _described),
+    Rule("loss", _loss),
+    Rule("same-inputs", _same_inputs),
+    Rule("same-batch", _same_batch),
+    Rule("same-gradients", _same_gradients),
+    Rule("fixed-signature", _fixed_signature),
+    Rule("gradient-like-parameter", _gradient_like_parameter),
+    Rule("kinds-of-stage", _kinds_of_stage),
+    Rule("operators", _operators, frozenset(Stage) - {Stage.DYNAMO}),
+    Rule("live-inputs", _live_inputs, frozenset({Stage.DYNAMO})),
+    Rule("one-wait", _one_wait),
+    Rule("wait-of-collective", _wait_of_collective),
+    Rule("no-new-writes", _no_new_writes, frozenset({Stage.STEP, Stage.JOINT})),
+    Rule("true-values", _true_values),
+)
