@@ -95,7 +95,7 @@ class CollectiveSequence:
         """
         agreed = facts
         for group in self.groups:
-            agreed = question.combine(self._exchange(question.topic, agreed, group))
+            agreed = question.combine(self._exchange(question, agreed, group))
         return _checked(question, agreed, facts)
 
     def agree_in_group(self, group: object, question: Question[F, A], facts: F) -> A:
@@ -111,11 +111,12 @@ class CollectiveSequence:
         Raises:
             AgreementError: as for :meth:`agree`.
         """
-        agreed = question.combine(self._exchange(question.topic, facts, group))
+        agreed = question.combine(self._exchange(question, facts, group))
         return _checked(question, agreed, facts)
 
-    def _exchange(self, topic: str, facts: F, group: object) -> list[F]:
-        signature = [f"{topic} of the {self._graph.stage.value} graph", *self._lines]
+    def _exchange(self, question: Question[F, A], facts: F, group: object) -> list[F]:
+        topic = f"{question.topic} of the {self._graph.stage.value} graph, for {question.pass_name}"
+        signature = [topic, *self._lines]
         return exchange(signature, facts, group=named_group(str(group)), remembered=self._graph.remembered)
 
 

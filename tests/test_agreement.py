@@ -16,9 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphpasses import agreement
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.group_ranks import group_store
-from graphpasses.agreement import exchange, is_alone
+from graphpasses.agreement import (
+    CollectiveSequence,
+    Question,
+    breaks_class,
+    common_classes,
+    exchange,
+    is_alone,
+)
 from graphpasses.errors import AgreementError
 from graphpasses.parity.launch import run_ranks
+from tests.helpers.golden import read
 
 Remembered = dict[Hashable, Any]
 
@@ -81,6 +89,66 @@ def test_two_ranks() -> None:
             + rule,
         ],
     }
+
+
+EXCHANGE = """\
+x = batch('x')  # i64[2]
+y = batch('y')  # f32[2]
+a = all_to_all(x, [1, 1], [1, 1], group0)  # i64[2]
+a_waited = wait(a)  # i64[2]
+b = all_to_all(y, [1, 1], [1, 1], group0)  # f32[2]
+return a_waited, b  # value, value
+"""
+
+
+def test_a_sequence_describes_its_collectives() -> None:
+    with fake_process_group(2), mock.patch.object(agreement, "exchange", lambda lines, *_, **__: [lines]):
+        graph = read(EXCHANGE)
+        sequence = CollectiveSequence(graph)
+        assert [node.name for node in sequence.nodes] == ["a", "b"]
+        assert [node.name for node in sequence.all_to_alls] == ["a"]
+        question = Question("any", "sizes", lambda everyone: everyone[0], lambda agreed, own: "")
+        assert sequence.agree(question, []) == [
+            "sizes of the step graph, for any",
+            "_c10d_functional.all_to_all_single.default of torch.int64 on cpu in process group 0",
+            (
+                "_c10d_functional.all_to_all_single.default of torch.float32 on cpu in process group 0 "
+                "(not waited for once)"
+            ),
+        ]
+
+
+def test_a_contradiction_names_the_pass_to_disable() -> None:
+    question = Question("any", "sizes", sum, lambda agreed, own: "changed its mind" if agreed != own else "")
+    with fake_process_group(2):
+        sequence = CollectiveSequence(read(EXCHANGE))
+        assert sequence.agree(question, 3) == sequence.agree_in_group(sequence.groups[0], question, 3) == 3
+        with mock.patch.object(agreement, "exchange", return_value=[1, 1]):
+            with pytest.raises(
+                AgreementError, match=r"^rank 0 changed its mind. Disable 'any' for this model$"
+            ):
+                sequence.agree(question, 3)
+
+
+@pytest.mark.parametrize(
+    ("classes", "common"),
+    [
+        ([[0, 0, 1]], [0, 0, 2]),
+        ([[0, 0, 0], [0, 1, 1]], [0, 1, 1]),
+        ([[0, 0, 0], [0, 0, 1], [0, 1, 0]], [0, 1, 2]),
+        ([[0, 0, 0], [0, -1, 0]], [0, -1, 0]),
+        ([[], []], []),
+    ],
+)
+def test_common_classes(classes: list[list[int]], common: list[int]) -> None:
+    assert common_classes(classes) == common
+    assert not any(breaks_class(common, own) for own in classes)
+
+
+def test_a_broken_class() -> None:
+    assert breaks_class([0, 0, 2], [1, 2, 3])
+    assert breaks_class([0, 0, 2], [1, 1, -1])  # no class any more
+    assert not breaks_class([0, 0, -1], [1, 1, -1])
 
 
 def ask_alone() -> str:

@@ -75,6 +75,20 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_passes_remember_from_one_compilation_to_the_next() -> None:
+    look = Look()
+    for _ in range(2):
+        call = graphpasses.compile(Net(), pipeline=Pipeline((look,)), inner="aot_eager", dynamic=False)
+        call(torch.ones(2, 4))
+        call(torch.ones(3, 4))  # compiled again
+    memories = [graph.remembered for graph in look.seen]
+    first, second = memories[0], memories[-1]
+    assert first is not second
+    middle = len(memories) // 2
+    assert all(memory is first for memory in memories[:middle])
+    assert all(memory is second for memory in memories[middle:])
+
+
 def test_string_works_without_any_import() -> None:
     code = (
         "import torch; model = torch.nn.Linear(4, 2)\n"

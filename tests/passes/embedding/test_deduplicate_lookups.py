@@ -17,6 +17,7 @@ from graphpasses.capture.torch_compile import compile
 from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import DeduplicateLookups, ReinplaceTBEUpdates
+from graphpasses.passes.embedding.deduplicate_lookups import _question
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.all_to_alls import exchange as all_to_all
 from tests.helpers.kept import Keep, targets, two_tables
@@ -240,6 +241,16 @@ def test_two_ranks() -> None:
         "RowWiseAdagrad": (once, back, 2, True),
         "two batches": (twice, back, 2, True),
     }
+
+
+def test_a_rank_that_sees_a_difference_now_refuses() -> None:
+    question = _question([0, 0, 2])
+    assert question.combine([[0, 0, 0], [0, 0, 2]]) == [0, 0, 2]
+    assert question.contradiction([0, 0, 2], [0, 0, 0]) == ""
+    assert question.contradiction([0, 1, 2], [0, 1, 2]) == ""  # another round follows
+    assert question.contradiction([0, 0, 2], [0, 1, 2]) == (
+        "compiled the joint graph again, and now all-to-alls differ that all ranks agreed to launch as one"
+    )
 
 
 class LooksUpTwice(nn.Module):

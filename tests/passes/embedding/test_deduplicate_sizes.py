@@ -14,6 +14,7 @@ from graphpasses.errors import AgreementError
 from graphpasses.graph import TrainGraph
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import DeduplicateSizes
+from graphpasses.passes.embedding.deduplicate_sizes import _question
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.all_to_alls import Step, capture, exchange
 from tests.helpers.models import same_bits
@@ -71,6 +72,22 @@ def again() -> str:
         message = str(error.value)
     dist.barrier()
     return message
+
+
+@pytest.mark.parametrize(
+    ("now", "is_wrong"),
+    [
+        ([0, 0], False),
+        ([4, 4], False),  # other sizes, still the same
+        ([4, 5], True),
+        ([4, -6], True),  # one is a constant now
+        ([-5, -5], False),  # both are
+        ([-5, -6], True),  # both are, and they differ
+    ],
+)
+def test_sizes_that_this_rank_told_to_be_equal(now: list[int], is_wrong: bool) -> None:
+    everyone = [[[[7, 7], [-3]]], [[[0, 0], [-1]]]]  # per rank, per all-to-all, per receiver
+    assert bool(_question(rank=1).contradiction(everyone, [[now, [-2]]])) == is_wrong
 
 
 def check_on_ranks() -> tuple[Any, ...]:
