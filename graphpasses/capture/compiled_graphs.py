@@ -95,7 +95,7 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
         stage: which of them it is.
         origin: the inputs of the ``DYNAMO`` graph, as AOTAutograd was given them.
     """
-    _read_sizes_behind_waits(module.graph)
+    _read_sizes_after_waits(module.graph)
     inputs = []
     for node in module.graph.find_nodes(op="placeholder"):
         index, attr, text = describe_input(node)
@@ -129,7 +129,7 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
     )
 
 
-def _read_sizes_behind_waits(graph: fx.Graph) -> None:
+def _read_sizes_after_waits(graph: fx.Graph) -> None:
     """Lets a collective's wait be its only user: AOTAutograd reads sizes from the launch."""
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         launch = argument(wait)

@@ -44,8 +44,13 @@ def simple_fsdp(
             tensor parallelism are uneven.
 
     Example:
-        >>> mesh = init_device_mesh("cuda", (8,))  # doctest: +SKIP
-        >>> model = simple_fsdp(model, mesh, param_dtype=torch.bfloat16)  # doctest: +SKIP
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from graphpasses._torch.fake_process_group import fake_process_group
+        >>> with fake_process_group(8):
+        ...     mesh = init_device_mesh("cpu", (8,))
+        ...     model = simple_fsdp(torch.nn.Linear(4, 16), mesh, param_dtype=torch.bfloat16)
+        ...     print([list(parameter.to_local().shape) for _, parameter in sorted(model._parameters.items())])
+        [[2], [2, 4]]
     """
     from torchtitan.experiments.graph_trainer import simple_fsdp as titan
 

@@ -38,8 +38,15 @@ def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedSte
             input is another tensor subclass than DTensor.
 
     Example:
-        >>> traced = minimal_fx_tracer(fn, module=model)(x)  # doctest: +SKIP
-        >>> step = read_traced_result(traced, model=model)  # doctest: +SKIP
+        >>> import torch
+        >>> from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
+        >>> model = torch.nn.Linear(4, 1)
+        >>> def train(x):
+        ...     loss = model(x).square().mean()
+        ...     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+        >>> traced = minimal_fx_tracer(train, module=model)(torch.ones(2, 4))
+        >>> read_traced_result(traced, model=model).gradient_slots()
+        {'weight': [1], 'bias': [2]}
     """
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""The graph that Dynamo traced: live tensors behind its inputs, and checks that every call of the model asks."""
+"""The graph that Dynamo traced: the live tensors that its inputs are, and what every call of the model checks."""
 
 from __future__ import annotations
 

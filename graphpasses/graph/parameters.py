@@ -75,7 +75,7 @@ def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
 
 
 def _shape_that_fsdp_shards(fqn: str, parameter: DTensor, axis: int, dim: int) -> tuple[int, ...]:
-    """Returns the shape of this rank's part of a parameter along the axes behind FSDP's.
+    """Returns the shape of this rank's part of a parameter along the axes after FSDP's.
 
     The checks are of what every rank knows: the global shape and the sizes of all axes.
     """

@@ -265,9 +265,9 @@ def _wrong_value(node: fx.Node) -> Iterator[Broken]:
             f"left {node.name}, which cannot run on its inputs: {type(error).__name__}: {error}", error
         )
         return
-    told = summary(node.meta["val"])
-    if actual != told:
-        yield Broken(f"left {node.name} with meta['val'] {told}; it computes {actual}")
+    claimed = summary(node.meta["val"])
+    if actual != claimed:
+        yield Broken(f"left {node.name} with meta['val'] {claimed}; it computes {actual}")
 
 
 # What holds before dead code is removed.

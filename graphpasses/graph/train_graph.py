@@ -33,7 +33,7 @@ class Stage(enum.Enum):
     it (torch-level calls, autograd still to come), the ``JOINT`` graph of forward and backward (functional ATen
     operators), and the ``FORWARD`` and ``BACKWARD`` graphs that the joint one is split into. Without gradients the
     joint graph has no backward part, and the forward graph is the joint one. A pass that talks to other ranks accepts
-    no later stage than ``JOINT``: those behind it a compiler may take from its cache, on one rank and not on another.
+    no later stage than ``JOINT``: the later ones a compiler may take from its cache, on one rank and not on another.
     """
 
     STEP = "step"
@@ -288,8 +288,8 @@ class TrainGraph:
             node: the node; not the one at which the graph inserts nodes now.
             value: a new node that nothing else reads.
         """
-        alike = summary(node.meta.get("val")) == summary(value.meta.get("val"))
-        with self._known.kept([*node.users, *[value] * alike]):
+        same = summary(node.meta.get("val")) == summary(value.meta.get("val"))
+        with self._known.kept([*node.users, *[value] * same]):
             for key in ("val", "unbacked_bindings"):
                 value.meta.pop(key, None)
                 if key in node.meta:
@@ -304,8 +304,8 @@ class TrainGraph:
             node: the node; not the one at which the graph inserts nodes now.
             kept: the earlier node; its fake value stays.
         """
-        alike = summary(node.meta.get("val")) == summary(kept.meta.get("val"))
-        with self._known.kept([*node.users] if alike else []):
+        same = summary(node.meta.get("val")) == summary(kept.meta.get("val"))
+        with self._known.kept([*node.users] if same else []):
             node.replace_all_uses_with(kept)
         self.graph.erase_node(node)
 

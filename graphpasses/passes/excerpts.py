@@ -28,7 +28,7 @@ class Line:
     Args:
         node: the node, which tells it from others of the same text.
         text: what it computes, from what, and its dtype and shape.
-        operator: its operator alone, which is alike in all layers of a model.
+        operator: its operator alone, which is the same in all layers of a model.
     """
 
     node: fx.Node
@@ -43,15 +43,19 @@ def read_lines(graph: TrainGraph) -> list[Line]:
         graph: the step; what it becomes later does not change its lines.
 
     Example:
-        >>> [line.text for line in read_lines(captured)][-2:]  # doctest: +SKIP
-        ['mul = aten.mul.Tensor(x, weight_1)  # float32[4, 8], of layers.0.weight', 'return [mul]']
+        >>> import torch
+        >>> from graphpasses import capture_train_step
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> captured = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+        >>> print(read_lines(captured)[2].text)
+        t = aten.t.default(arg0_1)  # float32[4, 1], of weight
     """
     names = {node: item.fqn for node, item in zip(graph.placeholders, graph.inputs, strict=True)}
     return [Line(node, _text(node, names), _operator(node)) for node in graph.graph.nodes]
 
 
 def find_excerpts(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Excerpt, ...], int]:
-    """Finds the places where a graph changed, and shows those that look alike once.
+    """Finds the places where a graph changed, and shows those that look the same once.
 
     Args:
         before: the graph as it was.
@@ -62,9 +66,15 @@ def find_excerpts(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[
         would be too many.
 
     Example:
-        >>> before = read_lines(graph)  # doctest: +SKIP
-        >>> DeduplicateShared().rewrite(graph)  # doctest: +SKIP
-        >>> found, num_left_out = find_excerpts(before, read_lines(graph))  # doctest: +SKIP
+        >>> import torch
+        >>> from graphpasses import capture_train_step
+        >>> model = torch.nn.Linear(4, 1, bias=False)
+        >>> graph = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+        >>> before = read_lines(graph)
+        >>> graph.set_output(1, None)
+        >>> (excerpt,), num_left_out = find_excerpts(before, read_lines(graph))
+        >>> print(*excerpt.after[-1:])
+        + return [sum_1, None]
     """
     kept = _kept(before, after)
     staying = {before[index].node for index, _ in kept}
@@ -76,10 +86,10 @@ def find_excerpts(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[
             for line in lines
         ]
         sides.append(_Side(lines, marks))
-    alike: dict[object, list[tuple[slice, slice]]] = {}
+    places_of: dict[object, list[tuple[slice, slice]]] = {}
     for place in _places(kept, len(before), len(after)):
-        alike.setdefault(tuple(map(_Side.signature, sides, place)), []).append(place)
-    patterns = list(alike.values())
+        places_of.setdefault(tuple(map(_Side.signature, sides, place)), []).append(place)
+    patterns = list(places_of.values())
     before_side, after_side = sides
     found = (
         Excerpt(before_side.show(places[0][0]), after_side.show(places[0][1]), len(places))
@@ -96,7 +106,7 @@ class _Side:
     marks: Sequence[str]
 
     def signature(self, place: slice) -> object:
-        """Returns what is equal for places that look alike."""
+        """Returns what is equal for places that look the same."""
         marked = zip(self.marks[place], self.lines[place], strict=True)
         return tuple((mark, line.operator) for mark, line in marked if mark != " ")
 

@@ -110,9 +110,14 @@ class Pipeline:
         PipelineError: a name occurs twice, or a pass stands before one that it must run after.
 
     Example:
-        >>> pipeline = Pipeline((DeduplicateShared(), CoalesceGradReductions()))  # doctest: +SKIP
-        >>> step = pipeline.run(capture_train_step(loss_fn, model, batch))  # doctest: +SKIP
-        >>> print(step.report)  # doctest: +SKIP
+        >>> import torch
+        >>> from graphpasses import capture_train_step
+        >>> from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
+        >>> model = torch.nn.Linear(4, 1)
+        >>> captured = capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+        >>> step = Pipeline((DeduplicateShared(), CoalesceGradReductions())).run(captured)
+        >>> [report.name for report in step.report]
+        ['deduplicate-shared', 'coalesce-grad-reductions']
     """
 
     passes: tuple[GraphPass, ...]
