@@ -10,6 +10,12 @@ import graphpasses.passes
 from graphpasses.passes.runner import GraphPass
 
 ROOT = Path(__file__).parents[2]
+FILE = re.compile(r"`((?:graphpasses|tests|experiments|docs)/[\w/.*-]+\.(?:py|md))`")
+MADE_BY_THE_WALK = {
+    "graphpasses/passes/fsdp/remove_detach.py",
+    "tests/passes/fsdp/test_remove_detach.py",
+    "docs/passes/remove-detach.md",
+}
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 
@@ -17,10 +23,18 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_links_of_the_readme_lead_to_files() -> None:
-    links = LINK.findall((ROOT / "README.md").read_text())
+def test_links_lead_to_files() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("experiments/*/README.md")]  # mkdocs checks those of docs/
+    links = [(page.parent, link) for page in pages for link in LINK.findall(page.read_text())]
     assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for folder, link in links if not (folder / link).exists()] == []
+
+
+def test_named_files_exist() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]
+    named = {name for page in pages for name in FILE.findall(page.read_text())}
+    assert len(named) > len(graphpasses.passes.__all__)
+    assert {name for name in named if not list(ROOT.glob(name))} <= MADE_BY_THE_WALK
 
 
 def test_every_pass_has_its_page() -> None:
