@@ -59,7 +59,7 @@ def _catalogue() -> dict[str, type[GraphPass]]:
     import graphpasses.passes as package
     from graphpasses.passes.runner import GraphPass
 
-    found = (getattr(package, each) for each in package.__all__)
+    found = (getattr(package, each) for each in dir(package))
     classes = (each for each in found if inspect.isclass(each) and issubclass(each, GraphPass))
     return {cls.name: cls for cls in sorted(classes, key=lambda cls: cls.name)}
 

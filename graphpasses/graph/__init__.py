@@ -1,43 +1,20 @@
 """What a captured training step is: a graph, what its inputs and outputs are, and what is legal in it."""
 
-from graphpasses.graph.captured_step import CapturedStep
-from graphpasses.graph.dynamo_graph import DynamoGraph
-from graphpasses.graph.nodes import (
-    ALL_TO_ALL,
-    WAIT,
-    argument,
-    fake_value,
-    find_collectives,
-    is_collective,
-    wait_of,
-)
-from graphpasses.graph.parameters import ParameterInfo, get_state, parameter_infos
-from graphpasses.graph.train_graph import (
-    GraphInput,
-    GraphOutput,
-    InputKind,
-    OutputKind,
-    Stage,
-    TrainGraph,
-)
-
-__all__ = [
-    "ALL_TO_ALL",
-    "WAIT",
-    "CapturedStep",
-    "DynamoGraph",
-    "GraphInput",
-    "GraphOutput",
-    "InputKind",
-    "OutputKind",
-    "ParameterInfo",
-    "Stage",
-    "TrainGraph",
-    "argument",
-    "fake_value",
-    "find_collectives",
-    "get_state",
-    "is_collective",
-    "parameter_infos",
-    "wait_of",
-]
+from graphpasses.graph.captured_step import CapturedStep as CapturedStep
+from graphpasses.graph.dynamo_graph import DynamoGraph as DynamoGraph
+from graphpasses.graph.nodes import ALL_TO_ALL as ALL_TO_ALL
+from graphpasses.graph.nodes import WAIT as WAIT
+from graphpasses.graph.nodes import argument as argument
+from graphpasses.graph.nodes import fake_value as fake_value
+from graphpasses.graph.nodes import find_collectives as find_collectives
+from graphpasses.graph.nodes import is_collective as is_collective
+from graphpasses.graph.nodes import wait_of as wait_of
+from graphpasses.graph.parameters import ParameterInfo as ParameterInfo
+from graphpasses.graph.parameters import get_state as get_state
+from graphpasses.graph.parameters import parameter_infos as parameter_infos
+from graphpasses.graph.train_graph import GraphInput as GraphInput
+from graphpasses.graph.train_graph import GraphOutput as GraphOutput
+from graphpasses.graph.train_graph import InputKind as InputKind
+from graphpasses.graph.train_graph import OutputKind as OutputKind
+from graphpasses.graph.train_graph import Stage as Stage
+from graphpasses.graph.train_graph import TrainGraph as TrainGraph

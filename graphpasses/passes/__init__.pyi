@@ -1,0 +1,17 @@
+from graphpasses.passes.embedding.bucket_all_to_all import BucketAllToAll as BucketAllToAll
+from graphpasses.passes.embedding.bucket_pooled_all_to_all import BucketPooledAllToAll as BucketPooledAllToAll
+from graphpasses.passes.embedding.deduplicate_lookups import DeduplicateLookups as DeduplicateLookups
+from graphpasses.passes.embedding.deduplicate_sizes import DeduplicateSizes as DeduplicateSizes
+from graphpasses.passes.embedding.eliminate_split_cat import EliminateSplitCat as EliminateSplitCat
+from graphpasses.passes.embedding.fuse_size_tensors import FuseSizeTensors as FuseSizeTensors
+from graphpasses.passes.embedding.fuse_tbe import FuseTBE as FuseTBE
+from graphpasses.passes.embedding.hoist_input_dists import HoistInputDists as HoistInputDists
+from graphpasses.passes.embedding.lower_embedding_bags import LowerEmbeddingBags as LowerEmbeddingBags
+from graphpasses.passes.embedding.reinplace_tbe_updates import ReinplaceTBEUpdates as ReinplaceTBEUpdates
+from graphpasses.passes.fsdp.bucket_fsdp_collectives import BucketFSDPCollectives as BucketFSDPCollectives
+from graphpasses.passes.fsdp.coalesce_grad_reductions import CoalesceGradReductions as CoalesceGradReductions
+from graphpasses.passes.fsdp.deduplicate_shared import DeduplicateShared as DeduplicateShared
+from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives as PrefetchCollectives
+from graphpasses.passes.fsdp.reshard_after_forward import ReshardAfterForward as ReshardAfterForward
+from graphpasses.passes.pipelines import default_pipeline as default_pipeline
+from graphpasses.passes.pipelines import recommender_pipeline as recommender_pipeline
