@@ -12,7 +12,7 @@ __all__ = ["fake_process_group"]
 
 @contextmanager
 def fake_process_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
-    """Initialises ``torch.distributed`` with ``num_ranks`` ranks that exist in name only.
+    """Initialises ``torch.distributed`` with a process group of ``num_ranks`` ranks, of which this is one.
 
     Args:
         num_ranks: world size.

@@ -244,7 +244,7 @@ _CAPTURED: dict[object, TrainGraph] = {}
 def on_fake_ranks(
     model: nn.Module, *, rank: int = 0, hybrid: bool = False, **options: Any
 ) -> Iterator[TrainGraph]:
-    """The step of ``model`` on one of four ranks that exist in name only; models of one kind are traced once."""
+    """The step of ``model`` on one of four ranks of a fake process group; models of one kind are traced once."""
     parameters = list(model.named_parameters(remove_duplicate=False))
     first = {id(p): fqn for fqn, p in reversed(parameters)}
     facts = tuple((fqn, first[id(p)], p.requires_grad, p.dtype) for fqn, p in parameters)

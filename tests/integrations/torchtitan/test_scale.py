@@ -1,4 +1,4 @@
-"""torchtitan's graph_trainer on 8, 64 and 256 ranks that exist in name only: its buckets are eager FSDP2's."""
+"""torchtitan's graph_trainer on 8, 64 and 256 ranks of a fake process group: its buckets are eager FSDP2's."""
 
 from __future__ import annotations
 

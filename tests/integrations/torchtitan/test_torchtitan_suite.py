@@ -3,8 +3,8 @@
 Of ``graph_trainer/tests`` in torchtitan 0.3.0, these are about what our passes do:
 
 - ``TestFSDPUnshardDedupPass``: runs as it is; ``deduplicate_fsdp_unshard_chains_pass`` is ``deduplicate-shared``.
-- ``TestBucketingPrefetchOrder``: its two tests of the order of all-gathers run on one of 8 ranks that exist in name
-  only, with CPU for CUDA and SDPA for FlexAttention, which has no backward on a CPU. (Its third is about dead code.)
+- ``TestBucketingPrefetchOrder``: its two tests of the order of all-gathers run on one of 8 ranks of a fake process
+  group, with CPU for CUDA and SDPA for FlexAttention, which has no backward on a CPU. (Its third is about dead code.)
 
 The others that run on a CPU are about what only torchtitan makes: ``TestFsdpDenseSchedulerPass`` moves buckets by the
 marks of its own bucketing, ``TestDefaultTransformerBlockBuckets`` and
