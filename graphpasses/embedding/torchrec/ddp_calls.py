@@ -82,9 +82,13 @@ def ddp_calls(modules: Iterable[nn.Module]) -> DDPCalls:
         UnsupportedError: one of them casts its parameters in hooks (``mixed_precision=``).
 
     Example:
-        >>> calls = ddp_calls([model])  # doctest: +SKIP
-        >>> calls.before()  # doctest: +SKIP
-        >>> outputs = calls.after(compiled(batch))  # doctest: +SKIP
+        >>> from graphpasses._torch.fake_process_group import fake_process_group
+        >>> with fake_process_group(2):
+        ...     model = DistributedDataParallel(nn.Linear(2, 1))
+        ...     calls = ddp_calls([model])
+        ...     calls.before()
+        ...     calls.after(model.module(torch.ones(3, 2))).shape
+        torch.Size([3, 1])
     """
     found = (module for root in modules for module in modules_and_lookups(root))
     ddps = tuple(dict.fromkeys(module for module in found if isinstance(module, DistributedDataParallel)))

@@ -17,8 +17,9 @@ def load_fbgemm() -> None:
         CaptureError: FBGEMM is not installed, or does not load with this torch.
 
     Example:
-        >>> load_fbgemm()  # doctest: +SKIP
-        >>> torch.ops.fbgemm.permute_2D_sparse_data  # doctest: +SKIP
+        >>> load_fbgemm()
+        >>> str(torch.ops.fbgemm.permute_2D_sparse_data.default)
+        'fbgemm.permute_2D_sparse_data.default'
     """
     with warnings.catch_warnings():
         # FBGEMM's import warns of FBGEMM's own code.

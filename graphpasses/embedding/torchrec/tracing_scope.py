@@ -37,8 +37,12 @@ def tracing_scope() -> Iterator[None]:
         UnsupportedError: this version of TorchRec was not tested.
 
     Example:
+        >>> import torch
         >>> with tracing_scope():
-        ...     compiled(batch)  # doctest: +SKIP
+        ...     torch._dynamo.config.capture_scalar_outputs
+        True
+        >>> torch._dynamo.config.capture_scalar_outputs
+        False
     """
     with DDP_PATCHES, nullcontext() if sys.modules.get("torchrec") is None else TORCHREC_PATCHES:
         undo_settings = change_settings()
@@ -74,8 +78,13 @@ def keep_optimizer_steps(modules: Iterable[nn.Module]) -> Iterator[None]:
     in its next eager forward, and so, for a model that has none, here.
 
     Example:
-        >>> with keep_optimizer_steps([model]), torch.no_grad():
-        ...     model(batch)  # doctest: +SKIP
+        >>> import torch
+        >>> tbe = torch.nn.Module()
+        >>> tbe.iter, tbe.iter_cpu = torch.tensor([3]), torch.tensor([3])
+        >>> with keep_optimizer_steps([tbe]):
+        ...     _ = tbe.iter.add_(1)
+        >>> tbe.iter
+        tensor([3])
     """
     found = (module for root in modules for module in modules_and_lookups(root))
     tbes: list[Any] = [module for module in found if hasattr(module, "iter_cpu") and hasattr(module, "iter")]
