@@ -9,7 +9,7 @@ One line is one node::
     # backward                                # the nodes after this line are autograd's
     return total, grad  # loss, gradient of emb.weight
 
-In place of these remarks stands the type of the value: ``# bf16[4, 8]``.
+In place of these remarks stands the type of the value: ``# bf16[4, 8]``. Of many arguments only data is shown.
 """
 
 from __future__ import annotations
@@ -54,16 +54,11 @@ COLLECTIVES = {
     "wait": c10d.wait_tensor.default,
 }
 SHORT = {target: name for name, target in COLLECTIVES.items()}
-RESULTS = {
-    "all_gather": "gathered",
-    "reduce_scatter": "scattered",
-    "all_reduce": "reduced",
-    "all_to_all": "exchanged",
-    "wait": "waited",
-}
+RESULTS = dict(zip(COLLECTIVES, ("gathered", "scattered", "reduced", "exchanged", "waited"), strict=True))
 DTYPES = {name: dtype for dtype, name in dtype_abbrs.items()}
 BACKWARD = "# backward"
 MAX_ARGUMENTS = 8  # of more, only data is shown, and only the inputs that are shown then
+LOOKUP = "split_embedding_codegen_lookup_"  # of FBGEMM; _sgd_function_pt2 follows
 AUTOMATIC_INPUT = r"l_|arg\d+_|primals_|tangents_|x_\d"
 
 
@@ -88,8 +83,8 @@ def golden(p: GraphPass, graph: TrainGraph, after: TrainGraph | None = None, *, 
             source = source.replace(indent(old, " " * 8), indent(new, " " * 8), 1)
         path.write_text(source)
     else:
-        before, then = shown
-        assert blocks == [before, then], f"{type(p).__name__}: its docstring must show\n\n{before}\n{then}"
+        wanted = "\n".join(shown)
+        assert blocks == [*shown], f"the docstring of {type(p).__name__} must show\n\n{wanted}"
     return shown[1]
 
 
@@ -104,8 +99,9 @@ def compiled(p: GraphPass, function: Callable[..., Any], *inputs: Any, stage: St
     """
     before, after = _Before((stage,)), _After((stage,))
     torch.compiler.reset()
-    pipeline = Pipeline((before, p, after))
-    graphpasses.compile(function, pipeline=pipeline, inner="aot_eager", fullgraph=True)(*inputs)
+    graphpasses.compile(function, pipeline=Pipeline((before, p, after)), inner="aot_eager", fullgraph=True)(
+        *inputs
+    )
     return [*before.graphs, *after.graphs]
 
 
@@ -121,9 +117,6 @@ def literal_blocks(cls: type) -> list[str]:
     """Returns the blocks behind ``::`` in a docstring, each with a newline at its end."""
     found = re.findall(r"::\n\n((?:(?: {4}.*)?\n)+)", inspect.cleandoc(cls.__doc__ or "") + "\n")
     return [dedent(block).strip("\n") + "\n" for block in found]
-
-
-# ---- printing --------------------------------------------------------------------------------------------
 
 
 def show(graph: TrainGraph) -> str:
@@ -149,6 +142,9 @@ class _Printer:
         """Returns a name for a node that was named automatically: ``cat_default_1`` tells no more than ``cat``."""
         if node in self.items and re.match(AUTOMATIC_INPUT, node.name):
             return re.sub(r"\W+", "_", self.items[node].fqn).strip("_")
+        for start, short in (LOOKUP, "lookup"), ("auto_functionalized", "written"):
+            if node.op == "call_function" and node.name.startswith(start):
+                return short
         if not isinstance(node.target, torch._ops.OpOverload):
             return None
         packet, overload = str(node.target).split(".")[1:]
@@ -195,9 +191,9 @@ class _Printer:
         args = [self.group(arg) if index == group else self.value(arg) for index, arg in enumerate(node.args)]
         kwargs = [f"{key}={self.value(value)}" for key, value in node.kwargs.items()]
         if len(args) + len(kwargs) > MAX_ARGUMENTS:
-            args = [text for text, value in zip(args, node.args, strict=True) if self.is_data(value)]
-            pairs = zip(kwargs, node.kwargs.values(), strict=True)
-            kwargs = [*(text for text, value in pairs if self.is_data(value)), "..."]
+            values = [*node.args, *node.kwargs.values()]
+            values = [[*filter(self.is_data, v)] if isinstance(v, (list, tuple)) else v for v in values]
+            args, kwargs = [self.value(value) for value in values if self.is_data(value)], ["..."]
         if node.op == "call_method":
             return f"{args[0]}.{node.target}({', '.join([*args[1:], *kwargs])})"
         prefix = "self." if node.op == "call_module" else ""
@@ -209,7 +205,9 @@ class _Printer:
             return any(map(self.is_data, value))
         if isinstance(value, fx.Node) and value in self.items:
             item = self.items[value]
-            return item.kind in (InputKind.PARAMETER, InputKind.BATCH) or "." not in item.fqn
+            if item.kind is InputKind.PARAMETER:
+                return value.meta["val"].numel() > 0
+            return item.kind is InputKind.BATCH or "." not in item.fqn
         return isinstance(value, (fx.Node, torch._ops.OpOverload))
 
     def group(self, name: object) -> str:
@@ -226,7 +224,9 @@ class _Printer:
             return dtype_abbrs[value]
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(map(self.value, value))}]"
-        return _target_name(value) if isinstance(value, torch._ops.OpOverload) else repr(value)
+        if isinstance(value, torch._ops.OpOverload):
+            return _target_name(value)
+        return str(value) if isinstance(value, torch.device) else repr(value)
 
 
 def _output_name(output: GraphOutput) -> str:
@@ -246,11 +246,15 @@ def _target_name(target: Any) -> str:
     if target in SHORT or getattr(target, "default", None) in SHORT:
         return SHORT.get(target) or SHORT[target.default]
     if isinstance(target, torch._ops.OpOverload):
-        name = str(target)
+        name = _without_codegen(str(target))
         return name.removesuffix(f".{_usual_overload(target.overloadpacket)}")
     if isinstance(target, torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator):
-        return str(target).removeprefix("torch.ops.higher_order.")
+        return _without_codegen(str(target).removeprefix("torch.ops.higher_order."))
     return f"{target.__module__.removeprefix('_')}.{target.__name__}"
+
+
+def _without_codegen(name: str) -> str:
+    return re.sub(rf"{LOOKUP}(\w+)_function_pt2", r"lookup_\1", name)
 
 
 def _usual_overload(packet: Any) -> str:
@@ -260,12 +264,8 @@ def _usual_overload(packet: Any) -> str:
 def _type(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{dtype_abbrs[value.dtype]}[{', '.join(map(str, value.shape))}]"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_type, value))})"
-    return "" if value is None else str(value)
-
-
-# ---- reading ---------------------------------------------------------------------------------------------
+    # Of several values each has its line.
+    return "" if value is None or isinstance(value, (list, tuple)) else str(value)
 
 
 def read(text: str, stage: Stage = Stage.STEP) -> TrainGraph:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 
@@ -54,11 +55,12 @@ def test_names_agree(file: str) -> None:
     assert isinstance(cls.numerics, Numerics)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("fsdp.")])
+@pytest.mark.parametrize("file", FILES)
 def test_every_pass_has_a_golden_graph(file: str) -> None:
     folder, name = file.split(".")
-    goldens = importlib.import_module(f"tests.passes.{folder}.test_golden")
-    assert f"golden({PASSES[file].__name__}(" in inspect.getsource(getattr(goldens, f"test_{name}"))
+    sources = "".join(path.read_text() for path in (Path(__file__).parent / folder).glob("test_golden*.py"))
+    assert f"def test_{name}(" in sources
+    assert f"golden({PASSES[file].__name__}(" in sources
 
 
 def test_every_pass_is_in_a_pipeline() -> None:

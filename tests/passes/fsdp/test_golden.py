@@ -115,7 +115,7 @@ cat = aten.cat([reshape, reshape_1])  # f32[10]
 gathered = all_gather(cat, 2, group0)  # f32[20]
 waited = wait(gathered)  # f32[20]
 view = aten.view(waited, [2, -1])  # f32[2, 10]
-split_with_sizes_copy = aten.split_with_sizes_copy(view, [8, 2], 1)  # (f32[2, 8], f32[2, 2])
+split_with_sizes_copy = aten.split_with_sizes_copy(view, [8, 2], 1)
 getitem = split_with_sizes_copy[0]  # f32[2, 8]
 view_1 = aten.view(getitem, [4, 4])  # f32[4, 4]
 getitem_1 = split_with_sizes_copy[1]  # f32[2, 2]
@@ -130,8 +130,8 @@ def test_bucket_fsdp_collectives_reductions() -> None:
         """\
 weight = parameter('layer.weight')  # f32[2, 4]
 bias = parameter('layer.bias')  # f32[2]
-of_weight = value('of weight')  # f32[4, 4]
-of_bias = value('of bias')  # f32[4]
+of_weight = batch('of weight')  # f32[4, 4]
+of_bias = batch('of bias')  # f32[4]
 # backward
 bias_scattered = reduce_scatter(of_bias, 'avg', 2, group0)  # f32[2]
 bias_grad = wait(bias_scattered)  # f32[2]
@@ -145,14 +145,14 @@ return bias_grad, weight_grad  # gradient of layer.bias, gradient of layer.weigh
         """\
 weight = parameter('layer.weight')  # f32[2, 4]
 bias = parameter('layer.bias')  # f32[2]
-of_weight = value('of weight')  # f32[4, 4]
-of_bias = value('of bias')  # f32[4]
+of_weight = batch('of weight')  # f32[4, 4]
+of_bias = batch('of bias')  # f32[4]
 # backward
 chunk_cat = aten._chunk_cat([of_weight, of_bias], 0, 2)  # f32[2, 10]
 scattered = reduce_scatter(chunk_cat, 'avg', 2, group0)  # f32[1, 10]
 waited = wait(scattered)  # f32[1, 10]
 view = aten.view(waited, [-1])  # f32[10]
-split_with_sizes = aten.split_with_sizes(view, [8, 2])  # (f32[8], f32[2])
+split_with_sizes = aten.split_with_sizes(view, [8, 2])
 getitem = split_with_sizes[0]  # f32[8]
 view_1 = aten.view(getitem, [2, 4])  # f32[2, 4]
 getitem_1 = split_with_sizes[1]  # f32[2]
