@@ -21,7 +21,7 @@ FILES = sorted(
     f"{folder}.{info.name}"
     for folder in FOLDERS
     for info in pkgutil.iter_modules([f"{graphpasses.passes.__path__[0]}/{folder}"])
-    if info.name not in ("columns", "repeats", "_packing")  # parts of passes, or what they share
+    if not info.name.startswith("_")  # a part of a pass
 )
 
 
