@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import hashlib
 import inspect
 import re
@@ -65,9 +66,15 @@ class GraphPass(abc.ABC):
         """
 
     def uuid(self) -> str:
-        """Returns a digest of the source of the pass's module and of its options, for compilers' caches."""
-        source = inspect.getsource(sys.modules[type(self).__module__])
-        return hashlib.sha256(f"{self.name}\n{source}\n{self!r}".encode()).hexdigest()
+        """Returns a digest of what the pass does, for compilers' caches: of its options and of what it may run.
+
+        That is its own module, the package that this belongs to, and graphpasses.
+        """
+        module = sys.modules[type(self).__module__]
+        package = getattr(sys.modules.get(module.__name__.partition(".")[0]), "__path__", ())
+        folders = dict.fromkeys([str(Path(__file__).parents[1]), *package])
+        sources = [inspect.getsource(module), *map(_digest_of_sources, folders)]
+        return hashlib.sha256("\n".join([self.name, *sources, repr(self)]).encode()).hexdigest()
 
     def as_function(
         self, step: TrainGraph, reports: list[PassReport] | None = None, *, excerpts: bool = False
@@ -94,6 +101,15 @@ class GraphPass(abc.ABC):
         run.__name__ = re.sub(r"\W", "_", self.name) + "_pass"
         run.__doc__ = inspect.getdoc(self)
         return run
+
+
+@functools.cache
+def _digest_of_sources(folder: str) -> str:
+    """Returns a digest of all Python files below a folder, as they were when it was first asked for."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
+import graphpasses
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError, UnsupportedError
 from graphpasses.fsdp import BucketPlan
@@ -298,33 +301,51 @@ def test_uuid_follows_the_options() -> None:
     assert len({BucketFSDPCollectives(plan).uuid() for plan in plans}) == 2
 
 
-def load_pass(path: Path, constant: int) -> ModuleType:
-    path.write_text(
-        "from dataclasses import dataclass\n"
-        "from graphpasses.passes.runner import GraphPass, Numerics\n"
-        f"def _apply(graph): return {constant}\n"
-        "@dataclass(frozen=True)\n"
-        "class CountThings(GraphPass):\n"
-        "    name = 'count-things'\n"
-        "    numerics = Numerics.BITWISE\n"
-        "    def rewrite(self, graph): return _apply(graph)\n"
-    )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    return module, spec
+PASS = """
+from dataclasses import dataclass
+from graphpasses.passes.runner import GraphPass, Numerics
+from {package}.helper import count
+
+@dataclass(frozen=True)
+class CountThings(GraphPass):
+    name = "count-things"
+    numerics = Numerics.BITWISE
+    def rewrite(self, graph): return count(graph)
+"""
 
 
-def test_uuid_follows_the_source_of_its_helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass does its work in functions beside the class; a compiler's cache must see them change."""
-    import sys
+def test_uuid_follows_every_source_that_a_pass_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass does its work in functions of other files; a compiler's cache must see them change."""
+    uuids = []
+    for folder, helper in (("a", "return 1"), ("b", "return 2"), ("c", "return 1")):
+        package = tmp_path / folder / "own_passes"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "helper.py").write_text(f"def count(graph): {helper}\n")
+        (package / "count_things.py").write_text(PASS.format(package="own_passes"))
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(package.parent)
+            for name in ("own_passes", "own_passes.helper", "own_passes.count_things"):
+                patch.delitem(sys.modules, name, raising=False)
+            uuids.append(importlib.import_module("own_passes.count_things").CountThings().uuid())
+    assert uuids[0] == uuids[2] != uuids[1]
 
-    uuids = set()
-    for constant in (1, 2):
-        module, spec = load_pass(tmp_path / f"count_things_{constant}.py", constant)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        spec.loader.exec_module(module)
-        uuids.add(module.CountThings().uuid())
-    assert len(uuids) == 2
+
+def test_uuid_follows_the_sources_of_graphpasses(tmp_path: Path) -> None:
+    """An edited file of graphpasses, here another than the pass's own, gives its passes other digests."""
+    copied = tmp_path / "graphpasses"
+    shutil.copytree(next(iter(graphpasses.__path__)), copied, ignore=shutil.ignore_patterns("__pycache__"))
+    code = "from graphpasses.passes import PrefetchCollectives; print(PrefetchCollectives().uuid())"
+
+    def uuid() -> str:
+        run = (sys.executable, "-c", code)
+        return subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    before = uuid()
+    assert before == uuid() == f"{PrefetchCollectives().uuid()}\n"
+    helper = copied / "analysis" / "levels.py"
+    helper.write_text(f"{helper.read_text()}# edited\n")
+    assert uuid() != before
 
 
 def test_report_of_an_unknown_pass(step: TrainGraph) -> None:
