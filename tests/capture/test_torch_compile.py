@@ -78,6 +78,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 def test_passes_remember_from_one_compilation_to_the_next() -> None:
     look = Look()
     for _ in range(2):
+        torch.compiler.reset()  # else Dynamo gives the second instance what it compiled for the first
         call = graphpasses.compile(Net(), pipeline=Pipeline((look,)), inner="aot_eager", dynamic=False)
         call(torch.ones(2, 4))
         call(torch.ones(3, 4))  # compiled again
