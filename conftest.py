@@ -30,6 +30,9 @@ def _names_of_examples(doctest_namespace: dict[str, Any]) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and "embedding" in item.path.parts:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # TorchRec warns of its own defaults
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

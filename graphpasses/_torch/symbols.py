@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, resolve
 
 from graphpasses._torch import pytree
 
-__all__ = ["can_name_alike", "expression", "name_alike"]
+__all__ = ["can_unify_sizes", "expression", "unify_sizes"]
 
 
 def expression(size: int | torch.SymInt) -> Any:
@@ -20,7 +20,7 @@ def expression(size: int | torch.SymInt) -> Any:
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
-def can_name_alike(node: fx.Node, other: fx.Node) -> bool:
+def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:
     """Whether the sizes that ``node`` brings can take the names of those that ``other`` brings.
 
     They cannot if the tracer, having found them equal, named them after ``node``'s already.
@@ -39,7 +39,7 @@ def can_name_alike(node: fx.Node, other: fx.Node) -> bool:
     return True
 
 
-def name_alike(node: fx.Node, other: fx.Node) -> None:
+def unify_sizes(node: fx.Node, other: fx.Node) -> None:
     """Gives the sizes that ``node`` brings the names of those that ``other`` brings, in all fake values.
 
     Args:

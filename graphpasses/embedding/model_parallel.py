@@ -61,12 +61,17 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         ShardingError: the plan does not fit the model, which is left as it was.
 
     Example:
-        >>> model = TwoTowers(user=Tower(ebc), item=Tower(ebc))  # doctest: +SKIP
-        >>> model = DistributedModelParallel(model)  # doctest: +SKIP
-        >>> model.module.user.ebc is model.module.item.ebc  # doctest: +SKIP
+        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> table = EmbeddingBagConfig(num_embeddings=100, embedding_dim=16, name="table", feature_names=["product"])
+        >>> ebc = EmbeddingBagCollection([table], device=torch.device("meta"))
+        >>> towers = nn.ModuleDict({"user": nn.ModuleDict({"ebc": ebc}), "item": nn.ModuleDict({"ebc": ebc})})
+        >>> model = DistributedModelParallel(towers)
+        >>> model.module["user"]["ebc"] is model.module["item"]["ebc"]
         True
-        >>> list(model.state_dict())  # doctest: +SKIP
+        >>> list(model.state_dict())
         ['user.ebc.embedding_bags.table.weight']
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -226,8 +231,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
     def load_state_dict(self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True) -> Any:
         """Loads what ``state_dict()`` of this or of TorchRec's DistributedModelParallel returned.
 
-        A module may come under any of its names, or under several, if the tensors are equal. All ranks must call it
-        alike.
+        A module may come under any of its names, or under several, if the tensors are equal. All ranks must call it.
 
         Args:
             state_dict: tensors by FQN.

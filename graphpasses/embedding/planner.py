@@ -44,7 +44,7 @@ def plan(
     TorchRec's ``EmbeddingShardingPlanner`` counts a module's memory and time once for each name under another parent.
 
     Args:
-        model: an unsharded model, also on device meta. All ranks must call it alike; rank 0 plans for all.
+        model: an unsharded model, also on device meta. All ranks must call it; rank 0 plans for all.
         sharders: of the module types to shard; None for TorchRec's default.
         constraints: for a table, by its name, or by any name of its module and its own, ``"user.ebc.table"``.
         planner: any planner of TorchRec's, which then has the constraints; None for ``EmbeddingShardingPlanner`` with
@@ -61,9 +61,16 @@ def plan(
         PlannerError: TorchRec finds no plan; on all ranks.
 
     Example:
-        >>> by_rows = ParameterConstraints(sharding_types=["row_wise"])
-        >>> sharding_plan = plan(model, constraints={"user.ebc.table": by_rows})  # doctest: +SKIP
-        >>> model = DistributedModelParallel(model, plan=sharding_plan)  # doctest: +SKIP
+        >>> from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> table = EmbeddingBagConfig(num_embeddings=100, embedding_dim=16, name="table", feature_names=["product"])
+        >>> ebc = EmbeddingBagCollection([table], device=torch.device("meta"))
+        >>> towers = nn.ModuleDict({"user": nn.ModuleDict({"ebc": ebc}), "item": nn.ModuleDict({"ebc": ebc})})
+        >>> whole = ParameterConstraints(sharding_types=["table_wise"])
+        >>> sharding_plan = plan(towers, constraints={"item.ebc.table": whole})
+        >>> {name: module["table"].sharding_type for name, module in sharding_plan.plan.items()}
+        {'user.ebc': 'table_wise', 'item.ebc': 'table_wise'}
+        >>> dist.destroy_process_group()
     """
     sharders = list(get_default_sharders() if sharders is None else sharders)
     by_type = {sharder.module_type: sharder for sharder in sharders}
@@ -155,7 +162,7 @@ def _by_table(
             if pair[1] == table and (pair not in key_of or constraints[key_of[pair]] != constraints[key]):
                 raise ShardingError(
                     f"TorchRec constrains tables by their own names, and {fqn!r} has that of {key!r}, but not its "
-                    "constraint. Name the tables differently, or constrain both alike"
+                    "constraint. Name the tables differently, or give both the same constraint"
                 )
     return named
 
@@ -190,7 +197,7 @@ def fit_plan(
         if difference := _difference(sharding_plan.plan[first], module_plan):
             raise ShardingError(
                 f"{first!r} and {fqn!r} are one module, but the plan shards them differently: {difference}. Plan one "
-                "of the names, or plan both alike"
+                "of the names, or plan both the same way"
             )
         _check_module(fqn, modules[fqn], module_plan, by_type)
     fitted = _under_all_names(sharding_plan, identity)

@@ -139,7 +139,7 @@ def test_plans_that_do_not_fit() -> None:
             {"item.ebc": tables(), "user.ebc": tables(1)},
             (
                 "'item.ebc' and 'user.ebc' are one module, but the plan shards them differently: table 't0' "
-                "has ranks [0] and [1]. Plan one of the names, or plan both alike"
+                "has ranks [0] and [1]. Plan one of the names, or plan both the same way"
             ),
         ),
         (
@@ -216,7 +216,7 @@ def test_plans_that_do_not_fit() -> None:
             {"other.t0": ParameterConstraints()},
             (
                 "TorchRec constrains tables by their own names, and 'user.ebc.t0' has that of 'other.t0', "
-                "but not its constraint. Name the tables differently, or constrain both alike"
+                "but not its constraint. Name the tables differently, or give both the same constraint"
             ),
         ),
     ],

@@ -24,6 +24,7 @@ from graphpasses.simulate import (
     simulate_all_reduce,
     simulate_reduce_scatter,
 )
+from tests.helpers.models import same_bits
 
 NUM_RANKS = 4
 COUNT = 50_001
@@ -34,10 +35,6 @@ def make_inputs(num_ranks: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
         for rank in range(num_ranks)
     ]
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def check_reductions() -> None:

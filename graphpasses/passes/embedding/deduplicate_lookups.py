@@ -12,7 +12,7 @@ from torch import fx
 
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import read_functionalized_call
-from graphpasses._torch.symbols import can_name_alike, name_alike
+from graphpasses._torch.symbols import can_unify_sizes, unify_sizes
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
 from graphpasses.analysis.backward import backward_nodes
@@ -129,7 +129,7 @@ def _local_repeats(graph: TrainGraph, classes: Mapping[fx.Node, int]) -> dict[fx
         if key is None or not memory.isdisjoint(returned):
             continue
         kept = first.setdefault((key, classes.get(node)), node)
-        if kept is not node and can_name_alike(node, kept):
+        if kept is not node and can_unify_sizes(node, kept):
             repeated[node] = kept
     return repeated
 
@@ -217,6 +217,6 @@ class DeduplicateLookups(GraphPass):
         """Rewrites ``graph`` in place; returns the number of nodes removed."""
         repeated = _plan(graph)
         for node, kept in repeated.items():
-            name_alike(node, kept)
+            unify_sizes(node, kept)
             graph.merge(node, kept)
         return len(repeated)

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from graphpasses._torch.group_ranks import named_group
-from graphpasses._torch.symbols import can_name_alike, name_alike
+from graphpasses._torch.symbols import can_unify_sizes, unify_sizes
 from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.effects import collective_group
 from graphpasses.analysis.value_numbering import Received, SizeNumbering
@@ -167,10 +167,10 @@ class DeduplicateSizes(GraphPass):
             chunks = everyone[group][received.source][number_of[received.launch]]
             number = chunks[rank_in[group]][received.index]
             same = first.setdefault((group, received.source, number), node) if number >= 0 else node
-            if same is node or not can_name_alike(node, same):
+            if same is node or not can_unify_sizes(node, same):
                 continue
             # One of them may be known to be a number, of which the graph made use.
-            name_alike(*((same, node) if _is_number(node) else (node, same)))
+            unify_sizes(*((same, node) if _is_number(node) else (node, same)))
             if size_expression(node) == size_expression(same):
                 node.replace_all_uses_with(same)
                 graph.graph.erase_node(node)
