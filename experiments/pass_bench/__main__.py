@@ -19,7 +19,8 @@ def main(flavors: tuple[str, ...] = ("8B", "70B", "405B"), rounds: int = 5) -> N
 
     Args:
         flavors: of torchtitan's Llama 3.
-        rounds: how often our pipeline runs; the fastest counts. torchtitan's runs once.
+        rounds: how often our pipeline runs, for its median. The first round is compared with torchtitan's, which
+            runs once.
     """
     console = make_console()
     timings = []
@@ -29,7 +30,7 @@ def main(flavors: tuple[str, ...] = ("8B", "70B", "405B"), rounds: int = 5) -> N
             timings.append(pool.submit(time_passes, flavor, rounds).result())
     console.print(_table(timings))
     console.print(
-        "graphpasses generates code once, at the step's first call; torchtitan's time has it after every pass"
+        "graphpasses generates code once, at the step's first call; torchtitan's passes do after each"
     )
 
 
@@ -43,21 +44,21 @@ def _table(timings: list[FullSizeTiming]) -> Table:
 
     row("nodes of the captured step", *(f"{timing.ours.num_nodes:,}" for timing in timings))
     row("tracing", *(f"{timing.capture:.1f}" for timing in timings))
-    for name in timings[0].ours.by_pass:
-        row(f"  {name}", *(f"{timing.ours.by_pass[name]:.2f}" for timing in timings))
-    whole = [timing.ours.timing.fastest for timing in timings]
-    row("graphpasses, checks and copy included", *(f"{seconds:.2f}" for seconds in whole))
-    row("  first round", *(f"{timing.ours.timing.first:.2f}" for timing in timings))
-    row("  median round", *(f"{timing.ours.timing.median:.2f}" for timing in timings))
-    per_node = (seconds / timing.ours.num_nodes for seconds, timing in zip(whole, timings, strict=True))
-    row("  µs per node", *(f"{seconds * 1e6:.0f}" for seconds in per_node))
-    row("  MB of memory", *(f"{timing.memory / 1e6:.0f}" for timing in timings))
+    ours = [timing.ours.timing.first + timing.code for timing in timings]
+    row("graphpasses: first round, code generated", *(f"{seconds:.2f}" for seconds in ours))
+    row("  first round, checks and copy included", *(f"{timing.ours.timing.first:.2f}" for timing in timings))
     row("  generating code", *(f"{timing.code:.2f}" for timing in timings))
+    row("  median round", *(f"{timing.ours.timing.median:.2f}" for timing in timings))
+    per_node = (timing.ours.timing.median / timing.ours.num_nodes for timing in timings)
+    row("  median round, µs per node", *(f"{seconds * 1e6:.0f}" for seconds in per_node))
+    for name in timings[0].ours.by_pass:
+        row(f"  {name}, fastest round", *(f"{timing.ours.by_pass[name]:.2f}" for timing in timings))
+    row("  MB of memory", *(f"{timing.memory / 1e6:.0f}" for timing in timings))
+    theirs = [sum(timing.theirs.values()) for timing in timings]
+    row("graph_trainer's own: first round, code generated", *(f"{total:.2f}" for total in theirs))
     for name in timings[0].theirs:
         row(f"  {name}", *(f"{timing.theirs[name]:.2f}" for timing in timings))
-    theirs = [sum(timing.theirs.values()) for timing in timings]
-    row("graph_trainer's own", *(f"{total:.2f}" for total in theirs))
-    row("times as fast", *(f"{total / seconds:.1f}" for total, seconds in zip(theirs, whole, strict=True)))
+    row("times as fast", *(f"{total / seconds:.1f}" for total, seconds in zip(theirs, ours, strict=True)))
     return table
 
 
