@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph.model_facts import ModelFacts
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.identity import IdentityMap
 
@@ -96,6 +97,7 @@ def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedSte
         model=model,
         batch_spec=traced.user_inputs_spec.child(0),
         batch_leaves=tuple((inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes),
+        facts=ModelFacts.of(model, identity),
         fixed_signature=True,
     )
     if len(graph.placeholders) != len(inputs) or len(graph.output_values) != len(outputs):

@@ -13,9 +13,17 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpasses._torch import pytree
+from graphpasses._torch.random_state import watch_random_state
+from graphpasses.capture.refusals import (
+    kept_tensors_refused,
+    refuse_collectives_in_place,
+    refuse_model,
+    refuse_random_state,
+)
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
+from graphpasses.graph.batch import check_leaf
 
 __all__ = ["capture_train_step"]
 
@@ -41,8 +49,10 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     Raises:
         CaptureError: the loss is not a scalar tensor that depends on a trainable parameter, ``loss_fn``
             calls ``backward``, runs under autocast or decides by a tensor's value, the batch holds something
-            else than tensors and plain values, the model is on meta or has an LSTM that runs in oneDNN, or
-            torchtitan is not installed.
+            else than tensors and plain values, or a tensor that requires a gradient, the model is on meta or has an
+            LSTM that runs in oneDNN, or torchtitan is not installed; or the model is one that a captured step would
+            train otherwise: wrapped (DistributedDataParallel, FSDP1), sharded by ``fully_shard`` or compiled, with
+            hooks on gradients, or with a forward that replaces a buffer or keeps a tensor in an attribute.
         UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
             parallelism.
 
@@ -62,16 +72,9 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             "install graphpasses[titan]"
         ) from error
 
-    names = _state_names(model)
-    state = (*model.named_parameters(), *model.named_buffers())
-    on_meta = [fqn for fqn, tensor in state if tensor.is_meta]
-    if on_meta:
-        raise CaptureError(
-            f"parameter or buffer {on_meta[0]!r} is on the meta device; materialise the model "
-            "(to_empty and initialise) before capturing its step"
-        )
-
+    refuse_model(model)
     _check_batch(batch)
+    names = _state_names(model)
 
     def step(*args: Any) -> list[torch.Tensor | None]:
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
@@ -81,11 +84,15 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             for fqn, parameter in model.named_parameters(remove_duplicate=False)
             if parameter.requires_grad
         }
-        with _autocast_refused():
+        gradients_before = [parameter.grad for parameter in named.values()]
+        with _autocast_refused(), kept_tensors_refused(model):
             loss = loss_fn(model, *args)
         if _state_names(model) != names:
             raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
-        if any(parameter.grad is not None for parameter in named.values()):
+        if any(
+            parameter.grad is not before
+            for parameter, before in zip(named.values(), gradients_before, strict=True)
+        ):
             raise CaptureError(_CALLED_BACKWARD)
         _check_loss(loss, list(named))
         unique = dict.fromkeys(named.values())
@@ -93,7 +100,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
     try:
-        with _state_restored(model):
+        with _state_restored(model), watch_random_state() as seeded:
             traced = minimal_fx_tracer(step, module=model)(*batch)
     except RuntimeError as error:
         if isinstance(error, GuardOnDataDependentSymNode):
@@ -109,6 +116,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off "
             "in both runs, with torch.backends.mkldnn.set_flags(False)"
         )
+    refuse_random_state(graph, seeded)
+    refuse_collectives_in_place(graph)
     _name_batch(graph, batch)
     return graph
 
@@ -127,16 +136,21 @@ def _state_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _state_restored(model: nn.Module) -> Iterator[None]:
-    """Puts every parameter and buffer back: the tracer leaves its own in a module that has two names."""
-    before = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    """Puts every parameter, buffer and attribute back: the tracer leaves its own, and so does forward."""
+    before = [
+        (module, dict(module._parameters), dict(module._buffers), dict(vars(module)))
+        for module in model.modules()
+    ]
     try:
         yield
     finally:
-        for module, parameters, buffers in before:
+        for module, parameters, buffers, attributes in before:
             module._parameters.clear()
             module._parameters.update(parameters)
             module._buffers.clear()
             module._buffers.update(buffers)
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 @contextmanager
@@ -168,6 +182,7 @@ def _check_batch(batch: tuple[Any, ...]) -> None:
                 f"batch{pytree.keystr(path)} is a {type(leaf).__name__}; a batch holds tensors, numbers, strings "
                 "and None, in lists, tuples and dicts. Give loss_fn other objects through its closure"
             )
+        check_leaf(f"batch{pytree.keystr(path)}", leaf)
 
 
 def _check_loss(loss: Any, trainable: list[str]) -> None:

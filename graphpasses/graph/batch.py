@@ -10,7 +10,7 @@ import torch
 from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError
 
-__all__ = ["check_batch"]
+__all__ = ["check_batch", "check_leaf"]
 
 
 def check_batch(
@@ -34,6 +34,7 @@ def check_batch(
             "Capture a step for this structure"
         )
     for (path, captured), leaf in zip(captured_leaves, leaves, strict=True):
+        check_leaf(path, leaf)
         if isinstance(captured, torch.Tensor):
             same = isinstance(leaf, torch.Tensor) and _tensor_facts(leaf) == _tensor_facts(captured)
         else:
@@ -45,6 +46,23 @@ def check_batch(
                 f"got {_describe(leaf, strides)}. Capture a step for it, or pad the batch"
             )
     return leaves
+
+
+def check_leaf(path: str, leaf: Any) -> None:
+    """Raises if a leaf of a batch is a tensor that requires a gradient: a captured step computes the model's only.
+
+    Args:
+        path: the leaf's path, e.g. ``batch[0]['tokens']``.
+        leaf: any leaf.
+
+    Raises:
+        BatchMismatchError: it is.
+    """
+    if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+        raise BatchMismatchError(
+            f"{path} requires a gradient, which a captured step does not compute; detach it, or make it a parameter "
+            "of the model"
+        )
 
 
 def _tensor_facts(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch import nn
 
 from graphpasses._torch import pytree
 from graphpasses.graph.batch import check_batch
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
-from graphpasses.graph.parameters import get_state
+from graphpasses.graph.model_facts import ModelFacts
+from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.train_graph import InputKind, OutputKind, TrainGraph
 
 __all__ = ["CapturedStep"]
@@ -28,6 +30,7 @@ class CapturedStep(TrainGraph):
     Args:
         batch_spec: pytree structure of the captured ``*batch``.
         batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
+        facts: what the graph takes for granted of the model; each call checks it.
 
     Example:
         >>> import torch
@@ -41,6 +44,7 @@ class CapturedStep(TrainGraph):
 
     batch_spec: pytree.TreeSpec
     batch_leaves: tuple[tuple[str, Any], ...]
+    facts: ModelFacts
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Runs the step on the live model.
@@ -53,14 +57,25 @@ class CapturedStep(TrainGraph):
 
         Raises:
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
-            CaptureError: the live model no longer has a parameter that the step reads.
+            CaptureError: the live model no longer has a parameter that the step reads, or changed since the capture:
+                modes and hooks of modules, ``requires_grad``, ties, hooks on gradients.
         """
+        self.facts.check(self.model)
         leaves = check_batch(batch, self.batch_spec, self.batch_leaves)
         values = self._flat_inputs(leaves)
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
             return self._accumulate(self.module(*values))
+
+    def for_model(self, model: nn.Module) -> Self:
+        """Returns the step for another model that was built as the captured one was.
+
+        Args:
+            model: the other model.
+        """
+        parameters = parameter_infos(model, self.identity)
+        return replace(self, model=model, parameters=parameters, facts=ModelFacts.of(model, self.identity))
 
     @cached_property
     def _shared_values(self) -> frozenset[int]:

@@ -22,7 +22,7 @@ from graphpasses.errors import TaskError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph import TrainGraph
+from graphpasses.graph import CapturedStep
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.parity.record import ParityRecorder
 from graphpasses.passes import default_pipeline
@@ -33,7 +33,7 @@ from graphpasses.simulate.shared_step import step_for_rank
 
 __all__ = ["Rewrite", "Task", "load_task", "train_eager", "train_graph"]
 
-Rewrite = Callable[[TrainGraph, BucketPlan, Layout], TrainGraph]
+Rewrite = Callable[[CapturedStep, BucketPlan, Layout], CapturedStep]
 """Makes of the captured step the one that runs, given eager's buckets and their layout."""
 
 _OPTIONAL = ("optimizer", "name", "seed", "num_replicas")
@@ -213,7 +213,7 @@ def train_graph(
         model = simple_fsdp(
             _build(task), mesh, param_dtype=eager.param_dtype, reduce_dtype=eager.reduce_dtype
         )
-        steps: dict[object, TrainGraph] = share(dict)
+        steps: dict[object, CapturedStep] = share(dict)
         shapes = tuple(_local_shape(parameter) for parameter in model.parameters())
         if shapes not in steps:
             captured = capture_train_step(task.loss_fn, model, *task.batch(0, dist.get_rank()))
@@ -226,7 +226,7 @@ def train_graph(
     run_cluster(play, topology)
 
 
-def _default(captured: TrainGraph, plan: BucketPlan, layout: Layout) -> TrainGraph:
+def _default(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
     return default_pipeline(plan, expected_layout=layout).run(captured, excerpts=True)
 
 

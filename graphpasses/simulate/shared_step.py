@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.group_ranks import mesh_group_names
 from graphpasses.errors import ClusterError
-from graphpasses.graph import TrainGraph, is_collective
-from graphpasses.graph.parameters import get_state, parameter_infos
+from graphpasses.graph import CapturedStep, get_state, is_collective
 
 __all__ = ["step_for_rank"]
 
 
-def step_for_rank(step: TrainGraph, model: nn.Module) -> TrainGraph:
+def step_for_rank(step: CapturedStep, model: nn.Module) -> CapturedStep:
     """Returns a step that another rank captured, for this rank's model.
 
     To trace and rewrite one step takes as long as hundreds of them; ranks with shards of equal shapes need it once.
@@ -56,8 +53,8 @@ def step_for_rank(step: TrainGraph, model: nn.Module) -> TrainGraph:
             )
         names.update(zip(*map(mesh_group_names, (theirs.device_mesh, ours.device_mesh)), strict=True))
     if all(name == own for name, own in names.items()):
-        return replace(step, model=model, parameters=parameter_infos(model, step.identity))
-    copy = replace(step.copy(), model=model, parameters=parameter_infos(model, step.identity))
+        return step.for_model(model)
+    copy = step.copy().for_model(model)
     for node in copy.graph.nodes:
         if is_collective(node):
             node.args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)

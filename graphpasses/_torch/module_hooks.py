@@ -1,0 +1,25 @@
+"""The hooks of modules, and whether torch.compile has wrapped one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+# OptimizedModule is what torch.compile makes of a module; `module.compile()` sets `_compiled_call_impl` instead.
+from torch._dynamo.eval_frame import OptimizedModule
+
+__all__ = ["hook_ids", "is_compiled"]
+
+
+def hook_ids(module: nn.Module) -> tuple[int, ...]:
+    """Returns the numbers of the hooks that run around a module's forward and backward; torch gives none twice."""
+    return (
+        *module._forward_pre_hooks,
+        *module._forward_hooks,
+        *module._backward_pre_hooks,
+        *module._backward_hooks,
+    )
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of a module runs what ``torch.compile`` made of it."""
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

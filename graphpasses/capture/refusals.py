@@ -1,0 +1,151 @@
+"""What a captured step would train otherwise than eager: refused by name, before, while and after it is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import fx, nn
+
+from graphpasses._torch import pytree
+from graphpasses._torch.module_hooks import is_compiled
+from graphpasses._torch.schemas import is_seeded, named_arguments
+from graphpasses.analysis.backward import is_backward
+from graphpasses.errors import CaptureError
+from graphpasses.graph import CapturedStep
+from graphpasses.graph.model_facts import check_gradient_hooks
+from graphpasses.identity import walk_modules
+
+__all__ = ["kept_tensors_refused", "refuse_collectives_in_place", "refuse_model", "refuse_random_state"]
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raises if a captured step would train a model otherwise than eager does.
+
+    Args:
+        model: the model that is to be captured.
+
+    Raises:
+        CaptureError: a module is wrapped or sharded by what works in hooks that a capture does not see
+            (DistributedDataParallel, DataParallel, FSDP1, FSDP2's ``fully_shard``), is compiled, or is on the meta
+            device; or a hook waits for a parameter's gradient.
+    """
+    for fqn, module in walk_modules(model):
+        if reason := _reject_reason(module):
+            raise CaptureError(f"{f'module {fqn!r}' if fqn else 'the model'} {reason}")
+    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise CaptureError(
+                f"parameter or buffer {fqn!r} is on the meta device; materialise the model "
+                "(to_empty and initialise) before capturing its step"
+            )
+    for fqn, parameter in model.named_parameters():
+        check_gradient_hooks(fqn, parameter)
+
+
+def _reject_reason(module: nn.Module) -> str | None:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return (
+            "is a DistributedDataParallel, which reduces gradients in hooks that a captured step does not run: each "
+            "rank would train on its own. Capture its .module, sharded with graphpasses.simple_fsdp, or use "
+            "torch.compile(model, backend='graphpasses')"
+        )
+    if isinstance(module, nn.DataParallel):
+        return "is a DataParallel, which copies itself at each call; capture its .module, on one process per device"
+    if isinstance(module, FullyShardedDataParallel):
+        return (
+            "is a FullyShardedDataParallel (FSDP1), which gathers and reduces in hooks that a captured step does not "
+            "run; shard the plain model with graphpasses.simple_fsdp"
+        )
+    if isinstance(module, FSDPModule):
+        return (
+            "was sharded by fully_shard, whose hooks a captured step does not run. Shard another copy of the plain "
+            "model with graphpasses.simple_fsdp, and read the buckets of this one with BucketPlan.from_fully_shard"
+        )
+    if is_compiled(module):
+        return "is compiled; capture the module that torch.compile was given, before it is compiled"
+    return None
+
+
+@contextmanager
+def kept_tensors_refused(model: nn.Module) -> Iterator[None]:
+    """Raises if the block, which runs forward, replaces a buffer or keeps a tensor in an attribute of a module."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    known = {id(tensor) for _, tensor in _attributes(model)}
+    yield
+    known |= {
+        id(tensor) for tensor in (*model.parameters(), *model.buffers())
+    }  # an RNN's list of its weights
+    for fqn, buffer in model.named_buffers(remove_duplicate=False):
+        if buffer is not buffers.get(fqn, buffer):
+            raise CaptureError(
+                f"forward replaces buffer {fqn!r}, and a captured step would not: each call would read the old one. "
+                "Write it in place, e.g. with buffer.copy_(...)"
+            )
+    for fqn, tensor in _attributes(model):
+        if id(tensor) not in known:
+            raise CaptureError(
+                f"forward keeps a tensor in the attribute {fqn!r}, and a captured step would not: what reads it "
+                "later would find an old one. Compute it in forward, or register it as a buffer and write it in place"
+            )
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors in modules' own attributes, also in lists, tuples and dicts, with the attribute's FQN."""
+    for fqn, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                for leaf in pytree.tree_leaves(value):
+                    if isinstance(leaf, torch.Tensor):
+                        yield f"{fqn}.{name}".lstrip("."), leaf
+
+
+def refuse_random_state(graph: CapturedStep, seeded: set[bool]) -> None:
+    """Raises if the step draws random numbers from a state that was set while it was traced: a graph does not set it.
+
+    Args:
+        graph: the captured step.
+        seeded: of each time that it was set, whether backward ran then.
+
+    Raises:
+        CaptureError: it does, e.g. since a checkpointed block with dropout is computed again in backward.
+    """
+    draws = [node for node in graph.graph.nodes if _draws(node)]
+    if True in seeded and (recomputed := [node for node in draws if is_backward(node)]):
+        raise CaptureError(
+            f"activation checkpointing computes {recomputed[0].name} again in backward, with forward's random "
+            "numbers (preserve_rng_state=True); a captured step would draw others, and its gradients would be wrong. "
+            "Set the dropout of checkpointed blocks to 0, do not checkpoint them, or use "
+            "torch.compile(model, backend='graphpasses')"
+        )
+    if False in seeded and draws:
+        raise CaptureError(
+            f"loss_fn sets the state of the random number generator (torch.manual_seed, torch.set_rng_state), and "
+            f"{draws[0].name} draws from it; a captured step would not set it again. Seed before the step"
+        )
+
+
+def refuse_collectives_in_place(graph: CapturedStep) -> None:
+    """Raises if the step communicates in place, for which a graph has no wait.
+
+    Args:
+        graph: the captured step.
+
+    Raises:
+        CaptureError: it does.
+    """
+    for node in graph.graph.nodes:
+        if getattr(node.target, "namespace", "") == "c10d":
+            raise CaptureError(
+                f"loss_fn communicates in place: {node.target}, as torch.distributed.all_reduce and its like do. A "
+                "graph has no wait for it, so what it brings could be read too early. Communicate before or after "
+                "the step"
+            )
+
+
+def _draws(node: fx.Node) -> bool:
+    # Attention's operators say that they draw; without dropout they do not.
+    return is_seeded(node.target) and named_arguments(node).get("dropout_p") != 0

@@ -1,0 +1,343 @@
+"""What a captured step would train otherwise than eager is refused by name: at the capture, or at the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import BatchMismatchError, CaptureError
+from graphpasses.graph import CapturedStep
+from tests.helpers.models import make_mesh
+
+X = torch.arange(8.0).view(2, 4)
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4))
+
+
+def captured(model: nn.Module | None = None) -> CapturedStep:
+    return capture_train_step(loss_fn, build() if model is None else model, X)
+
+
+def refused(call: Callable[[], Any], kind: type[Exception] = CaptureError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+# ---- models that train in hooks ------------------------------------------------------------------------
+
+
+def compiled_in_place() -> nn.Module:
+    model = build()
+    model[2].compile(backend="eager")
+    return model
+
+
+WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "DDP": (
+        lambda: nn.ModuleDict({"tower": DistributedDataParallel(build())}),
+        """\
+module 'tower' is a DistributedDataParallel, which reduces gradients in hooks that a captured step does not run: \
+each rank would train on its own. Capture its .module, sharded with graphpasses.simple_fsdp, or use \
+torch.compile(model, backend='graphpasses')""",
+    ),
+    "DP": (
+        lambda: nn.DataParallel(build()),
+        """\
+the model is a DataParallel, which copies itself at each call; capture its .module, on one process per device""",
+    ),
+    "FSDP1": (
+        lambda: FullyShardedDataParallel(build(), device_id=torch.device("cpu")),
+        """\
+the model is a FullyShardedDataParallel (FSDP1), which gathers and reduces in hooks that a captured step does not \
+run; shard the plain model with graphpasses.simple_fsdp""",
+    ),
+    "FSDP2": (
+        lambda: fully_shard(build(), mesh=make_mesh()),
+        """\
+the model was sharded by fully_shard, whose hooks a captured step does not run. Shard another copy of the plain \
+model with graphpasses.simple_fsdp, and read the buckets of this one with BucketPlan.from_fully_shard""",
+    ),
+    "compiled": (
+        lambda: torch.compile(build(), backend="eager"),
+        "the model is compiled; capture the module that torch.compile was given, before it is compiled",
+    ),
+    "compiled in place": (
+        compiled_in_place,
+        "module '2' is compiled; capture the module that torch.compile was given, before it is compiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_models(name: str) -> None:
+    make, message = WRAPPED[name]
+    with fake_process_group(4):
+        model = make()
+        assert refused(lambda: captured(model)) == message
+
+
+def test_a_part_sharded_by_fully_shard() -> None:
+    with fake_process_group(4):
+        model = build()
+        fully_shard(model[0], mesh=make_mesh())
+        assert refused(lambda: captured(model)).startswith("module '0' was sharded by fully_shard")
+
+
+# ---- hooks on gradients --------------------------------------------------------------------------------
+
+HOOK = (
+    "a hook on parameter '2.bias' waits for its gradient (register_hook, register_post_accumulate_grad_hook, an "
+    "optimizer in backward); a captured step calls none. Remove it, and do after the step what it does"
+)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda parameter: parameter.register_hook(lambda gradient: gradient * 2),
+        lambda parameter: parameter.register_post_accumulate_grad_hook(lambda parameter: None),
+        lambda parameter: _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 0.1}),
+    ],
+)
+def test_gradient_hooks(add: Callable[[nn.Parameter], Any]) -> None:
+    model = build()
+    step = captured(model)
+    add(model[2].bias)
+    assert refused(lambda: step(X)) == HOOK
+    assert refused(lambda: captured(model)) == HOOK
+
+
+# ---- changed since the capture -------------------------------------------------------------------------
+
+
+def freeze(model: nn.Module) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def tie(model: nn.Module) -> None:
+    model[2].weight = model[0].weight
+
+
+def add_hook(model: nn.Module) -> None:
+    model[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (nn.Module.eval, "the model was in training mode when the step was captured, and is not now"),
+        (
+            lambda model: model[1].eval(),
+            "module '1' was in training mode when the step was captured, and is not now",
+        ),
+        (
+            freeze,
+            "parameter '0.weight' had requires_grad=True when the step was captured, and has False now",
+        ),
+        (tie, "'0.weight' and '2.weight' were two parameters when the step was captured, and are one now"),
+        (add_hook, "hooks of module '0' were added or removed since the step was captured"),
+        (
+            lambda model: model.append(nn.ReLU()),
+            "the model had 4 modules when the step was captured, and has 5 now",
+        ),
+    ],
+)
+def test_changes_after_the_capture(change: Callable[[nn.Module], Any], message: str) -> None:
+    model = build()
+    step = captured(model)
+    step(X)
+    change(model)
+    assert refused(lambda: step(X)) == f"{message}; capture the step again, or undo the change"
+
+
+def test_an_untied_weight() -> None:
+    model = build()
+    tie(model)
+    step = captured(model)
+    model[2].weight = nn.Parameter(model[0].weight.detach().clone())
+    assert refused(lambda: step(X)).startswith(
+        "'0.weight' and '2.weight' were one tensor when the step was captured"
+    )
+
+
+def test_what_was_changed_back_goes_on() -> None:
+    model, eager = build(), build()
+    step = captured(model)
+    model.eval()
+    model.train()
+    assert torch.equal(step(X), loss_fn(eager, X))
+
+
+# ---- what forward leaves behind ------------------------------------------------------------------------
+
+
+class Counting(nn.Linear):
+    """Replaces a buffer in place of writing it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls = self.num_calls + 1
+        return super().forward(x) * self.num_calls
+
+
+class Caching(nn.Linear):
+    """Keeps its output for the next call, and counts its calls."""
+
+    last: list[torch.Tensor] | None = None
+    num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.last = [super().forward(x)]
+        return self.last[0]
+
+
+def test_a_buffer_that_forward_replaces() -> None:
+    model = nn.Sequential(Counting())
+    assert refused(lambda: captured(model)) == (
+        "forward replaces buffer '0.num_calls', and a captured step would not: each call would read the old one. "
+        "Write it in place, e.g. with buffer.copy_(...)"
+    )
+    assert model[0].num_calls == 0
+
+
+def test_a_tensor_that_forward_keeps() -> None:
+    model = nn.Sequential(Caching(4, 4))
+    assert refused(lambda: captured(model)) == (
+        "forward keeps a tensor in the attribute '0.last', and a captured step would not: what reads it later would "
+        "find an old one. Compute it in forward, or register it as a buffer and write it in place"
+    )
+    assert model[0].last is None
+    assert model[0].num_calls == 0
+
+
+# ---- batches and gradients -----------------------------------------------------------------------------
+
+
+def test_a_batch_that_requires_a_gradient() -> None:
+    message = (
+        "batch[0] requires a gradient, which a captured step does not compute; detach it, or make it a parameter of "
+        "the model"
+    )
+    x = X.clone().requires_grad_()
+    assert refused(lambda: capture_train_step(loss_fn, build(), x), BatchMismatchError) == message
+    step = captured()
+    assert refused(lambda: step(x), BatchMismatchError) == message
+
+
+def test_gradients_that_are_set_already() -> None:
+    model, eager = build(), build()
+    for each in (model, eager):
+        loss_fn(each, X).backward()
+    step = captured(model)
+    step(X)
+    loss_fn(eager, X).backward()
+    for parameter, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+
+
+# ---- random numbers ------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """Two linears; the first, and what follows it, is computed again in backward."""
+
+    def __init__(self, dropout: float, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.dropout, self.options = nn.Linear(4, 4), nn.Linear(4, 4), dropout, options
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.a(x), self.dropout).relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(checkpoint(self.block, x, use_reentrant=False, **self.options))
+
+
+def test_checkpointed_dropout() -> None:
+    assert refused(lambda: captured(Checkpointed(0.5))) == (
+        "activation checkpointing computes bernoulli__1 again in backward, with forward's random numbers "
+        "(preserve_rng_state=True); a captured step would draw others, and its gradients would be wrong. Set the "
+        "dropout of checkpointed blocks to 0, do not checkpoint them, or use "
+        "torch.compile(model, backend='graphpasses')"
+    )
+
+
+class CheckpointedAttention(Checkpointed):
+    """Its operator says that it draws random numbers, and draws none."""
+
+    def block(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)[None, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y)[0, 0]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Checkpointed(0.0),
+        lambda: Checkpointed(0.5, preserve_rng_state=False),
+        lambda: CheckpointedAttention(0.0),
+    ],
+    ids=["no dropout", "other random numbers", "attention"],
+)
+def test_checkpoints_that_eager_computes_the_same_way(make: Callable[[], nn.Module]) -> None:
+    model, eager = make(), make()
+    step = captured(model)
+    torch.manual_seed(1)
+    loss = step(X)
+    torch.manual_seed(1)
+    expected = loss_fn(eager, X)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_a_seed_in_the_loss() -> None:
+    def seeded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return nn.functional.dropout(model(x)).square().mean()
+
+    assert refused(lambda: capture_train_step(seeded, build(), X)) == (
+        "loss_fn sets the state of the random number generator (torch.manual_seed, torch.set_rng_state), and "
+        "bernoulli_ draws from it; a captured step would not set it again. Seed before the step"
+    )
+
+
+# ---- communication -------------------------------------------------------------------------------------
+
+
+def test_collectives_in_place() -> None:
+    def averaged(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(model, x)
+        dist.all_reduce(loss.detach())
+        return loss
+
+    with fake_process_group(4):
+        assert refused(lambda: capture_train_step(averaged, build(), X)) == (
+            "loss_fn communicates in place: c10d.allreduce_.default, as torch.distributed.all_reduce and its like "
+            "do. A graph has no wait for it, so what it brings could be read too early. Communicate before or after "
+            "the step"
+        )
