@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import fx, nn
@@ -116,7 +118,7 @@ def refuse_random_state(graph: CapturedStep, seeded: set[bool]) -> None:
     draws = [node for node in graph.graph.nodes if _draws(node)]
     if True in seeded and (recomputed := [node for node in draws if is_backward(node)]):
         raise CaptureError(
-            f"activation checkpointing computes {recomputed[0].name} again in backward, with forward's random "
+            f"activation checkpointing computes {_named(recomputed[0])} again in backward, with forward's random "
             "numbers (preserve_rng_state=True); a captured step would draw others, and its gradients would be wrong. "
             "Set the dropout of checkpointed blocks to 0, do not checkpoint them, or use "
             "torch.compile(model, backend='graphpasses')"
@@ -124,7 +126,7 @@ def refuse_random_state(graph: CapturedStep, seeded: set[bool]) -> None:
     if False in seeded and draws:
         raise CaptureError(
             f"loss_fn sets the state of the random number generator (torch.manual_seed, torch.set_rng_state), and "
-            f"{draws[0].name} draws from it; a captured step would not set it again. Seed before the step"
+            f"{_named(draws[0])} draws from it; a captured step would not set it again. Seed before the step"
         )
 
 
@@ -140,10 +142,18 @@ def refuse_collectives_in_place(graph: CapturedStep) -> None:
     for node in graph.graph.nodes:
         if getattr(node.target, "namespace", "") == "c10d":
             raise CaptureError(
-                f"loss_fn communicates in place: {node.target}, as torch.distributed.all_reduce and its like do. A "
+                f"loss_fn communicates in place: {_named(node)}, as torch.distributed.all_reduce and its like do. A "
                 "graph has no wait for it, so what it brings could be read too early. Communicate before or after "
                 "the step"
             )
+
+
+def _named(node: fx.Node) -> str:
+    """Returns the operator of a call, and the line of the user's code that it comes from."""
+    lines = re.findall(r'File "(.+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
+    own = [line for line in lines if not line[0].startswith(str(Path(torch.__file__).parent))]
+    where = " ({}:{} in {})".format(*own[-1]) if own else ""
+    return f"{node.target}{where}"
 
 
 def _draws(node: fx.Node) -> bool:
