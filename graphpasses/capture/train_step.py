@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpasses._torch import pytree
 from graphpasses._torch.random_state import watch_random_state
+from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.refusals import (
     kept_tensors_refused,
     refuse_collectives_in_place,
@@ -76,6 +77,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     _check_batch(batch)
     names = _state_names(model)
 
+    @eager_paths()
     def step(*args: Any) -> list[torch.Tensor | None]:
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
