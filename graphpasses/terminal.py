@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import select
+from typing import IO
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["add_row", "make_console", "plain_table"]
+__all__ = ["add_row", "has_no_reader", "make_console", "plain_table"]
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raises the error, where rich would exit with 1, which says "different"."""
+        raise
 
 
 def make_console() -> Console:
     """Makes a console for stdout; a pipe or a file has no width, so nothing is cut or folded for it."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(width=10_000, soft_wrap=True, highlight=False)
+    console = _Console(highlight=False)
+    return console if console.is_terminal else _Console(width=10_000, soft_wrap=True, highlight=False)
+
+
+def has_no_reader(stream: IO[str]) -> bool:
+    """Whether a stream is a pipe whose reader has gone, as in ``graphpasses --help | head -1``.
+
+    Args:
+        stream: of a file descriptor.
+    """
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def plain_table(*columns: str) -> Table:

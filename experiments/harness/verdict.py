@@ -108,13 +108,17 @@ def judge(case: str, comparison: Comparison, folder: Path, num_steps: int, failu
         if comparison.only is not None:
             runs = [_some_weights(run, comparison.only) for run in runs]
         found = compare_runs(*runs)
+        cut_short = next((f"'{run.path}' was cut short" for run in runs if not run.complete), "")
     except (CompareError, RunFileError) as error:
         return verdict(f"could not be compared: {error}", "not compared")
     expected = num_steps - comparison.num_skipped
-    diverges_but_must_not = comparison.must == "equal" and not found.equal
-    if found.num_steps != expected and not diverges_but_must_not:
-        return verdict(f"{_in_words(found)}, but {expected} steps must be compared", "not compared")
-    return verdict(_in_words(found), "ok" if found.equal == (comparison.must == "equal") else "wrong")
+    differs = found.divergence is not None
+    if not (differs and comparison.must == "equal"):
+        if found.num_steps != expected:
+            return verdict(f"{_in_words(found)}, but {expected} steps must be compared", "not compared")
+        if cut_short:
+            return verdict(f"{_in_words(found)}, but {cut_short}", "not compared")
+    return verdict(_in_words(found), "ok" if differs == (comparison.must == "differ") else "wrong")
 
 
 def _some_weights(run: Run, only: Callable[[str], bool]) -> Run:

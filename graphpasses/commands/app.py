@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -10,13 +11,14 @@ from tyro.conf import FlagCreatePairsOff
 from tyro.extras import SubcommandApp
 
 from graphpasses.commands.compare import compare
-from graphpasses.commands.exit_codes import EXIT_TROUBLE
+from graphpasses.commands.exit_codes import EXIT_BROKEN_PIPE, EXIT_TROUBLE
 from graphpasses.commands.layout import diff, show
 from graphpasses.commands.parity import parity
 from graphpasses.commands.passes import passes
 from graphpasses.commands.report import report
 from graphpasses.commands.simulate import simulate
 from graphpasses.errors import GraphPassesError
+from graphpasses.terminal import has_no_reader
 
 __all__ = ["main"]
 
@@ -40,12 +42,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name (default: ``sys.argv[1:]``).
 
     Returns:
-        The exit code: what the subcommand says, or 2 for wrong usage and for any error of graphpasses.
+        The exit code: what the subcommand says, or 2 for wrong usage and for any error of graphpasses, or
+        141 if what reads the output has gone, as ``head`` does.
 
     Example:
         >>> main(["compare", "missing.jsonl", "missing.jsonl"])  # the reason goes to stderr
         2
     """
+    try:
+        code = _run(argv)
+        sys.stdout.flush()  # here, since nothing catches what fails when Python ends
+    except Exception as error:  # Python would exit with 1, which says "different"
+        if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not flushed yet
+            return EXIT_BROKEN_PIPE
+        traceback.print_exc()
+        return EXIT_TROUBLE
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         code = app.cli(
             prog="graphpasses",
@@ -58,8 +74,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_TROUBLE
     except SystemExit as exit_request:  # tyro's, after --help (0) or wrong usage (2)
         return int(exit_request.code or 0)
-    except Exception:  # Python would exit with 1, which says "different"
-        traceback.print_exc()
-        return EXIT_TROUBLE
     assert isinstance(code, int)
     return code

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL
+from graphpasses.commands.exit_codes import EXIT_OF
 from graphpasses.errors import CompareError
 
 __all__ = ["compare"]
@@ -27,7 +27,8 @@ def compare(
     Reports the first step in which they differ, whether the loss, the gradients or the weights differ first, which
     tensors differ there, and which of those lie elsewhere in the buckets of the two runs.
 
-    Exit codes: 0 the runs are equal, 1 they differ, 2 they cannot be compared (the reason is on stderr).
+    Exit codes: 0 the runs are equal, 1 they differ, 2 they cannot be compared (the reason is on stderr), or
+    one was cut short and has no step that differs.
 
     Example: graphpasses compare eager.jsonl compiled.jsonl
 
@@ -50,4 +51,4 @@ def compare(
         print(jsonlib.dumps(comparison_to_json(comparison), indent=2))
     else:
         make_console().print(render_comparison(comparison, max_tensors=max_tensors))
-    return EXIT_EQUAL if comparison.equal else EXIT_DIFFERENT
+    return EXIT_OF[comparison.verdict]

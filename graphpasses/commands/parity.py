@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
-from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL
+from graphpasses.commands.exit_codes import EXIT_OF
 from graphpasses.errors import TaskError
 
 __all__ = ["parity"]
@@ -54,6 +54,9 @@ def parity(
     topology = cluster.topology()
     loaded = load_task(task)
     out.mkdir(parents=True, exist_ok=True)
+    paths = {name: out / f"{name}.jsonl" for name in ("eager", "graph")}
+    for path in paths.values():  # If this command is interrupted, no run of another one lies beside its own.
+        path.unlink(missing_ok=True)
     console = make_console()
     with Progress(console=console, disable=not console.is_terminal or json) as progress:
         for name, train in (("eager", train_eager), ("graph", train_graph)):
@@ -62,15 +65,13 @@ def parity(
                 loaded,
                 topology,
                 steps,
-                out / f"{name}.jsonl",
+                paths[name],
                 done=lambda num: progress.update(progress.task_ids[-1], completed=num),
             )
-    comparison = compare_runs(read_run(out / "eager.jsonl"), read_run(out / "graph.jsonl"))
+    comparison = compare_runs(*map(read_run, paths.values()))
     if json:
         print(jsonlib.dumps(comparison_to_json(comparison), indent=2))
     else:
         console.print(render_comparison(comparison))
-        console.print(
-            f"to look at it: graphpasses report {out / 'eager.jsonl'} {out / 'graph.jsonl'}", markup=False
-        )
-    return EXIT_EQUAL if comparison.equal else EXIT_DIFFERENT
+        console.print(f"to look at it: graphpasses report {paths['eager']} {paths['graph']}", markup=False)
+    return EXIT_OF[comparison.verdict]

@@ -84,9 +84,16 @@ class Comparison:
     notes: tuple[str, ...]
 
     @property
+    def verdict(self) -> Literal["equal", "different", "not compared"]:
+        """Whether the runs are equal, or differ; "not compared" if a run was cut short before a step that differs."""
+        if self.divergence is not None:
+            return "different"
+        return "equal" if self.a.complete and self.b.complete else "not compared"
+
+    @property
     def equal(self) -> bool:
-        """Whether all common steps are equal."""
-        return self.divergence is None
+        """Whether both runs ended in order and all common steps are equal."""
+        return self.verdict == "equal"
 
 
 def compare_runs(a: Run, b: Run) -> Comparison:

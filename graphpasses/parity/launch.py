@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
@@ -38,6 +40,7 @@ def _rank_main(
 
     del graphpasses
     faulthandler.enable()  # A rank that a signal ends prints its stacks; the caller only learns that it died.
+    threading.Thread(target=_end_with_the_caller, daemon=True).start()
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -55,6 +58,14 @@ def _rank_main(
         raise SystemExit(1) from None
 
 
+def _end_with_the_caller() -> None:
+    """Ends this rank when its caller has ended, however it did, lest it writes into files of the next run."""
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    wait([caller.sentinel])
+    os._exit(1)
+
+
 def run_ranks(
     fn: Callable[..., Any],
     num_ranks: int,
@@ -65,7 +76,8 @@ def run_ranks(
 ) -> list[Any]:
     """Calls ``fn(*args)`` in ``num_ranks`` processes with ``torch.distributed`` initialised, one thread each.
 
-    The processes are forked from a server that has imported ``preload`` once, since importing torch is slow.
+    The processes are forked from a server that has imported ``preload`` once, since importing torch is slow. They end
+    with the caller, also where it is killed.
 
     Args:
         fn: a function that can be pickled (defined at the top level of an importable module).
@@ -106,13 +118,14 @@ def run_ranks(
         for _, sender in pipes:
             sender.close()
         try:
-            return _collect([receiver for receiver, _ in pipes], timeout)
-        finally:
+            results = _collect([receiver for receiver, _ in pipes], timeout)
             for process in processes:
                 process.join(timeout=5.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            return results
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def _is_importable(main: ModuleType) -> bool:

@@ -101,11 +101,12 @@ class ParityRecorder:
 
     def _open(self, header: bytes, overwrite: bool) -> str | None:
         """Opens the file and writes its header; returns what went wrong."""
-        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if overwrite else os.O_EXCL)
         try:
-            self._file = os.open(self._path, flags, 0o666)
+            if overwrite:  # A process of an earlier run that still writes keeps the old file.
+                self._path.unlink(missing_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except FileExistsError:
-            return f"'{self._path}' exists already; pass overwrite=True to replace it"
+            return f"'{self._path}' exists already; remove it, or pass overwrite=True to replace it"
         except OSError as error:
             return f"cannot write '{self._path}': {error.strerror}"
         self._write(header)

@@ -49,6 +49,7 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
     """
     divergence = comparison.divergence
     return {
+        "verdict": comparison.verdict,
         "equal": comparison.equal,
         "num_steps": comparison.num_steps,
         "a": _run_to_json(comparison.a),
@@ -125,10 +126,13 @@ def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> Rende
         Something that rich can print.
     """
     lines: list[RenderableType] = [_runs_table(comparison)]
-    if comparison.divergence is None:
+    if comparison.divergence is not None:
+        lines += _render_divergence(comparison.divergence, max_tensors)
+    elif comparison.equal:
         lines.append(Text(f"equal: all {comparison.num_steps} common steps, bit for bit", style="bold green"))
     else:
-        lines += _render_divergence(comparison.divergence, max_tensors)
+        text = f"not compared to the end: the {comparison.num_steps} steps that both runs have are equal, bit for bit"
+        lines.append(Text(text, style="bold yellow"))
     lines += [Text(f"note: {note}") for note in comparison.notes]
     return Group(*lines)
 

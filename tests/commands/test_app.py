@@ -1,6 +1,7 @@
 """The command line: exit codes, what goes to which stream, and that nothing is cut in a pipe."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,45 @@ def test_different_runs_exit_with_1(a: str, tmp_path: Path, capsys: pytest.Captu
     assert "first difference in step 0: the weights" in out
     assert f"{NAME}0" in out  # in one piece: a pipe has no width
     assert err == ""
+
+
+def test_a_run_that_was_killed_exits_with_2(
+    a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = tmp_path / "killed.jsonl"
+    killed.write_bytes(Path(a).read_bytes().replace(end_line(1), b""))
+    assert app.main(["compare", a, str(killed)]) == 2
+    out, _ = capsys.readouterr()
+    assert "not compared to the end: the 1 steps that both runs have are equal, bit for bit" in out
+    assert "note: run B was cut short: it has 1 steps, 0 to 0" in out
+    assert app.main(["compare", a, str(killed), "--json"]) == 2
+    data = json.loads(capsys.readouterr().out)
+    assert (data["verdict"], data["equal"], data["b"]["complete"]) == ("not compared", False, False)
+
+
+@pytest.mark.parametrize("command", ["--help", "compare {a} {a}"])
+def test_a_reader_that_has_gone(a: str, command: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as stdout:
+        found = subprocess.run(
+            [sys.executable, "-m", "graphpasses", *command.format(a=a).split()],
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (found.returncode, found.stderr) == (141, "")
+
+
+def test_another_broken_pipe_is_trouble(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> int:
+        raise BrokenPipeError("of a rank")
+
+    monkeypatch.setattr(app.app, "cli", fail)
+    assert app.main([]) == 2
+    assert capfd.readouterr().err.endswith("BrokenPipeError: of a rank\n")
 
 
 def test_losses_are_shown(a: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

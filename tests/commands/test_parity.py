@@ -147,6 +147,15 @@ def test_wrong_options(
     assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
 
 
+def test_nothing_of_an_earlier_command_stays(task: Path) -> None:
+    command = ["parity", "task.py", "--ranks", "2", "--steps", "1", "--out", "here"]
+    assert app.main(command) == 0
+    task.write_text(f"{TASK}\ndef loss_fn(model, tokens):\n    raise IndexError('out of data')\n")
+    assert app.main(command) == 2
+    assert not Path("here/graph.jsonl").exists()
+    assert not read_run("here/eager.jsonl").complete
+
+
 def test_no_such_file(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["parity", "no_such_task.py"]) == 2
     missing = task.with_name("no_such_task.py")

@@ -27,13 +27,14 @@ def printed(table: Table) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
 
 
-def record(folder: Path, variant: str, weights: list[float]) -> None:
+def record(folder: Path, variant: str, weights: list[float], *, complete: bool = True) -> None:
     model, path = nn.Linear(1, 1, bias=False), run_path(folder, "case", variant)
     path.parent.mkdir(exist_ok=True)
-    with ParityRecorder(path, overwrite=True) as recorder:
-        for step, weight in enumerate(weights):
-            nn.init.constant_(model.weight, weight)
-            recorder.record(step, torch.tensor(1.0), model)
+    recorder = ParityRecorder(path, overwrite=True)
+    for step, weight in enumerate(weights):
+        nn.init.constant_(model.weight, weight)
+        recorder.record(step, torch.tensor(1.0), model)
+    recorder.close(complete=complete)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,19 @@ def test_verdict(tmp_path: Path, weights: list[float], must: str, status: Status
     record(tmp_path, "compiled", weights)
     verdict = judge("case", Comparison("compiled", "eager", must), tmp_path, 2)  # type: ignore[arg-type]
     assert (verdict.status, verdict.result) == (status, result)
+
+
+@pytest.mark.parametrize(
+    ("weight", "must", "status"),
+    [(2.0, "equal", "not compared"), (3.0, "differ", "not compared"), (3.0, "equal", "wrong")],
+)
+def test_a_killed_run(tmp_path: Path, weight: float, must: str, status: Status) -> None:
+    record(tmp_path, "eager", [1.0, 2.0])
+    record(tmp_path, "compiled", [1.0, weight], complete=False)
+    verdict = judge("case", Comparison("compiled", "eager", must), tmp_path, 2)  # type: ignore[arg-type]
+    assert verdict.status == status
+    reason = f", but '{run_path(tmp_path, 'case', 'compiled')}' was cut short"
+    assert verdict.result.endswith(reason) == (status == "not compared")
 
 
 def test_a_missing_run_is_not_wrong(tmp_path: Path) -> None:

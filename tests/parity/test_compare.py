@@ -131,7 +131,7 @@ def test_what_is_not_compared_is_said() -> None:
     none = {"a": None, "b": None, "frozen": None}
     b = run_of(step(0), step(1, gradients=none, loss=None), complete=False, layouts=layout("a"))
     comparison = compare_runs(run_of(*STEPS), b)
-    assert comparison.equal
+    assert (comparison.verdict, comparison.divergence) == ("not compared", None)
     assert comparison.notes == (
         "run B was cut short: it has 2 steps, 0 to 1",
         "1 steps of run A are not in the other and are not compared",
@@ -139,6 +139,19 @@ def test_what_is_not_compared_is_said() -> None:
         "gradients are not compared where only run A has them, first in step 1",
         "losses are not compared where only run A has them, first in step 1",
     )
+
+
+def test_a_run_that_was_cut_short_is_not_equal_but_may_differ() -> None:
+    verdicts = [
+        compare_runs(*runs).verdict
+        for runs in (
+            (run_of(*STEPS), run_of(*STEPS)),
+            (run_of(*STEPS), run_of(*STEPS, complete=False)),
+            (run_of(*STEPS, complete=False), run_of(*STEPS)),
+            (run_of(*STEPS), run_of(step(0, weights=OTHER_WEIGHTS), complete=False)),
+        )
+    ]
+    assert verdicts == ["equal", "not compared", "not compared", "different"]
 
 
 def test_losses_of_other_world_sizes_are_not_compared() -> None:
