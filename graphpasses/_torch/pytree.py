@@ -1,13 +1,38 @@
 """Flattening of nested batches."""
 
+from __future__ import annotations
+
+from typing import Any
+
 # torch has no public pytree module; the tracer's specs are of this one. Tested: 2.13.
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     TreeSpec,
     keystr,
     tree_flatten,
     tree_flatten_with_path,
+    tree_is_leaf,
     tree_leaves,
     tree_unflatten,
 )
 
-__all__ = ["TreeSpec", "keystr", "tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_unflatten"]
+__all__ = ["TreeSpec", "open_container", "tree_flatten", "tree_leaves", "tree_unflatten"]
+
+
+def open_container(value: Any) -> tuple[dict[str, Any], TreeSpec] | None:
+    """Returns a container's items by how they are reached, e.g. ``"[0]"`` or ``".x"``, and what makes it of them.
+
+    Args:
+        value: any object.
+
+    Returns:
+        None for a leaf: what pytree does not know.
+    """
+    if tree_is_leaf(value):
+        return None
+    items, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
+    known = SUPPORTED_NODES.get(type(value))
+    if known is not None and known.flatten_with_keys_fn is None:
+        return {f"[{index}]": item for index, item in enumerate(items)}, spec
+    paths, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+    return {keystr(path): item for path, item in paths}, spec

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch import pytree
+from graphpasses.analysis.effects import is_written
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.model_facts import ModelFacts
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.identity import IdentityMap
@@ -95,7 +98,12 @@ def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedSte
         identity=identity,
         parameters=parameter_infos(model, identity),
         model=model,
-        batch_spec=traced.user_inputs_spec.child(0),
+        batch_structure=BatchStructure.of(
+            pytree.tree_unflatten(
+                [traced.example_inputs[index] for index in leaf_nodes], traced.user_inputs_spec
+            )[0]
+        ),
+        written=frozenset(),
         batch_leaves=tuple((inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes),
         facts=ModelFacts.of(model, identity),
         fixed_signature=True,
@@ -106,6 +114,9 @@ def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedSte
             f"outputs; its metadata describes {len(inputs)} and {len(outputs)}"
         )
     _keep_one_total(graph)
+    graph.written = frozenset(
+        item.fqn for item, node in zip(inputs, graph.placeholders, strict=True) if is_written(node)
+    )
     return graph
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from graphpasses._torch import pytree
 from graphpasses._torch.random_state import watch_random_state
 from graphpasses.capture.eager_paths import eager_paths
+from graphpasses.capture.loss import check_loss
 from graphpasses.capture.refusals import (
     kept_tensors_refused,
     refuse_collectives_in_place,
@@ -25,6 +24,7 @@ from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
+from graphpasses.graph.batch_structure import BatchStructure
 
 __all__ = ["capture_train_step"]
 
@@ -40,8 +40,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             call ``backward`` itself.
         model: a plain module or one that torchtitan's SimpleFSDP ``data_parallel`` has sharded, over tensor
             parallelism or not, on any device but meta.
-        batch: example arguments: tensors, numbers, strings, None, or lists, tuples and dicts of them.
-            Shapes, dtypes and plain values are fixed by the capture.
+        batch: example arguments: tensors, numbers, strings, None, or lists, tuples, mappings and dataclasses of them;
+            ``loss_fn`` gets them as the types they are. Shapes, dtypes and plain values are fixed by the capture.
 
     Returns:
         The captured step. Parameters with ``requires_grad=False`` get no gradient; trainable ones that the
@@ -74,7 +74,10 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         ) from error
 
     refuse_model(model)
-    _check_batch(batch)
+    structure = BatchStructure.of(batch)
+    leaves = structure.leaves(batch)
+    for path, leaf in zip(structure.paths, leaves, strict=True):
+        check_leaf(path, leaf)
     names = _state_names(model)
 
     @eager_paths()
@@ -88,7 +91,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         }
         gradients_before = [parameter.grad for parameter in named.values()]
         with _autocast_refused(), kept_tensors_refused(model):
-            loss = loss_fn(model, *args)
+            loss = loss_fn(model, *structure.build(args))
         if _state_names(model) != names:
             raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
         if any(
@@ -96,14 +99,14 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             for parameter, before in zip(named.values(), gradients_before, strict=True)
         ):
             raise CaptureError(_CALLED_BACKWARD)
-        _check_loss(loss, list(named))
+        check_loss(loss, list(named))
         unique = dict.fromkeys(named.values())
         gradients = dict(zip(unique, torch.autograd.grad(loss, [*unique], allow_unused=True), strict=True))
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
     try:
         with _state_restored(model), watch_random_state() as seeded:
-            traced = minimal_fx_tracer(step, module=model)(*batch)
+            traced = minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
     except RuntimeError as error:
         if isinstance(error, GuardOnDataDependentSymNode):
             raise CaptureError(
@@ -120,7 +123,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         )
     refuse_random_state(graph, seeded)
     refuse_collectives_in_place(graph)
-    _name_batch(graph, batch)
+    _name_batch(graph, structure)
     return graph
 
 
@@ -177,41 +180,17 @@ def _autocast_refused() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
-def _check_batch(batch: tuple[Any, ...]) -> None:
-    for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
-        if not isinstance(leaf, (torch.Tensor, int, float, bool, str, type(None))):
-            raise CaptureError(
-                f"batch{pytree.keystr(path)} is a {type(leaf).__name__}; a batch holds tensors, numbers, strings "
-                "and None, in lists, tuples and dicts. Give loss_fn other objects through its closure"
-            )
-        check_leaf(f"batch{pytree.keystr(path)}", leaf)
+def _distinct(leaf: Any) -> Any:
+    """Returns a tensor of its own for each leaf: the tracer takes a tensor that is given twice for one input."""
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _check_loss(loss: Any, trainable: list[str]) -> None:
-    if not trainable:
-        raise CaptureError("the model has no trainable parameter: nothing to differentiate")
-    if not isinstance(loss, torch.Tensor):
-        raise CaptureError(f"loss_fn must return a scalar tensor, it returned {type(loss).__name__}")
-    if isinstance(loss, DTensor):
-        raise CaptureError("loss_fn returned a DTensor; return this rank's loss, e.g. loss.to_local()")
-    if loss.dim() != 0 or not loss.is_floating_point():
-        raise CaptureError(
-            f"loss_fn must return a scalar floating-point tensor, it returned shape {list(loss.shape)}, "
-            f"{loss.dtype}; reduce it, e.g. with .mean()"
-        )
-    if not loss.requires_grad:
-        raise CaptureError(
-            "the loss does not depend on any trainable parameter (computed under no_grad, or detached?); "
-            f"trainable: {', '.join(trainable[:3])}{', …' if len(trainable) > 3 else ''}"
-        )
-
-
-def _name_batch(graph: CapturedStep, batch: tuple[Any, ...]) -> None:
-    paths = [f"batch{pytree.keystr(path)}" for path, _ in pytree.tree_flatten_with_path(batch)[0]]
-    names = iter(paths)
+def _name_batch(graph: CapturedStep, structure: BatchStructure) -> None:
+    names = dict(zip((path for path, _ in graph.batch_leaves), structure.paths, strict=True))
     graph.inputs = tuple(
-        GraphInput(item.kind, next(names)) if item.kind is InputKind.BATCH else item for item in graph.inputs
+        GraphInput(item.kind, names[item.fqn]) if item.kind is InputKind.BATCH else item
+        for item in graph.inputs
     )
-    graph.batch_leaves = tuple(
-        (path, value) for path, (_, value) in zip(paths, graph.batch_leaves, strict=True)
-    )
+    graph.written = frozenset(names.get(fqn, fqn) for fqn in graph.written)
+    graph.batch_leaves = tuple((names[path], value) for path, value in graph.batch_leaves)
+    graph.batch_structure = structure

@@ -10,8 +10,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from graphpasses._torch import pytree
-from graphpasses.graph.batch import check_batch
+from graphpasses.graph.batch import check_leaves, check_memory
+from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
 from graphpasses.graph.model_facts import ModelFacts
 from graphpasses.graph.parameters import get_state, parameter_infos
@@ -28,8 +28,9 @@ class CapturedStep(TrainGraph):
     would, each tied parameter once.
 
     Args:
-        batch_spec: pytree structure of the captured ``*batch``.
+        batch_structure: how the captured ``*batch`` is nested.
         batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
+        written: FQNs, and paths of batch leaves, of the inputs that the step writes in place.
         facts: what the graph takes for granted of the model; each call checks it.
 
     Example:
@@ -42,15 +43,16 @@ class CapturedStep(TrainGraph):
         [[1, 4], [1]]
     """
 
-    batch_spec: pytree.TreeSpec
+    batch_structure: BatchStructure
     batch_leaves: tuple[tuple[str, Any], ...]
+    written: frozenset[str]
     facts: ModelFacts
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Runs the step on the live model.
 
         Args:
-            batch: like the captured one: same structure, shapes, dtypes and plain values.
+            batch: like the captured one: same structure (keys in any order), shapes, dtypes and plain values.
 
         Returns:
             The loss (scalar tensor, without autograd history).
@@ -61,8 +63,15 @@ class CapturedStep(TrainGraph):
                 modes and hooks of modules, ``requires_grad``, ties, hooks on gradients.
         """
         self.facts.check(self.model)
-        leaves = check_batch(batch, self.batch_spec, self.batch_leaves)
+        leaves = self.batch_structure.leaves(batch)
+        check_leaves(leaves, self.batch_leaves)
         values = self._flat_inputs(leaves)
+        if self.written:
+            named = zip(self.inputs, values, strict=True)
+            written = [
+                (item.fqn, value) for item, value in named if item.fqn in self.written and item.is_tensor
+            ]
+            check_memory(written, zip(self.batch_structure.paths, leaves, strict=True))
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):

@@ -13,7 +13,7 @@ from torch import nn
 
 from graphpasses.capture import capture_train_step
 from graphpasses.capture.traced_result import read_traced_result
-from graphpasses.errors import CaptureError, UnsupportedError
+from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.graph import InputKind, TrainGraph
 from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
 from graphpasses.passes.runner import Pipeline
@@ -217,9 +217,8 @@ def test_loss_is_no_scalar() -> None:
 
 
 def test_loss_is_no_tensor() -> None:
-    assert refusal(lambda model, x: None) == "loss_fn must return a scalar tensor, it returned NoneType"
-    assert refusal(lambda model, x: (model(x).sum(),)) == (
-        "loss_fn must return a scalar tensor, it returned tuple"
+    assert refusal(lambda model, x: None) == (
+        "loss_fn returned a NoneType; return the loss, a scalar floating-point tensor"
     )
 
 
@@ -319,7 +318,9 @@ def test_batch_of_subclasses_is_refused() -> None:
 
     with fake_process_group(4):
         x = DTensor.from_local(batch(), make_mesh(), [Replicate()])
-        with pytest.raises(UnsupportedError, match=r"is a tensor subclass; pass plain tensors in the batch$"):
+        with pytest.raises(
+            BatchMismatchError, match=r"^batch\[0\] is a DTensor, a tensor subclass; pass plain tensors"
+        ):
             capture_train_step(lambda model, x: model(x.to_local()).sum(), nn.Linear(3, 2), x)
 
 

@@ -1,0 +1,194 @@
+"""How a batch is nested: taken apart to leaves and put together again, as the types that eager's model sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpasses._torch import pytree
+from graphpasses.errors import BatchMismatchError, CaptureError
+
+__all__ = ["BatchStructure"]
+
+_LEAVES = (torch.Tensor, int, float, bool, str, type(None))
+
+
+@dataclass(frozen=True)
+class BatchStructure:
+    """A leaf of a batch, or a container with the structures of its items.
+
+    Containers are lists, tuples, named tuples, mappings of any class that can be made from a dict, dataclasses, and
+    what is registered with ``torch.utils._pytree``. A mapping's keys may come in any order.
+
+    Args:
+        path: where it is, e.g. ``batch[0]['tokens']``.
+        kind: the container's type; None for a leaf.
+        keys: what names each item: its key, field or position.
+        children: the items' structures.
+        spec: how pytree makes the container from its items; None for mappings and dataclasses that it does not know.
+
+    Example:
+        >>> structure = BatchStructure.of(({"x": 1, "y": [2.0]},))
+        >>> structure.paths
+        ("batch[0]['x']", "batch[0]['y'][0]")
+        >>> structure.leaves(({"y": [3.0], "x": 4},))
+        [4, 3.0]
+        >>> structure.build([4, 3.0])
+        ({'x': 4, 'y': [3.0]},)
+    """
+
+    path: str
+    kind: type | None = None
+    keys: tuple[Any, ...] = ()
+    children: tuple[BatchStructure, ...] = ()
+    spec: pytree.TreeSpec | None = None
+
+    @classmethod
+    def of(cls, value: Any, path: str = "batch") -> BatchStructure:
+        """Reads the structure of a batch.
+
+        Args:
+            value: the batch, or a part of it.
+            path: where the part is.
+
+        Raises:
+            CaptureError: a part is neither a leaf (a tensor, a number, a string or None) nor a container that can be
+                put together again.
+        """
+        kind = type(value)
+        if kind.__module__.partition(".")[0] == "torchrec":
+            raise CaptureError(
+                f"{path} is TorchRec's {kind.__name__}, whose lengths decide what is computed; a captured step has "
+                "those of its example built in. Use torch.compile(model, backend='graphpasses')"
+            )
+        opened = _open(value)
+        if opened is None:
+            if not isinstance(value, _LEAVES):
+                raise CaptureError(
+                    f"{path} is a {kind.__name__}; a batch holds tensors, numbers, strings and None, in lists, "
+                    "tuples, dicts and dataclasses. Give loss_fn other objects through its closure"
+                )
+            return cls(path)
+        items, spec = opened
+        children = tuple(cls.of(item, path + _accessor(value, key)) for key, item in items.items())
+        structure = cls(path, kind, tuple(items), children, spec)
+        structure._check_attributes(value, items)
+        structure._check_that_it_is_made(items)
+        return structure
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the leaves, in order."""
+        if self.kind is None:
+            return (self.path,)
+        return tuple(path for child in self.children for path in child.paths)
+
+    def leaves(self, value: Any) -> list[Any]:
+        """Returns the leaves of a batch of this structure.
+
+        Args:
+            value: the batch.
+
+        Raises:
+            BatchMismatchError: its structure is another; the message names the part.
+        """
+        if self.kind is None:
+            return [value]
+        opened = _open(value)
+        if type(value) is not self.kind or opened is None:
+            raise BatchMismatchError(
+                f"{self.path} is a {type(value).__name__}, and was a {self.kind.__name__} in the captured batch; "
+                f"{_AGAIN}"
+            )
+        items, spec = opened
+        if items.keys() != set(self.keys):
+            raise BatchMismatchError(f"{self.path} {_difference(self, value, items)}; {_AGAIN}")
+        if spec != self.spec and not issubclass(self.kind, Mapping):  # of mappings, the keys were compared
+            raise BatchMismatchError(
+                f"{self.path} was {self.spec} in the captured batch, and is {spec}; {_AGAIN}"
+            )
+        self._check_attributes(value, items)
+        parts = (child.leaves(items[key]) for key, child in zip(self.keys, self.children, strict=True))
+        return [leaf for part in parts for leaf in part]
+
+    def build(self, leaves: Iterable[Any]) -> Any:
+        """Returns a batch of this structure.
+
+        Args:
+            leaves: its leaves, in order.
+        """
+        if self.kind is None:
+            return next(iter(leaves))
+        rest = iter(leaves)
+        return self._make(
+            {key: child.build(rest) for key, child in zip(self.keys, self.children, strict=True)}
+        )
+
+    def _make(self, items: Mapping[Any, Any]) -> Any:
+        assert self.kind is not None
+        if self.spec is not None:
+            return pytree.tree_unflatten(list(items.values()), self.spec)
+        if issubclass(self.kind, Mapping):
+            return self.kind(items)  # type: ignore[call-arg]
+        made = self.kind.__new__(self.kind)  # its __init__ may compute
+        for name, item in items.items():
+            object.__setattr__(made, name, item)
+        return made
+
+    def _check_that_it_is_made(self, items: Mapping[Any, Any]) -> None:
+        name = getattr(self.kind, "__name__", "")
+        refusal = CaptureError(
+            f"{self.path} is a {name}, which {name}(dict of its items) does not make again; pass a plain dict"
+        )
+        try:
+            made = _open(self._make(items))
+        except TypeError as error:
+            raise refusal from error
+        if (
+            made is None
+            or [*made[0]] != [*items]
+            or any(made[0][key] is not item for key, item in items.items())
+        ):
+            raise refusal
+
+    def _check_attributes(self, value: Any, items: Mapping[Any, Any]) -> None:
+        if self.spec is not None and not issubclass(type(value), Mapping):
+            return  # whoever registered it with pytree says what there is
+        for name, attribute in getattr(value, "__dict__", {}).items():
+            # UserDict has its items in `data`; BatchEncoding keeps its tokenizer's private ones.
+            if name not in items and name != "data" and name[:1] != "_" and attribute is not None:
+                raise BatchMismatchError(
+                    f"{self.path}, a {type(value).__name__}, has the attribute {name!r} beside its items, which a "
+                    "captured step would not see; make it an item, or pass a plain dict"
+                )
+
+
+_AGAIN = "capture a step for this structure"
+
+
+def _open(value: Any) -> tuple[dict[Any, Any], pytree.TreeSpec | None] | None:
+    """Returns the items of a container by key, field or position, and how pytree makes it; None for a leaf."""
+    opened = pytree.open_container(value)
+    if isinstance(value, Mapping):
+        return dict(value.items()), opened and opened[1]
+    if opened is None and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, None
+    return opened
+
+
+def _accessor(value: Any, key: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"[{key!r}]"
+    return key if key[0] in ".[" else f".{key}"
+
+
+def _difference(structure: BatchStructure, value: Any, items: Mapping[Any, Any]) -> str:
+    missing = [_accessor(value, key) for key in structure.keys if key not in items]
+    unknown = [_accessor(value, key) for key in items if key not in structure.keys]
+    parts = [f"lacks {', '.join(missing)}"] if missing else []
+    parts += [f"has {', '.join(unknown)} beside what the captured batch had"] if unknown else []
+    return " and ".join(parts)

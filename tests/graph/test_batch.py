@@ -1,0 +1,121 @@
+"""Leaves of a batch that a captured step would not take as eager does, and memory that they share."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import BatchMismatchError
+from graphpasses.graph import CapturedStep
+from tests.helpers.models import same_bits
+
+X = torch.arange(8.0).view(2, 4)
+
+
+class Writing(nn.Module):
+    """Writes its first argument in place, and its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.view(-1).mul_(2)
+        self.seen.add_(1)
+        return self.linear(x + y)
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return model(x, y).square().mean()
+
+
+def captured() -> CapturedStep:
+    torch.manual_seed(0)
+    return capture_train_step(loss_fn, Writing(), X.clone(), X)
+
+
+def refused(step: CapturedStep, *batch: object) -> str:
+    with pytest.raises(BatchMismatchError) as caught:
+        step(*batch)
+    return str(caught.value)
+
+
+def test_what_a_step_writes() -> None:
+    step = captured()
+    assert step.written == {"seen", "batch[0]"}
+    x = X.clone()
+    step(x, X)
+    assert same_bits(x, X * 2)
+    assert same_bits(step.model.seen, torch.ones(2, 4))
+
+
+def test_written_memory_that_the_batch_shares() -> None:
+    step, x, seen = captured(), torch.zeros(4, 4), torch.ones(2, 4)
+    message = "the step writes batch[0] in place, which shares memory with batch[1]; pass a clone of batch[1]"
+    assert refused(step, x[:2], x[:2]) == message
+    assert refused(step, x[:2], x[1:3]) == message
+    overlapping = torch.from_numpy(x.numpy())  # another storage at the same address
+    assert refused(step, x[:2], overlapping[:2]) == message
+    assert refused(step, x[:2], step.model.seen) == (
+        "the step writes seen in place, which shares memory with batch[1]; pass a clone of batch[1]"
+    )
+    assert refused(step, step.model.seen, seen).startswith(
+        "the step writes seen in place, which shares memory"
+    )
+    assert same_bits(x, torch.zeros(4, 4))
+
+
+def test_shared_memory_that_nobody_writes() -> None:
+    model = nn.Linear(4, 4)
+    step = capture_train_step(lambda model, x, y: model(x + y).square().mean(), model, X, X)
+    assert step.written == frozenset()
+    assert same_bits(step(X, X), step(X, X.clone()))
+
+
+@pytest.mark.parametrize(
+    ("captured_value", "other"), [(0.0, -0.0), (math.nan, 1.0), (1, True), (1.0, 1), ("a", "b")]
+)
+def test_plain_values_that_differ(captured_value: object, other: object) -> None:
+    step = capture_train_step(lambda model, x, value: model(x).sum(), nn.Linear(4, 1), X, captured_value)
+    step(X, captured_value)
+    assert refused(step, X, other) == (
+        f"batch[1] differs from the captured batch: expected {captured_value!r}, got {other!r}. Capture a step for "
+        "it, or pad the batch"
+    )
+
+
+class Other(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (
+            X.to_sparse(),
+            "batch[0] has layout torch.sparse_coo; pass dense tensors, and make others of them in loss_fn",
+        ),
+        (X.as_subclass(Other), "batch[0] is a Other, a tensor subclass; pass plain tensors in the batch"),
+    ],
+)
+def test_tensors_that_are_not_taken(leaf: torch.Tensor, message: str) -> None:
+    with pytest.raises(BatchMismatchError) as caught:
+        capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), leaf)
+    assert str(caught.value) == message
+    step = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), X)
+    assert refused(step, leaf) == message
+
+
+@pytest.mark.parametrize("leaf", [X[:1].expand(2, 4), X.t().contiguous().t(), torch.zeros(2, 8)[:, ::2]])
+def test_strides(leaf: torch.Tensor) -> None:
+    step = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(4, 1), X)
+    assert refused(step, leaf) == (
+        "batch[0] differs from the captured batch: expected shape [2, 4], torch.float32, on cpu, strides [4, 1], got "
+        f"shape [2, 4], torch.float32, on cpu, strides {list(leaf.stride())}. Capture a step for it, or pad the batch"
+    )
+    assert capture_train_step(lambda model, x: model(x).sum(), step.model, leaf)(leaf).isfinite()
