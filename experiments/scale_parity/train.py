@@ -35,8 +35,13 @@ def train(case: Case, variant: str, num_steps: int, path: Path, done: Callable[[
     if variant == EAGER:
         train_eager(task, topology, num_steps, path, done=done)
         return
-    rewrite = None if variant == GRAPH else functools.partial(rewritten, variant)
-    train_graph(task, topology, num_steps, path, rewrite=rewrite, run=variant, done=done)
+    if variant == GRAPH:
+        train_graph(task, topology, num_steps, path, run=variant, done=done)
+        return
+    rewrite = functools.partial(rewritten, variant)
+    train_graph(
+        task, topology, num_steps, path, rewrite=rewrite, sharding="simple_fsdp", run=variant, done=done
+    )
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -6,7 +6,7 @@ Everything here was checked with torch 2.13.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,11 +26,19 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 # The state that `fully_shard` hangs on a module; `fully_shard.state` raises on modules without one.
 # torch 2.13.0.
-from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 from graphpasses.errors import LayoutError, UnsupportedError
 
-__all__ = ["GroupedParameter", "ParameterGroup", "parameter_groups"]
+__all__ = [
+    "GroupedParameter",
+    "ParameterGroup",
+    "fsdp_groups",
+    "fsdp_states",
+    "op_name",
+    "parameter_groups",
+    "reshard",
+]
 
 ReduceOpName = Literal["avg", "sum"]
 
@@ -83,6 +91,28 @@ class ParameterGroup:
     reduce_dtype: torch.dtype
     reduces_unused: bool
     reshards_after_forward: bool
+
+
+def fsdp_states(model: nn.Module) -> list[tuple[nn.Module, FSDPState]]:
+    """Returns each module that ``fully_shard`` was called with, and its state, as ``model.modules()`` has them."""
+    states = ((module, _get_module_fsdp_state(module)) for module in model.modules())
+    return [(module, state) for module, state in states if state is not None]
+
+
+def fsdp_groups(model: nn.Module) -> tuple[FSDPParamGroup, ...]:
+    """Returns every group of a model once; none if ``fully_shard`` was never called."""
+    groups = (group for _, state in fsdp_states(model) for group in state._fsdp_param_groups)
+    return tuple(dict.fromkeys(groups))
+
+
+def reshard(groups: Iterable[FSDPParamGroup]) -> None:
+    """Frees the unsharded parameters that an eager forward without a backward left.
+
+    Args:
+        groups: of a model.
+    """
+    for group in groups:
+        group._to_sharded()  # type: ignore[no-untyped-call]
 
 
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
@@ -163,7 +193,7 @@ def _read_group(
     )
     # What is multiplied by one before it is added keeps its bits; torchtitan divides by its number of tokens instead.
     is_plain_sum = group.gradient_divide_factor == 1
-    reduce_scatter_op, all_reduce_op = (_op_name(op) or ("sum" if is_plain_sum else None) for op in ops)
+    reduce_scatter_op, all_reduce_op = (op_name(op) or ("sum" if is_plain_sum else None) for op in ops)
     if reduce_scatter_op is None or all_reduce_op is None:
         raise UnsupportedError(
             f"FSDP2 group {name!r} with gradient divide factor {group.gradient_divide_factor} reduces with "
@@ -215,7 +245,8 @@ def _dtypes(group: FSDPParamGroup, name: str) -> tuple[torch.dtype, torch.dtype]
     return param_dtype, policy.reduce_dtype or param_dtype
 
 
-def _op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:
+def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:
+    """Returns the name of a reduction that functional collectives have; None for PREMUL_SUM."""
     if op == dist.ReduceOp.AVG:
         return "avg"
     return "sum" if op == dist.ReduceOp.SUM else None

@@ -30,7 +30,7 @@ def refuse_model(model: nn.Module) -> None:
 
     Raises:
         CaptureError: a module is wrapped or sharded by what works in hooks that a capture does not see
-            (DistributedDataParallel, DataParallel, FSDP1, FSDP2's ``fully_shard``), is compiled, or is on the meta
+            (DistributedDataParallel, DataParallel, FSDP1), is compiled, or is on the meta
             device; or a hook waits for a parameter's gradient.
     """
     for fqn, module in walk_modules(model):
@@ -47,12 +47,12 @@ def refuse_model(model: nn.Module) -> None:
 
 
 def _reject_reason(module: nn.Module) -> str | None:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return (
             "is a DistributedDataParallel, which reduces gradients in hooks that a captured step does not run: each "
-            "rank would train on its own. Capture its .module, sharded with graphpasses.simple_fsdp, or use "
+            "rank would train on its own. Capture its .module, sharded with fully_shard, or use "
             "torch.compile(model, backend='graphpasses')"
         )
     if isinstance(module, nn.DataParallel):
@@ -60,12 +60,7 @@ def _reject_reason(module: nn.Module) -> str | None:
     if isinstance(module, FullyShardedDataParallel):
         return (
             "is a FullyShardedDataParallel (FSDP1), which gathers and reduces in hooks that a captured step does not "
-            "run; shard the plain model with graphpasses.simple_fsdp"
-        )
-    if isinstance(module, FSDPModule):
-        return (
-            "was sharded by fully_shard, whose hooks a captured step does not run. Shard another copy of the plain "
-            "model with graphpasses.simple_fsdp, and read the buckets of this one with BucketPlan.from_fully_shard"
+            "run; shard the plain model with fully_shard"
         )
     if is_compiled(module):
         return "is compiled; capture the module that torch.compile was given, before it is compiled"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from graphpasses._torch.fsdp2 import parameter_groups
+from graphpasses._torch.fsdp2_tracing import communication_traced, prepare_for_tracing
 from graphpasses._torch.random_state import watch_random_state
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.loss import check_loss
@@ -78,6 +80,9 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     leaves = structure.leaves(batch)
     for path, leaf in zip(structure.paths, leaves, strict=True):
         check_leaf(path, leaf)
+    is_sharded = bool(parameter_groups(model))
+    if is_sharded:
+        prepare_for_tracing(model)
     names = _state_names(model)
 
     @eager_paths()
@@ -90,18 +95,23 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             if parameter.requires_grad
         }
         gradients_before = [parameter.grad for parameter in named.values()]
-        with _autocast_refused(), kept_tensors_refused(model):
-            loss = loss_fn(model, *structure.build(args))
-        if _state_names(model) != names:
-            raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
-        if any(
-            parameter.grad is not before
-            for parameter, before in zip(named.values(), gradients_before, strict=True)
-        ):
-            raise CaptureError(_CALLED_BACKWARD)
-        check_loss(loss, list(named))
-        unique = dict.fromkeys(named.values())
-        gradients = dict(zip(unique, torch.autograd.grad(loss, [*unique], allow_unused=True), strict=True))
+        communication = (
+            communication_traced(model) if is_sharded else nullcontext(dict[torch.Tensor, torch.Tensor]())
+        )
+        with communication as reduced:
+            with _autocast_refused(), kept_tensors_refused(model):
+                loss = loss_fn(model, *structure.build(args))
+            if _state_names(model) != names:
+                raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
+            if reduced or any(
+                parameter.grad is not before
+                for parameter, before in zip(named.values(), gradients_before, strict=True)
+            ):
+                raise CaptureError(_CALLED_BACKWARD)
+            check_loss(loss, list(named))
+            gradients = _differentiate(
+                loss, list(dict.fromkeys(named.values())), reduced if is_sharded else None
+            )
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
     try:
@@ -125,6 +135,15 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     refuse_collectives_in_place(graph)
     _name_batch(graph, structure)
     return graph
+
+
+def _differentiate(
+    loss: torch.Tensor, parameters: list[torch.Tensor], reduced: dict[torch.Tensor, torch.Tensor] | None
+) -> dict[torch.Tensor, torch.Tensor | None]:
+    if reduced is None:
+        return dict(zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+    loss.backward()  # type: ignore[no-untyped-call]  # FSDP2 looks for gradients where backward leaves them
+    return {parameter: reduced.get(parameter, parameter.grad) for parameter in parameters}
 
 
 _CALLED_BACKWARD = (

@@ -237,7 +237,10 @@ class BucketPlan:
 
         groups = parameter_groups(model)
         if not groups:
-            raise PlanError("the model has no FSDP2 parameter group; call fully_shard on it first")
+            raise PlanError(
+                "the model has no FSDP2 parameter group; call fully_shard on it first, or give the buckets yourself, "
+                "e.g. with BucketPlan.from_modules"
+            )
         entries = (
             Bucket(
                 fqns=tuple(parameter.fqn for parameter in group.parameters),

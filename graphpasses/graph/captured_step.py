@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from graphpasses.graph.batch import check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
@@ -65,6 +66,7 @@ class CapturedStep(TrainGraph):
         self.facts.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves)
+        reshard(self._groups)
         values = self._flat_inputs(leaves)
         if self.written:
             named = zip(self.inputs, values, strict=True)
@@ -85,6 +87,10 @@ class CapturedStep(TrainGraph):
         """
         parameters = parameter_infos(model, self.identity)
         return replace(self, model=model, parameters=parameters, facts=ModelFacts.of(model, self.identity))
+
+    @cached_property
+    def _groups(self) -> tuple[Any, ...]:
+        return fsdp_groups(self.model)
 
     @cached_property
     def _shared_values(self) -> frozenset[int]:

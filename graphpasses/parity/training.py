@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -169,10 +169,11 @@ def train_graph(
     path: Path,
     *,
     rewrite: Rewrite | None = None,
+    sharding: Literal["fully_shard", "simple_fsdp"] = "fully_shard",
     run: str = "graph",
     done: Callable[[int], object] | None = None,
 ) -> None:
-    """Trains with the captured step, sharded by SimpleFSDP and rewritten, on a simulated cluster; records every step.
+    """Trains with the captured and rewritten step, on a simulated cluster; records every step.
 
     The step is captured and rewritten once for all ranks whose shards have the same shapes.
 
@@ -183,6 +184,8 @@ def train_graph(
         path: run file, replaced if it exists.
         rewrite: makes of the captured step the one that runs (default: the default pipeline with eager's buckets,
             whose layout it must have).
+        sharding: of the captured model: the task's own, or SimpleFSDP's, which leaves it to the passes to bring the
+            gradients into eager's order.
         run: name of the run.
         done: called after each step with the number of steps done.
 
@@ -209,15 +212,17 @@ def train_graph(
 
     def play() -> None:
         mesh = _mesh(task)
-        eager = share(lambda: _read_eager(task, mesh))
-        model = simple_fsdp(
-            _build(task), mesh, param_dtype=eager.param_dtype, reduce_dtype=eager.reduce_dtype
-        )
+        model = _build(task)
+        if sharding == "fully_shard":
+            task.shard(model, mesh)
+            mine = _checked(model)
+        else:
+            mine = _read_eager(task, mesh)
+            model = _simply_sharded(model, mesh, mine.policies)
         steps: dict[object, CapturedStep] = share(dict)
         shapes = tuple(_local_shape(parameter) for parameter in model.parameters())
         if shapes not in steps:
             captured = capture_train_step(task.loss_fn, model, *task.batch(0, dist.get_rank()))
-            mine = _read_eager(task, mesh)  # with the groups that this rank is in
             steps[shapes] = (rewrite or _default)(captured, mine.plan, mine.layout)
         step = step_for_rank(steps[shapes], model)
         layout = graph_layout(step) if dist.get_rank() == 0 else None
@@ -237,14 +242,12 @@ class _Eager:
     Args:
         plan: its buckets.
         layout: of its reductions.
-        param_dtype: in which it computes.
-        reduce_dtype: in which it reduces.
+        policies: in which dtypes it computes and reduces, each once.
     """
 
     plan: BucketPlan
     layout: Layout
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    policies: frozenset[tuple[torch.dtype, torch.dtype]]
 
 
 def _read_eager(task: Task, mesh: DeviceMesh) -> _Eager:
@@ -254,16 +257,23 @@ def _read_eager(task: Task, mesh: DeviceMesh) -> _Eager:
 
 
 def _checked(model: nn.Module) -> _Eager:
-    plan, layout = BucketPlan.from_fully_shard(model), eager_layout(model)
-    dtypes = {(group.param_dtype, group.reduce_dtype) for group in parameter_groups(model)}
-    if len(dtypes) > 1:
+    plan = BucketPlan.from_fully_shard(model)
+    policies = frozenset((group.param_dtype, group.reduce_dtype) for group in parameter_groups(model))
+    widest = max((param_dtype for param_dtype, _ in policies), key=lambda dtype: dtype.itemsize)
+    check_memory(model, plan, dist.get_world_size(), widest)
+    return _Eager(plan, eager_layout(model), policies)
+
+
+def _simply_sharded(
+    model: nn.Module, mesh: DeviceMesh, policies: frozenset[tuple[torch.dtype, torch.dtype]]
+) -> nn.Module:
+    if len(policies) > 1:
         raise UnsupportedError(
             "expected fully_shard with one mixed-precision policy for all modules, found "
-            f"{len(dtypes)}: {', '.join(sorted(map(str, dtypes)))}"
+            f"{len(policies)}: {', '.join(sorted(map(str, policies)))}"
         )
-    eager = _Eager(plan, layout, *dtypes.pop())
-    check_memory(model, eager.plan, dist.get_world_size(), eager.param_dtype)
-    return eager
+    ((param_dtype, reduce_dtype),) = policies
+    return simple_fsdp(model, mesh, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
 
 
 def _mesh(task: Task) -> DeviceMesh:

@@ -26,13 +26,18 @@ __all__ = ["default_pipeline", "recommender_pipeline"]
 
 
 def default_pipeline(
-    plan: BucketPlan, *, expected_layout: Layout | None = None, disable: tuple[str, ...] = ()
+    plan: BucketPlan | None = None,
+    *,
+    expected_layout: Layout | None = None,
+    disable: tuple[str, ...] = (),
 ) -> Pipeline:
     """Returns the pipeline whose result has eager FSDP2's bits and number of collectives.
 
     Args:
-        plan: the buckets, e.g. ``BucketPlan.from_fully_shard(eager_model)``.
-        expected_layout: layout that the result must equal, e.g. ``eager_layout(eager_model)``; None checks nothing.
+        plan: the buckets, e.g. ``BucketPlan.from_fully_shard(eager_model)``; None for a step of a model on which
+            ``fully_shard`` was called: its own.
+        expected_layout: layout that the result must equal, e.g. ``eager_layout(eager_model)``; None: without a plan
+            that of the model, with one any.
         disable: names of passes to leave out.
 
     Example:
@@ -93,7 +98,7 @@ def recommender_pipeline(
     )
 
 
-def _fsdp_passes(plan: BucketPlan, expected_layout: Layout | None) -> tuple[GraphPass, ...]:
+def _fsdp_passes(plan: BucketPlan | None, expected_layout: Layout | None) -> tuple[GraphPass, ...]:
     return (
         CoalesceGradReductions(plan),
         BucketFSDPCollectives(plan, expected_layout),

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -19,7 +19,6 @@ from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.graph import CapturedStep
-from tests.helpers.models import make_mesh
 
 X = torch.arange(8.0).view(2, 4)
 
@@ -64,7 +63,7 @@ WRAPPED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.ModuleDict({"tower": DistributedDataParallel(build())}),
         """\
 module 'tower' is a DistributedDataParallel, which reduces gradients in hooks that a captured step does not run: \
-each rank would train on its own. Capture its .module, sharded with graphpasses.simple_fsdp, or use \
+each rank would train on its own. Capture its .module, sharded with fully_shard, or use \
 torch.compile(model, backend='graphpasses')""",
     ),
     "DP": (
@@ -76,13 +75,7 @@ the model is a DataParallel, which copies itself at each call; capture its .modu
         lambda: FullyShardedDataParallel(build(), device_id=torch.device("cpu")),
         """\
 the model is a FullyShardedDataParallel (FSDP1), which gathers and reduces in hooks that a captured step does not \
-run; shard the plain model with graphpasses.simple_fsdp""",
-    ),
-    "FSDP2": (
-        lambda: fully_shard(build(), mesh=make_mesh()),
-        """\
-the model was sharded by fully_shard, whose hooks a captured step does not run. Shard another copy of the plain \
-model with graphpasses.simple_fsdp, and read the buckets of this one with BucketPlan.from_fully_shard""",
+run; shard the plain model with fully_shard""",
     ),
     "compiled": (
         lambda: torch.compile(build(), backend="eager"),
@@ -101,13 +94,6 @@ def test_wrapped_models(name: str) -> None:
     with fake_process_group(4):
         model = make()
         assert refused(lambda: captured(model)) == message
-
-
-def test_a_part_sharded_by_fully_shard() -> None:
-    with fake_process_group(4):
-        model = build()
-        fully_shard(model[0], mesh=make_mesh())
-        assert refused(lambda: captured(model)).startswith("module '0' was sharded by fully_shard")
 
 
 # ---- hooks on gradients --------------------------------------------------------------------------------

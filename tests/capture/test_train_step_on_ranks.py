@@ -1,130 +1,38 @@
-"""Captured and rewritten steps against eager FSDP2 on four real ranks, bit for bit over AdamW steps."""
+"""Captured steps of SimpleFSDP models against eager FSDP2 on four real ranks, bit for bit over AdamW steps."""
 
 from __future__ import annotations
 
 import copy
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from typing import Any
-from unittest import mock
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
 
-from graphpasses.analysis.parameter_collectives import collective_ranks
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.fsdp import BucketPlan, diff_layouts, eager_layout
 from graphpasses.fsdp.graph_layout import graph_layout
-from graphpasses.graph import TrainGraph, is_collective
+from graphpasses.graph import TrainGraph
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
-from tests.helpers.models import (
-    Even,
-    LanguageModel,
-    Parallel,
-    Recomputed,
-    Reused,
-    TwoNames,
-    Unused,
-    even_token_batch,
-    frozen,
-    make_mesh,
-    make_parallel_meshes,
-    mixed_dtypes,
-    next_token_loss,
-    parallelize,
-    same_bits,
-    token_batch,
+from tests.helpers.models import next_token_loss, parallelize, same_bits
+from tests.helpers.step_cases import (
+    CASES,
+    NUM_RANKS,
+    PRELOAD,
+    Case,
+    Outcome,
+    Wide,
+    collectives_beside_fsdp,
+    counting,
+    differences,
+    shard_eagerly,
 )
 
-NUM_RANKS = 4
 NUM_STEPS = 3
-PRELOAD = (
-    "torch.distributed.fsdp",
-    "torchtitan.experiments.graph_trainer.make_fx_tracer",
-    "graphpasses.simulate",
-)
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-Wide = partial(LanguageModel, width=64, hidden=255, num_blocks=1)
-LAYERS = (("layers.0",), ("layers.1",))
-
-
-@dataclass(frozen=True)
-class Case:
-    """One model, its ``fully_shard`` calls before the root's, and how gradients are reduced."""
-
-    build: Callable[[], nn.Module] = LanguageModel
-    calls: Sequence[Sequence[str]] = LAYERS
-    policy: MixedPrecisionPolicy = field(default_factory=lambda: BF16)
-    hybrid: bool = False
-    tensor_parallel: bool = False
-    shard_dim: int = 0
-    factor: float | None = None
-    force_sum: bool = False
-    reshard_after_forward: bool | None = False
-    num_backwards: int = 1
-    disable: tuple[str, ...] = ()
-    is_nccl: bool = False
-    is_reversed: bool = False
-
-    @cached_property
-    def parallel_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
-        return make_parallel_meshes()
-
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        if self.tensor_parallel:
-            return self.parallel_meshes[0]
-        if self.is_nccl:
-            group = dist.new_group(backend="nccl_sim")
-            # A name of its own: DTensor's caches take meshes of equal ranks and names for one, groups apart.
-            return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("nccl",))
-        return make_mesh(hybrid=self.hybrid)
-
-    def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self.tensor_parallel:
-            return even_token_batch(seed + self.mesh.get_local_rank())
-        return token_batch(seed + dist.get_rank())
-
-
-CASES = {
-    "tied": Case(calls=(*LAYERS, ("emb", "norm", "head"))),
-    "resharded": Case(reshard_after_forward=None),
-    "recomputed": Case(Recomputed, reshard_after_forward=None),
-    "three_uses": Case(Reused, [["block"], ["mixers.0", "mixers.1", "mixers.2"]]),
-    "two_names": Case(TwoNames, [["layers.0"]]),
-    "frozen": Case(frozen),
-    "unused": Case(Unused),
-    "hybrid": Case(hybrid=True, num_backwards=2),
-    "tensor_parallel": Case(Parallel, reshard_after_forward=None, tensor_parallel=True, num_backwards=2),
-    "tensor_parallel_fp32_reduce": Case(
-        partial(Parallel, num_ups=2),
-        policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        tensor_parallel=True,
-    ),
-    "shard_1": Case(Even, shard_dim=1),
-    "fp32": Case(policy=MixedPrecisionPolicy()),
-    "mixed_dtypes": Case(mixed_dtypes, [["layers.0", "layers.1"]], MixedPrecisionPolicy()),
-    "fp32_reduce": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), num_backwards=2),
-    "no_reduce_dtype": Case(policy=MixedPrecisionPolicy(torch.bfloat16)),
-    "fp16_reduce": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float16)),
-    "hybrid_fp16_reduce": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float16), hybrid=True),
-    "factor_one_sum": Case(factor=1.0, force_sum=True),
-    "factor_world": Case(factor=4.0),
-    # Long enough for two NCCL rings, whose order of addition depends on the place in the buffer.
-    "nccl_order": Case(Wide, [["layers.0"]], is_nccl=True),
-    # As torchtitan shards: FSDP2 asks for PREMUL_SUM by one.
-    "nccl_factor_one": Case(Wide, [["layers.0"]], is_nccl=True, factor=1.0),
-}
 # What the comparison must be able to see.
 CONTROLS = {
     "tied_not_coalesced": Case(disable=("coalesce-grad-reductions",)),
@@ -141,84 +49,6 @@ def plan_of(case: Case, eager: nn.Module) -> BucketPlan:
     return plan
 
 
-def shard_eagerly(case: Case, model: nn.Module) -> nn.Module:
-    options: dict[str, Any] = {
-        "mesh": case.mesh,
-        "mp_policy": case.policy,
-        "reshard_after_forward": case.reshard_after_forward,
-        "shard_placement_fn": lambda parameter: Shard(case.shard_dim),
-    }
-    for call in case.calls:
-        modules = [model.get_submodule(fqn) for fqn in call]
-        fully_shard(modules if len(modules) > 1 else modules[0], **options)
-    fully_shard(model, **options)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if case.factor is not None:
-                module.set_gradient_divide_factor(case.factor)
-            module.set_force_sum_reduction_for_comms(case.force_sum)
-    return model
-
-
-@contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Counts the collectives that FSDP2 launches."""
-    counts: Counter[str] = Counter()
-
-    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def launch(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return call(*args, **kwargs)
-
-        return launch
-
-    names = {
-        "all_gather_single": "all_gather_into_tensor",
-        "reduce_scatter_single": "reduce_scatter_tensor",
-        "all_reduce": "all_reduce",
-    }
-    patches = [mock.patch.object(dist, api, counted(op, getattr(dist, api))) for api, op in names.items()]
-    for patch in patches:
-        patch.start()
-    try:
-        yield counts
-    finally:
-        for patch in patches:
-            patch.stop()
-
-
-def local_bits(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to_local()
-
-
-def differences(a: nn.Module, b: nn.Module, read: Callable[[nn.Parameter], torch.Tensor | None]) -> list[str]:
-    """Names the parameters whose value, as read, differs in any bit."""
-    differing = []
-    for (fqn, p), (fqn_b, q) in zip(a.named_parameters(), b.named_parameters(), strict=True):
-        assert fqn == fqn_b
-        x, y = local_bits(read(p)), local_bits(read(q))
-        if (x is None) != (y is None) or (x is not None and not same_bits(x, y)):
-            differing.append(fqn)
-    return differing
-
-
-@dataclass
-class Outcome:
-    """What one case did, per step: whether the loss is equal, and which gradients and weights are not."""
-
-    losses: list[bool] = field(default_factory=list)
-    gradients: list[list[str]] = field(default_factory=list)
-    weights: list[list[str]] = field(default_factory=list)
-    eager_collectives: dict[str, int] = field(default_factory=dict)
-    collectives: dict[str, int] = field(default_factory=dict)
-    layouts: str = ""
-    error: str = ""
-
-    @property
-    def is_equal(self) -> bool:
-        return not self.error and all(self.losses) and not any(self.gradients + self.weights)
-
-
 def compile_step(case: Case, model: nn.Module, eager: nn.Module) -> tuple[TrainGraph, TrainGraph]:
     """Returns the step as captured, and as rewritten."""
     simple_fsdp(
@@ -232,16 +62,6 @@ def compile_step(case: Case, model: nn.Module, eager: nn.Module) -> tuple[TrainG
     expected_layout = None if case.disable or case.is_reversed else eager_layout(eager)
     pipeline = default_pipeline(plan_of(case, eager), expected_layout=expected_layout, disable=case.disable)
     return captured, pipeline.run(captured)
-
-
-def collectives_beside_fsdp(graph: TrainGraph) -> Counter[str]:
-    """Counts those of tensor parallelism: eager launches them, too, but elsewhere than FSDP2's."""
-    infos = graph.parameters.values()
-    groups = {info.shard_ranks for info in infos} | {info.replicate_ranks for info in infos}
-    nodes = (
-        node for node in graph.graph.nodes if is_collective(node) and collective_ranks(node) not in groups
-    )
-    return Counter(node.target.__name__.split(".")[0] for node in nodes)
 
 
 def train(case: Case) -> Outcome:

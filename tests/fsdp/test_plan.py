@@ -213,7 +213,9 @@ def test_reduction_is_checked() -> None:
 
 def test_model_without_fully_shard() -> None:
     with pytest.raises(
-        PlanError, match=r"^the model has no FSDP2 parameter group; call fully_shard on it first$"
+        PlanError,
+        match=r"^the model has no FSDP2 parameter group; call fully_shard on it first, or give the buckets yourself, "
+        r"e\.g\. with BucketPlan\.from_modules$",
     ):
         BucketPlan.from_fully_shard(Model())
 

@@ -18,7 +18,7 @@ from graphpasses.analysis.parameter_collectives import (
 )
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
-from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction
 from graphpasses.graph import Stage, TrainGraph
@@ -66,7 +66,7 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
             for members in _by_group(found, lambda unshard: unshard.all_gather.args[1:]):
                 if len(members) > 1:
                     gathers.append(_Gather(members))
-        _refuse_zeros(graph, bucket, reductions)
+        _refuse_zeros(graph, bucket)
         reduced = [reductions[fqn][0] for fqn in bucket.fqns if len(reductions.get(fqn, ())) == 1]
         for together in _by_group(reduced, _reduce_group):
             captured = _captured_reduction(together[0])
@@ -77,9 +77,10 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
     return gathers, reduces, _notes(graph, buckets, unshards, reductions)
 
 
-def _refuse_zeros(graph: TrainGraph, bucket: Bucket, reductions: Mapping[str, object]) -> None:
+def _refuse_zeros(graph: TrainGraph, bucket: Bucket) -> None:
     parameters, canonical = graph.parameters, graph.identity.canonical
-    missing = [f for f in bucket.fqns if parameters[canonical(f)].requires_grad and f not in reductions]
+    without = graph.without_gradient
+    missing = [f for f in bucket.fqns if parameters[canonical(f)].requires_grad and canonical(f) in without]
     if bucket.reduces_unused and missing:
         raise UnsupportedError(
             f"eager reduces zeros for {missing[0]!r} of bucket {bucket.name!r}, which this step leaves without a "
@@ -128,6 +129,7 @@ def _notes(
         ("reduced several times, not bucketed", {f for f, r in reductions.items() if len(r) > 1}),
         ("trainable without a gradient in this step, not reduced", trainable & graph.without_gradient),
         ("not read by this step, not gathered", unread),
+        ("in the plan, but not sharded: neither gathered nor reduced", planned - sharded.keys()),
     ):
         if fqns:
             notes.append(f"{message}: {', '.join(sorted(fqns))}")
@@ -226,9 +228,11 @@ class BucketFSDPCollectives(GraphPass):
     Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather`` and ``foreach_reduce``.
 
     Args:
-        plan: which parameters share a bucket, in which order, and how they are reduced.
+        plan: which parameters share a bucket, in which order, and how they are reduced; None: as the ``fully_shard``
+            calls on the captured model say.
         expected_layout: a layout, usually ``eager_layout(eager_model)``, that the result must equal; parameters
-            without a gradient in this step are taken out of it first.
+            without a gradient in this step are taken out of it first. None: without a plan that of the captured
+            model, with one any.
 
     Raises (from ``rewrite``):
         PlanError: the plan does not fit the model.
@@ -251,12 +255,14 @@ class BucketFSDPCollectives(GraphPass):
     stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
     runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared", "coalesce-grad-reductions"})
 
-    plan: BucketPlan
+    plan: BucketPlan | None = None
     expected_layout: Layout | None = None
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of buckets made."""
-        gathers, reduces, notes = _plan(graph, self.plan.resolve(graph.model))
+        plan = self.plan or BucketPlan.from_fully_shard(graph.model)
+        expected_layout = self.expected_layout or (None if self.plan else eager_layout(graph.model))
+        gathers, reduces, notes = _plan(graph, plan.resolve(graph.model))
         _refuse_inner_readers(reduces)
         order = {node: index for index, node in enumerate(graph.graph.nodes)}
         for gather in gathers:
@@ -267,6 +273,6 @@ class BucketFSDPCollectives(GraphPass):
         graph.replace_outputs(reduced)
         for note in notes:
             graph.note(note)
-        if self.expected_layout is not None:
-            _check_layout(graph, self.expected_layout)
+        if expected_layout is not None:
+            _check_layout(graph, expected_layout)
         return len(gathers) + len(reduces)

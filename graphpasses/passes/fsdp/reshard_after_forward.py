@@ -115,7 +115,8 @@ class ReshardAfterForward(GraphPass):
     it cannot know). Source: FSDP2's ``_fsdp_param_group.py``, ``post_forward`` and ``pre_backward``.
 
     Args:
-        plan: which buckets are resharded (``reshard_after_forward`` of their entries).
+        plan: which buckets are resharded (``reshard_after_forward`` of their entries); None: as the ``fully_shard``
+            calls on the captured model say.
 
     Example:
         >>> with fake_process_group(2):
@@ -133,17 +134,15 @@ class ReshardAfterForward(GraphPass):
     stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
     runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives"})
 
-    plan: BucketPlan
+    plan: BucketPlan | None = None
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of all-gathers added."""
+        plan = self.plan or BucketPlan.from_fully_shard(graph.model)
         resharded = frozenset(
-            fqn
-            for bucket in self.plan.resolve(graph.model)
-            if bucket.reshard_after_forward
-            for fqn in bucket.fqns
+            fqn for bucket in plan.resolve(graph.model) if bucket.reshard_after_forward for fqn in bucket.fqns
         )
-        plans = _plan(graph, resharded)
-        for plan in plans:
-            _apply(graph, plan)
-        return len(plans)
+        regathers = _plan(graph, resharded)
+        for regather in regathers:
+            _apply(graph, regather)
+        return len(regathers)

@@ -1,0 +1,278 @@
+"""Runs FSDP2's own hooks while a step is traced, with functional collectives in the place of its communication.
+
+FSDP2 casts what goes into a module and comes out of it, groups the gradients of what several modules read, and knows
+when a group's gradients are complete. All this is Python of its hooks, and can be traced as it is. What cannot, since
+it writes into buffers that it frees and fills again, is replaced: how a group is gathered, and how it is reduced.
+Everything here was checked with torch 2.13.0.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+# `foreach_reduce` is looked up in this module by `FSDPParamGroup.post_backward`. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+# The rule that `foreach_reduce` itself calls. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+
+# A group's parameters, and how FSDP2 makes the DTensor of an unsharded one. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states, op_name, reshard
+from graphpasses.errors import CaptureError, UnsupportedError
+
+__all__ = ["communication_traced", "prepare_for_tracing"]
+
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+
+Reduced = dict[Tensor, Tensor]
+"""By sharded parameter, the local part of its reduced gradient."""
+
+
+def prepare_for_tracing(model: nn.Module) -> None:
+    """Lets FSDP2 settle what it settles at the first forward, and shards every parameter.
+
+    Args:
+        model: a module in whose tree ``fully_shard`` was called.
+
+    Raises:
+        UnsupportedError: a group gathers its parameters otherwise than by copying them, or keeps them on the CPU.
+    """
+    inside: set[nn.Module] = set()
+    for module, state in fsdp_states(model):
+        if module not in inside:  # a root: the first that runs forward
+            state._lazy_init()
+        inside.update(module.modules())
+    groups = fsdp_groups(model)
+    reshard(groups)
+    for parameter in (p for group in groups for p in group.fsdp_params):
+        fqn = parameter._param_fqn or parameter._module_info.param_name
+        if hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather"):
+            raise UnsupportedError(
+                f"parameter {fqn!r} is a {type(parameter._sharded_local_tensor).__name__}, which FSDP2 gathers "
+                "through fsdp_pre_all_gather; a captured step gathers plain tensors only. Train it eagerly"
+            )
+        if parameter.offload_to_cpu:
+            raise UnsupportedError(
+                f"parameter {fqn!r} is offloaded to the CPU (CPUOffloadPolicy), which a captured step does not "
+                "follow. Call fully_shard without offload_policy"
+            )
+
+
+@contextmanager
+def communication_traced(model: nn.Module) -> Iterator[Reduced]:
+    """Replaces gathers and reductions of a model's groups by functional collectives, which a tracer can record.
+
+    Inside, each parameter that FSDP2 manages is gathered once, when its group first runs forward, and becomes one
+    autograd leaf, as in FSDP2; ``loss.backward()`` reduces the gradients of each group, packed as FSDP2 packs them,
+    when FSDP2 would.
+
+    Args:
+        model: prepared by :func:`prepare_for_tracing`, with traced tensors in the place of its sharded parameters.
+
+    Yields:
+        By sharded parameter, the local part of its reduced gradient; filled by ``loss.backward()``.
+
+    Raises:
+        CaptureError: after the block, a gradient is left that eager FSDP2 would not reduce either.
+    """
+    groups = fsdp_groups(model)
+    reduced: Reduced = {}
+    owner = {parameter: group for group in groups for parameter in group.fsdp_params}
+    original = vars(_fsdp_param_group)["foreach_reduce"]
+
+    def foreach_reduce(*args: Any, **kwargs: Any) -> Any:
+        call = inspect.signature(original).bind(*args, **kwargs).arguments
+        group = owner.get(call["fsdp_params"][0])
+        return original(*args, **kwargs) if group is None else _reduce(group, call, reduced)
+
+    with ExitStack() as stack:
+        stack.enter_context(_state_restored(model, groups))
+        for group in groups:
+            vars(group).update(unshard=lambda async_op=False: None, wait_for_unshard=partial(_unshard, group))
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                parameter.sharded_param = cast(nn.Parameter, info.module._parameters[info.param_name])
+                parameter.all_gather_outputs = []
+                parameter.unsharded_accumulated_grad = None
+                vars(parameter).pop("_unsharded_param", None)
+        # record_function makes operators that a graph has no use for.
+        stack.enter_context(mock.patch.object(torch.profiler, "record_function", _nothing_recorded))
+        stack.enter_context(mock.patch.object(_fsdp_param_group, "record_function", _nothing_recorded))
+        stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce))
+        yield reduced
+        for parameter in owner:
+            if getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None:
+                raise CaptureError(
+                    f"eager FSDP2 would not reduce the gradient of {parameter._param_fqn!r}: it is complete only "
+                    "after its group has reduced. Use the parameter inside its own fully_sharded module only"
+                )
+
+
+@contextmanager
+def _nothing_recorded(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _state_restored(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
+    """Puts back what FSDP2 keeps of a step in its states, groups and parameters."""
+    states = [state for _, state in fsdp_states(model)]
+    objects: dict[int, Any] = {}
+    for thing in (
+        *states,
+        *(getattr(state, name) for state in states for name in ("_state_ctx", "_comm_ctx")),
+        *groups,
+        *(parameter for group in groups for parameter in group.fsdp_params),
+    ):
+        objects[id(thing)] = thing
+    containers = (list, dict, set)
+    before = [
+        (thing, {k: (v, v.copy() if isinstance(v, containers) else v) for k, v in vars(thing).items()})
+        for thing in objects.values()
+    ]
+    try:
+        yield
+    finally:
+        for thing, values in before:
+            vars(thing).clear()
+            for name, (value, content) in values.items():
+                if isinstance(value, list):
+                    value[:] = content
+                elif isinstance(value, (dict, set)):
+                    value.clear()
+                    value.update(content)
+                vars(thing)[name] = value
+
+
+def _unshard(group: FSDPParamGroup) -> None:
+    if not hasattr(group.fsdp_params[0], "_unsharded_param"):
+        _gather(group)
+    group._to_unsharded()  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _gather(group: FSDPParamGroup) -> None:
+    """Makes each parameter's unsharded leaf. Source: ``foreach_all_gather`` of FSDP2's ``_fsdp_collectives.py``."""
+    process_group = group._all_gather_process_group
+    num_shards = process_group.size()
+    shards = [_padded_shard(parameter, num_shards) for parameter in group.fsdp_params]
+    if num_shards == 1:
+        wholes = shards
+    elif len(shards) == 1:
+        wholes = [_all_gather(shards[0], process_group)]
+    else:
+        flat = [shard.reshape(-1) for shard in shards]
+        is_mixed = len({shard.dtype for shard in shards}) > 1
+        if is_mixed:  # travel as bytes
+            flat = [shard.view(torch.uint8) for shard in flat]
+        rows = _all_gather(torch.cat(flat), process_group).view(num_shards, -1)
+        parts = aten.split_with_sizes_copy.default(rows, [shard.numel() for shard in flat], 1)
+        if is_mixed:
+            parts = [part.view(shard.dtype) for part, shard in zip(parts, shards, strict=True)]
+        wholes = [
+            part.view([num_shards * shard.shape[0], *shard.shape[1:]])
+            for part, shard in zip(parts, shards, strict=True)
+        ]
+    for parameter, shard, whole in zip(group.fsdp_params, shards, wholes, strict=True):
+        size, dim = parameter._orig_size, parameter.fsdp_placement.dim
+        if dim != 0 and num_shards > 1:
+            whole = torch.cat(torch.split(whole, shard.shape[0]), dim)
+        elif whole.shape != size:
+            whole = whole[: size[0]]
+        if parameter._unsharded_dtensor_spec is not None:
+            whole = _from_local_no_grad(whole, parameter._get_unsharded_dtensor_spec(whole))
+        parameter._unsharded_param = nn.Parameter(whole, requires_grad=parameter.sharded_param.requires_grad)
+
+
+def _padded_shard(parameter: FSDPParam, num_shards: int) -> Tensor:
+    shard: Tensor = parameter._sharded_local_tensor
+    if parameter.param_dtype is not None:
+        shard = shard.to(parameter.param_dtype)
+    padded = parameter.padded_sharded_param_size
+    if _is_uneven(parameter, num_shards):  # on every rank alike
+        padding = [0] * (2 * shard.dim() - 1) + [padded[0] - shard.shape[0]]
+        shard = aten.constant_pad_nd.default(shard, padding)
+    return shard
+
+
+def _is_uneven(parameter: FSDPParam, num_shards: int) -> bool:
+    return parameter._orig_size[parameter.fsdp_placement.dim] % num_shards != 0
+
+
+def _all_gather(shard: Tensor, process_group: Any) -> Tensor:
+    gathered = collectives.all_gather_into_tensor.default(
+        shard, process_group.size(), process_group.group_name
+    )
+    waited: Tensor = collectives.wait_tensor.default(gathered)
+    return waited
+
+
+@torch.no_grad()
+def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tuple[Any, ...]:
+    """Reduces what a group has of gradients, as ``foreach_reduce`` of FSDP2's ``_fsdp_collectives.py``."""
+    parameters: list[FSDPParam] = call["fsdp_params"]
+    gradients: list[Tensor] = call["unsharded_grads"]
+    process_group, all_reduce_group = call["reduce_scatter_group"], call["all_reduce_group"]
+    num_shards = process_group.size()
+    dtype = call["reduce_dtype"] or gradients[0].dtype
+    predivide, postdivide, *ops = _get_gradient_divide_factors(
+        process_group,
+        all_reduce_group,
+        dtype,
+        call["device"].type,
+        call["gradient_divide_factor"],
+        call["force_sum_reduction_for_comms"],
+    )
+    # PREMUL_SUM by one is a sum; others are refused before the trace, see `parameter_groups`.
+    reduce_scatter_op, all_reduce_op = (op_name(op) or "sum" for op in ops)
+    rows = [
+        torch.cat(gradient.chunk(num_shards, p.fsdp_placement.dim))
+        if p.fsdp_placement.dim != 0 and num_shards > 1
+        else gradient
+        for p, gradient in zip(parameters, gradients, strict=True)
+    ]
+    packed = _divided(aten._chunk_cat.default(rows, 0, num_shards).to(dtype), predivide)
+    if num_shards > 1:
+        value = collectives.reduce_scatter_tensor.default(
+            packed, reduce_scatter_op, num_shards, process_group.group_name
+        )
+        value = collectives.wait_tensor.default(value)
+    else:
+        value = _divided(packed, call["gradient_divide_factor"])
+    if all_reduce_group is not None:
+        value = collectives.all_reduce.default(value, all_reduce_op, all_reduce_group.group_name)
+        value = collectives.wait_tensor.default(value)
+    value = _divided(value, postdivide)
+    if call["orig_dtype"] is not None:
+        value = value.to(call["orig_dtype"])
+    shapes = [[-(-row.shape[0] // num_shards), *row.shape[1:]] for row in rows]
+    parts = value.view(-1).split_with_sizes([torch.Size(shape).numel() for shape in shapes])
+    for parameter, part, shape in zip(parameters, parts, shapes, strict=True):
+        gradient = part.view(shape)
+        if _is_uneven(parameter, num_shards):
+            gradient = gradient[: parameter.sharded_size[0]]
+        if parameter.sharded_param in reduced:
+            raise CaptureError(
+                f"backward reaches {parameter._param_fqn!r} several times, as reentrant checkpointing does; eager "
+                "FSDP2 then reduces it several times. Use checkpoint(..., use_reentrant=False)"
+            )
+        reduced[parameter.sharded_param] = gradient
+    gradients.clear()
+    stream, event = call["reduce_scatter_stream"], group.device_handle.Event()
+    return packed, event, stream, event, None, None, None
+
+
+def _divided(value: Tensor, divisor: float | None) -> Tensor:
+    return value if divisor is None or divisor == 1 else aten.div.Scalar(value, divisor)

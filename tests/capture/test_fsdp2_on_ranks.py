@@ -1,0 +1,126 @@
+"""One FSDP2 model, trained eagerly and by its captured step in turn, against its eager twin on four real ranks."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graphpasses.capture import capture_train_step
+from graphpasses.fsdp import diff_layouts, eager_layout
+from graphpasses.fsdp.graph_layout import graph_layout
+from graphpasses.parity.launch import run_ranks
+from graphpasses.passes import default_pipeline
+from tests.helpers.boundary_models import CrossRead, Interleaved, Scaled
+from tests.helpers.models import next_token_loss, parallelize, same_bits
+from tests.helpers.step_cases import (
+    CASES,
+    NUM_RANKS,
+    PRELOAD,
+    Case,
+    Outcome,
+    collectives_beside_fsdp,
+    counting,
+    differences,
+    shard_eagerly,
+)
+
+NUM_STEPS = 4
+OWN = {name: replace(case, num_backwards=1) for name, case in CASES.items()} | {
+    # Activations in fp32 go into bf16 modules, as rotary embeddings do, and come out in fp32.
+    "casts": Case(Scaled, [["layers.0"], ["layers.1"]]),
+    "no_input_casts": Case(
+        Scaled,
+        [["layers.0"], ["layers.1"]],
+        MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, cast_forward_inputs=False),
+    ),
+    "output_dtype": Case(
+        policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.float32), calls=()
+    ),
+    # As in cross-attention, several modules read one activation several times.
+    "cross_read": Case(CrossRead, [["layers.0"], ["layers.1"], ["layers.2"]]),
+    "interleaved_reads": Case(Interleaved, ()),
+}
+
+
+def train(case: Case) -> Outcome:
+    torch.manual_seed(0)
+    model = case.build()
+    twin = copy.deepcopy(model)
+    if case.tensor_parallel:
+        model, twin = (parallelize(each, case.parallel_meshes[1]) for each in (model, twin))
+    model, twin = (shard_eagerly(case, each) for each in (model, twin))
+    captured = capture_train_step(next_token_loss, model, *case.batch(0))
+    step = default_pipeline().run(captured)
+    collectives = Counter(step.collectives())
+    collectives.subtract(collectives_beside_fsdp(captured))
+    layout = eager_layout(twin)
+    unused = step.without_gradient & {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
+    outcome = Outcome(collectives=dict(+collectives))
+    outcome.layouts = str(diff_layouts(layout.without(unused), graph_layout(captured)))
+
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (twin, model)]
+    for index in range(NUM_STEPS):
+        batch = case.batch(100 * index)
+        with counting() as counts:
+            expected = next_token_loss(twin, *batch)
+            expected.backward()
+        if index == 1:  # the same live model, eagerly
+            loss = next_token_loss(model, *batch)
+            loss.backward()
+        else:
+            with torch.no_grad():  # leaves the root unsharded
+                next_token_loss(model, *batch)
+            loss = (captured if index == 2 else step)(*batch)
+        outcome.losses.append(same_bits(loss, expected))
+        outcome.eager_collectives = dict(counts)
+        outcome.gradients.append(differences(twin, model, lambda p: p.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        outcome.weights.append(differences(twin, model, lambda p: p))
+    return outcome
+
+
+def train_all(names: Sequence[str]) -> dict[str, Outcome]:
+    """Runs on every rank."""
+    outcomes = {}
+    for name in names:
+        try:
+            outcomes[name] = train(OWN[name])
+        except Exception:
+            outcomes[name] = Outcome(error=traceback.format_exc())
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Outcome]]:
+    return run_ranks(train_all, NUM_RANKS, [*OWN], preload=PRELOAD, timeout=300.0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", OWN)
+def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+    for rank, ranks_outcomes in enumerate(outcomes):
+        outcome = ranks_outcomes[name]
+        assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
+        assert len(outcome.losses) == NUM_STEPS
+        assert outcome.layouts == "layouts are equal"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", OWN)
+def test_launches_as_many_collectives_as_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+    outcome = outcomes[0][name]
+    expected = dict(outcome.eager_collectives)
+    if name in ("three_uses", "two_names"):
+        # FSDP2 frees a module that ran several times after each of its backwards and gathers it again.
+        assert expected["all_gather_into_tensor"] == {"three_uses": 5, "two_names": 3}[name]
+        expected["all_gather_into_tensor"] = expected["reduce_scatter_tensor"]
+    assert outcome.collectives == expected
