@@ -19,7 +19,13 @@ from graphpasses.graph import CapturedStep
 from graphpasses.graph.model_facts import check_gradient_hooks
 from graphpasses.identity import walk_modules
 
-__all__ = ["kept_tensors_refused", "refuse_collectives_in_place", "refuse_model", "refuse_random_state"]
+__all__ = [
+    "kept_tensors_refused",
+    "refuse_collectives_in_place",
+    "refuse_model",
+    "refuse_random_state",
+    "refuse_sparse_gradients",
+]
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -123,6 +129,25 @@ def refuse_random_state(graph: CapturedStep, seeded: set[bool]) -> None:
             f"loss_fn sets the state of the random number generator (torch.manual_seed, torch.set_rng_state), and "
             f"{_named(draws[0])} draws from it; a captured step would not set it again. Seed before the step"
         )
+
+
+def refuse_sparse_gradients(graph: CapturedStep) -> None:
+    """Raises if a gradient is sparse, which a captured step cannot add to a parameter's.
+
+    Args:
+        graph: the captured step.
+
+    Raises:
+        CaptureError: one is, e.g. of ``nn.Embedding(sparse=True)``.
+    """
+    values = graph.output_values
+    for fqn, slots in graph.gradient_slots().items():
+        for slot in slots:
+            if values[slot] is not None and values[slot].meta["val"].layout is not torch.strided:
+                raise CaptureError(
+                    f"the gradient of {fqn!r} is sparse, and a captured step fills dense ones; make the embedding "
+                    "with sparse=False"
+                )
 
 
 def refuse_collectives_in_place(graph: CapturedStep) -> None:

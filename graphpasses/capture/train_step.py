@@ -21,6 +21,7 @@ from graphpasses.capture.refusals import (
     refuse_collectives_in_place,
     refuse_model,
     refuse_random_state,
+    refuse_sparse_gradients,
 )
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import CaptureError
@@ -133,6 +134,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         )
     refuse_random_state(graph, seeded)
     refuse_collectives_in_place(graph)
+    refuse_sparse_gradients(graph)
     _name_batch(graph, structure)
     return graph
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
+from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
@@ -56,13 +57,18 @@ class CapturedStep(TrainGraph):
             batch: like the captured one: same structure (keys in any order), shapes, dtypes and plain values.
 
         Returns:
-            The loss (scalar tensor, without autograd history).
+            The loss (scalar tensor, without autograd history: backward has run).
 
         Raises:
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
-            CaptureError: the live model no longer has a parameter that the step reads, or changed since the capture:
-                modes and hooks of modules, ``requires_grad``, ties, hooks on gradients.
+            CaptureError: it is called under ``torch.inference_mode``, or the live model no longer has a parameter
+                that the step reads, or changed since the capture: modes and hooks of modules, ``requires_grad``, ties,
+                hooks on gradients.
         """
+        if torch.is_inference_mode_enabled():
+            raise CaptureError(
+                "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
+            )
         self.facts.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves)
@@ -78,6 +84,21 @@ class CapturedStep(TrainGraph):
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
             return self._accumulate(self.module(*values))
+
+    def __copy__(self) -> Self:
+        return replace(self)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        raise CaptureError(
+            "a captured step is not copied with its model, whose copy the caller would not hold; copy the model, and "
+            "use step.for_model(copy)"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise CaptureError(
+            "a captured step is not saved: it belongs to the live model and its process groups. Save the model's "
+            "state_dict, and capture the step again"
+        )
 
     def for_model(self, model: nn.Module) -> Self:
         """Returns the step for another model that was built as the captured one was.

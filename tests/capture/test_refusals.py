@@ -335,3 +335,19 @@ def test_collectives_in_place() -> None:
             "do. A graph has no wait for it, so what it brings could be read too early. Communicate before or after "
             "the step"
         )
+
+
+# ---- sparse gradients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients(kind: Callable[..., nn.Module]) -> None:
+    ids = torch.tensor([[1, 2], [2, 3]])
+    model = nn.Sequential(kind(5, 4, sparse=True), nn.Linear(4, 2))
+    assert refused(lambda: capture_train_step(loss_fn, model, ids)) == (
+        "the gradient of '0.weight' is sparse, and a captured step fills dense ones; make the embedding with "
+        "sparse=False"
+    )
+    model[0].sparse = False
+    capture_train_step(loss_fn, model, ids)(ids)
+    assert model[0].weight.grad is not None
