@@ -62,8 +62,8 @@ class CapturedStep(TrainGraph):
         Raises:
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
             CaptureError: it is called under ``torch.inference_mode``, or the live model no longer has a parameter
-                that the step reads, or changed since the capture: modes and hooks of modules, ``requires_grad``, ties,
-                hooks on gradients.
+                that the step reads, or changed since the capture: modes and hooks of modules, ``requires_grad``,
+                ties, hooks on gradients.
         """
         if torch.is_inference_mode_enabled():
             raise CaptureError(
