@@ -9,11 +9,11 @@ LOCK := .ci/lock/$(DEVICE).txt
 READY := $(VENV)/.ready-$(DEVICE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup parity scale test lint types bench docs lock clean
+.PHONY: help setup parity parity-full scale test lint types bench docs lock clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## install what .ci/lock pins into .venv
 
@@ -28,7 +28,10 @@ $(READY): $(LOCK) pyproject.toml
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-parity: $(READY) ## train eager and rewritten, compare every bit, print the tables
+parity: $(READY) ## train models of every kind, eagerly and as graphs, and compare every bit: one table, 5 minutes
+	$(RUN) -m experiments.parity
+
+parity-full: $(READY) ## the same with all models: the tables of docs/results.md, 20 minutes
 	$(RUN) -m experiments.fsdp_parity
 	$(RUN) -m experiments.graph_trainer_parity
 	$(RUN) -m experiments.torchrec_parity

@@ -8,15 +8,9 @@ from pathlib import Path
 import tyro
 
 from experiments.fsdp_parity.cases import CASES
-from experiments.fsdp_parity.train import train_cases
-from experiments.harness.parity import ParityExperiment, judge_all
+from experiments.fsdp_parity.run import train_and_judge
+from experiments.harness.parity import ParityExperiment
 from experiments.harness.select import Only, select
-
-_PRELOAD = (
-    "torch.distributed.fsdp",
-    "torchtitan.experiments.graph_trainer.make_fx_tracer",
-    "graphpasses.simulate",
-)
 
 
 def main(steps: int = 25, out: Path = Path("runs/fsdp_parity"), only: Only = "") -> int:
@@ -34,8 +28,7 @@ def main(steps: int = 25, out: Path = Path("runs/fsdp_parity"), only: Only = "")
     if not cases:
         return 2
     experiment = ParityExperiment("Captured step against eager FSDP2", cases, steps, out)
-    experiment.train(train_cases, cases, 4, backend="nccl_sim", preload=_PRELOAD)
-    return experiment.conclude(judge_all(cases, out, steps))
+    return experiment.conclude(train_and_judge(experiment, cases))
 
 
 if __name__ == "__main__":

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-import tempfile
 from pathlib import Path
 
 import tyro
 
 from experiments.graph_trainer_parity.cases import CASES, CHECKPOINT_STEP
-from experiments.graph_trainer_parity.ranks import stores, train_cases
-from experiments.harness.parity import ParityExperiment, judge_all
+from experiments.graph_trainer_parity.run import train_and_judge
+from experiments.harness.parity import ParityExperiment
 from experiments.harness.select import Only, select
-from graphpasses.commands.train_torchtitan_on_cpu import make_assets
 
 
 def main(steps: int = 25, out: Path = Path("runs/graph_trainer_parity"), only: Only = "") -> int:
@@ -35,14 +32,7 @@ def main(steps: int = 25, out: Path = Path("runs/graph_trainer_parity"), only: O
         print(f"--steps {steps}: runs restart at step {CHECKPOINT_STEP}, so make it more", file=sys.stderr)
         return 2
     experiment = ParityExperiment("graph_trainer against torchtitan's eager trainer", cases, steps, out)
-    # A trainer goes on from the checkpoints that it finds, so each command begins with none.
-    with tempfile.TemporaryDirectory(prefix="graphpasses-") as scratch:
-        make_assets(Path(scratch))
-        for _, group in itertools.groupby(sorted(cases, key=lambda case: case.mesh), lambda case: case.mesh):
-            members = tuple(group)
-            with stores(sum(len(case.variants) for case in members)) as ports:
-                experiment.train(train_cases, members, 4, Path(scratch), ports)
-    return experiment.conclude(judge_all(cases, out, steps))
+    return experiment.conclude(train_and_judge(experiment, cases))
 
 
 if __name__ == "__main__":

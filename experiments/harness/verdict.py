@@ -15,12 +15,23 @@ from graphpasses.errors import CompareError, RunFileError
 from graphpasses.parity import Comparison as FoundComparison
 from graphpasses.parity import Run, compare_runs, read_run
 
-__all__ = ["Comparison", "Must", "Status", "Verdict", "judge", "run_path", "summary", "verdict_table"]
+__all__ = [
+    "MARKS",
+    "Comparison",
+    "Must",
+    "Status",
+    "Verdict",
+    "is_complete",
+    "judge",
+    "run_path",
+    "summary",
+    "verdict_table",
+]
 
 Must = Literal["equal", "differ"]
 Status = Literal["ok", "wrong", "not compared"]
 
-_MARKS: dict[Status, str] = {
+MARKS: dict[Status, str] = {
     "ok": "[green]ok[/]",
     "wrong": "[red]WRONG[/]",
     "not compared": "[yellow]not compared[/]",
@@ -68,6 +79,11 @@ class Verdict:
     status: Status
     cells: tuple[str, ...] = ()
 
+    @property
+    def in_short(self) -> str:
+        """What the row shows, without names of tensors."""
+        return self.result.partition(", first ")[0]
+
 
 def run_path(folder: Path, case: str, variant: str) -> Path:
     """Returns the run file of a variant of a case.
@@ -77,6 +93,14 @@ def run_path(folder: Path, case: str, variant: str) -> Path:
         'runs/llama3-tied/from-eager-s-checkpoint.jsonl'
     """
     return folder / _file_name(case) / f"{_file_name(variant)}.jsonl"
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a run file is there and its run ended in order."""
+    try:
+        return read_run(path).complete
+    except RunFileError:
+        return False
 
 
 def _file_name(name: str) -> str:
@@ -163,7 +187,7 @@ def verdict_table(title: str, verdicts: Sequence[Verdict], *columns: str) -> Tab
         is_last = index + 1 == len(verdicts) or verdicts[index + 1].case != row.case
         table.add_row(
             *map(Text, (row.case if is_first else "", row.variant, row.must, row.result, *row.cells)),
-            _MARKS[row.status],
+            MARKS[row.status],
             end_section=is_last,
         )
     return table

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from experiments.harness.parity import ParityExperiment
+from experiments.harness.parity import Runs as TrainedRuns
 from experiments.harness.verdict import run_path
 from experiments.torchrec_parity import __main__ as experiment
 from experiments.torchrec_parity.cases import CASES, COMPILED, EAGER, OTHER_LR, Case
 from experiments.torchrec_parity.controls import control_pipeline
+from experiments.torchrec_parity.run import judge_cases, judge_refusals, train_and_judge
 from graphpasses.fsdp import BucketPlan
 from graphpasses.passes import recommender_pipeline
 
@@ -26,18 +28,20 @@ CASE = case_named("EBC row-wise", inductor=False)
 # Two ranks are faster; they add in one order only, so that no control can differ.
 BESIDE = case_named("beside FSDP, table-wise", num_ranks=2, controls=())
 NUM_STEPS = 2
-Runs = tuple[Path, experiment.Runs]
+Runs = tuple[Path, TrainedRuns]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("runs")
     cases = [CASE, BESIDE]
-    return folder, experiment.train(ParityExperiment("", cases, NUM_STEPS, folder), cases)
+    trained = ParityExperiment("", cases, NUM_STEPS, folder)
+    train_and_judge(trained, cases)
+    return folder, trained.runs
 
 
-def statuses(folder: Path, trained: experiment.Runs, num_steps: int = NUM_STEPS) -> list[str]:
-    return [verdict.status for verdict in experiment.judge_cases([CASE], trained, folder, num_steps)]
+def statuses(folder: Path, trained: TrainedRuns, num_steps: int = NUM_STEPS) -> list[str]:
+    return [verdict.status for verdict in judge_cases([CASE], trained, folder, num_steps)]
 
 
 @pytest.mark.multiprocess
@@ -53,7 +57,7 @@ def test_as_it_must_be(runs: Runs) -> None:
 @pytest.mark.multiprocess
 def test_tables_beside_fsdp_layers(runs: Runs) -> None:
     folder, trained = runs
-    verdicts = experiment.judge_cases([BESIDE], trained, folder, NUM_STEPS)
+    verdicts = judge_cases([BESIDE], trained, folder, NUM_STEPS)
     assert [verdict.status for verdict in verdicts] == ["ok"]
     assert trained[BESIDE.name, COMPILED].facts.calls.lookups == (1, 1)
 
@@ -92,13 +96,13 @@ def test_runs_that_are_too_short(runs: Runs) -> None:
 def test_a_run_that_failed(runs: Runs) -> None:
     folder, trained = runs
     failed = replace(trained[CASE.name, COMPILED], failure="step 1, rank 0: RuntimeError: no kernel")
-    verdict, _ = experiment.judge_cases([CASE], {**trained, (CASE.name, COMPILED): failed}, folder, NUM_STEPS)
+    verdict, _ = judge_cases([CASE], {**trained, (CASE.name, COMPILED): failed}, folder, NUM_STEPS)
     assert verdict.status == "not compared"
     assert verdict.result == "could not be compared: step 1, rank 0: RuntimeError: no kernel"
 
 
 def test_what_torchrec_no_longer_refuses() -> None:
-    refused, taken = experiment.judge_refusals({"LAMB": ("no kernel", True), "LARS": ("", False)})
+    refused, taken = judge_refusals({"LAMB": ("no kernel", True), "LARS": ("", False)})
     assert (refused.status, taken.status) == ("ok", "wrong")
 
 
@@ -106,12 +110,12 @@ def test_what_torchrec_no_longer_refuses() -> None:
 def test_exit_code(runs: Runs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder, trained = runs
 
-    def copy_runs(*_: object) -> experiment.Runs:
+    def copy_runs(to: ParityExperiment, *_: object, **__: object) -> None:
         shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-        return trained
+        to.runs.update(trained)
 
     monkeypatch.setattr(experiment, "CASES", (CASE,))
-    monkeypatch.setattr(experiment, "train", copy_runs)
+    monkeypatch.setattr(ParityExperiment, "train", copy_runs)
     assert experiment.main(steps=NUM_STEPS, out=tmp_path, only=CASE.name) == 0
     assert experiment.main(steps=NUM_STEPS + 1, out=tmp_path, only=CASE.name) == 1
 

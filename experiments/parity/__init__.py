@@ -1,0 +1,1 @@
+"""Some cases of every parity experiment in one table: what a newcomer runs first."""
