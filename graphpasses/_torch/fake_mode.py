@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
+
+# Of which fake results are made. Tested: 2.13.
+from torch._decomp import decomposition_table
 
 # FakeTensor, in_kernel_invocation_manager: a fake tensor stands for its meta tensor inside, so that an operator's own
 # meta kernel runs at once; dispatched to the mode, it takes ten times as long. Tested: 2.13.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-__all__ = ["fake_call", "fake_mode_of"]
+__all__ = ["fake_call", "fake_mode_of", "strides_of_kernels"]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -73,6 +79,62 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
             return [FakeTensor(mode, part, device) for part in result]
     with mode:
         return target(*args, **kwargs)
+
+
+# Operators whose decompositions, of which torch makes fake results, give other strides than their kernels. Each was
+# found by running both on permuted tensors. Source: the `TORCH_META_FUNC`s of ATen's native kernels.
+_LIKE_FIRST = frozenset(
+    {
+        aten.elu_backward.default,
+        aten.floor_divide.default,
+        aten.hardsigmoid_backward.default,
+        aten.hardswish_backward.default,
+        aten.hardtanh_backward.default,
+        aten.logit_backward.default,
+        aten.softplus_backward.default,
+    }
+)
+_CONTIGUOUS = frozenset(
+    {
+        aten._log_softmax_backward_data.default,
+        aten._softmax_backward_data.default,
+        aten.huber_loss_backward.default,
+        aten.isin.Tensor_Scalar,
+        aten.isin.Tensor_Tensor,
+        aten.log_sigmoid_forward.default,
+        aten.mse_loss_backward.default,
+        aten.smooth_l1_loss_backward.default,
+    }
+)
+
+
+@contextmanager
+def strides_of_kernels() -> Iterator[None]:
+    """Gives fake results in the block the strides of the operators' kernels.
+
+    Where a decomposition gives others, a ``reshape`` in the model would be traced as a view, and is a copy in eager.
+    """
+    table = {
+        operator: _with_strides(decomposition_table[operator], operator in _CONTIGUOUS)
+        for operator in _LIKE_FIRST | _CONTIGUOUS
+    }
+    replace: Any = mock.patch.object
+    with mock.patch.dict(decomposition_table, table), replace(FakeTensorMode, "cache", {}):  # has the others
+        yield
+
+
+def _with_strides(decomposition: Callable[..., Any], contiguous: bool) -> Callable[..., Any]:
+    @functools.wraps(decomposition)
+    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def restride(value: torch.Tensor) -> torch.Tensor:
+            if contiguous or value.shape != first.shape:
+                return value.contiguous()
+            return torch.empty_like(first, dtype=value.dtype)
+
+        result = decomposition(first, *args, **kwargs)
+        return restride(result) if isinstance(result, torch.Tensor) else tuple(map(restride, result))
+
+    return call
 
 
 def _tensors(args: Any) -> Iterator[Any]:

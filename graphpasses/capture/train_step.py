@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import parameter_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, prepare_for_tracing
 from graphpasses._torch.random_state import watch_random_state
@@ -116,7 +117,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
     try:
-        with _state_restored(model), watch_random_state() as seeded:
+        with strides_of_kernels(), _state_restored(model), watch_random_state() as seeded:
             traced = minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
     except RuntimeError as error:
         if isinstance(error, GuardOnDataDependentSymNode):
