@@ -24,15 +24,20 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 # The rule that `foreach_reduce` itself calls. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 
+# What a forward has begun. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
+
 # A group's parameters, and how FSDP2 makes the DTensor of an unsharded one. torch 2.13.0.
-from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+# Whose forward begins. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states, op_name, reshard
 from graphpasses.errors import CaptureError, UnsupportedError
 
-__all__ = ["communication_traced", "prepare_for_tracing"]
+__all__ = ["communication_traced", "other_models_refused", "prepare_for_tracing"]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -118,6 +123,34 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
                     f"eager FSDP2 would not reduce the gradient of {parameter._param_fqn!r}: it is complete only "
                     "after its group has reduced. Use the parameter inside its own fully_sharded module only"
                 )
+
+
+@contextmanager
+def other_models_refused(model: nn.Module) -> Iterator[None]:
+    """Raises if the block runs a module that ``fully_shard`` sharded and that is no part of a model.
+
+    FSDP2 would gather real parameters in the midst of tracing, and keep traced tensors.
+
+    Args:
+        model: whose modules may run.
+
+    Raises:
+        CaptureError: another runs.
+    """
+    own = {state for _, state in fsdp_states(model)}
+    original = FSDPState._root_pre_forward
+
+    def root_pre_forward(state: FSDPState, module: nn.Module, *args: Any) -> Any:
+        if state in own:
+            return original(state, module, *args)
+        state._training_state = TrainingState.IDLE  # as it was before the call
+        raise CaptureError(
+            f"loss_fn runs a {type(module).__name__} that fully_shard sharded and that is no part of the model. Make "
+            "it a submodule of the model, or compute its outputs before the step and give them in the batch"
+        )
+
+    with mock.patch.object(FSDPState, "_root_pre_forward", root_pre_forward):
+        yield
 
 
 @contextmanager

@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2_settings import group_settings
 from graphpasses.analysis.effects import is_written
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
@@ -106,6 +108,7 @@ def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedSte
         written=frozenset(),
         batch_leaves=tuple((inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes),
         facts=ModelFacts.of(model, identity),
+        group_settings=group_settings(fsdp_groups(model)),
         fixed_signature=True,
     )
     if len(graph.placeholders) != len(inputs) or len(graph.output_values) != len(outputs):

@@ -12,11 +12,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpasses._torch.fake_mode import strides_of_kernels
-from graphpasses._torch.fsdp2 import parameter_groups
-from graphpasses._torch.fsdp2_tracing import communication_traced, prepare_for_tracing
+from graphpasses._torch.fsdp2 import fsdp_groups, parameter_groups
+from graphpasses._torch.fsdp2_settings import refuse_custom_communication
+from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused, prepare_for_tracing
 from graphpasses._torch.random_state import watch_random_state
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.loss import check_loss
+from graphpasses.capture.outside_tensors import check_outside_tensors
 from graphpasses.capture.refusals import (
     kept_tensors_refused,
     refuse_collectives_in_place,
@@ -84,6 +86,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         check_leaf(path, leaf)
     is_sharded = bool(parameter_groups(model))
     if is_sharded:
+        refuse_custom_communication(fsdp_groups(model))
         prepare_for_tracing(model)
     names = _state_names(model)
 
@@ -101,7 +104,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             communication_traced(model) if is_sharded else nullcontext(dict[torch.Tensor, torch.Tensor]())
         )
         with communication as reduced:
-            with _autocast_refused(), kept_tensors_refused(model):
+            with _autocast_refused(), kept_tensors_refused(model), other_models_refused(model):
                 loss = loss_fn(model, *structure.build(args))
             if _state_names(model) != names:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
@@ -136,6 +139,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     refuse_random_state(graph, seeded)
     refuse_collectives_in_place(graph)
     refuse_sparse_gradients(graph)
+    check_outside_tensors(graph)
     _name_batch(graph, structure)
     return graph
 

@@ -14,6 +14,7 @@ from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
+from graphpasses.graph.fsdp_facts import check_group_settings
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
 from graphpasses.graph.model_facts import ModelFacts
 from graphpasses.graph.parameters import get_state, parameter_infos
@@ -34,6 +35,7 @@ class CapturedStep(TrainGraph):
         batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
         written: FQNs, and paths of batch leaves, of the inputs that the step writes in place.
         facts: what the graph takes for granted of the model; each call checks it.
+        group_settings: of each FSDP2 group, the settings that decide about bits; each call checks them.
 
     Example:
         >>> import torch
@@ -49,6 +51,7 @@ class CapturedStep(TrainGraph):
     batch_leaves: tuple[tuple[str, Any], ...]
     written: frozenset[str]
     facts: ModelFacts
+    group_settings: tuple[dict[str, Any], ...] = ()
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Runs the step on the live model.
@@ -63,16 +66,17 @@ class CapturedStep(TrainGraph):
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
             CaptureError: it is called under ``torch.inference_mode``, or the live model no longer has a parameter
                 that the step reads, or changed since the capture: modes and hooks of modules, ``requires_grad``,
-                ties, hooks on gradients.
+                ties, hooks on gradients, settings of FSDP2's groups.
         """
         if torch.is_inference_mode_enabled():
             raise CaptureError(
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
             )
+        reshard(self._groups)
+        check_group_settings(self._groups, self.group_settings)
         self.facts.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves)
-        reshard(self._groups)
         values = self._flat_inputs(leaves)
         if self.written:
             named = zip(self.inputs, values, strict=True)

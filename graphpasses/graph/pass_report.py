@@ -94,9 +94,15 @@ class PassReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """What each pass of a pipeline did; ``str()`` is a table."""
+    """What each pass of a pipeline did; ``str()`` is a table.
+
+    Args:
+        passes: one report each, in order.
+        notes: what the capture had to say.
+    """
 
     passes: tuple[PassReport, ...]
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[PassReport]:
         return iter(self.passes)
@@ -117,5 +123,6 @@ class PipelineReport:
             )
             for report in self.passes
         ]
-        notes = [f"{report.name}: {note}" for report in self.passes for note in report.notes]
+        notes = [f"capture: {note}" for note in self.notes]
+        notes += [f"{report.name}: {note}" for report in self.passes for note in report.notes]
         return "\n".join(aligned(rows) + notes)

@@ -128,7 +128,8 @@ class TrainGraph:
             All graphs of one compiled function share one dict, as do the copies of a captured step.
         fixed_signature: whether another runner owns the flat signature, so that inputs must stay.
         report: what the pipeline that made this graph did; None for a captured graph.
-        notes: what a pass has to say (a rewrite skipped, and why); the pipeline moves them to its report.
+        notes: what the capture or a pass has to say (a rewrite skipped, and why); the pipeline moves them to its
+            report.
 
     Example:
         >>> import torch

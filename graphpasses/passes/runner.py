@@ -191,6 +191,7 @@ class Pipeline:
             PipelineError: a pass raised something else; its own exception is the cause.
             GraphPassesError: what the passes themselves refuse.
         """
+        notes = tuple(graph.notes) if graph.report is None else graph.report.notes
         graph = graph.copy()
         verifier = Verifier(graph)
         reports: list[PassReport] = []
@@ -204,7 +205,7 @@ class Pipeline:
             if p.name == self.stop_after:
                 break
         graph.module.recompile()
-        graph.report = PipelineReport(tuple(reports))
+        graph.report = PipelineReport(tuple(reports), notes)
         return graph
 
 

@@ -1,0 +1,67 @@
+"""The settings of FSDP2's groups that a captured step has built in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+)
+
+# Whose settings they are. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from graphpasses.errors import UnsupportedError
+
+__all__ = ["group_name", "group_settings", "refuse_custom_communication"]
+
+_SETTINGS = {
+    "set_requires_gradient_sync": "reduce_grads",
+    "set_requires_all_reduce": "all_reduce_grads",
+    "set_gradient_divide_factor": "gradient_divide_factor",
+    "set_force_sum_reduction_for_comms": "force_sum_reduction_for_comms",
+    "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+    "set_all_reduce_hook": "_all_reduce_hook",
+    "set_custom_all_gather": "_all_gather_comm",
+    "set_custom_reduce_scatter": "_reduce_scatter_comm",
+    "mp_policy": "mp_policy",
+}
+_COPY_OR_ADD_AS_NCCL = (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+)
+
+
+def group_settings(groups: Iterable[FSDPParamGroup]) -> tuple[dict[str, Any], ...]:
+    """Returns the settings of each group that decide about bits, by the name of what sets them."""
+    return tuple({name: getattr(group, attr) for name, attr in _SETTINGS.items()} for group in groups)
+
+
+def group_name(group: FSDPParamGroup) -> str:
+    """Returns the FQNs of a group's modules, for messages."""
+    return group._module_fqn or "(root)"
+
+
+def refuse_custom_communication(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raises if a group gathers or reduces in a way that no functional collective does.
+
+    Args:
+        groups: of a model.
+
+    Raises:
+        UnsupportedError: it has communication of its own, or symmetric memory, for which NCCL adds in another order.
+    """
+    for group in groups:
+        for comm in (group._all_gather_comm, group._reduce_scatter_comm):
+            if type(comm) not in _COPY_OR_ADD_AS_NCCL:
+                raise UnsupportedError(
+                    f"FSDP2 group {group_name(group)!r} communicates through {type(comm).__name__} "
+                    "(set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem_for_comm), whose bits a graph's "
+                    "collectives may not have. Remove it"
+                )
