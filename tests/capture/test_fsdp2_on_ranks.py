@@ -6,7 +6,6 @@ import copy
 import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from graphpasses.fsdp import diff_layouts, eager_layout
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
-from tests.helpers.boundary_models import CrossRead, Interleaved, Scaled
+from tests.helpers.boundary_models import CrossRead, Interleaved, Reentrant, RunTwice, Scaled
 from tests.helpers.models import next_token_loss, parallelize, same_bits
 from tests.helpers.step_cases import (
     CASES,
@@ -32,7 +31,7 @@ from tests.helpers.step_cases import (
 )
 
 NUM_STEPS = 4
-OWN = {name: replace(case, num_backwards=1) for name, case in CASES.items()} | {
+OWN = CASES | {
     # Activations in fp32 go into bf16 modules, as rotary embeddings do, and come out in fp32.
     "casts": Case(Scaled, [["layers.0"], ["layers.1"]]),
     "no_input_casts": Case(
@@ -46,7 +45,11 @@ OWN = {name: replace(case, num_backwards=1) for name, case in CASES.items()} | {
     # As in cross-attention, several modules read one activation several times.
     "cross_read": Case(CrossRead, [["layers.0"], ["layers.1"], ["layers.2"]]),
     "interleaved_reads": Case(Interleaved, ()),
+    "reentrant": Case(Reentrant, reshard_after_forward=None),
+    "all_run_twice": Case(RunTwice, reshard_after_forward=None, num_backwards=2),
 }
+
+SEVERAL_RUNS = {"three_uses": (5, 3), "two_names": (3, 2), "all_run_twice": (8, 5)}
 
 
 def train(case: Case) -> Outcome:
@@ -67,18 +70,19 @@ def train(case: Case) -> Outcome:
 
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (twin, model)]
     for index in range(NUM_STEPS):
-        batch = case.batch(100 * index)
-        with counting() as counts:
-            expected = next_token_loss(twin, *batch)
-            expected.backward()
-        if index == 1:  # the same live model, eagerly
-            loss = next_token_loss(model, *batch)
-            loss.backward()
-        else:
-            with torch.no_grad():  # leaves the root unsharded
-                next_token_loss(model, *batch)
-            loss = (captured if index == 2 else step)(*batch)
-        outcome.losses.append(same_bits(loss, expected))
+        for backward in range(case.num_backwards):
+            batch = case.batch(100 * index + 10 * backward)
+            with counting() as counts:
+                expected = next_token_loss(twin, *batch)
+                expected.backward()
+            if (index + backward) % 3 == 1:  # the same live model, eagerly
+                loss = next_token_loss(model, *batch)
+                loss.backward()
+            else:
+                with torch.no_grad():  # leaves the root unsharded
+                    next_token_loss(model, *batch)
+                loss = (captured if index == 2 else step)(*batch)
+            outcome.losses.append(same_bits(loss, expected))
         outcome.eager_collectives = dict(counts)
         outcome.gradients.append(differences(twin, model, lambda p: p.grad))
         for optimizer in optimizers:
@@ -110,7 +114,7 @@ def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     for rank, ranks_outcomes in enumerate(outcomes):
         outcome = ranks_outcomes[name]
         assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
-        assert len(outcome.losses) == NUM_STEPS
+        assert len(outcome.losses) == NUM_STEPS * OWN[name].num_backwards
         assert outcome.layouts == "layouts are equal"
 
 
@@ -119,8 +123,9 @@ def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
 def test_launches_as_many_collectives_as_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     outcome = outcomes[0][name]
     expected = dict(outcome.eager_collectives)
-    if name in ("three_uses", "two_names"):
+    if name in SEVERAL_RUNS:
         # FSDP2 frees a module that ran several times after each of its backwards and gathers it again.
-        assert expected["all_gather_into_tensor"] == {"three_uses": 5, "two_names": 3}[name]
-        expected["all_gather_into_tensor"] = expected["reduce_scatter_tensor"]
+        by_eager, by_graph = SEVERAL_RUNS[name]
+        assert expected["all_gather_into_tensor"] == by_eager
+        expected["all_gather_into_tensor"] = by_graph
     assert outcome.collectives == expected

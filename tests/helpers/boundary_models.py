@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.models import NUM_TOKENS
+from tests.helpers.models import NUM_TOKENS, LanguageModel
 
 WIDTH = 16
 
@@ -87,3 +88,20 @@ class Interleaved(_Model):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class Reentrant(LanguageModel):
+    """Blocks that a backward inside backward computes again."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+class RunTwice(LanguageModel):
+    """Every module runs twice, as in a loss over pairs."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) - super().forward(tokens.flip(1)).flip(1).detach() / 2

@@ -1,0 +1,242 @@
+"""What capture_train_step reads of an FSDP2 model, leaves as it was, and refuses by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError, LayoutError, PlanError, UnsupportedError
+from graphpasses.fsdp import BucketPlan
+from graphpasses.graph import CapturedStep
+from graphpasses.passes import default_pipeline
+from tests.helpers.models import LanguageModel, make_mesh, next_token_loss, token_batch
+
+
+def sharded(model: nn.Module | None = None, **options: Any) -> FSDPModule:
+    torch.manual_seed(0)
+    model = LanguageModel() if model is None else model
+    for layer in getattr(model, "layers", ()):
+        fully_shard(layer, mesh=make_mesh(), **options)
+    return fully_shard(model, mesh=make_mesh(), **options)
+
+
+def captured(model: nn.Module) -> CapturedStep:
+    return capture_train_step(next_token_loss, model, *token_batch())
+
+
+def refused(call: Callable[[], object], kind: type[Exception] = CaptureError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_collectives_are_eagers_before_any_pass() -> None:
+    with fake_process_group(4):
+        step = captured(sharded())
+        assert step.collectives() == {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3}
+        rewritten = default_pipeline().run(step)
+        # Two blocks are resharded after forward; the root is not.
+        assert rewritten.collectives() == {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 3}
+        assert default_pipeline().run(rewritten).collectives() == rewritten.collectives()
+
+
+def test_the_pipeline_without_a_plan_needs_an_fsdp2_model() -> None:
+    model = nn.Linear(4, 1)
+    step = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+    assert refused(lambda: default_pipeline().run(step), PlanError) == (
+        "the model has no FSDP2 parameter group; call fully_shard on it first, or give the buckets yourself, e.g. "
+        "with BucketPlan.from_modules"
+    )
+
+
+def test_a_plan_for_a_model_that_is_not_sharded_is_noted() -> None:
+    model = nn.Linear(4, 1)
+    step = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+    report = default_pipeline(BucketPlan.from_modules([])).run(step).report
+    assert report is not None
+    assert report["bucket-fsdp-collectives"].notes == (
+        "in the plan, but not sharded: neither gathered nor reduced: bias, weight",
+    )
+
+
+def test_a_graph_of_another_layout_than_the_models_is_refused() -> None:
+    """The control of the layout that is read from the model."""
+    with fake_process_group(4):
+        model = sharded()
+        step = captured(model)
+        model.set_force_sum_reduction_for_comms(True)  # of the root's group
+        message = refused(lambda: default_pipeline().run(step), LayoutError)
+        assert message.startswith("the graph cannot meet the layout that was asked for")
+
+
+def test_fsdp2_is_left_as_it_was() -> None:
+    with fake_process_group(4):
+        model = sharded()
+        loss = next_token_loss(model, *token_batch())
+        loss.backward()
+        gradients = {fqn: parameter.grad for fqn, parameter in model.named_parameters()}
+        before = dict(model.named_parameters())
+        captured(model)
+        assert all(parameter is before[fqn] for fqn, parameter in model.named_parameters())
+        for fqn, parameter in model.named_parameters():
+            assert parameter.grad is gradients[fqn]
+        # The next eager step runs.
+        next_token_loss(model, *token_batch()).backward()
+
+
+def test_after_a_refused_capture_eager_goes_on() -> None:
+    def fails(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        next_token_loss(model, tokens, labels)
+        raise ValueError("midway")
+
+    with fake_process_group(4):
+        model = sharded()
+        for _ in range(2):
+            with pytest.raises(ValueError, match="midway"):
+                capture_train_step(fails, model, *token_batch())
+            next_token_loss(model, *token_batch()).backward()
+        captured(model)
+
+
+SETTINGS: dict[str, tuple[Callable[[FSDPModule], object], str]] = {
+    "sync": (
+        lambda model: model.set_requires_gradient_sync(False),
+        "set_requires_gradient_sync of FSDP2 group '' was True when the step was captured, and is False now",
+    ),
+    "factor": (
+        lambda model: model.set_gradient_divide_factor(2.0),
+        "set_gradient_divide_factor of FSDP2 group '' was None when the step was captured, and is 2.0 now",
+    ),
+    "unused": (
+        lambda model: model.set_reduce_scatter_unused_params(True),
+        "set_reduce_scatter_unused_params of FSDP2 group '' was False when the step was captured, and is True now",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_changed_after_the_capture(name: str) -> None:
+    change, message = SETTINGS[name]
+    with fake_process_group(4):
+        model = sharded()
+        step = captured(model)
+        step(*token_batch())
+        change(model)
+        assert refused(lambda: step(*token_batch())) == (
+            message.replace("''", "'(root)'") + "; capture the step again, or undo the change"
+        )
+
+
+class _Communication:
+    """Neither FSDP2's gather nor its reduction."""
+
+
+def test_communication_of_ones_own() -> None:
+    with fake_process_group(4):
+        model = sharded()
+        model.set_custom_all_gather(_Communication())
+        assert refused(lambda: captured(model), UnsupportedError) == (
+            "FSDP2 group '(root)' communicates through _Communication (set_custom_all_gather, "
+            "set_custom_reduce_scatter, set_symm_mem_for_comm), whose bits a graph's collectives may not have. "
+            "Remove it"
+        )
+
+
+def test_without_gradient_synchronisation() -> None:
+    with fake_process_group(4):
+        model = sharded()
+        model.set_requires_gradient_sync(False)
+        assert refused(lambda: captured(model), UnsupportedError).startswith(
+            "FSDP2 group 'layers.0' accumulates gradients without reducing them"
+        )
+
+
+def test_offloaded_parameters() -> None:
+    with fake_process_group(4):
+        model = sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
+        assert refused(lambda: captured(model), UnsupportedError) == (
+            "parameter 'emb.weight' is offloaded to the CPU (CPUOffloadPolicy), which a captured step does not "
+            "follow. Call fully_shard without offload_policy"
+        )
+
+
+def test_another_fsdp2_model_in_loss_fn() -> None:
+    with fake_process_group(4):
+        model, teacher = sharded(), sharded()
+
+        def loss_fn(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                target = teacher(tokens)
+            return (model(tokens) - target).square().sum()
+
+        for _ in range(2):
+            assert refused(lambda: capture_train_step(loss_fn, model, *token_batch())) == (
+                "loss_fn runs a FSDPLanguageModel that fully_shard sharded and that is no part of the model. Make it "
+                "a submodule of the model, or compute its outputs before the step and give them in the batch"
+            )
+        teacher(token_batch()[0])
+        model(token_batch()[0])
+
+
+class _Reentrant(LanguageModel):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+def test_gradients_that_eager_leaves_unreduced() -> None:
+    """As FSDP2 does after reentrant checkpointing of a block that runs twice."""
+    with fake_process_group(4):
+        model = sharded(_Reentrant())
+        assert refused(lambda: captured(model)) == (
+            "eager FSDP2 would not reduce the gradient of 'layers.0.down.weight': it is complete only after its "
+            "group has reduced. Use the parameter inside its own fully_sharded module only"
+        )
+
+
+def test_policies_may_differ_between_modules() -> None:
+    with fake_process_group(4):
+        model = LanguageModel(tied=False)
+        fully_shard(
+            model.layers[0], mesh=make_mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        )
+        fully_shard(model, mesh=make_mesh())
+        step = captured(model)
+        sent = [
+            node.args[0].meta["val"].dtype for node in step.graph.nodes if "all_gather" in str(node.target)
+        ]
+        assert sent == [torch.float32, torch.bfloat16]
+
+
+def test_tensors_from_outside() -> None:
+    scale, head = torch.tensor(2.0), nn.Linear(1, 1)
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    step = capture_train_step(lambda model, x: (model(x) * scale * torch.tensor([3.0])).sum(), model, x)
+    note = (
+        "loss_fn reads 1 tensors from outside the model and the batch (shape [], torch.float32): the step keeps "
+        "these objects, and sees what is written into them, but not other tensors under their names"
+    )
+    assert step.notes == [note]
+    report = default_pipeline(BucketPlan.from_modules([])).run(step).report
+    assert report is not None
+    assert report.notes == (note,)
+    assert f"capture: {note}" in str(report)
+    before = step(x)
+    scale.mul_(2)
+    assert torch.equal(step(x), before * 2)
+    assert refused(lambda: capture_train_step(lambda model, x: head(model(x)).sum(), model, x)) == (
+        "loss_fn reads a trainable tensor of shape [1, 1], torch.float32, that is no part of the model; a captured "
+        "step would not compute its gradient. Make it part of the model, e.g. capture an nn.ModuleDict of both, or "
+        "detach it"
+    )
+    assert all(parameter.grad is None for parameter in head.parameters())
