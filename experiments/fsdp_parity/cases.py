@@ -10,9 +10,14 @@ import torch
 from experiments.fsdp_parity.orders import EXECUTION, NAMED, PER_MODULE
 from experiments.harness.verdict import Comparison
 
-__all__ = ["ALL_REDUCE_FIRST", "CASES", "COMPILED", "DEFAULT", "EAGER", "NO_COALESCING", "Case"]
+__all__ = ["ALL_REDUCE_FIRST", "CASES", "COMPILED", "DEFAULT", "EAGER", "FSDP2", "NO_COALESCING", "Case"]
 
-EAGER, DEFAULT, COMPILED = "eager", "default pipeline", "torch.compile"
+EAGER, FSDP2, DEFAULT, COMPILED = (
+    "eager",
+    "captured FSDP2 model",
+    "captured SimpleFSDP model",
+    "torch.compile",
+)
 NO_COALESCING, ALL_REDUCE_FIRST = "no coalescing", "all-reduce first"
 
 
@@ -36,9 +41,9 @@ class Case:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Eager, the default pipeline, the same under torch.compile where order matters, and the controls."""
+        """Eager, both captured models, SimpleFSDP's under torch.compile where order matters, and the controls."""
         compiled = (COMPILED,) if self.reduce_dtype is torch.bfloat16 else ()
-        return (EAGER, DEFAULT, *compiled, *self.controls)
+        return (EAGER, FSDP2, DEFAULT, *compiled, *self.controls)
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:

@@ -13,7 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import graphpasses
-from experiments.fsdp_parity.cases import ALL_REDUCE_FIRST, COMPILED, DEFAULT, EAGER, NO_COALESCING, Case
+from experiments.fsdp_parity.cases import (
+    ALL_REDUCE_FIRST,
+    COMPILED,
+    DEFAULT,
+    EAGER,
+    FSDP2,
+    NO_COALESCING,
+    Case,
+)
 from experiments.fsdp_parity.models import MODELS, SEQ, VOCAB, loss_fn
 from experiments.fsdp_parity.orders import wrong_order
 from experiments.harness.parity import TrainedRun
@@ -57,6 +65,7 @@ def train_cases(cases: Sequence[Case], num_steps: int, folder: Path) -> Iterator
 def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> Iterator[str]:
     eager = _eager_model(case, mesh)
     expected_layout = eager_layout(eager)
+    initial = _weights(eager)
 
     torch.manual_seed(SEED)
     model = simple_fsdp(
@@ -73,9 +82,14 @@ def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> I
     _train(case, EAGER, eager, eager_step, expected_layout, num_steps, folder)
     yield EAGER
 
+    _set_weights(eager, initial)
+    step = default_pipeline().run(capture_train_step(loss_fn, eager, _tokens(0)), excerpts=True)
+    _train(case, FSDP2, eager, step, graph_layout(step), num_steps, folder)
+    yield FSDP2
+
     plan = BucketPlan.from_fully_shard(eager)
-    initial = [_local(parameter).clone() for parameter in model.parameters()]
-    for variant in case.variants[1:]:
+    initial = _weights(model)
+    for variant in case.variants[2:]:
         step: Callable[[Tensor], Tensor]
         if variant == COMPILED:
             pipeline = default_pipeline(plan, expected_layout=expected_layout)
@@ -83,9 +97,7 @@ def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> I
         else:
             step = graph = rewritten(variant, captured, plan, expected_layout)
             layout = graph_layout(graph)
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), initial, strict=True):
-                _local(parameter).copy_(value)
+        _set_weights(model, initial)
         _train(case, variant, model, step, layout, num_steps, folder)
         yield variant
 
@@ -118,7 +130,7 @@ def rewritten(variant: str, captured: TrainGraph, plan: BucketPlan, expected_lay
     """Returns the step that a variant runs.
 
     Args:
-        variant: the default pipeline, or a control.
+        variant: the default pipeline on SimpleFSDP's model, or a control.
         captured: the captured step.
         plan: eager's buckets.
         expected_layout: their layout, which the default pipeline must meet, and a control must not.
@@ -172,6 +184,16 @@ def _train(
 def _tokens(index: int) -> Tensor:
     generator = torch.Generator().manual_seed(SEED + 1000 * index + dist.get_rank())
     return torch.randint(0, VOCAB - 1, (2, SEQ + 1), generator=generator)
+
+
+def _weights(model: nn.Module) -> list[Tensor]:
+    return [_local(parameter).detach().clone() for parameter in model.parameters()]
+
+
+@torch.no_grad()
+def _set_weights(model: nn.Module, values: list[Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        _local(parameter).copy_(value)
 
 
 def _local(parameter: Tensor) -> Tensor:

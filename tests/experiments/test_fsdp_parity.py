@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experiments.fsdp_parity.__main__ import main
-from experiments.fsdp_parity.cases import CASES, DEFAULT, EAGER, NO_COALESCING
+from experiments.fsdp_parity.cases import CASES, DEFAULT, EAGER, FSDP2, NO_COALESCING
 from experiments.fsdp_parity.train import TOPOLOGY, train_cases
 from experiments.harness.parity import RunCounter, judge_all, train_on_rank
 from experiments.harness.verdict import run_path
@@ -32,10 +32,12 @@ def statuses(folder: Path, num_steps: int = NUM_STEPS) -> dict[str, str]:
 
 @pytest.mark.multiprocess
 def test_as_it_must_be(runs: Path) -> None:
-    assert statuses(runs) == {DEFAULT: "ok", NO_COALESCING: "ok"}
+    assert statuses(runs) == {FSDP2: "ok", DEFAULT: "ok", NO_COALESCING: "ok"}
 
 
-@pytest.mark.parametrize(("variant", "recorded"), [(DEFAULT, NO_COALESCING), (NO_COALESCING, EAGER)])
+@pytest.mark.parametrize(
+    ("variant", "recorded"), [(FSDP2, NO_COALESCING), (DEFAULT, NO_COALESCING), (NO_COALESCING, EAGER)]
+)
 @pytest.mark.multiprocess
 def test_a_variant_that_is_not_as_it_must_be(runs: Path, tmp_path: Path, variant: str, recorded: str) -> None:
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
@@ -56,9 +58,9 @@ def test_unknown_case(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.multiprocess
 def test_a_simulated_cluster_gives_the_bits_of_processes(runs: Path, tmp_path: Path) -> None:
     run_path(tmp_path, CASE.name, EAGER).parent.mkdir()
-    counter = RunCounter(num_runs=3)
+    counter = RunCounter(num_runs=len(CASE.variants))
     run_cluster(train_on_rank, Topology(**TOPOLOGY), train_cases, counter, (CASE,), NUM_STEPS, tmp_path)
     configure(None)
-    for variant in (EAGER, DEFAULT, NO_COALESCING):
+    for variant in CASE.variants:
         processes, threads = (read_run(run_path(folder, CASE.name, variant)) for folder in (runs, tmp_path))
         assert compare_runs(processes, threads).equal
