@@ -97,10 +97,7 @@ _LIKE_FIRST = frozenset(
 _CONTIGUOUS = frozenset(
     {
         aten._log_softmax_backward_data.default,
-        aten._softmax_backward_data.default,
         aten.huber_loss_backward.default,
-        aten.isin.Tensor_Scalar,
-        aten.isin.Tensor_Tensor,
         aten.log_sigmoid_forward.default,
         aten.mse_loss_backward.default,
         aten.smooth_l1_loss_backward.default,

@@ -40,7 +40,13 @@ _COPY_OR_ADD_AS_NCCL = (
 
 def group_settings(groups: Iterable[FSDPParamGroup]) -> tuple[dict[str, Any], ...]:
     """Returns the settings of each group that decide about bits, by the name of what sets them."""
-    return tuple({name: getattr(group, attr) for name, attr in _SETTINGS.items()} for group in groups)
+    return tuple(
+        {name: _as_value(getattr(group, attr)) for name, attr in _SETTINGS.items()} for group in groups
+    )
+
+
+def _as_value(setting: object) -> object:
+    return type(setting).__name__ if isinstance(setting, _COPY_OR_ADD_AS_NCCL) else setting
 
 
 def group_name(group: FSDPParamGroup) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
+from graphpasses._torch.fsdp2_settings import group_settings
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
@@ -111,7 +112,13 @@ class CapturedStep(TrainGraph):
             model: the other model.
         """
         parameters = parameter_infos(model, self.identity)
-        return replace(self, model=model, parameters=parameters, facts=ModelFacts.of(model, self.identity))
+        return replace(
+            self,
+            model=model,
+            parameters=parameters,
+            facts=ModelFacts.of(model, self.identity),
+            group_settings=group_settings(fsdp_groups(model)),
+        )
 
     @cached_property
     def _groups(self) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphpasses._torch import fake_mode
-from graphpasses._torch.fake_mode import fake_call
+from graphpasses._torch.fake_mode import fake_call, strides_of_kernels
 from graphpasses._torch.fake_process_group import fake_process_group
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -88,3 +89,43 @@ def test_symbolic_sizes_go_to_the_mode() -> None:
     size = tensor.shape[0]
     assert isinstance(size, torch.SymInt)
     assert fake_call(mode, aten.view.default, (tensor, [size * 2]), {}).shape == (size * 2,)
+
+
+NUMBERS: dict[Any, tuple[Any, ...]] = {
+    aten._log_softmax_backward_data.default: (-1, torch.float32),
+    aten.elu_backward.default: (1.0, 1.0, 1.0, False),
+    aten.hardtanh_backward.default: (-1.0, 1.0),
+    aten.huber_loss_backward.default: (0, 1.0),
+    aten.logit_backward.default: (None,),
+    aten.mse_loss_backward.default: (0,),
+    aten.smooth_l1_loss_backward.default: (0, 1.0),
+    aten.softplus_backward.default: (1.0, 20.0),
+}
+
+
+@pytest.mark.parametrize("operator", sorted(fake_mode._LIKE_FIRST | fake_mode._CONTIGUOUS, key=str), ids=str)
+def test_fake_results_have_the_strides_of_kernels(operator: Any) -> None:
+    """Torch's own differ for at least one order of the dims: the control."""
+    are_torchs_right = []
+    for orders in itertools.product(itertools.permutations(range(3)), repeat=2):
+        values = itertools.chain(map(_permuted, orders), itertools.repeat(torch.rand(2, 3, 4)))
+        numbers = iter(NUMBERS.get(operator, ()))
+        args = [
+            next(values) if str(argument.type) == "Tensor" else next(numbers)
+            for argument in operator._schema.arguments
+        ]
+        expected = _strides(operator(*args))
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            are_torchs_right.append(_strides(operator(*fakes)) == expected)
+            with strides_of_kernels():
+                assert _strides(operator(*fakes)) == expected
+    assert not all(are_torchs_right)
+
+
+def _permuted(order: tuple[int, ...]) -> Tensor:
+    return torch.rand([(2, 3, 4)[dim] for dim in order]).permute(*map(order.index, range(3)))
+
+
+def _strides(result: Any) -> list[tuple[int, ...]]:
+    return [value.stride() for value in (result if isinstance(result, tuple) else (result,))]
