@@ -16,6 +16,7 @@ from graphpasses._torch.fsdp2 import fsdp_groups, parameter_groups
 from graphpasses._torch.fsdp2_settings import refuse_custom_communication
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused, prepare_for_tracing
 from graphpasses._torch.random_state import watch_random_state
+from graphpasses.capture.attributes import trace_and_watch
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.loss import check_loss
 from graphpasses.capture.outside_tensors import check_outside_tensors
@@ -121,7 +122,9 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
 
     try:
         with strides_of_kernels(), _state_restored(model), watch_random_state() as seeded:
-            traced = minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
+            traced, read = trace_and_watch(
+                model, lambda: minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
+            )
     except RuntimeError as error:
         if isinstance(error, GuardOnDataDependentSymNode):
             raise CaptureError(
@@ -129,7 +132,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
                 f"cannot; compute with torch.where, or decide outside: {str(error).splitlines()[0]}"
             ) from error
         raise
-    graph = read_traced_result(traced, model=model)
+    graph = read_traced_result(traced, model=model, read=read)
     graph.fixed_signature = False
     if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
         raise CaptureError(

@@ -18,7 +18,7 @@ from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.fsdp_facts import check_group_settings
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
 from graphpasses.graph.model_facts import ModelFacts
-from graphpasses.graph.parameters import get_state, parameter_infos
+from graphpasses.graph.parameters import parameter_infos
 from graphpasses.graph.train_graph import InputKind, OutputKind, TrainGraph
 
 __all__ = ["CapturedStep"]
@@ -75,10 +75,10 @@ class CapturedStep(TrainGraph):
             )
         reshard(self._groups)
         check_group_settings(self._groups, self.group_settings)
-        self.facts.check(self.model)
+        tensors = self.facts.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves)
-        values = self._flat_inputs(leaves)
+        values = self._flat_inputs(tensors, leaves)
         if self.written:
             named = zip(self.inputs, values, strict=True)
             written = [
@@ -88,7 +88,7 @@ class CapturedStep(TrainGraph):
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            return self._accumulate(self.module(*values))
+            return self._accumulate(self.module(*values), tensors)
 
     def __copy__(self) -> Self:
         return replace(self)
@@ -116,7 +116,7 @@ class CapturedStep(TrainGraph):
             self,
             model=model,
             parameters=parameters,
-            facts=ModelFacts.of(model, self.identity),
+            facts=self.facts.for_model(model),
             group_settings=group_settings(fsdp_groups(model)),
         )
 
@@ -125,27 +125,36 @@ class CapturedStep(TrainGraph):
         return fsdp_groups(self.model)
 
     @cached_property
-    def _shared_values(self) -> frozenset[int]:
-        return shared_values(self.output_values)
+    def _loss_index(self) -> int:
+        return [item.kind for item in self.outputs].index(OutputKind.LOSS)
 
-    def _flat_inputs(self, leaves: Sequence[Any]) -> list[Any]:
-        values: list[Any] = []
+    @cached_property
+    def _input_slots(self) -> tuple[tuple[int | None, str], ...]:
+        slots = self.facts.slots
+        return tuple(
+            (None if item.kind is InputKind.BATCH else slots[item.fqn], item.attr) for item in self.inputs
+        )
+
+    @cached_property
+    def _gradient_slots(self) -> tuple[tuple[int, int, bool], ...]:
+        shared = shared_values(self.output_values)
+        return tuple(
+            (index, self.facts.slots[self.identity.canonical(item.fqn)], index in shared)
+            for index, item in enumerate(self.outputs)
+            if item.is_gradient
+        )
+
+    def _flat_inputs(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> list[Any]:
         leaf = iter(leaves)
-        for item in self.inputs:
-            if item.kind is InputKind.BATCH:
-                values.append(next(leaf))
-                continue
-            tensor = get_state(self.model, item.fqn)
-            values.append(getattr(tensor, item.attr) if item.attr else tensor)
-        return values
+        return [
+            next(leaf) if slot is None else getattr(tensors[slot], attr) if attr else tensors[slot]
+            for slot, attr in self._input_slots
+        ]
 
-    def _accumulate(self, flat: Sequence[Any]) -> torch.Tensor:
-        loss: torch.Tensor | None = None
-        for index, (item, value) in enumerate(zip(self.outputs, flat, strict=True)):
-            if item.kind is OutputKind.LOSS:
-                loss = value
-            elif item.is_gradient and value is not None:
-                parameter = get_state(self.model, self.identity.canonical(item.fqn))
-                accumulate_gradient(parameter, value, is_shared=index in self._shared_values)
-        assert loss is not None
+    def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        for index, slot, is_shared in self._gradient_slots:
+            parameter, gradient = tensors[slot], flat[index]
+            if gradient is not None and parameter is not None:
+                accumulate_gradient(parameter, gradient, is_shared=is_shared)
+        loss: torch.Tensor = flat[self._loss_index]
         return loss
