@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from experiments.fsdp_bench.steps import FSDP2, fsdp2_transformer, loss_fn
+from experiments.harness.resident import forget_peak, peak_resident, resident
 from graphpasses.capture import capture_train_step
 from graphpasses.passes import default_pipeline
 
@@ -44,7 +43,7 @@ def measure_memory(variant: str, num_layers: int, dim: int, num_steps: int = 3) 
         The largest of all ranks.
     """
     vocab = 8 * dim
-    before = _resident("VmRSS")
+    before = resident()
     model = fsdp2_transformer(num_layers, dim, vocab)
     optimizer = torch.optim.AdamW(model.parameters())
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -54,19 +53,13 @@ def measure_memory(variant: str, num_layers: int, dim: int, num_steps: int = 3) 
     )
     for index, tokens in enumerate(batches):
         if index == 2:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now: man 5 proc
+            forget_peak()
         if step is None:
             loss_fn(model, tokens).backward()
         else:
             step(tokens)
         optimizer.step()
         optimizer.zero_grad()
-    sizes = torch.tensor([before, _resident("VmHWM")])
+    sizes = torch.tensor([before, peak_resident()])
     dist.all_reduce(sizes, dist.ReduceOp.MAX)
     return Memory(sum(parameter.numel() for parameter in model.parameters()), *sizes.tolist())
-
-
-def _resident(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
