@@ -17,7 +17,7 @@ from torch._decomp import decomposition_table
 # meta kernel runs at once; dispatched to the mode, it takes ten times as long. Tested: 2.13.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-__all__ = ["fake_call", "fake_mode_of", "strides_of_kernels"]
+__all__ = ["fake_call", "fake_mode_of", "is_fake", "strides_of_kernels"]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -57,6 +57,11 @@ def fake_mode_of(*values: Any) -> FakeTensorMode | None:
         if mode is not None:
             return mode
     return None
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a value is a tensor without values."""
+    return isinstance(value, FakeTensor)
 
 
 def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

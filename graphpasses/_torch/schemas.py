@@ -14,6 +14,7 @@ __all__ = [
     "SET_GRAD_ENABLED",
     "bind_named",
     "given_arguments",
+    "inner_names",
     "is_higher_order",
     "is_operator",
     "is_seeded",
@@ -41,6 +42,12 @@ def is_higher_order(node: fx.Node) -> bool:
 def is_tensor_subclass(value: Any) -> bool:
     """Whether a value wraps tensors, as a DTensor does."""
     return is_traceable_wrapper_subclass(value)
+
+
+def inner_names(value: torch.Tensor) -> list[str]:
+    """Returns the attributes of a tensor subclass that hold its tensors."""
+    names: list[str] = value.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return names
 
 
 def schemas(target: Any) -> list[Any]:

@@ -31,6 +31,7 @@ from graphpasses._torch.schemas import (
     writes_arguments,
 )
 from graphpasses.graph import WAIT
+from graphpasses.graph.nodes import GROUP_ARGUMENTS, collective_group
 
 __all__ = [
     "UNKNOWN_GROUP",
@@ -48,8 +49,6 @@ __all__ = [
 aten = torch.ops.aten
 
 UNKNOWN_GROUP = "unknown"
-
-_GROUPS = ("group", "group_name", "process_group")  # what collectives call their group
 
 # These stand for an operator that writes, and return copies instead.
 _FUNCTIONALIZED = (
@@ -281,18 +280,6 @@ def _draws_random_numbers(node: fx.Node) -> bool:
 # ---- communication and context ------------------------------------------------------------------------------------
 
 
-def collective_group(node: fx.Node) -> Any:
-    """Returns the process group of the collective that an operator launches, as a rule its name; None for others.
-
-    Args:
-        node: a node of a graph of ATen operators.
-    """
-    for argument, value in given_arguments(node):
-        if argument.name in _GROUPS and str(argument.type) != "int":
-            return value
-    return None
-
-
 def launches_collective(node: fx.Node) -> bool:
     """Whether a torch-level call, or one inside the graphs that it is given, communicates.
 
@@ -307,7 +294,7 @@ def _torch_call_group(node: fx.Node) -> object:
         return next((group for inner in _inner_nodes(node) if (group := _torch_call_group(inner))), None)
     if found := schemas(node.target):
         arguments = [argument for schema in found for argument in schema.arguments]
-        if any(argument.name in _GROUPS and str(argument.type) != "int" for argument in arguments):
+        if any(argument.name in GROUP_ARGUMENTS and str(argument.type) != "int" for argument in arguments):
             return collective_group(node) or UNKNOWN_GROUP
         return None
     if node.op not in ("call_function", "call_method"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpasses._torch.fake_mode import strides_of_kernels
@@ -16,8 +16,8 @@ from graphpasses._torch.fsdp2 import fsdp_groups, parameter_groups
 from graphpasses._torch.fsdp2_settings import refuse_custom_communication
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused, prepare_for_tracing
 from graphpasses._torch.random_state import watch_random_state
-from graphpasses.capture.attributes import trace_and_watch
 from graphpasses.capture.eager_paths import eager_paths
+from graphpasses.capture.guards import Decisions
 from graphpasses.capture.loss import check_loss
 from graphpasses.capture.outside_tensors import check_outside_tensors
 from graphpasses.capture.refusals import (
@@ -32,11 +32,14 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
+from graphpasses.graph.recapture import Recipe
 
 __all__ = ["capture_train_step"]
 
 
-def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any) -> CapturedStep:
+def capture_train_step(
+    loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any, recapture: bool = True
+) -> CapturedStep:
     """Captures one training step of ``model`` as a :class:`~graphpasses.graph.CapturedStep`.
 
     Nothing is computed and nothing of the model changes: the step is traced on fake tensors. Every rank of
@@ -49,6 +52,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             parallelism or not, on any device but meta.
         batch: example arguments: tensors, numbers, strings, None, or lists, tuples, mappings and dataclasses of them;
             ``loss_fn`` gets them as the types they are. Shapes, dtypes and plain values are fixed by the capture.
+        recapture: whether the step is captured again, at most eight times in all, when it is called with a batch by
+            whose values ``loss_fn`` decides otherwise; else that is an error.
 
     Returns:
         The captured step. Parameters with ``requires_grad=False`` get no gradient; trainable ones that the
@@ -56,7 +61,8 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
 
     Raises:
         CaptureError: the loss is not a scalar tensor that depends on a trainable parameter, ``loss_fn``
-            calls ``backward``, runs under autocast or decides by a tensor's value, the batch holds something
+            calls ``backward``, runs under autocast or decides by a value that does not follow from the batch, buffers
+            and constants alone, the batch holds something
             else than tensors and plain values, or a tensor that requires a gradient, the model is on meta or has an
             LSTM that runs in oneDNN, or torchtitan is not installed; or the model is one that a captured step would
             train otherwise: wrapped (DistributedDataParallel, FSDP1), sharded by ``fully_shard`` or compiled, with
@@ -90,6 +96,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         refuse_custom_communication(fsdp_groups(model))
         prepare_for_tracing(model)
     names = _state_names(model)
+    decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)))
 
     @eager_paths()
     def step(*args: Any) -> list[torch.Tensor | None]:
@@ -104,7 +111,7 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
         communication = (
             communication_traced(model) if is_sharded else nullcontext(dict[torch.Tensor, torch.Tensor]())
         )
-        with communication as reduced:
+        with decisions.watched(), communication as reduced:
             with _autocast_refused(), kept_tensors_refused(model), other_models_refused(model):
                 loss = loss_fn(model, *structure.build(args))
             if _state_names(model) != names:
@@ -120,19 +127,9 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
             )
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
-    try:
-        with strides_of_kernels(), _state_restored(model), watch_random_state() as seeded:
-            traced, read = trace_and_watch(
-                model, lambda: minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
-            )
-    except RuntimeError as error:
-        if isinstance(error, GuardOnDataDependentSymNode):
-            raise CaptureError(
-                "loss_fn decides by a tensor's value (.item(), bool(tensor), tolist()), which a captured step "
-                f"cannot; compute with torch.where, or decide outside: {str(error).splitlines()[0]}"
-            ) from error
-        raise
-    graph = read_traced_result(traced, model=model, read=read)
+    with strides_of_kernels(), _state_restored(model), watch_random_state() as seeded:
+        traced = minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
+    graph = read_traced_result(traced, model=model)
     graph.fixed_signature = False
     if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
         raise CaptureError(
@@ -144,6 +141,9 @@ def capture_train_step(loss_fn: Callable[..., torch.Tensor], model: nn.Module, *
     refuse_sparse_gradients(graph)
     check_outside_tensors(graph)
     _name_batch(graph, structure)
+    graph.guards = decisions.guards
+    if recapture:
+        graph.recipe = Recipe(partial(capture_train_step, loss_fn, recapture=False))
     return graph
 
 

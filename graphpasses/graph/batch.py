@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpasses._torch.fake_mode import is_fake
 from graphpasses.errors import BatchMismatchError
 
 __all__ = ["check_leaf", "check_leaves", "check_memory"]
@@ -56,7 +57,7 @@ def check_leaf(path: str, leaf: Any) -> None:
             f"{path} requires a gradient, which a captured step does not compute; detach it, or make it a parameter "
             "of the model"
         )
-    if type(leaf) not in (torch.Tensor, nn.Parameter):
+    if type(leaf) not in (torch.Tensor, nn.Parameter) and not is_fake(leaf):
         raise BatchMismatchError(
             f"{path} is a {type(leaf).__name__}, a tensor subclass; pass plain tensors in the batch"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -17,9 +17,11 @@ from graphpasses.graph.batch import check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.fsdp_facts import check_group_settings
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
+from graphpasses.graph.guards import Guards
 from graphpasses.graph.model_facts import ModelFacts
-from graphpasses.graph.parameters import parameter_infos
-from graphpasses.graph.train_graph import InputKind, OutputKind, TrainGraph
+from graphpasses.graph.parameters import get_state, parameter_infos
+from graphpasses.graph.recapture import Recipe, Variants
+from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 
 __all__ = ["CapturedStep"]
 
@@ -37,6 +39,8 @@ class CapturedStep(TrainGraph):
         written: FQNs, and paths of batch leaves, of the inputs that the step writes in place.
         facts: what the graph takes for granted of the model; each call checks it.
         group_settings: of each FSDP2 group, the settings that decide about bits; each call checks them.
+        guards: what ``loss_fn`` decided by values of the batch; each call checks it, too. None if it decided nothing.
+        recipe: how to capture the step again for a batch by which ``loss_fn`` decides otherwise; None to refuse it.
 
     Example:
         >>> import torch
@@ -53,9 +57,14 @@ class CapturedStep(TrainGraph):
     written: frozenset[str]
     facts: ModelFacts
     group_settings: tuple[dict[str, Any], ...] = ()
+    guards: Guards | None = None
+    recipe: Recipe | None = None
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Runs the step on the live model.
+
+        Where ``loss_fn`` decides by values of the batch otherwise than when the step was captured, the step is
+        captured again, on all ranks, and kept beside the first.
 
         Args:
             batch: like the captured one: same structure (keys in any order), shapes, dtypes and plain values.
@@ -67,7 +76,8 @@ class CapturedStep(TrainGraph):
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
             CaptureError: it is called under ``torch.inference_mode``, or the live model no longer has a parameter
                 that the step reads, or changed since the capture: modes and hooks of modules, ``requires_grad``,
-                ties, hooks on gradients, settings of FSDP2's groups.
+                ties, hooks on gradients, settings of FSDP2's groups; or ``loss_fn`` decides by values otherwise than
+                when it was captured, and must not be captured again, or was eight times.
         """
         if torch.is_inference_mode_enabled():
             raise CaptureError(
@@ -75,20 +85,43 @@ class CapturedStep(TrainGraph):
             )
         reshard(self._groups)
         check_group_settings(self._groups, self.group_settings)
-        tensors = self.facts.check(self.model)
+        self.facts.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves)
-        values = self._flat_inputs(tensors, leaves)
+        by_path = {path: leaf for (path, _), leaf in zip(self.batch_leaves, leaves, strict=True)}
+        step = self._variants.fitting(batch, lambda item: self._value(item, by_path))
+        return step._run(by_path)
+
+    @property
+    def variants(self) -> tuple[CapturedStep, ...]:
+        """This step, and those that were captured since for batches by which ``loss_fn`` decides otherwise."""
+        return tuple(self._variants.steps)
+
+    @cached_property
+    def _variants(self) -> Variants[CapturedStep]:
+        return Variants(self)
+
+    def record_rewrite(self, rewrite: Callable[[Any], Any]) -> None:
+        """Records what made this step of another: a step that is captured again goes through it, too.
+
+        Args:
+            rewrite: takes a step and returns another.
+        """
+        if self.recipe is not None:
+            self.recipe = self.recipe.then(rewrite)
+
+    def _run(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        values = [self._value(item, batch) for item in self.inputs]
         if self.written:
             named = zip(self.inputs, values, strict=True)
             written = [
                 (item.fqn, value) for item, value in named if item.fqn in self.written and item.is_tensor
             ]
-            check_memory(written, zip(self.batch_structure.paths, leaves, strict=True))
+            check_memory(written, batch.items())
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            return self._accumulate(self.module(*values), tensors)
+            return self._accumulate(self.module(*values))
 
     def __copy__(self) -> Self:
         return replace(self)
@@ -116,7 +149,7 @@ class CapturedStep(TrainGraph):
             self,
             model=model,
             parameters=parameters,
-            facts=self.facts.for_model(model),
+            facts=ModelFacts.of(model, self.identity),
             group_settings=group_settings(fsdp_groups(model)),
         )
 
@@ -125,36 +158,22 @@ class CapturedStep(TrainGraph):
         return fsdp_groups(self.model)
 
     @cached_property
-    def _loss_index(self) -> int:
-        return [item.kind for item in self.outputs].index(OutputKind.LOSS)
+    def _shared_values(self) -> frozenset[int]:
+        return shared_values(self.output_values)
 
-    @cached_property
-    def _input_slots(self) -> tuple[tuple[int | None, str], ...]:
-        slots = self.facts.slots
-        return tuple(
-            (None if item.kind is InputKind.BATCH else slots[item.fqn], item.attr) for item in self.inputs
-        )
+    def _value(self, item: GraphInput, batch: Mapping[str, Any]) -> Any:
+        if item.kind is InputKind.BATCH:
+            return batch[item.fqn]
+        tensor = get_state(self.model, item.fqn)
+        return getattr(tensor, item.attr) if item.attr else tensor
 
-    @cached_property
-    def _gradient_slots(self) -> tuple[tuple[int, int, bool], ...]:
-        shared = shared_values(self.output_values)
-        return tuple(
-            (index, self.facts.slots[self.identity.canonical(item.fqn)], index in shared)
-            for index, item in enumerate(self.outputs)
-            if item.is_gradient
-        )
-
-    def _flat_inputs(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> list[Any]:
-        leaf = iter(leaves)
-        return [
-            next(leaf) if slot is None else getattr(tensors[slot], attr) if attr else tensors[slot]
-            for slot, attr in self._input_slots
-        ]
-
-    def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        for index, slot, is_shared in self._gradient_slots:
-            parameter, gradient = tensors[slot], flat[index]
-            if gradient is not None and parameter is not None:
-                accumulate_gradient(parameter, gradient, is_shared=is_shared)
-        loss: torch.Tensor = flat[self._loss_index]
+    def _accumulate(self, flat: Sequence[Any]) -> torch.Tensor:
+        loss: torch.Tensor | None = None
+        for index, (item, value) in enumerate(zip(self.outputs, flat, strict=True)):
+            if item.kind is OutputKind.LOSS:
+                loss = value
+            elif item.is_gradient and value is not None:
+                parameter = get_state(self.model, self.identity.canonical(item.fqn))
+                accumulate_gradient(parameter, value, is_shared=index in self._shared_values)
+        assert loss is not None
         return loss

@@ -11,12 +11,14 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of
-from graphpasses._torch.schemas import writes_arguments
+from graphpasses._torch.schemas import given_arguments, writes_arguments
 
 __all__ = [
     "ALL_TO_ALL",
+    "GROUP_ARGUMENTS",
     "WAIT",
     "argument",
+    "collective_group",
     "fake_value",
     "find_collectives",
     "freeze",
@@ -27,6 +29,8 @@ __all__ = [
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+GROUP_ARGUMENTS = ("group", "group_name", "process_group")  # what collectives call their group
 
 _COLLECTIVES = (
     torch.ops._c10d_functional.all_gather_into_tensor.default,
@@ -52,6 +56,18 @@ def argument(node: fx.Node, index: int = 0) -> fx.Node:
 def is_collective(node: fx.Node) -> bool:
     """Whether ``node`` launches a functional collective."""
     return node.op == "call_function" and node.target in _COLLECTIVES
+
+
+def collective_group(node: fx.Node) -> Any:
+    """Returns the process group of the collective that an operator launches, as a rule its name; None for others.
+
+    Args:
+        node: a node of a graph of ATen operators.
+    """
+    for argument, value in given_arguments(node):
+        if argument.name in GROUP_ARGUMENTS and str(argument.type) != "int":
+            return value
+    return None
 
 
 def find_collectives(graph: fx.Graph) -> list[fx.Node]:

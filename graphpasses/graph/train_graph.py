@@ -323,6 +323,13 @@ class TrainGraph:
         """
         self.notes.append(message)
 
+    def record_rewrite(self, rewrite: Callable[[Any], Any]) -> None:
+        """Records what made this graph: a captured step goes through it again when it is captured again.
+
+        Args:
+            rewrite: takes a graph and returns another.
+        """
+
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Runs a captured step; a graph of another kind refuses.
 

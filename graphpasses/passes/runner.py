@@ -206,6 +206,7 @@ class Pipeline:
                 break
         graph.module.recompile()
         graph.report = PipelineReport(tuple(reports), notes)
+        graph.record_rewrite(functools.partial(self.run, excerpts=excerpts))
         return graph
 
 

@@ -1,1 +1,0 @@
-"""Hugging Face models, unmodified: eager FSDP2 against the graph."""

@@ -1,0 +1,287 @@
+"""Decisions that ``loss_fn`` takes by values of the batch fall while a step is traced, and become its guards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx, nn
+
+import graphpasses
+from graphpasses._torch.decisions import (
+    UNDECIDED,
+    as_number,
+    bound_symbols,
+    decided_by_values,
+    is_size,
+    value_at,
+)
+from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.schemas import inner_names, is_tensor_subclass
+from graphpasses._torch.tracing import outside_tracing
+from graphpasses.analysis.effects import Effects, operator_effects, storages
+from graphpasses.capture.certain_values import certain_value
+from graphpasses.errors import CaptureError
+from graphpasses.graph import GraphInput, InputKind
+from graphpasses.graph.guards import Decision, Guards, Symbol, run_nodes
+
+__all__ = ["Decisions"]
+
+
+class Decisions:
+    """The decisions that ``loss_fn`` takes by values of tensors while it is traced.
+
+    A value may decide that follows from the batch, from buffers and from constants: it can be computed before each
+    step. One that follows from parameters, random numbers or other ranks is refused.
+
+    Args:
+        model: the model.
+        leaves: path and value of each leaf of the batch.
+    """
+
+    def __init__(self, model: nn.Module, leaves: Sequence[tuple[str, Any]]) -> None:
+        self.guards: Guards | None = None
+        self._inputs = [*_state(model), *((GraphInput(InputKind.BATCH, path), leaf) for path, leaf in leaves)]
+        self._slices = _Slices(self._inputs)
+        self._values: dict[Symbol, Any] = {}
+        self._decisions: list[Decision] = []
+        self._refusal = ""
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches the block, which is traced, and makes its guards.
+
+        Raises:
+            CaptureError: it decides by a value that cannot be computed before a step; the message says why.
+        """
+        try:
+            with decided_by_values(self._value_of, self._decided) as traced:
+                yield
+                self.guards = self._make_guards(traced)
+        except UNDECIDED as error:
+            where = self._refusal or f"{_user_line()}, and that value cannot be computed before the step"
+            raise CaptureError(
+                f"loss_fn decides by a tensor's value (.item(), bool(tensor), tolist()) at {where}. A captured step "
+                "decides by values of the batch, of buffers and of constants alone; compute with torch.where, or "
+                "decide outside"
+            ) from error
+
+    def _value_of(self, traced: Any, symbol: Symbol) -> Any:
+        if symbol in self._values:
+            return self._values[symbol]
+        self._slices.follow(traced.graph)
+        if (certain := self._slices.certain_value(symbol)) is not None:
+            return certain
+        if (reason := self._slices.refusal(symbol)) is None:
+            nodes = self._slices.nodes([symbol])
+            written = {node.name for node in self._slices.written(nodes)}
+            given = {
+                node: value for node, (_, value) in zip(self._slices.placeholders, self._inputs, strict=True)
+            }
+            with outside_tracing(), torch.no_grad():
+                *_, (node, result) = run_nodes(traced.root, nodes, given, written)
+                value = value_at(result, bound_symbols(node)[symbol])
+            if not isinstance(value, float) or _is_plain(value):
+                self._values[symbol] = value
+                return value
+            reason = f"is {value}"
+        self._refusal = f"{_user_line()}, and that value {reason}"
+        return None
+
+    def _decided(self, condition: sympy.Basic) -> None:
+        self._decisions.append(Decision(condition, _user_line()))
+
+    def _make_guards(self, traced: Any) -> Guards | None:
+        self._slices.follow(traced.graph)
+        stated = {symbol for decision in self._decisions for symbol in decision.condition.free_symbols}
+        told = [
+            Decision(sympy.Eq(symbol, as_number(value), evaluate=False), "an operator of torch")
+            for symbol, value in self._values.items()
+            if symbol not in stated
+        ]
+        by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
+        decisions = [
+            decision
+            for decision in reversed(by_condition.values())
+            if self._slices.is_open(decision.condition)
+            and self._slices.can_vary(decision.condition.free_symbols)
+        ]
+        if not decisions:
+            return None
+        symbols = {symbol for decision in decisions for symbol in decision.condition.free_symbols}
+        nodes = self._slices.nodes(symbols)
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {}
+        graph.output(())
+        item_of = dict(zip(self._slices.placeholders, self._inputs, strict=True))
+        guards = Guards(
+            module=fx.GraphModule(traced.root, graph),
+            inputs=tuple(item_of[node][0] for node in nodes if node.op == "placeholder"),
+            written=frozenset(copies[node].name for node in self._slices.written(nodes)),
+            places={
+                copies[node].name: tuple(
+                    (symbol, path) for symbol, path in bound_symbols(node).items() if symbol in symbols
+                )
+                for node in nodes
+                if bound_symbols(node)
+            },
+            decisions=tuple(decisions),
+            captured={symbol: self._value_of(traced, symbol) for symbol in symbols},
+        )
+        values = dict(self._inputs)
+        with outside_tracing():
+            difference = guards.difference(values.__getitem__)
+        if difference is not None:
+            raise CaptureError(f"{difference}: a captured step cannot decide by it")
+        return guards
+
+
+def _user_line() -> str:
+    """Returns the innermost line of code that runs now and is no library's that traces."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_TRACING):
+        frame = frame.f_back
+    assert frame is not None
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+_TRACING = (
+    *(f"{Path(module.__file__ or '').parent}/" for module in (torch, sympy, graphpasses)),
+    contextlib.__file__,
+    functools.__file__,
+)
+
+
+def _is_plain(number: float) -> bool:
+    """Whether a float is what sympy makes of it: it has no nan, and one zero."""
+    return math.isfinite(number) and math.copysign(1, number) == (1 if number >= 0 else -1)
+
+
+def _state(model: nn.Module) -> Iterator[tuple[GraphInput, torch.Tensor]]:
+    """Yields the state of a model as the tracer flattens it."""
+    for kind, named in (
+        (InputKind.PARAMETER, model.named_parameters(remove_duplicate=False)),
+        (InputKind.BUFFER, model.named_buffers(remove_duplicate=False)),
+    ):
+        for fqn, tensor in named:
+            if is_tensor_subclass(tensor):
+                for attr in inner_names(tensor):
+                    yield GraphInput(kind, fqn, attr), getattr(tensor, attr)
+            else:
+                yield GraphInput(kind, fqn), tensor
+
+
+class _Slices:
+    """What must run of a trace, before a step, to know the value of a symbol."""
+
+    def __init__(self, inputs: Sequence[tuple[GraphInput, Any]]) -> None:
+        self.placeholders: list[fx.Node] = []
+        self._inputs = inputs
+        self._index: dict[fx.Node, int] = {}
+        self._bound: dict[Symbol, fx.Node] = {}
+        self._memory: dict[fx.Node, set[Any]] = {}
+        self._writers: dict[Any, list[fx.Node]] = {}
+        self._unknown: dict[Any, str] = {}  # by node, or memory, why it cannot be computed
+
+    def follow(self, graph: fx.Graph) -> None:
+        """Looks at what was traced since the last time."""
+        for node in graph.nodes:
+            if node in self._index:
+                continue
+            self._index[node] = len(self._index)
+            effects = operator_effects(node)
+            # A constant of the trace has no fake value, and so no memory that shows.
+            self._memory[node] = storages(node).union(*(self._memory[other] for other in effects.shares))
+            self._memory[node] |= {node} if node.op == "get_attr" else set()
+            if node.op == "placeholder":
+                self.placeholders.append(node)
+            for symbol in bound_symbols(node):
+                self._bound.setdefault(symbol, node)
+            reason = self._reason(node, effects)
+            if reason is not None:
+                self._unknown[node] = reason
+            for key in (key for other in effects.writes for key in self._memory[other]):
+                self._writers.setdefault(key, []).append(node)
+                if reason is not None:
+                    self._unknown[key] = reason
+
+    def _reason(self, node: fx.Node, effects: Effects) -> str | None:
+        if node.op == "placeholder":
+            item, value = self._inputs[len(self.placeholders) - 1]
+            if item.kind is InputKind.PARAMETER:
+                return f"depends on parameter {item.fqn!r}"
+            return f"depends on {item.fqn}, a fake tensor" if is_fake(value) else None
+        for other in node.all_input_nodes:
+            for key in (other, *self._memory[other]):
+                if key in self._unknown:
+                    return self._unknown[key]
+        if effects.has_hidden_state:
+            return f"depends on random numbers ({node.target})"
+        return None if effects.group is None else f"depends on what other ranks send ({node.target})"
+
+    def refusal(self, symbol: Symbol) -> str | None:
+        """Returns why the value of a symbol cannot be computed before a step; None if it can."""
+        if symbol not in self._bound:
+            return "cannot be computed before the step"
+        return self._unknown.get(self._bound[symbol])
+
+    def certain_value(self, symbol: Symbol) -> bool | None:
+        """Returns the value of a symbol that no random number changes; None for any other."""
+        return certain_value(self._bound[symbol]) if symbol in self._bound else None
+
+    def can_vary(self, symbols: Iterable[Symbol]) -> bool:
+        """Whether the values of symbols can be computed before a step, and may differ from step to step."""
+        symbols = list(symbols)
+        return all(self.refusal(symbol) is None for symbol in symbols) and any(
+            node.op == "placeholder" or (node.op == "get_attr" and not _is_literal(node))
+            for node in self.nodes(symbols)
+        )
+
+    def is_open(self, condition: sympy.Basic) -> bool:
+        """Whether a condition may be false: it is not that a size is no less than zero."""
+        sizes = {
+            symbol: sympy.Dummy(integer=True, nonnegative=True)
+            for symbol in condition.free_symbols
+            if symbol in self._bound and is_size(bound_symbols(self._bound[symbol])[symbol])
+        }
+        return condition.xreplace(sizes) is not sympy.true
+
+    def nodes(self, symbols: Iterable[Symbol]) -> list[fx.Node]:
+        """Returns the nodes that the values of symbols follow from, in order."""
+        needed: set[fx.Node] = set()
+        pending = [self._bound[symbol] for symbol in symbols]
+        while pending:
+            if (node := pending.pop()) in needed:
+                continue
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+            memory = self._memory[node].union(*(self._memory[other] for other in node.all_input_nodes))
+            for writer in (writer for key in memory for writer in self._writers.get(key, ())):
+                if self._index[writer] < self._index[node]:
+                    pending.append(writer)
+        return sorted(needed, key=self._index.__getitem__)
+
+    def written(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        """Returns the placeholders and constants that nodes write in place."""
+        memory = {
+            key for node in nodes for other in operator_effects(node).writes for key in self._memory[other]
+        }
+        return [
+            node for node in nodes if node.op in ("placeholder", "get_attr") and self._memory[node] & memory
+        ]
+
+
+def _is_literal(node: fx.Node) -> bool:
+    """Whether a constant is one that ``loss_fn`` makes at each call, as ``torch.tensor(2)`` does."""
+    return all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)

@@ -1,0 +1,119 @@
+"""What a captured step was traced with: a batch for which it is otherwise takes another path through ``loss_fn``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy  # type: ignore[import-untyped]
+from torch import fx
+
+from graphpasses._torch.decisions import as_number, value_at
+from graphpasses.graph.train_graph import GraphInput
+
+__all__ = ["Decision", "Guards", "Symbol", "run_nodes"]
+
+Symbol: TypeAlias = sympy.Symbol
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision of ``loss_fn`` by values of tensors.
+
+    Args:
+        condition: what is true of the values while the decision falls as it was captured.
+        where: the line of the user's code.
+    """
+
+    condition: sympy.Basic
+    where: str
+
+
+@dataclass(frozen=True, eq=False)
+class Guards:
+    """What must be true of a batch, and of buffers, for a captured step to take the path that eager takes.
+
+    Args:
+        module: computes the values that were decided by; its nodes are in the order of the step.
+        inputs: what its placeholders carry.
+        written: the names of the nodes that it writes in place, and that are not its own.
+        places: by name of a node, the symbols that it brings, each with its place in the node's value.
+        decisions: in the order in which they fell.
+        captured: the values that the step was captured with.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    written: frozenset[str]
+    places: Mapping[str, tuple[tuple[Symbol, Any], ...]]
+    decisions: tuple[Decision, ...]
+    captured: Mapping[Symbol, Any]
+
+    def difference(self, value_of: Callable[[GraphInput], Any]) -> str | None:
+        """Returns the first decision that falls otherwise now, with its line and both values; None if there is none.
+
+        Args:
+            value_of: returns what an input carries now.
+        """
+        values: dict[Symbol, Any] = {}
+        pending = list(self.decisions)
+        for node, value in run_nodes(
+            self.module, self.module.graph.nodes, self._given(value_of), self.written
+        ):
+            # Checked at once: if a decision falls otherwise, what was traced after it means nothing.
+            for symbol, path in self.places.get(node.name, ()):
+                values[symbol] = value_at(value, path)
+            while pending and pending[0].condition.free_symbols <= values.keys():
+                decision = pending.pop(0)
+                if not self._holds(decision.condition, values):
+                    return self._describe(decision, values)
+        return None
+
+    def _given(self, value_of: Callable[[GraphInput], Any]) -> Mapping[fx.Node, Any]:
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        return {node: value_of(item) for node, item in zip(placeholders, self.inputs, strict=True)}
+
+    def _holds(self, condition: sympy.Basic, values: Mapping[Symbol, Any]) -> bool:
+        symbols = condition.free_symbols
+        if all(values[symbol] == self.captured[symbol] for symbol in symbols):
+            return True
+        return bool(condition.xreplace({symbol: as_number(values[symbol]) for symbol in symbols}))
+
+    def _describe(self, decision: Decision, values: Mapping[Symbol, Any]) -> str:
+        symbols = sorted(decision.condition.free_symbols, key=str)
+        before, now = (", ".join(str(each[symbol]) for symbol in symbols) for each in (self.captured, values))
+        return (
+            f"loss_fn decided by a tensor's value at {decision.where}: it was {before} when the step was captured, "
+            f"and is {now} for this batch"
+        )
+
+
+def run_nodes(
+    module: fx.GraphModule, nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any], written: Collection[str]
+) -> Iterator[tuple[fx.Node, Any]]:
+    """Runs nodes of a graph, one after the other, and yields each with its value.
+
+    Args:
+        module: holds the constants of the graph.
+        nodes: in the order of the graph; each comes after what it reads.
+        given: the values of placeholders.
+        written: names of placeholders and constants that the nodes write in place; copies are written.
+    """
+    values: dict[fx.Node, Any] = {}
+    for node in nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            value = given[node]
+        elif node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(module)
+        else:
+            args: Any
+            kwargs: Any
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            assert callable(node.target)
+            value = node.target(*args, **kwargs)
+        values[node] = value.clone() if node.name in written else value
+        yield node, values[node]

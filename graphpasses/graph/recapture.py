@@ -1,0 +1,134 @@
+"""A captured step, and those that were captured again for batches by which ``loss_fn`` decides otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from graphpasses._torch.group_ranks import named_group
+from graphpasses.errors import CaptureError
+from graphpasses.graph.guards import Guards
+from graphpasses.graph.nodes import collective_group
+from graphpasses.graph.train_graph import GraphInput
+
+__all__ = ["MAX_STEPS", "Recipe", "Variants"]
+
+MAX_STEPS = 8
+
+
+class Step(Protocol):
+    """What a :class:`~graphpasses.graph.CapturedStep` has of all this."""
+
+    model: nn.Module
+    guards: Guards | None
+    recipe: Recipe | None
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+
+
+S = TypeVar("S", bound=Step)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step was made: it is made so again for a batch by which ``loss_fn`` decides otherwise.
+
+    Args:
+        capture: captures a step of a model; called as ``capture(model, *batch)``.
+        rewrites: what the captured step then went through, e.g. pipelines.
+    """
+
+    capture: Callable[..., Any]
+    rewrites: tuple[Callable[[Any], Any], ...] = ()
+
+    def then(self, rewrite: Callable[[Any], Any]) -> Recipe:
+        """Returns the recipe of what ``rewrite`` makes of a step of this one.
+
+        Args:
+            rewrite: takes a step and returns another.
+        """
+        return replace(self, rewrites=(*self.rewrites, rewrite))
+
+
+class Variants(Generic[S]):
+    """A captured step, and those that were captured again, on each rank at the same call.
+
+    A step communicates, so its ranks run what they captured together: a batch for which one of them decides
+    otherwise sends all to another step.
+
+    Args:
+        first: the step.
+    """
+
+    def __init__(self, first: S) -> None:
+        self.steps = [first]
+        nodes = first.graph.nodes
+        self._groups = list(dict.fromkeys(g for g in map(collective_group, nodes) if g is not None))
+        self._device = next(first.model.parameters()).device
+        self._is_guarded = None if self._groups else first.guards is not None
+
+    def fitting(self, batch: tuple[Any, ...], value_of: Callable[[GraphInput], Any]) -> S:
+        """Returns the step that all ranks captured with what they decide by now; captures it if there is none.
+
+        Args:
+            batch: the arguments of the step.
+            value_of: returns what an input carries now.
+
+        Raises:
+            CaptureError: there is none, and none may be captured: the message names the line and both values.
+        """
+        if self._is_guarded is None:  # some rank may decide by what the others do not have
+            self._is_guarded = not self._agree([self.steps[0].guards is None])[0]
+        if not self._is_guarded:
+            return self.steps[0]
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            differences = [_difference(step.guards, value_of) for step in self.steps]
+        fits = self._agree([difference is None for difference in differences])
+        if True in fits:
+            return self.steps[fits.index(True)]
+        found = next(filter(None, differences), "on another rank, loss_fn decided otherwise than it does now")
+        self.steps.append(self._capture(batch, found))
+        return self.steps[-1]
+
+    def _capture(self, batch: tuple[Any, ...], difference: str) -> S:
+        first = self.steps[0]
+        if first.recipe is None:
+            raise CaptureError(
+                f"{difference}. Capture it with recapture=True, or capture a step for each of these cases"
+            )
+        if len(self.steps) == MAX_STEPS:
+            raise CaptureError(
+                f"{difference}. The step was captured for {MAX_STEPS} such cases, and no more are kept: compute with "
+                "torch.where, or decide outside and capture a step for each case"
+            )
+        try:
+            with torch.enable_grad():
+                step: S = first.recipe.capture(first.model, *batch)
+        except Exception:
+            self._agree([False])
+            raise
+        if not self._agree([True])[0]:
+            raise CaptureError("another rank could not capture the step again; its message says why")
+        for rewrite in first.recipe.rewrites:
+            step = rewrite(step)
+        return step
+
+    def _agree(self, flags: list[bool]) -> list[bool]:
+        """Returns which flags are True on all ranks: on those of each group in turn, as along the axes of a mesh."""
+        if not self._groups:
+            return flags
+        votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        for group in self._groups:
+            dist.all_reduce(votes, dist.ReduceOp.MIN, group=named_group(str(group)))
+        return [bool(vote) for vote in votes.tolist()]
+
+
+def _difference(guards: Guards | None, value_of: Callable[[GraphInput], Any]) -> str | None:
+    return None if guards is None else guards.difference(value_of)

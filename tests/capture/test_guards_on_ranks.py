@@ -1,0 +1,160 @@
+"""Ranks whose batches decide differently: each takes eager's path, and all are captured again together."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError
+from graphpasses.graph import CapturedStep
+from graphpasses.parity.launch import run_ranks
+from graphpasses.passes import default_pipeline
+from tests.helpers.models import make_mesh, same_bits
+
+NUM_RANKS = 4
+PRELOAD = (
+    "torch.distributed.fsdp",
+    "torchtitan.experiments.graph_trainer.make_fx_tracer",
+    "graphpasses.simulate",
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        for layer in self.layers:
+            is_full = mask is None or mask.all()
+            x = torch.tanh(layer(x)) if is_full else torch.relu(layer(x)) * mask
+        return x.square().mean()
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    loss: torch.Tensor = model(x, mask)
+    return loss
+
+
+def batch(step: int, *, is_full: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    return x, torch.ones(2, 1) if is_full else torch.tensor([[1.0], [0.0]])
+
+
+def sharded(model: nn.Module, *, hybrid: bool) -> nn.Module:
+    mesh = make_mesh(NUM_RANKS, hybrid=hybrid)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def models(*, hybrid: bool = False) -> list[nn.Module]:
+    torch.manual_seed(0)
+    model = Net()
+    return [sharded(copy.deepcopy(model), hybrid=hybrid) for _ in range(2)]
+
+
+def bits(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    return [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
+
+
+# Who has a full mask in each step, rank by rank, and how often the step was captured then.
+STEPS = ((1, 1, 1, 1), 1), ((1, 1, 0, 1), 2), ((1, 1, 1, 1), 2), ((0, 0, 0, 0), 3), ((1, 1, 0, 1), 3)
+
+
+def train(hybrid: bool) -> list[tuple[bool, int]]:
+    model, eager = models(hybrid=hybrid)
+    step: CapturedStep | None = None
+    seen = []
+    for number, (full, _) in enumerate(STEPS):
+        args = batch(number, is_full=bool(full[dist.get_rank()]))
+        if step is None:
+            step = default_pipeline().run(capture_train_step(loss_fn, model, *args))
+        found = bits(model, step(*args))
+        loss = loss_fn(eager, *args)
+        loss.backward()
+        seen.append((all(map(same_bits, found, bits(eager, loss))), len(step.variants)))
+        for each in (model, eager):
+            torch.optim.AdamW(each.parameters(), 1e-2).step()
+            each.zero_grad()
+    return seen
+
+
+def refuse() -> str:
+    model, _ = models()
+    step = capture_train_step(loss_fn, model, *batch(0, is_full=True), recapture=False)
+    try:
+        step(*batch(1, is_full=dist.get_rank() != 2))
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+def decide_alone() -> list[Any]:
+    """Rank 1 alone has a mask, and so something to decide by."""
+    model, eager = models()
+    seen: list[Any] = []
+    step: CapturedStep | None = None
+    for number in range(3):
+        x, mask = batch(number, is_full=number == 0)
+        args = (x, mask if dist.get_rank() == 1 else None)
+        step = step or capture_train_step(loss_fn, model, *args)
+        model.zero_grad()
+        eager.zero_grad()
+        found = bits(model, step(*args))
+        loss = loss_fn(eager, *args)
+        loss.backward()
+        seen.append((all(map(same_bits, found, bits(eager, loss))), len(step.variants)))
+    return seen
+
+
+def fail_alone() -> str:
+    """What rank 3 would be captured for is refused."""
+
+    def failing(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(model, x, mask)
+        if mask.all():
+            return loss
+        return loss * 2 if dist.get_rank() != 3 or loss > 0 else loss
+
+    model, _ = models()
+    step = capture_train_step(failing, model, *batch(0, is_full=True))
+    try:
+        step(*batch(1, is_full=False))
+    except CaptureError as error:
+        return str(error)
+    return ""
+
+
+def all_checks() -> dict[str, Any]:
+    checks = (partial(train, False), partial(train, True), refuse, decide_alone, fail_alone)
+    return {str(index): check() for index, check in enumerate(checks)}
+
+
+@pytest.mark.multiprocess
+def test_ranks_that_decide_differently() -> None:
+    ranks = run_ranks(all_checks, NUM_RANKS, preload=PRELOAD, timeout=300.0)
+    for rank, seen in enumerate(ranks):
+        assert seen["0"] == seen["1"] == [(True, num_captures) for _, num_captures in STEPS]
+        difference, rest = seen["2"].split(". ", 1)
+        if rank == 2:
+            assert difference.startswith("loss_fn decided by a tensor's value at ")
+            assert difference.endswith(
+                ": it was True when the step was captured, and is False for this batch"
+            )
+        else:
+            assert difference == "on another rank, loss_fn decided otherwise than it does now"
+        assert rest == "Capture it with recapture=True, or capture a step for each of these cases"
+        assert seen["3"] == [(True, 1), (True, 2), (True, 2)]
+        assert seen["4"] == (
+            "another rank could not capture the step again; its message says why" if rank != 3 else seen["4"]
+        )
+        assert rank != 3 or "depends on parameter" in seen["4"]
