@@ -35,6 +35,7 @@ parity-full: $(READY) ## the same with all models: the tables of docs/results.md
 	$(RUN) -m experiments.fsdp_parity
 	$(RUN) -m experiments.graph_trainer_parity
 	$(RUN) -m experiments.torchrec_parity
+	$(RUN) -m experiments.architectures
 
 # 64 ranks on this machine; --ranks 64 128 256 takes an hour.
 scale: $(READY) ## the same on 64 simulated ranks

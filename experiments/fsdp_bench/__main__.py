@@ -5,8 +5,9 @@ from __future__ import annotations
 import tyro
 from rich.table import Table
 
+from experiments.fsdp_bench.memory import Memory, measure_memory
 from experiments.fsdp_bench.pipeline import time_default_pipeline
-from experiments.fsdp_bench.steps import time_steps
+from experiments.fsdp_bench.steps import EAGER, FSDP2, time_steps
 from experiments.harness.bench import Row, timing_table
 from experiments.harness.pipeline_timing import PipelineTiming
 from graphpasses.parity.launch import run_ranks
@@ -15,14 +16,21 @@ from graphpasses.terminal import make_console
 _PRELOAD = ("torch.distributed.fsdp", "torchtitan.experiments.graph_trainer.make_fx_tracer")
 
 
-def main(layers: int = 6, dim: int = 256, rounds: int = 20, sizes: tuple[int, ...] = (4, 16, 64)) -> None:
-    """Times training steps on 4 gloo processes, and the pipeline at several sizes of a model.
+def main(
+    layers: int = 6,
+    dim: int = 256,
+    rounds: int = 20,
+    sizes: tuple[int, ...] = (4, 16, 64),
+    memory: tuple[int, int] = (16, 1024),
+) -> None:
+    """Times training steps on 4 gloo processes, measures their memory, and times the pipeline at several sizes.
 
     Args:
         layers: layers of the model whose steps are timed.
         dim: its width.
         rounds: counted rounds; each runs one step of every variant.
         sizes: numbers of layers at which the pipeline is timed.
+        memory: layers and width of the model whose memory is measured.
     """
     console = make_console()
     console.print(f"timing steps: {layers} layers, dim {dim}, {rounds} rounds …")
@@ -30,7 +38,26 @@ def main(layers: int = 6, dim: int = 256, rounds: int = 20, sizes: tuple[int, ..
     case = f"{layers} layers of {dim}"
     rows = [Row(case, variant, timing) for variant, timing in timings.items()]
     console.print(timing_table("Training steps, 4 gloo processes", rows))
+    console.print(f"measuring memory: {memory[0]} layers, dim {memory[1]} …")
+    console.print(_memory_table({variant: _measure(variant, *memory) for variant in (EAGER, FSDP2)}))
     console.print(_pipeline_table({size: time_default_pipeline(size) for size in sizes}))
+
+
+def _measure(variant: str, layers: int, dim: int) -> Memory:
+    found: Memory = run_ranks(measure_memory, 4, variant, layers, dim, preload=_PRELOAD, timeout=3600.0)[0]
+    return found
+
+
+def _memory_table(found: dict[str, Memory]) -> Table:
+    baseline = found[EAGER]
+    title = f"Peak resident memory of a rank, {baseline.num_parameters / 1e6:,.0f} M parameters on 4 gloo processes"
+    table = Table("variant", title=title)
+    for column in ("before the model, MB", "peak of 3 steps, MB", "to eager's"):
+        table.add_column(column, justify="right")
+    for variant, memory in found.items():
+        numbers = (f"{memory.before / 1e6:,.0f}", f"{memory.peak / 1e6:,.0f}")
+        table.add_row(variant, *numbers, f"{memory.peak / baseline.peak - 1:+.1%}")
+    return table
 
 
 def _pipeline_table(timings: dict[int, PipelineTiming]) -> Table:

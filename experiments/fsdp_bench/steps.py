@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from experiments.fsdp_parity.models import Decoder, loss_fn
@@ -19,16 +19,32 @@ from graphpasses.fsdp.layout import eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.passes import default_pipeline
 
-__all__ = ["loss_fn", "time_steps", "transformer"]
+__all__ = ["EAGER", "FSDP2", "fsdp2_transformer", "loss_fn", "time_steps", "transformer"]
 
-EAGER, UNBUCKETED, DEFAULT = "eager FSDP2", "captured, no passes", "captured, default pipeline"
+EAGER, FSDP2, SIMPLE_FSDP = "eager FSDP2", "captured FSDP2 model", "captured SimpleFSDP model"
+UNBUCKETED = "captured SimpleFSDP model, no passes"
 NUM_WARM_UPS = 2
+_DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@cache
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def transformer(num_layers: int, dim: int, vocab: int) -> nn.Module:
-    """Returns a GPT-like model; (batch, sequence) tokens to logits."""
+    """Returns a GPT-like model, of one seed; (batch, sequence) tokens to logits."""
+    torch.manual_seed(0)
     blocks: list[nn.Module] = [Layer(dim) for _ in range(num_layers)]
     return Decoder(blocks, nn.LayerNorm(dim), vocab, tied=True, dim=dim)
+
+
+def fsdp2_transformer(num_layers: int, dim: int, vocab: int) -> nn.Module:
+    """Returns a :func:`transformer` on which ``fully_shard`` was called: each layer and the rest."""
+    model = transformer(num_layers, dim, vocab)
+    for module in [*model.layers, model]:
+        fully_shard(module, mesh=_mesh(), mp_policy=MixedPrecisionPolicy(**_DTYPES))
+    return model
 
 
 class Layer(nn.Module):
@@ -56,18 +72,13 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, Timing]:
         What each took, by variant.
     """
     vocab = 8 * dim
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    torch.manual_seed(0)
-    eager = transformer(num_layers, dim, vocab)
-    for module in [*eager.layers, eager]:
-        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
-    torch.manual_seed(0)
-    model = simple_fsdp(transformer(num_layers, dim, vocab), mesh, **dtypes)
+    eager = fsdp2_transformer(num_layers, dim, vocab)
+    model = simple_fsdp(transformer(num_layers, dim, vocab), _mesh(), **_DTYPES)
     generator = torch.Generator().manual_seed(dist.get_rank())
     batches = [
         torch.randint(0, vocab, (4, 65), generator=generator) for _ in range(num_rounds + NUM_WARM_UPS)
     ]
+    fsdp2 = default_pipeline().run(capture_train_step(loss_fn, eager, batches[0]))
     captured = capture_train_step(loss_fn, model, batches[0])
     pipeline = default_pipeline(BucketPlan.from_fully_shard(eager), expected_layout=eager_layout(eager))
     rewritten = pipeline.run(captured)
@@ -80,9 +91,11 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, Timing]:
         optimizer.step()
         optimizer.zero_grad()
 
+    of_eager = torch.optim.AdamW(eager.parameters())  # one model and one optimizer, trained both ways in turn
     steps = {
-        EAGER: partial(step, eager_gradients, torch.optim.AdamW(eager.parameters())),
+        EAGER: partial(step, eager_gradients, of_eager),
+        FSDP2: partial(step, fsdp2, of_eager),
+        SIMPLE_FSDP: partial(step, rewritten, torch.optim.AdamW(model.parameters())),
         UNBUCKETED: partial(step, captured, torch.optim.AdamW(model.parameters())),
-        DEFAULT: partial(step, rewritten, torch.optim.AdamW(model.parameters())),
     }
     return time_rounds(steps, num_rounds, num_warm_ups=NUM_WARM_UPS, on_ranks=True)

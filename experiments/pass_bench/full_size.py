@@ -7,11 +7,13 @@ import time
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from experiments.harness.bench import time_rounds
 from experiments.harness.pipeline_timing import PipelineTiming, time_pipeline
@@ -25,6 +27,8 @@ from graphpasses.passes import default_pipeline
 __all__ = ["NUM_RANKS", "FullSizeTiming", "time_passes"]
 
 NUM_RANKS, SEQ = 64, 512
+_DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class FullSizeTiming:
 
     Args:
         flavor: of Llama 3.
-        capture: seconds to trace the step.
+        capture: seconds to build SimpleFSDP's model and to trace its step.
+        capture_fsdp2: the same of the FSDP2 model.
         ours: the default pipeline.
         code: seconds in which the rewritten step's code is generated, once, when it is first called.
         theirs: seconds of torchtitan's passes, by pass; each generates code.
@@ -42,6 +47,7 @@ class FullSizeTiming:
 
     flavor: str
     capture: float
+    capture_fsdp2: float
     ours: PipelineTiming
     code: float
     theirs: dict[str, float]
@@ -57,9 +63,8 @@ def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
     """
     use_cpu("gloo")
     with fake_process_group(NUM_RANKS):
-        start = time.perf_counter()
-        captured = _capture(flavor)
-        capture = time.perf_counter() - start
+        capture_fsdp2 = _timed(_capture, flavor, _fully_shard)[0]
+        capture, captured = _timed(_capture, flavor, _simple_fsdp)
         pipeline = default_pipeline(BucketPlan.per_block(captured.model))
         ours = time_pipeline(pipeline, captured, num_rounds)
         step = pipeline.run(captured)
@@ -70,22 +75,38 @@ def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
         pipeline.run(captured)
         memory = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        return FullSizeTiming(flavor, capture, ours, code, _time_theirs(captured), memory)
+        return FullSizeTiming(flavor, capture, capture_fsdp2, ours, code, _time_theirs(captured), memory)
 
 
-def _capture(flavor: str) -> TrainGraph:
-    from torchtitan.experiments.graph_trainer.common_utils import (
-        annotate_module_fqns,
-        build_decoder_config_for_backend,
-    )
+def _timed(function: Callable[..., T], *args: Any) -> tuple[float, T]:
+    start = time.perf_counter()
+    result = function(*args)
+    return time.perf_counter() - start, result
+
+
+def _simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    from torchtitan.experiments.graph_trainer.common_utils import annotate_module_fqns
+
+    model = simple_fsdp(model, mesh, **_DTYPES)
+    annotate_module_fqns(model)  # by which torchtitan's bucketing knows its modules
+    return model
+
+
+def _fully_shard(model: Any, mesh: DeviceMesh) -> nn.Module:
+    for module in (*model.layers.values(), model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**_DTYPES))
+    return model
+
+
+def _capture(flavor: str, shard: Callable[[nn.Module, DeviceMesh], nn.Module]) -> TrainGraph:
+    from torchtitan.experiments.graph_trainer.common_utils import build_decoder_config_for_backend
     from torchtitan.models import llama3
 
     mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("fsdp",))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_decoder_config_for_backend(llama3.llama3_configs[flavor], "sdpa").build()
-        model = simple_fsdp(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        annotate_module_fqns(model)  # by which torchtitan's bucketing knows its modules
-        tokens = torch.zeros(1, SEQ, dtype=torch.long)
+        model = shard(model, mesh)
+    tokens = torch.zeros(1, SEQ, dtype=torch.long)
     return capture_train_step(_loss_fn, model, tokens, tokens)
 
 

@@ -11,9 +11,10 @@ import tyro
 
 from experiments.harness.parity import ParityExperiment
 from experiments.harness.select import Only, select
+from experiments.harness.simulated import SimulatedRun, play_all
 from experiments.harness.verdict import Verdict, judge, run_path
 from experiments.scale_parity.cases import EAGER, GRAPH, Case, cases
-from experiments.scale_parity.runs import SimulatedRun, play_all
+from experiments.scale_parity.train import train
 from graphpasses.errors import GraphPassesError
 from graphpasses.html_report import ShownRun, render_page
 from graphpasses.parity import Run, compare_runs, read_run
@@ -54,7 +55,7 @@ def main(
     if not selected:
         return 2
 
-    def run_of(case: Case, variant: str) -> SimulatedRun:
+    def run_of(case: Case, variant: str) -> SimulatedRun[Case]:
         num_steps = steps if variant in (EAGER, GRAPH) else control_steps
         return SimulatedRun(case, variant, num_steps, run_path(out, case.name, variant))
 
@@ -66,7 +67,7 @@ def main(
         f"{len(complete)} of {len(runs)} runs are complete in {out}; {workers} processes"
     )
     experiment.counter.num_done = len(complete)
-    play_all([run for run in runs if run.path not in complete], workers, experiment.counter)
+    play_all([run for run in runs if run.path not in complete], train, workers, experiment.counter)
     verdicts = []
     for case in selected:
         for row in case.comparisons:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from experiments.fsdp_parity.models import SEQ, loss_fn
 from experiments.fsdp_parity.train import rewritten
+from experiments.harness.parity import TrainedRun
+from experiments.harness.simulated import SimulatedRun
 from experiments.scale_parity.cases import EAGER, GRAPH, MODELS, VOCAB, Case
 from graphpasses.parity.training import Task, train_eager, train_graph
 from graphpasses.simulate import Topology
@@ -20,28 +21,33 @@ from graphpasses.simulate import Topology
 __all__ = ["train"]
 
 
-def train(case: Case, variant: str, num_steps: int, path: Path, done: Callable[[int], object]) -> None:
-    """Plays one run and writes its run file.
+def train(run: SimulatedRun[Case], done: Callable[[int], object]) -> TrainedRun:
+    """Plays one run and writes its run file; one that was begun is written anew.
 
     Args:
-        case: what to train, and where.
-        variant: how.
-        num_steps: optimizer steps.
-        path: the run file; one that was begun is written anew.
+        run: what to train, where, how and how long.
         done: called with the number of steps that are done.
     """
+    case, variant = run.case, run.variant
     task = Task(MODELS[case.model], _shard, loss_fn, _batch, _adamw, case.name)
     topology = Topology(**case.topology)
     if variant == EAGER:
-        train_eager(task, topology, num_steps, path, done=done)
-        return
-    if variant == GRAPH:
-        train_graph(task, topology, num_steps, path, run=variant, done=done)
-        return
-    rewrite = functools.partial(rewritten, variant)
-    train_graph(
-        task, topology, num_steps, path, rewrite=rewrite, sharding="simple_fsdp", run=variant, done=done
-    )
+        train_eager(task, topology, run.num_steps, run.path, done=done)
+    elif variant == GRAPH:
+        train_graph(task, topology, run.num_steps, run.path, run=variant, done=done)
+    else:
+        rewrite = functools.partial(rewritten, variant)
+        train_graph(
+            task,
+            topology,
+            run.num_steps,
+            run.path,
+            rewrite=rewrite,
+            sharding="simple_fsdp",
+            run=variant,
+            done=done,
+        )
+    return TrainedRun(case.name, variant)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> None:

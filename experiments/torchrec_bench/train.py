@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 import graphpasses
 from experiments.harness.bench import Timing
 from experiments.harness.interleaved import Rounds
+from experiments.harness.resident import forget_peak, peak_resident
 from experiments.torchrec_bench.models import LR, build, make_batch
 from experiments.torchrec_bench.results import Measured
 from experiments.torchrec_bench.workloads import Variant, Workload
@@ -47,7 +46,7 @@ def train_on_rank(rounds: Rounds, workload: Workload, variant: Variant, num_roun
 
 
 def _train(rounds: Rounds, workload: Workload, variant: Variant, num_rounds: int) -> Measured:
-    base = _peak_mib()
+    base = peak_resident()
     with rounds.next():
         model = build(workload, variant)
         run = _compile(variant, model)
@@ -70,9 +69,9 @@ def _train(rounds: Rounds, workload: Workload, variant: Variant, num_rounds: int
             if step == 0:
                 lines.append(f"first step {seconds[0]:.1f} s")
             if step == NUM_WARM_UPS:
-                first_peak = _peak_mib()
-                Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is in use
-    peaks = torch.tensor([first_peak - base, _peak_mib() - base])
+                first_peak = peak_resident()
+                forget_peak()
+    peaks = torch.tensor([first_peak - base, peak_resident() - base]) / 2**20
     dist.all_reduce(peaks)
     with rounds.next():
         _, calls = profile_step(lambda: run(*batch))
@@ -87,8 +86,3 @@ def _compile(variant: Variant, model: nn.Module) -> Callable[..., Tensor]:
         return torch.compile(model)
     pipeline = recommender_pipeline(lower_embedding_bags=variant.layout == "plain EBC")
     return graphpasses.compile(model, inner=variant.how, pipeline=pipeline, fullgraph=True)
-
-
-def _peak_mib() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"VmHWM:\s*(\d+) kB", status)[1]) / 1024

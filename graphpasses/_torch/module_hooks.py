@@ -12,12 +12,11 @@ __all__ = ["hook_ids", "is_compiled"]
 
 def hook_ids(module: nn.Module) -> tuple[int, ...]:
     """Returns the numbers of the hooks that run around a module's forward and backward; torch gives none twice."""
-    return (
-        *module._forward_pre_hooks,
-        *module._forward_hooks,
-        *module._backward_pre_hooks,
-        *module._backward_hooks,
-    )
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    backward_before, backward = module._backward_pre_hooks, module._backward_hooks
+    if before or after or backward_before or backward:
+        return (*before, *after, *backward_before, *backward)
+    return ()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["has_gradient_hooks", "has_step_hooks", "optimizers_in_backward", "steps_in_backward"]
+__all__ = [
+    "find_gradient_hooks",
+    "has_gradient_hooks",
+    "has_step_hooks",
+    "optimizers_in_backward",
+    "steps_in_backward",
+]
 
 
 def optimizers_in_backward(parameter: Tensor) -> tuple[Optimizer, ...]:
@@ -28,6 +34,18 @@ def steps_in_backward(parameter: Tensor) -> bool:
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether a hook was registered on the tensor itself, to see or change its gradient."""
     return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def find_gradient_hooks(parameters: Iterable[Tensor]) -> int | None:
+    """Returns the position of the first parameter whose gradient a hook, or an optimizer in backward, waits for.
+
+    Args:
+        parameters: the parameters.
+    """
+    for index, parameter in enumerate(parameters):
+        if has_gradient_hooks(parameter) or optimizers_in_backward(parameter):
+            return index
+    return None
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

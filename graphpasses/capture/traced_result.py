@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.model_facts import ModelFacts
+from graphpasses.graph.module_facts import AttributesRead
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.identity import IdentityMap
 
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["read_traced_result"]
 
 
-def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedStep:
+def read_traced_result(
+    traced: TracedResult, *, model: nn.Module, read: Mapping[nn.Module, AttributesRead] | None = None
+) -> CapturedStep:
     """Makes a step of what torchtitan's ``minimal_fx_tracer`` has traced.
 
     The traced function must return the loss and then one gradient (or None) per trainable parameter, in the
@@ -34,6 +38,7 @@ def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedSte
     Args:
         traced: what the tracer returned; its graph module is shared, not copied.
         model: the module that was traced.
+        read: which attributes of its modules were read; None where nobody watched.
 
     Returns:
         The step. Its signature is marked fixed: passes keep every placeholder.
@@ -107,7 +112,7 @@ def read_traced_result(traced: TracedResult, *, model: nn.Module) -> CapturedSte
         ),
         written=frozenset(),
         batch_leaves=tuple((inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes),
-        facts=ModelFacts.of(model, identity),
+        facts=ModelFacts.of(model, read),
         group_settings=group_settings(fsdp_groups(model)),
         fixed_signature=True,
     )

@@ -16,6 +16,7 @@ from graphpasses._torch.fsdp2 import fsdp_groups, parameter_groups
 from graphpasses._torch.fsdp2_settings import refuse_custom_communication
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused, prepare_for_tracing
 from graphpasses._torch.random_state import watch_random_state
+from graphpasses.capture.attributes import trace_and_watch
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.loss import check_loss
@@ -128,8 +129,10 @@ def capture_train_step(
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
     with strides_of_kernels(), _state_restored(model), watch_random_state() as seeded:
-        traced = minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
-    graph = read_traced_result(traced, model=model)
+        traced, read = trace_and_watch(
+            model, lambda: minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
+        )
+    graph = read_traced_result(traced, model=model, read=read)
     graph.fixed_signature = False
     if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
         raise CaptureError(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
@@ -85,12 +85,13 @@ class CapturedStep(TrainGraph):
             )
         reshard(self._groups)
         check_group_settings(self._groups, self.group_settings)
-        self.facts.check(self.model)
+        tensors = self.facts.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves)
-        by_path = {path: leaf for (path, _), leaf in zip(self.batch_leaves, leaves, strict=True)}
-        step = self._variants.fitting(batch, lambda item: self._value(item, by_path))
-        return step._run(by_path)
+        step = self._variants.fitting(batch, partial(self._value, leaves=leaves))
+        if step is not self:
+            tensors = step.facts.check(self.model)
+        return step._run(tensors, leaves)
 
     @property
     def variants(self) -> tuple[CapturedStep, ...]:
@@ -110,18 +111,25 @@ class CapturedStep(TrainGraph):
         if self.recipe is not None:
             self.recipe = self.recipe.then(rewrite)
 
-    def _run(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        values = [self._value(item, batch) for item in self.inputs]
+    def _value(self, item: GraphInput, leaves: Sequence[Any]) -> Any:
+        if item.kind is InputKind.BATCH:
+            paths = [path for path, _ in self.batch_leaves]
+            return leaves[paths.index(item.fqn)]
+        tensor = get_state(self.model, item.fqn)
+        return getattr(tensor, item.attr) if item.attr else tensor
+
+    def _run(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> torch.Tensor:
+        values = self._flat_inputs(tensors, leaves)
         if self.written:
             named = zip(self.inputs, values, strict=True)
             written = [
                 (item.fqn, value) for item, value in named if item.fqn in self.written and item.is_tensor
             ]
-            check_memory(written, batch.items())
+            check_memory(written, zip(self.batch_structure.paths, leaves, strict=True))
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            return self._accumulate(self.module(*values))
+            return self._accumulate(self.module(*values), tensors)
 
     def __copy__(self) -> Self:
         return replace(self)
@@ -149,7 +157,7 @@ class CapturedStep(TrainGraph):
             self,
             model=model,
             parameters=parameters,
-            facts=ModelFacts.of(model, self.identity),
+            facts=self.facts.for_model(model),
             group_settings=group_settings(fsdp_groups(model)),
         )
 
@@ -158,22 +166,36 @@ class CapturedStep(TrainGraph):
         return fsdp_groups(self.model)
 
     @cached_property
-    def _shared_values(self) -> frozenset[int]:
-        return shared_values(self.output_values)
+    def _loss_index(self) -> int:
+        return [item.kind for item in self.outputs].index(OutputKind.LOSS)
 
-    def _value(self, item: GraphInput, batch: Mapping[str, Any]) -> Any:
-        if item.kind is InputKind.BATCH:
-            return batch[item.fqn]
-        tensor = get_state(self.model, item.fqn)
-        return getattr(tensor, item.attr) if item.attr else tensor
+    @cached_property
+    def _input_slots(self) -> tuple[tuple[int | None, str], ...]:
+        slots = self.facts.slots
+        return tuple(
+            (None if item.kind is InputKind.BATCH else slots[item.fqn], item.attr) for item in self.inputs
+        )
 
-    def _accumulate(self, flat: Sequence[Any]) -> torch.Tensor:
-        loss: torch.Tensor | None = None
-        for index, (item, value) in enumerate(zip(self.outputs, flat, strict=True)):
-            if item.kind is OutputKind.LOSS:
-                loss = value
-            elif item.is_gradient and value is not None:
-                parameter = get_state(self.model, self.identity.canonical(item.fqn))
-                accumulate_gradient(parameter, value, is_shared=index in self._shared_values)
-        assert loss is not None
+    @cached_property
+    def _gradient_slots(self) -> tuple[tuple[int, int, bool], ...]:
+        shared = shared_values(self.output_values)
+        return tuple(
+            (index, self.facts.slots[self.identity.canonical(item.fqn)], index in shared)
+            for index, item in enumerate(self.outputs)
+            if item.is_gradient
+        )
+
+    def _flat_inputs(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> list[Any]:
+        leaf = iter(leaves)
+        return [
+            next(leaf) if slot is None else getattr(tensors[slot], attr) if attr else tensors[slot]
+            for slot, attr in self._input_slots
+        ]
+
+    def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        for index, slot, is_shared in self._gradient_slots:
+            parameter, gradient = tensors[slot], flat[index]
+            if gradient is not None and parameter is not None:
+                accumulate_gradient(parameter, gradient, is_shared=is_shared)
+        loss: torch.Tensor = flat[self._loss_index]
         return loss

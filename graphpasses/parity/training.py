@@ -324,6 +324,7 @@ def _train(
         seed=task.seed,
         layouts=layout,
         overwrite=True,
+        per_rank=[name for name, _ in model.named_buffers()],  # as BatchNorm's running statistics
     ) as recorder:
         if passes is not None:
             recorder.record_passes(passes)

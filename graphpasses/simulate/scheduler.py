@@ -98,8 +98,11 @@ class RankScheduler:
                 results[rank] = play(rank)
             except _StoppedError:
                 pass
-            except BaseException:
-                self._fail(ClusterError(f"rank {rank} failed:\n{traceback.format_exc()}"))
+            except BaseException as error:
+                failure = ClusterError(f"rank {rank} failed:\n{traceback.format_exc()}")
+                # As `raise failure from None` would: known, but printed once.
+                failure.__context__, failure.__suppress_context__ = error, True
+                self._fail(failure)
             self._hand_over()
 
         def interrupt() -> None:  # every rank ends at its next collective

@@ -15,6 +15,7 @@ from torch import nn
 from experiments.harness.bench import Row, Timing, time_rounds, timing_table
 from experiments.harness.interleaved import Rounds, interleave
 from experiments.harness.parity import ParityExperiment, RunCounter, TrainedRun
+from experiments.harness.resident import forget_peak, peak_resident, resident
 from experiments.harness.verdict import Comparison, Status, Verdict, judge, run_path, verdict_table
 from graphpasses.parity import ParityRecorder
 
@@ -166,3 +167,15 @@ def test_interleaved_processes() -> None:
     assert said == ["a: step 0", "b: step 0", "a: step 1", "b: step 1"]
     assert (results["a"], results["b"]) == (2, 2)
     assert "ValueError: no kernel" in str(results["broken"])
+
+
+def test_resident_memory() -> None:
+    num_bytes = 1 << 26
+    forget_peak()
+    before = peak_resident()
+    held = torch.ones(num_bytes, dtype=torch.uint8)
+    assert resident() >= before + 0.9 * num_bytes
+    del held
+    assert peak_resident() >= before + 0.9 * num_bytes
+    forget_peak()
+    assert peak_resident() < before + 0.5 * num_bytes

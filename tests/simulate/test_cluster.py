@@ -166,6 +166,7 @@ def test_a_rank_that_raises_is_named() -> None:
         run_cluster(only_rank_3(fail), RAIL)
     first, *_, last = str(caught.value).strip().splitlines()
     assert (first, last) == ("rank 3 failed:", "ValueError: no such table")
+    assert isinstance(caught.value.__context__, ValueError)
 
 
 def test_a_rank_that_issues_another_collective_is_named() -> None:

@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.harness.parity import RunCounter, TrainedRun
-from experiments.scale_parity.cases import Case
 from graphpasses.errors import RunFileError
 from graphpasses.parity import read_run
 from graphpasses.simulate import Topology
 from graphpasses.terminal import make_console
 
-__all__ = ["SimulatedRun", "play_all"]
+__all__ = ["Play", "SimulatedCase", "SimulatedRun", "play_all"]
+
+
+class SimulatedCase(Protocol):
+    """What is trained, and where."""
+
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+
+    @property
+    def topology(self) -> dict[str, Any]:
+        """Arguments of the cluster's :class:`~graphpasses.simulate.Topology`."""
+
+
+C = TypeVar("C", bound=SimulatedCase)
 
 
 @dataclass(frozen=True)
-class SimulatedRun:
-    """One run of the experiment.
+class SimulatedRun(Generic[C]):
+    """One run of an experiment.
 
     Args:
         case: what is trained, and where.
@@ -33,7 +49,7 @@ class SimulatedRun:
         path: its run file.
     """
 
-    case: Case
+    case: C
     variant: str
     num_steps: int
     path: Path
@@ -50,33 +66,44 @@ class SimulatedRun:
         return is_same and run.complete and len(run.steps) == self.num_steps
 
 
-def play_all(runs: Sequence[SimulatedRun], num_workers: int, counter: RunCounter) -> None:
+Play = Callable[[SimulatedRun[C], Callable[[int], object]], TrainedRun]
+"""Plays a run in this process, writes its run file and calls its second argument after each step."""
+
+
+def play_all(
+    runs: Sequence[SimulatedRun[C]], play: Play[C], num_workers: int, counter: RunCounter
+) -> list[TrainedRun]:
     """Plays runs in processes of their own and shows how far they are.
 
     Args:
-        runs: what to play.
+        runs: what to play; those that take long are best first.
+        play: a function of a module, which the processes import once for all.
         num_workers: processes.
         counter: counts the runs that are done.
+
+    Returns:
+        The runs, as they ended.
     """
     console = make_console()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["experiments.scale_parity.train"])
+    context.set_forkserver_preload([play.__module__])
     steps_done: Queue[int] = context.Queue()
     columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    trained = []
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
         ProcessPoolExecutor(num_workers, context, _begin, (steps_done,), max_tasks_per_child=1) as pool,
     ):
         task = progress.add_task("steps", total=sum(run.num_steps for run in runs))
-        futures = {pool.submit(_play, run): run for run in runs}
+        futures = {pool.submit(_play, play, run) for run in runs}
         while futures:
-            done, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
+            done, futures = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
             while not steps_done.empty():
                 progress.advance(task, steps_done.get())
             for future in done:
-                future.result()
-                run = futures.pop(future)
-                counter.add(TrainedRun(run.case.name, run.variant), progress.console)
+                trained.append(future.result())
+                counter.add(trained[-1], progress.console)
+    return trained
 
 
 _steps_done: Queue[int] | None = None
@@ -92,7 +119,7 @@ def _report_step(num_steps: int) -> None:
         _steps_done.put(1)
 
 
-def _play(run: SimulatedRun) -> None:
-    from experiments.scale_parity.train import train
-
-    train(run.case, run.variant, run.num_steps, run.path, _report_step)
+def _play(play: Play[C], run: SimulatedRun[C]) -> TrainedRun:
+    start = time.monotonic()
+    trained = play(run, _report_step)
+    return replace(trained, seconds=time.monotonic() - start)

@@ -1,0 +1,1 @@
+"""Hugging Face models, unmodified: eager FSDP2 against the graph."""

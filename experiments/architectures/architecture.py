@@ -1,0 +1,69 @@
+"""What a row of the table trains: a model of transformers, from a small random configuration, and its inputs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+__all__ = ["Architecture", "Family", "Inputs", "everything_trains"]
+
+Family = Literal[
+    "decoder",
+    "mixture of experts",
+    "state space",
+    "encoder",
+    "encoder-decoder",
+    "vision",
+    "image and text",
+    "audio",
+]
+
+Inputs = Callable[[torch.Generator], dict[str, Any]]
+"""Draws the keyword arguments of forward, labels included, from a generator."""
+
+
+def everything_trains(model: nn.Module) -> None:
+    """Changes nothing."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A model, how it is built and what it is given.
+
+    Args:
+        name: of the row.
+        family: what kind of model it is.
+        model: the class in ``transformers``; its configuration class is read from it.
+        options: of the configuration.
+        inputs: what forward is called with; it returns a loss.
+        prepare: freezes parts, turns on checkpointing or the like, as a user would before ``fully_shard``.
+        compute: dtype of the unsharded parameters.
+        reshard: ``reshard_after_forward`` of ``fully_shard``.
+        refused: how the refusal begins, if the model must be refused; empty if its bits must be eager's.
+    """
+
+    name: str
+    family: Family
+    model: str
+    options: Mapping[str, Any]
+    inputs: Inputs
+    prepare: Callable[[Any], object] = everything_trains
+    compute: torch.dtype = torch.bfloat16
+    reshard: bool = True
+    refused: str = ""
+
+    def build(self) -> nn.Module:
+        """Returns the model in training mode; its weights are random, nothing is downloaded."""
+        os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        model_class = getattr(transformers, self.model)
+        model: nn.Module = model_class(model_class.config_class(**self.options)).train()
+        self.prepare(model)
+        return model
