@@ -105,7 +105,11 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
     with ExitStack() as stack:
         stack.enter_context(_state_restored(model, groups))
         for group in groups:
-            vars(group).update(unshard=lambda async_op=False: None, wait_for_unshard=partial(_unshard, group))
+            vars(group).update(
+                unshard=lambda async_op=False: None,
+                wait_for_unshard=partial(_unshard, group),
+                reshard=partial(_reshard, group),
+            )
             for parameter in group.fsdp_params:
                 info = parameter._module_info
                 parameter.sharded_param = cast(nn.Parameter, info.module._parameters[info.param_name])
@@ -193,6 +197,11 @@ def _unshard(group: FSDPParamGroup) -> None:
     if not hasattr(group.fsdp_params[0], "_unsharded_param"):
         _gather(group)
     group._to_unsharded()  # type: ignore[no-untyped-call]
+
+
+def _reshard(group: FSDPParamGroup) -> None:
+    if group._training_state != TrainingState.FORWARD or group._reshard_after_forward:
+        group._to_sharded()  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

@@ -110,6 +110,21 @@ class Layout:
         """
         return self._split(lambda fqn: (fqn in fqns, fqn not in fqns or fqn in stay))
 
+    def apart_as(self, other: Layout) -> Layout:
+        """Returns the layout where those parameters are reduced apart that another layout reduces apart.
+
+        A group of FSDP2 whose modules run several times reduces each time what is complete.
+
+        Args:
+            other: e.g. a graph's.
+        """
+        bucket_of: dict[str, int] = {}
+        for index, bucket in enumerate(other.buckets):
+            for entry in bucket.entries:
+                bucket_of.setdefault(entry.fqn, index)
+        indices = [*sorted(set(bucket_of.values())), None]
+        return self._split(lambda fqn: tuple(bucket_of.get(fqn) == index for index in indices))
+
     def _split(self, parts: Callable[[str], tuple[bool, ...]]) -> Layout:
         """Makes of each bucket several, given in which of them each parameter is."""
         buckets = []

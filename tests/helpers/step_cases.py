@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from graphpasses.analysis.parameter_collectives import collective_ranks
 from graphpasses.graph import TrainGraph, is_collective
@@ -163,7 +163,7 @@ def counting() -> Iterator[Counter[str]]:
 
 
 def local_bits(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to_local()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def differences(a: nn.Module, b: nn.Module, read: Callable[[nn.Parameter], torch.Tensor | None]) -> list[str]:

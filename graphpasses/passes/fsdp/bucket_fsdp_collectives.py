@@ -261,7 +261,9 @@ class BucketFSDPCollectives(GraphPass):
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of buckets made."""
         plan = self.plan or BucketPlan.from_fully_shard(graph.model)
-        expected_layout = self.expected_layout or (None if self.plan else eager_layout(graph.model))
+        expected_layout = self.expected_layout
+        if expected_layout is None and self.plan is None:
+            expected_layout = eager_layout(graph.model).apart_as(graph_layout(graph))
         gathers, reduces, notes = _plan(graph, plan.resolve(graph.model))
         _refuse_inner_readers(reduces)
         order = {node: index for index, node in enumerate(graph.graph.nodes)}

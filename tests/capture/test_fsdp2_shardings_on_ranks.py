@@ -1,0 +1,164 @@
+"""Every way to call ``fully_shard``: the captured step against an eager twin on four real ranks."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from graphpasses.capture import capture_train_step
+from graphpasses.parity.launch import run_ranks
+from graphpasses.passes import default_pipeline
+from tests.helpers.models import NUM_TOKENS, LanguageModel, make_mesh, next_token_loss, same_bits, token_batch
+from tests.helpers.step_cases import NUM_RANKS, PRELOAD, Outcome, differences
+
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class InTurn(nn.Module):
+    """A group that runs twice, and reads other parameters each time."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.even, self.odd = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+            return x + (self.odd if index % 2 else self.even)(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.layers = nn.Embedding(NUM_TOKENS, 8), nn.ModuleList([InTurn.Layer()])
+        self.head = nn.Linear(8, NUM_TOKENS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for index in range(2):
+            x = self.layers[0](x, index)
+        return self.head(x)
+
+
+def layers_only(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+
+
+def per_layer(model: nn.Module, mesh: DeviceMesh) -> None:
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=BF16)
+
+
+def ignored_parameters(model: nn.Module, mesh: DeviceMesh) -> None:
+    ignored = {layer.gain for layer in model.layers}
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=BF16, ignored_params=ignored)
+
+
+def lists(model: nn.Module, mesh: DeviceMesh) -> None:
+    fully_shard([model.layers[1], model.layers[0]], mesh=mesh, mp_policy=BF16)
+    fully_shard([model.norm, model.head, model.emb], mesh=mesh, mp_policy=BF16)
+    fully_shard(model, mesh=mesh, mp_policy=BF16)
+
+
+def nested(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model.layers:
+        fully_shard(layer.up, mesh=mesh, mp_policy=BF16)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, output_dtype=torch.bfloat16)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=BF16)
+
+
+def on_several_dims(model: nn.Module, mesh: DeviceMesh) -> None:
+    for module in (*model.layers, model):
+        fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=BF16,
+            shard_placement_fn=lambda p: Shard(int(p.dim() == 2 and p.shape[1] % NUM_RANKS == 0)),
+        )
+
+
+def to_a_smaller_mesh(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=BF16, reshard_after_forward=2)
+    fully_shard(model, mesh=mesh, mp_policy=BF16)
+
+
+def with_zeros_for_unused(model: nn.Module, mesh: DeviceMesh) -> None:
+    model.layers[0].idle = nn.Linear(8, 5)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=BF16).set_reduce_scatter_unused_params(True)
+    fully_shard(model, mesh=mesh, mp_policy=BF16)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh], None]]] = {
+    shard.__name__: (LanguageModel, shard)
+    for shard in (
+        layers_only,
+        ignored_parameters,
+        lists,
+        nested,
+        on_several_dims,
+        to_a_smaller_mesh,
+        with_zeros_for_unused,
+    )
+} | {"in_turn": (InTurn, per_layer)}
+
+
+def train(name: str, rank: int) -> Outcome:
+    build, shard = CASES[name]
+    mesh, models = make_mesh(), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(build())
+        shard(models[-1], mesh)
+    twin, model = models
+    captured = capture_train_step(next_token_loss, model, *token_batch(rank))
+    step = default_pipeline().run(captured)
+    outcome = Outcome(collectives=captured.collectives())
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in models]
+    for index in range(3):
+        batch = token_batch(10 * index + rank)
+        expected = next_token_loss(twin, *batch)
+        expected.backward()
+        outcome.losses.append(same_bits((captured if index == 1 else step)(*batch), expected))
+        outcome.gradients.append(differences(twin, model, lambda p: p.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        outcome.weights.append(differences(twin, model, lambda p: p))
+    return outcome
+
+
+def train_all() -> dict[str, Outcome]:
+    """Runs on every rank."""
+    outcomes = {}
+    for name in CASES:
+        try:
+            outcomes[name] = train(name, torch.distributed.get_rank())
+        except Exception:
+            outcomes[name] = Outcome(error=traceback.format_exc())
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Outcome]]:
+    return run_ranks(train_all, NUM_RANKS, preload=PRELOAD, timeout=300.0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CASES)
+def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+    for rank, ranks_outcomes in enumerate(outcomes):
+        assert ranks_outcomes[name].is_equal, f"rank {rank}: {ranks_outcomes[name]}"
+
+
+@pytest.mark.multiprocess
+def test_a_group_that_runs_several_times_reduces_what_is_complete(outcomes: list[dict[str, Outcome]]) -> None:
+    assert outcomes[0]["in_turn"].collectives == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 3}
