@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.group_ranks import named_group_ranks
+from graphpasses.analysis.backward import is_backward
 from graphpasses.graph import WAIT, TrainGraph, argument, wait_of
 from graphpasses.graph.parameters import ParameterInfo
 
@@ -27,6 +28,7 @@ __all__ = [
     "Gather",
     "GradReduction",
     "Unshard",
+    "added_uses",
     "find_gathers",
     "find_grad_reductions",
     "find_unshards",
@@ -213,6 +215,30 @@ def is_add(node: fx.Node) -> bool:
     if len(node.all_input_nodes) != 2 or node.kwargs:
         return False
     return node.target == aten.add.Tensor or (node.target == ADD_IN_PLACE and _is_alone(argument(node)))
+
+
+def added_uses(gradient: fx.Node) -> list[fx.Node]:
+    """Returns the gradients of the uses of one tensor that autograd's engine has added up, in order of arrival.
+
+    The engine adds between two backward nodes, so its sum has a sequence number (``seq_nr``) that neither summand
+    has; a sum that is part of a backward formula has the number of what it adds.
+
+    Args:
+        gradient: the gradient of a tensor of a whole step.
+    """
+    if calls(gradient, aten.view.default):
+        source = argument(gradient)
+        found = added_uses(source) if source.meta["val"].shape == gradient.meta["val"].shape else []
+        return found if len(found) > 1 else [gradient]
+    summands = [node for node in gradient.args[:2] if isinstance(node, fx.Node)]
+    is_sum = gradient.target == aten.add.Tensor and not gradient.kwargs and len(summands) == 2
+    if not is_sum or not all(map(is_backward, summands)):
+        return [gradient]
+    uses = [added_uses(node) if len(node.users) == 1 else [node] for node in summands]
+    numbers = [node.meta.get("seq_nr") for node, parts in zip(summands, uses, strict=True) if len(parts) == 1]
+    if gradient.meta.get("seq_nr") in (None, *numbers) or None in numbers:
+        return [gradient]
+    return [use for parts in uses for use in parts]
 
 
 def _is_alone(node: fx.Node) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.parameter_collectives import (
@@ -14,6 +16,7 @@ from graphpasses.analysis.parameter_collectives import (
     ALL_REDUCE,
     CAST,
     REDUCE_SCATTER,
+    added_uses,
     collective_ranks,
     find_gathers,
     find_grad_reductions,
@@ -148,3 +151,42 @@ def test_deduplicated_graph_has_one_unshard_each() -> None:
         assert len(find_unshards(graph)) == len(graph.parameters)
         assert {u.all_gather.target for u in find_unshards(graph)} == {ALL_GATHER}
         assert CAST not in {u.wait.target for u in find_unshards(graph)}
+
+
+# ---- the uses of one read ------------------------------------------------------------------------------
+
+
+class AddsInBackward(torch.autograd.Function):
+    """Has a sum in the formula of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2 + gradient * 1
+
+
+def gradient_of_weight(loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> fx.Node:
+    model = nn.Linear(3, 3, bias=False)
+    step = capture_train_step(lambda model, x: loss_fn(model.weight, x).sum(), model, torch.ones(3, 3))
+    return step.output_values[1]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "num_uses"),
+    [
+        (lambda weight, x: x @ weight, 1),
+        (lambda weight, x: (x @ weight) @ weight, 2),
+        (lambda weight, x: torch.tanh((x @ weight).tanh() @ weight) @ weight, 3),
+        (lambda weight, x: AddsInBackward.apply(weight), 1),
+        (lambda weight, x: torch.tanh(AddsInBackward.apply(weight)) @ weight, 2),
+    ],
+)
+def test_added_uses(loss_fn: Callable[..., torch.Tensor], num_uses: int) -> None:
+    gradient = gradient_of_weight(loss_fn)
+    uses = added_uses(gradient)
+    assert len(uses) == num_uses
+    order = {node: index for index, node in enumerate(gradient.graph.nodes)}
+    assert uses == sorted(uses, key=order.__getitem__)

@@ -79,6 +79,34 @@ class Reused(nn.Module):
         return self.head(x)
 
 
+class Mixer(nn.Module):
+    """Uses each read of its weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        return torch.tanh(torch.tanh(x @ weight) @ weight)
+
+
+class Interleaved(nn.Module):
+    """A weight that is read once a call and used twice, in a module that runs three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(NUM_TOKENS, 8)
+        self.mixer = Mixer()
+        self.head = nn.Linear(8, NUM_TOKENS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for _ in range(3):
+            x = self.mixer(x)
+        return self.head(x)
+
+
 class TwoNames(LanguageModel):
     """A block that two names share, and that runs under both."""
 

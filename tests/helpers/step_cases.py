@@ -21,6 +21,7 @@ from graphpasses.analysis.parameter_collectives import collective_ranks
 from graphpasses.graph import TrainGraph, is_collective
 from tests.helpers.models import (
     Even,
+    Interleaved,
     LanguageModel,
     Parallel,
     Recomputed,
@@ -90,6 +91,7 @@ CASES = {
     "resharded": Case(reshard_after_forward=None),
     "recomputed": Case(Recomputed, reshard_after_forward=None),
     "three_uses": Case(Reused, [["block"], ["mixers.0", "mixers.1", "mixers.2"]]),
+    "interleaved": Case(Interleaved, [["mixer"]]),
     "two_names": Case(TwoNames, [["layers.0"]]),
     "frozen": Case(frozen),
     "unused": Case(Unused),

@@ -13,6 +13,7 @@ from graphpasses.analysis.parameter_collectives import (
     ADD_IN_PLACE,
     CAST,
     GradReduction,
+    added_uses,
     find_grad_reductions,
     gradient_summands,
     is_add,
@@ -112,11 +113,10 @@ def _is_reduced_already(reduction: GradReduction) -> bool:
 
 
 def _apply(graph: TrainGraph, plan: _Coalesce) -> None:
-    first, *rest = (_summand(reduction, plan.after_cast) for reduction in plan.reductions)
     reduction = plan.reductions[-1]
     last = _summand(reduction, plan.after_cast)
     readers = [reduction.entry] if last is reduction.gradient else list(last.users)
-    total = first
+    total, *rest = _summands(plan)
     with graph.graph.inserting_before(last.next):
         for summand in rest:
             total = graph.emit(aten.add.Tensor, (total, summand), like=last)
@@ -126,6 +126,15 @@ def _apply(graph: TrainGraph, plan: _Coalesce) -> None:
     for slot in (plan.slot, *plan.cleared):
         _free(values[slot])
         graph.set_output(slot, None if slot in plan.cleared else reduction.reduced)
+
+
+def _summands(plan: _Coalesce) -> list[fx.Node]:
+    """Returns the gradients that eager adds, in its order: of each use, though uses of one read are added already."""
+    if plan.after_cast:
+        return [_summand(reduction, plan.after_cast) for reduction in plan.reductions]
+    uses = [use for reduction in plan.reductions for use in added_uses(reduction.gradient)]
+    order = {node: index for index, node in enumerate(uses[0].graph.nodes)}
+    return sorted(uses, key=order.__getitem__)
 
 
 def _free(value: fx.Node) -> None:
@@ -177,6 +186,9 @@ class CoalesceGradReductions(GraphPass):
         second_scatter = reduce_scatter(second_cast, 'avg', 2, group0)  # f32[2, 4]
         second_grad = wait(second_scatter)  # f32[2, 4]
         return second_grad  # gradient of weight
+
+    Where one read has several uses, autograd has added their gradients; in eager, whose reads are one tensor, each
+    use is added as it arrives, and so it is here.
 
     Of a tied parameter's several outputs the first carries the total and the others become None. Where a
     summand does not come from a reduce-scatter alone, or dtypes, ops or groups differ, the parameter is left

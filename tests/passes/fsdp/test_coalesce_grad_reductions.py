@@ -14,6 +14,7 @@ from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.models import (
     Even,
+    Interleaved,
     LanguageModel,
     Parallel,
     Reused,
@@ -55,6 +56,21 @@ def test_tied_weight_is_reduced_once(hybrid: bool) -> None:
         head, embedding = reduction.gradient.all_input_nodes
         assert order[head] < order[embedding]
         assert embedding.args[0].target == aten.embedding_dense_backward.default
+
+
+def test_uses_of_one_read_are_added_as_they_arrive() -> None:
+    with on_fake_ranks(Interleaved()) as captured:
+        num_rewrites, graph = run(captured)
+        assert num_rewrites == 2
+        (reduction,) = find_grad_reductions(graph)["mixer.weight"]
+        order = {node: index for index, node in enumerate(graph.graph.nodes)}
+        total, uses = reduction.gradient, []
+        while total.target == aten.add.Tensor:
+            total, use = total.args
+            uses.append(use)
+        uses = [total, *reversed(uses)]
+        assert [use.target for use in uses] == [aten.mm.default] * 6
+        assert uses == sorted(uses, key=order.__getitem__)
 
 
 def test_uses_that_tensor_parallelism_reduces_one_by_one_are_refused() -> None:
