@@ -50,6 +50,9 @@ class Decisions:
     def __init__(self, model: nn.Module, leaves: Sequence[tuple[str, Any]]) -> None:
         self.guards: Guards | None = None
         self._inputs = [*_state(model), *((GraphInput(InputKind.BATCH, path), leaf) for path, leaf in leaves)]
+        self._start()
+
+    def _start(self) -> None:
         self._slices = _Slices(self._inputs)
         self._values: dict[Symbol, Any] = {}
         self._decisions: list[Decision] = []
@@ -57,11 +60,12 @@ class Decisions:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watches the block, which is traced, and makes its guards.
+        """Watches the block, which is traced, and makes its guards; those of the last block stand.
 
         Raises:
             CaptureError: it decides by a value that cannot be computed before a step; the message says why.
         """
+        self._start()
         try:
             with decided_by_values(self._value_of, self._decided) as traced:
                 yield
