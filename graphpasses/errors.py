@@ -11,6 +11,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "CompareError",
+    "FidelityError",
     "GraphPassesError",
     "IdError",
     "IdentityError",
@@ -39,6 +40,10 @@ class IdentityError(GraphPassesError, ValueError):
 
 class CaptureError(GraphPassesError, ValueError):
     """A training step could not be captured."""
+
+
+class FidelityError(CaptureError):
+    """A captured step would not call what eager calls."""
 
 
 class BatchMismatchError(CaptureError):

@@ -9,7 +9,7 @@ Everything here was checked with torch 2.13.0.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -37,7 +37,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states, op_name, reshard
 from graphpasses.errors import CaptureError, UnsupportedError
 
-__all__ = ["communication_traced", "other_models_refused", "prepare_for_tracing"]
+__all__ = ["communication_traced", "fsdp2_state_restored", "other_models_refused", "prepare_for_tracing"]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -103,7 +103,7 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
         return original(*args, **kwargs) if group is None else _reduce(group, call, reduced)
 
     with ExitStack() as stack:
-        stack.enter_context(_state_restored(model, groups))
+        stack.enter_context(fsdp2_state_restored(model))
         for group in groups:
             vars(group).update(
                 unshard=lambda async_op=False: None,
@@ -163,8 +163,9 @@ def _nothing_recorded(*_: Any, **__: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _state_restored(model: nn.Module, groups: Sequence[FSDPParamGroup]) -> Iterator[None]:
-    """Puts back what FSDP2 keeps of a step in its states, groups and parameters."""
+def fsdp2_state_restored(model: nn.Module) -> Iterator[None]:
+    """Puts back what FSDP2 keeps of a step in its states, groups and parameters; none is there without FSDP2."""
+    groups = fsdp_groups(model)
     states = [state for _, state in fsdp_states(model)]
     objects: dict[int, Any] = {}
     for thing in (

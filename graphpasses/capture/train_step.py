@@ -15,11 +15,14 @@ from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups, parameter_groups
 from graphpasses._torch.fsdp2_settings import refuse_custom_communication
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused, prepare_for_tracing
+from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.random_state import watch_random_state
 from graphpasses.capture.attributes import trace_and_watch
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
+from graphpasses.capture.live_state import live_state_restored
 from graphpasses.capture.loss import check_loss
+from graphpasses.capture.oracle import check_step, record_calls
 from graphpasses.capture.outside_tensors import check_outside_tensors
 from graphpasses.capture.refusals import (
     kept_tensors_refused,
@@ -34,17 +37,22 @@ from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.recapture import Recipe
+from graphpasses.identity import IdentityMap
 
 __all__ = ["capture_train_step"]
 
 
 def capture_train_step(
-    loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any, recapture: bool = True
+    loss_fn: Callable[..., torch.Tensor],
+    model: nn.Module,
+    *batch: Any,
+    check: bool = True,
+    recapture: bool = True,
 ) -> CapturedStep:
     """Captures one training step of ``model`` as a :class:`~graphpasses.graph.CapturedStep`.
 
-    Nothing is computed and nothing of the model changes: the step is traced on fake tensors. Every rank of
-    the model's meshes must capture, with batches of the same shapes.
+    Nothing of the model changes: the step is traced on fake tensors, and compared with one eager step, after which
+    all is put back. Every rank of the model's meshes must capture, with batches of the same shapes.
 
     Args:
         loss_fn: called as ``loss_fn(model, *batch)``; returns a scalar floating-point tensor. It must not
@@ -53,6 +61,8 @@ def capture_train_step(
             parallelism or not, on any device but meta.
         batch: example arguments: tensors, numbers, strings, None, or lists, tuples, mappings and dataclasses of them;
             ``loss_fn`` gets them as the types they are. Shapes, dtypes and plain values are fixed by the capture.
+        check: whether the step is compared with one eager step on this batch, operator for operator; without real
+            tensors it is not, and a note on the step says so.
         recapture: whether the step is captured again, at most eight times in all, when it is called with a batch by
             whose values ``loss_fn`` decides otherwise; else that is an error.
 
@@ -68,6 +78,7 @@ def capture_train_step(
             LSTM that runs in oneDNN, or torchtitan is not installed; or the model is one that a captured step would
             train otherwise: wrapped (DistributedDataParallel, FSDP1), sharded by ``fully_shard`` or compiled, with
             hooks on gradients, or with a forward that replaces a buffer or keeps a tensor in an attribute.
+        FidelityError: eager calls other operators than the traced step, or the same on other values.
         UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
             parallelism.
 
@@ -96,7 +107,8 @@ def capture_train_step(
     if is_sharded:
         refuse_custom_communication(fsdp_groups(model))
         prepare_for_tracing(model)
-    names = _state_names(model)
+    names, identity = _state_names(model), IdentityMap.of(model)
+    records: list[OperatorCalls] = []
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)))
 
     @eager_paths()
@@ -109,11 +121,12 @@ def capture_train_step(
             if parameter.requires_grad
         }
         gradients_before = [parameter.grad for parameter in named.values()]
+        records.append(record := record_calls(model, identity, args))
         communication = (
             communication_traced(model) if is_sharded else nullcontext(dict[torch.Tensor, torch.Tensor]())
         )
         with decisions.watched(), communication as reduced:
-            with _autocast_refused(), kept_tensors_refused(model), other_models_refused(model):
+            with _autocast_refused(), kept_tensors_refused(model), other_models_refused(model), record:
                 loss = loss_fn(model, *structure.build(args))
             if _state_names(model) != names:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
@@ -123,15 +136,20 @@ def capture_train_step(
             ):
                 raise CaptureError(_CALLED_BACKWARD)
             check_loss(loss, list(named))
-            gradients = _differentiate(
-                loss, list(dict.fromkeys(named.values())), reduced if is_sharded else None
-            )
+            with record:
+                gradients = _differentiate(
+                    loss, list(dict.fromkeys(named.values())), reduced if is_sharded else None
+                )
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
-    with strides_of_kernels(), _state_restored(model), watch_random_state() as seeded:
-        traced, read = trace_and_watch(
-            model, lambda: minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
-        )
+    try:
+        with strides_of_kernels(), live_state_restored(model), watch_random_state() as seeded:
+            traced, read = trace_and_watch(
+                model, lambda: minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
+            )
+    finally:
+        for record in reversed(records):
+            record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     graph = read_traced_result(traced, model=model, read=read)
     graph.fixed_signature = False
     if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
@@ -146,7 +164,9 @@ def capture_train_step(
     _name_batch(graph, structure)
     graph.guards = decisions.guards
     if recapture:
-        graph.recipe = Recipe(partial(capture_train_step, loss_fn, recapture=False))
+        graph.recipe = Recipe(partial(capture_train_step, loss_fn, check=check, recapture=False))
+    if check:
+        check_step(graph, loss_fn, batch, records[0].calls)
     return graph
 
 
@@ -169,25 +189,6 @@ def _state_names(model: nn.Module) -> list[str]:
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return [fqn for fqn, _ in (*parameters, *buffers)]
-
-
-@contextmanager
-def _state_restored(model: nn.Module) -> Iterator[None]:
-    """Puts every parameter, buffer and attribute back: the tracer leaves its own, and so does forward."""
-    before = [
-        (module, dict(module._parameters), dict(module._buffers), dict(vars(module)))
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, parameters, buffers, attributes in before:
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 @contextmanager

@@ -222,7 +222,9 @@ def train_graph(
         steps: dict[object, CapturedStep] = share(dict)
         shapes = tuple(_local_shape(parameter) for parameter in model.parameters())
         if shapes not in steps:
-            captured = capture_train_step(task.loss_fn, model, *task.batch(0, dist.get_rank()))
+            # One rank captures for all, and cannot run an eager step alone.
+            batch = task.batch(0, dist.get_rank())
+            captured = capture_train_step(task.loss_fn, model, *batch, check=False)
             steps[shapes] = (rewrite or _default)(captured, mine.plan, mine.layout)
         step = step_for_rank(steps[shapes], model)
         layout = graph_layout(step) if dist.get_rank() == 0 else None

@@ -16,6 +16,7 @@ def step_for_rank(step: CapturedStep, model: nn.Module) -> CapturedStep:
     """Returns a step that another rank captured, for this rank's model.
 
     To trace and rewrite one step takes as long as hundreds of them; ranks with shards of equal shapes need it once.
+    The rank that captures for all cannot run an eager step without them: it captures with ``check=False``.
 
     Args:
         step: another rank's step, rewritten or not; see :func:`graphpasses.simulate.share`.
@@ -35,7 +36,8 @@ def step_for_rank(step: CapturedStep, model: nn.Module) -> CapturedStep:
         ...     batch = torch.full((2, 4), float(dist.get_rank()))
         ...     steps = share(list)
         ...     if not steps:
-        ...         steps.append(graphpasses.capture_train_step(lambda m, x: (m(x) * 0 + x).sum(), model, batch))
+        ...         loss_fn = lambda m, x: (m(x) * 0 + x).sum()
+        ...         steps.append(graphpasses.capture_train_step(loss_fn, model, batch, check=False))
         ...     return step_for_rank(steps[0], model)(batch).item()
         >>> run_cluster(loss_on_this_rank, Topology(2, gpus_per_node=2))
         [0.0, 8.0]

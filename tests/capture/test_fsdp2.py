@@ -207,9 +207,9 @@ def test_gradients_that_eager_leaves_unreduced() -> None:
 def test_policies_may_differ_between_modules() -> None:
     with fake_process_group(4):
         model = LanguageModel(tied=False)
-        fully_shard(
-            model.layers[0], mesh=make_mesh(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        )
+        # Without an output_dtype the next layer would get bf16 for its fp32 weights, which eager refuses.
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+        fully_shard(model.layers[0], mesh=make_mesh(), mp_policy=policy)
         fully_shard(model, mesh=make_mesh())
         step = captured(model)
         sent = [

@@ -1,0 +1,74 @@
+"""What a model, and its process, hold that running its step may change."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["live_state_restored"]
+
+
+@contextmanager
+def live_state_restored(model: nn.Module) -> Iterator[None]:
+    """Restores parameters, buffers, attributes and gradients of a model, and the state of random number generators.
+
+    Tensors are put back, not what was written into them; of attributes that are lists, dicts and sets the items, too.
+
+    Args:
+        model: the model.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> with live_state_restored(model):
+        ...     model(torch.rand(3, 2)).sum().backward()
+        >>> model.weight.grad is None
+        True
+    """
+    before = [
+        (module, dict(module._parameters), dict(module._buffers), dict(vars(module)))
+        for module in model.modules()
+    ]
+    held = [
+        (value, value.copy())
+        for *_, attributes in before
+        for name, value in attributes.items()
+        if name not in ("_parameters", "_buffers", "_modules") and type(value) in (list, dict, set)
+    ]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        with _random_state_restored():
+            yield
+    finally:
+        for module, parameters, buffers, attributes in before:
+            _put_back(module._parameters, parameters)
+            _put_back(module._buffers, buffers)
+            _put_back(vars(module), attributes)
+        for value, copy in held:
+            _put_back(value, copy)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _put_back(value: Any, copy: Any) -> None:
+    value.clear()
+    value.extend(copy) if isinstance(value, list) else value.update(copy)
+
+
+@contextmanager
+def _random_state_restored() -> Iterator[None]:
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    devices = range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,180 @@
+"""Whether a traced step calls what one eager step calls, operator for operator."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.fsdp2 import parameter_groups
+from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
+from graphpasses._torch.operator_calls import Call, OperatorCalls, TensorFacts, read_tensors
+from graphpasses.capture.live_state import live_state_restored
+from graphpasses.errors import FidelityError
+from graphpasses.graph import CapturedStep
+from graphpasses.identity import IdentityMap
+
+__all__ = ["check_step", "record_calls"]
+
+
+def record_calls(model: nn.Module, identity: IdentityMap, batch: Sequence[Any]) -> OperatorCalls:
+    """Returns a record for the operators of a step; the tensors of the model and of the batch have their names in it.
+
+    Args:
+        model: the model, real or as it is traced.
+        identity: of the model before it is traced, which may part its ties.
+        batch: the leaves of its batch, likewise.
+    """
+    state = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    names = {f"batch[{index}]": leaf for index, leaf in enumerate(batch)}
+    if not parameter_groups(model):  # FSDP2 runs a model on other tensors than its parameters
+        names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
+    tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
+    return OperatorCalls(model, tensors)
+
+
+def check_step(
+    step: CapturedStep, loss_fn: Callable[..., torch.Tensor], batch: Sequence[Any], traced: Sequence[Call]
+) -> None:
+    """Runs one eager step, compares what it calls with what was traced, and leaves everything as it was.
+
+    Where there is nothing to compute on, a note on the step says that it was not compared.
+
+    Args:
+        step: the captured step.
+        loss_fn: what was captured.
+        batch: what it was captured on.
+        traced: the calls that were traced.
+
+    Raises:
+        FidelityError: eager calls something else.
+    """
+    model, structure = step.model, step.batch_structure
+    leaves = structure.leaves(batch)
+    if reason := _no_oracle(step, dict(zip(structure.paths, leaves, strict=True))):
+        step.note(f"the capture was not compared with an eager step: {reason}")
+        return
+    record = record_calls(model, step.identity, leaves)
+    # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
+    inputs = None if parameter_groups(model) else [each for each in model.parameters() if each.requires_grad]
+    with (
+        live_state_restored(model),
+        fsdp2_state_restored(model),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        for parameter in model.parameters():
+            parameter.grad = None
+        try:
+            with record:
+                loss_fn(model, *batch).backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        finally:
+            record.undo()
+    compare_calls(traced, record.calls)
+
+
+def _no_oracle(step: CapturedStep, batch: Mapping[str, Any]) -> str | None:
+    state = {
+        repr(fqn): tensor for fqn, tensor in (*step.model.named_parameters(), *step.model.named_buffers())
+    }
+    for name, value in {**state, **batch}.items():
+        if isinstance(value, torch.Tensor) and any(map(is_fake, read_tensors(value))):
+            return f"{name} is a fake tensor"
+    for fqn, *aliases in step.identity.parameters:
+        if aliases and isinstance(state.get(repr(fqn)), DTensor) and not parameter_groups(step.model):
+            return f"{fqn!r} is also {aliases[0]!r}, and the tracer gives each name of a DTensor its own gradient"
+    return None
+
+
+def compare_calls(traced: Sequence[Call], eager: Sequence[Call]) -> None:
+    """Raises if two steps call different operators, or one on other values, in the order of the calls.
+
+    Args:
+        traced: the calls of the step that was traced.
+        eager: those of eager.
+
+    Raises:
+        FidelityError: the first call that differs.
+    """
+    for index, (ours, theirs) in enumerate(itertools.zip_longest(traced, eager)):
+        if ours is not None and theirs is not None and (difference := _difference(ours, theirs)) is None:
+            continue
+        here = (theirs or ours).where
+        there = f" in {ours.where}" if ours and theirs and ours.where != here else ""
+        why = f" ({difference})" if ours and theirs and difference else ""
+        raise FidelityError(
+            f"eager and the captured step part at operator {index + 1}, in {here}: eager calls {_text(theirs)}, the "
+            f"graph {_text(ours)}{there}{why}. Let the model compute the same whether it is traced or not"
+        )
+
+
+def _difference(ours: Call, theirs: Call) -> str | None:
+    if ours.operator != theirs.operator:
+        return ""
+    for a, b in ((ours.inputs, theirs.inputs), (ours.outputs, theirs.outputs)):
+        if (found := _value_difference(a, b)) is not None:
+            return found
+    return None
+
+
+def _value_difference(ours: Any, theirs: Any) -> str | None:
+    match ours, theirs:
+        case TensorFacts(), TensorFacts():
+            return _tensor_difference(ours, theirs)
+        case tuple(), tuple() if len(ours) == len(theirs):
+            found = (_value_difference(a, b) for a, b in zip(ours, theirs, strict=True))
+            return next((each for each in found if each is not None), None)
+        case (None, int() | float()):  # a number that depends on data
+            return None
+        case (
+            TensorFacts(),
+            None,
+        ):  # a result that a backward was told to leave out, e.g. native_batch_norm_backward's
+            return None
+    same = type(ours) is type(theirs) and (ours == theirs or (ours != ours and theirs != theirs))
+    return None if same else f"{theirs} against {ours}"
+
+
+def _tensor_difference(ours: TensorFacts, theirs: TensorFacts) -> str | None:
+    if (ours.dtype, ours.device) != (theirs.dtype, theirs.device) or not _same(ours.shape, theirs.shape):
+        return ""
+    # Where a dimension has one element, or a tensor none, strides mean nothing.
+    strides = [
+        (a, b)
+        for a, b, size in zip(ours.stride, theirs.stride, theirs.shape, strict=True)
+        if size != 1 and 0 not in theirs.shape
+    ]
+    if not _same(*zip(*strides, strict=True)) if strides else False:
+        return f"strides {list(theirs.stride)} against {list(ours.stride)}"
+    if ours.origin != theirs.origin:
+        return f"it reads {_origin(theirs)} against {_origin(ours)}"
+    if not _same((ours.offset,), (theirs.offset,)):
+        return f"it reads from element {theirs.offset} against {ours.offset}"
+    return None
+
+
+def _same(ours: tuple[int | None, ...], theirs: tuple[int | None, ...]) -> bool:
+    return len(ours) == len(theirs) and all(a is None or a == b for a, b in zip(ours, theirs, strict=True))
+
+
+def _origin(facts: TensorFacts) -> str:
+    return (
+        repr(facts.origin) if isinstance(facts.origin, str) else f"a result of operator {facts.origin[0] + 1}"
+    )
+
+
+def _text(call: Call | None) -> str:
+    return "nothing more" if call is None else f"{call.operator}({', '.join(map(_value_text, call.inputs))})"
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value_text, value))}]"
+    return str(value)
