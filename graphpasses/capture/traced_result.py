@@ -18,6 +18,7 @@ from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.model_facts import ModelFacts
 from graphpasses.graph.module_facts import AttributesRead
 from graphpasses.graph.parameters import get_state, parameter_infos
+from graphpasses.graph.torch_settings import torch_settings
 from graphpasses.identity import IdentityMap
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def read_traced_result(
         batch_leaves=tuple((inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes),
         facts=ModelFacts.of(model, read),
         group_settings=group_settings(fsdp_groups(model)),
+        settings=torch_settings(next(model.parameters()).device.type),
         fixed_signature=True,
     )
     if len(graph.placeholders) != len(inputs) or len(graph.output_values) != len(outputs):

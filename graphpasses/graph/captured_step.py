@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ from graphpasses.graph.guards import Guards
 from graphpasses.graph.model_facts import ModelFacts
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.recapture import Recipe, Variants
+from graphpasses.graph.torch_settings import check_settings, torch_settings
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 
 __all__ = ["CapturedStep"]
@@ -39,6 +40,7 @@ class CapturedStep(TrainGraph):
         written: FQNs, and paths of batch leaves, of the inputs that the step writes in place.
         facts: what the graph takes for granted of the model; each call checks it.
         group_settings: of each FSDP2 group, the settings that decide about bits; each call checks them.
+        settings: torch's, which decide what operators are traced; each call checks them.
         guards: what ``loss_fn`` decided by values of the batch; each call checks it, too. None if it decided nothing.
         recipe: how to capture the step again for a batch by which ``loss_fn`` decides otherwise; None to refuse it.
 
@@ -57,6 +59,7 @@ class CapturedStep(TrainGraph):
     written: frozenset[str]
     facts: ModelFacts
     group_settings: tuple[dict[str, Any], ...] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
     guards: Guards | None = None
     recipe: Recipe | None = None
 
@@ -76,13 +79,14 @@ class CapturedStep(TrainGraph):
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
             CaptureError: it is called under ``torch.inference_mode``, or the live model no longer has a parameter
                 that the step reads, or changed since the capture: modes and hooks of modules, ``requires_grad``,
-                ties, hooks on gradients, settings of FSDP2's groups; or ``loss_fn`` decides by values otherwise than
-                when it was captured, and must not be captured again, or was eight times.
+                ties, hooks on gradients, settings of FSDP2's groups or of torch; or ``loss_fn`` decides by values
+                otherwise than when it was captured, and must not be captured again, or was eight times.
         """
         if torch.is_inference_mode_enabled():
             raise CaptureError(
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
             )
+        check_settings(self.settings, torch_settings(next(self.model.parameters()).device.type))
         reshard(self._groups)
         check_group_settings(self._groups, self.group_settings)
         tensors = self.facts.check(self.model)
