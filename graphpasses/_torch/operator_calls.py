@@ -41,6 +41,8 @@ _LEFT_OUT = frozenset(
 )
 _QUERIES = (torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default)
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
+# In eager they are calls of Python.
+_STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_state.default")
 _NUM_NUMBERS = 64
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _WAITS = (
@@ -319,7 +321,9 @@ def _computes_nothing(func: Any) -> bool:
     is_view = bool(func._schema.returns) and all(
         each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
     )
-    return is_view or func in _WAITS or func in _QUERIES or func.namespace == "profiler"
+    return (
+        is_view or func in _WAITS or func in _QUERIES or func.namespace == "profiler" or str(func) in _STATES
+    )
 
 
 def _accumulates() -> bool:

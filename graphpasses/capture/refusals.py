@@ -12,8 +12,6 @@ from torch import fx, nn
 
 from graphpasses._torch import pytree
 from graphpasses._torch.module_hooks import is_compiled
-from graphpasses._torch.schemas import is_seeded, named_arguments
-from graphpasses.analysis.backward import is_backward
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.model_facts import check_gradient_hooks
@@ -21,9 +19,9 @@ from graphpasses.identity import walk_modules
 
 __all__ = [
     "kept_tensors_refused",
+    "named_call",
     "refuse_collectives_in_place",
     "refuse_model",
-    "refuse_random_state",
     "refuse_sparse_gradients",
 ]
 
@@ -106,31 +104,6 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                         yield f"{fqn}.{name}".lstrip("."), leaf
 
 
-def refuse_random_state(graph: CapturedStep, seeded: set[bool]) -> None:
-    """Raises if the step draws random numbers from a state that was set while it was traced: a graph does not set it.
-
-    Args:
-        graph: the captured step.
-        seeded: of each time that it was set, whether backward ran then.
-
-    Raises:
-        CaptureError: it does, e.g. since a checkpointed block with dropout is computed again in backward.
-    """
-    draws = [node for node in graph.graph.nodes if _draws(node)]
-    if True in seeded and (recomputed := [node for node in draws if is_backward(node)]):
-        raise CaptureError(
-            f"activation checkpointing computes {_named(recomputed[0])} again in backward, with forward's random "
-            "numbers (preserve_rng_state=True); a captured step would draw others, and its gradients would be wrong. "
-            "Set the dropout of checkpointed blocks to 0, do not checkpoint them, or use "
-            "torch.compile(model, backend='graphpasses')"
-        )
-    if False in seeded and draws:
-        raise CaptureError(
-            f"loss_fn sets the state of the random number generator (torch.manual_seed, torch.set_rng_state), and "
-            f"{_named(draws[0])} draws from it; a captured step would not set it again. Seed before the step"
-        )
-
-
 def refuse_sparse_gradients(graph: CapturedStep) -> None:
     """Raises if a gradient is sparse, which a captured step cannot add to a parameter's.
 
@@ -162,20 +135,15 @@ def refuse_collectives_in_place(graph: CapturedStep) -> None:
     for node in graph.graph.nodes:
         if getattr(node.target, "namespace", "") == "c10d":
             raise CaptureError(
-                f"loss_fn communicates in place: {_named(node)}, as torch.distributed.all_reduce and its like do. A "
-                "graph has no wait for it, so what it brings could be read too early. Communicate before or after "
-                "the step"
+                f"loss_fn communicates in place: {named_call(node)}, as torch.distributed.all_reduce and its like "
+                "do. A graph has no wait for it, so what it brings could be read too early. Communicate before or "
+                "after the step"
             )
 
 
-def _named(node: fx.Node) -> str:
+def named_call(node: fx.Node) -> str:
     """Returns the operator of a call, and the line of the user's code that it comes from."""
     lines = re.findall(r'File "(.+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
     own = [line for line in lines if not line[0].startswith(str(Path(torch.__file__).parent))]
     where = " ({}:{} in {})".format(*own[-1]) if own else ""
     return f"{node.target}{where}"
-
-
-def _draws(node: fx.Node) -> bool:
-    # Attention's operators say that they draw; without dropout they do not.
-    return is_seeded(node.target) and named_arguments(node).get("dropout_p") != 0

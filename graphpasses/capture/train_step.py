@@ -16,7 +16,6 @@ from graphpasses._torch.fsdp2 import fsdp_groups, parameter_groups
 from graphpasses._torch.fsdp2_settings import refuse_custom_communication
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused, prepare_for_tracing
 from graphpasses._torch.operator_calls import OperatorCalls
-from graphpasses._torch.random_state import watch_random_state
 from graphpasses.capture.attributes import trace_and_watch
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
@@ -24,11 +23,11 @@ from graphpasses.capture.live_state import live_state_restored
 from graphpasses.capture.loss import check_loss
 from graphpasses.capture.oracle import check_step, record_calls
 from graphpasses.capture.outside_tensors import check_outside_tensors
+from graphpasses.capture.random_state import check_random_state, random_state_traced
 from graphpasses.capture.refusals import (
     kept_tensors_refused,
     refuse_collectives_in_place,
     refuse_model,
-    refuse_random_state,
     refuse_sparse_gradients,
 )
 from graphpasses.capture.traced_result import read_traced_result
@@ -111,6 +110,9 @@ def capture_train_step(
     records: list[OperatorCalls] = []
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)))
 
+    seeds: list[str] = []
+
+    @random_state_traced(seeds)
     @eager_paths()
     def step(*args: Any) -> list[torch.Tensor | None]:
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
@@ -143,7 +145,7 @@ def capture_train_step(
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
     try:
-        with strides_of_kernels(), live_state_restored(model), watch_random_state() as seeded:
+        with strides_of_kernels(), live_state_restored(model):
             traced, read = trace_and_watch(
                 model, lambda: minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
             )
@@ -157,7 +159,7 @@ def capture_train_step(
             "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off "
             "in both runs, with torch.backends.mkldnn.set_flags(False)"
         )
-    refuse_random_state(graph, seeded)
+    check_random_state(graph, seeds)
     refuse_collectives_in_place(graph)
     refuse_sparse_gradients(graph)
     check_outside_tensors(graph)

@@ -17,6 +17,7 @@ def define_operator(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
+    draws: bool = False,
 ) -> Callable[..., Any]:
     """Defines ``torch.ops.graphpasses.<name>.default`` and returns it.
 
@@ -31,6 +32,7 @@ def define_operator(
         fake: the same for fake tensors: shapes and dtypes.
         backward: as for ``torch.library.register_autograd``; None for an operator that runs without gradients.
         save: what ``torch.library.register_autograd`` calls ``setup_context``.
+        draws: whether it reads or sets the state of a random number generator, so that calls keep their order.
 
     Returns:
         The operator.
@@ -54,7 +56,8 @@ def define_operator(
     """
     name, _, signature = schema.partition("(")
     full_name = f"graphpasses::{name}"
-    torch.library.define(full_name, f"({signature}", tags=torch.Tag.pt2_compliant_tag)
+    tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if draws else ()))
+    torch.library.define(full_name, f"({signature}", tags=tags)
     torch.library.impl(full_name, "default", reference)
     torch.library.register_fake(full_name, fake)
     if backward is not None:

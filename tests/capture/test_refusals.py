@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
@@ -250,74 +249,6 @@ def test_gradients_that_are_set_already() -> None:
     loss_fn(eager, X).backward()
     for parameter, expected in zip(model.parameters(), eager.parameters(), strict=True):
         assert torch.equal(parameter.grad, expected.grad)
-
-
-# ---- random numbers ------------------------------------------------------------------------------------
-
-
-class Checkpointed(nn.Module):
-    """Two linears; the first, and what follows it, is computed again in backward."""
-
-    def __init__(self, dropout: float, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.dropout, self.options = nn.Linear(4, 4), nn.Linear(4, 4), dropout, options
-
-    def block(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(self.a(x), self.dropout).relu()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(checkpoint(self.block, x, use_reentrant=False, **self.options))
-
-
-def test_checkpointed_dropout() -> None:
-    assert without_line(refused(lambda: captured(Checkpointed(0.5)))) == (
-        "activation checkpointing computes aten.bernoulli_.float (test_refusals.py in forward) again in backward, "
-        "with forward's random numbers (preserve_rng_state=True); a captured step would draw others, and its "
-        "gradients would be wrong. Set the dropout of checkpointed blocks to 0, do not checkpoint them, or use "
-        "torch.compile(model, backend='graphpasses')"
-    )
-
-
-class CheckpointedAttention(Checkpointed):
-    """Its operator says that it draws random numbers, and draws none."""
-
-    def block(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)[None, None]
-        return nn.functional.scaled_dot_product_attention(y, y, y)[0, 0]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Checkpointed(0.0),
-        lambda: Checkpointed(0.5, preserve_rng_state=False),
-        lambda: CheckpointedAttention(0.0),
-    ],
-    ids=["no dropout", "other random numbers", "attention"],
-)
-def test_checkpoints_that_eager_computes_the_same_way(make: Callable[[], nn.Module]) -> None:
-    model, eager = make(), make()
-    step = captured(model)
-    torch.manual_seed(1)
-    loss = step(X)
-    torch.manual_seed(1)
-    expected = loss_fn(eager, X)
-    expected.backward()
-    assert torch.equal(loss, expected)
-    for parameter, other in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(parameter.grad, other.grad)
-
-
-def test_a_seed_in_the_loss() -> None:
-    def seeded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(3)
-        return nn.functional.dropout(model(x)).square().mean()
-
-    assert refused(lambda: capture_train_step(seeded, build(), X)) == (
-        "loss_fn sets the state of the random number generator (torch.manual_seed, torch.set_rng_state), and "
-        "aten.bernoulli_.float draws from it; a captured step would not set it again. Seed before the step"
-    )
 
 
 # ---- communication -------------------------------------------------------------------------------------

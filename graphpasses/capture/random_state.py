@@ -1,0 +1,86 @@
+"""Random numbers of a captured step: their generator's state is read and set as in eager, or the step is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+from graphpasses._torch.schemas import is_seeded, named_arguments
+from graphpasses.analysis.backward import is_backward
+from graphpasses.capture.refusals import named_call
+from graphpasses.errors import CaptureError
+from graphpasses.graph import CapturedStep
+from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
+
+__all__ = ["check_random_state", "random_state_traced"]
+
+
+@contextmanager
+def random_state_traced(seeds: list[str]) -> Iterator[None]:
+    """Puts calls that read and set the CPU's random state into the graph that is traced in the block.
+
+    Activation checkpointing saves the state in forward and sets it in backward, so that both draw the same numbers.
+    Source: ``torch.utils.checkpoint`` and ``torch.random.fork_rng``.
+
+    Args:
+        seeds: gets the name of each call that seeds the generator instead.
+    """
+
+    def seeding(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seeds.append(f"torch.{function.__name__}")
+            return function(*args, **kwargs)
+
+        return call
+
+    calls = {name: seeding(getattr(torch, name)) for name in ("manual_seed", "seed")}
+    calls |= {"get_rng_state": READ_RANDOM_STATE, "set_rng_state": SET_RANDOM_STATE}
+    replace: Any = mock.patch.multiple
+    with replace(torch, **calls), replace(torch.random, **calls):
+        yield
+
+
+def check_random_state(graph: CapturedStep, seeds: list[str]) -> None:
+    """Refuses random numbers that the step would draw otherwise than eager; without any, no state is read or set.
+
+    Args:
+        graph: the captured step.
+        seeds: the calls that seeded the generator while it was traced.
+
+    Raises:
+        CaptureError: loss_fn seeds, or backward sets the state for numbers of another device than the CPU.
+    """
+    draws = [node for node in graph.graph.nodes if _draws(node)]
+    states = [node for node in graph.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
+    if seeds and draws:
+        raise CaptureError(
+            f"loss_fn calls {seeds[0]}, and {named_call(draws[0])} draws from its generator; a captured step would "
+            "not seed again. Seed before the step"
+        )
+    elsewhere = [node for node in draws if is_backward(node) and _device(node).type != "cpu"]
+    if elsewhere and any(node.target is SET_RANDOM_STATE for node in states):
+        raise CaptureError(
+            f"activation checkpointing computes {named_call(elsewhere[0])} again in backward, with forward's random "
+            f"numbers (preserve_rng_state=True), on {_device(elsewhere[0])}; a captured step does so on the "
+            "CPU only. Set the dropout of checkpointed blocks to 0, or do not checkpoint them"
+        )
+    if not draws:
+        for node in reversed(states):
+            graph.graph.erase_node(node)
+
+
+def _draws(node: fx.Node) -> bool:
+    # Attention's operators say that they draw; without dropout they do not.
+    is_state = node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)
+    return is_seeded(node.target) and not is_state and named_arguments(node).get("dropout_p") != 0
+
+
+def _device(node: fx.Node) -> torch.device:
+    value = node.meta["val"]
+    first: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return first.device

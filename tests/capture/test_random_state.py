@@ -1,0 +1,115 @@
+"""Random numbers of a captured step are eager's, also those that checkpointing draws again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError
+from graphpasses.graph import CapturedStep
+from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
+
+X = torch.arange(8.0).view(2, 4)
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+class Checkpointed(nn.Module):
+    """Three linears; the first two, and what follows them, are computed again in backward."""
+
+    def __init__(self, dropout: float, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.dropout, self.options = dropout, {"use_reentrant": False, **options}
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(layer(x), self.dropout).relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            x = checkpoint(self.block, layer, x, **self.options)
+        return nn.functional.dropout(self.layers[2](x), self.dropout)
+
+
+class CheckpointedAttention(Checkpointed):
+    """Its operator says that it draws random numbers, and draws none."""
+
+    def block(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)[None, None]
+        return nn.functional.scaled_dot_product_attention(y, y, y)[0, 0]
+
+
+def differing(step: CapturedStep, eager: nn.Module) -> list[str]:
+    """Trains both for three steps from one seed, and names what differs at the end."""
+    models = {"captured": step.model, "eager": eager}
+    optimizers = {name: torch.optim.SGD(model.parameters(), 0.1) for name, model in models.items()}
+    losses: dict[str, list[float]] = {name: [] for name in models}
+    states = {}
+    for name, model in models.items():
+        torch.manual_seed(1)
+        for _ in range(3):
+            optimizers[name].zero_grad()
+            if name == "eager":
+                loss = loss_fn(model, X)
+                loss.backward()
+            else:
+                loss = step(X)
+            losses[name].append(loss.item())
+            optimizers[name].step()
+        states[name] = torch.get_rng_state()
+    return [
+        *(["losses"] if losses["captured"] != losses["eager"] else []),
+        *(["random state"] if not torch.equal(states["captured"], states["eager"]) else []),
+        *(
+            fqn
+            for (fqn, p), q in zip(step.model.named_parameters(), eager.parameters(), strict=True)
+            if not torch.equal(p.grad, q.grad)
+        ),
+    ]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: Checkpointed(0.5),
+    "no dropout": lambda: Checkpointed(0.0),
+    "other random numbers": lambda: Checkpointed(0.5, preserve_rng_state=False),
+    "attention": lambda: CheckpointedAttention(0.0),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoints(name: str) -> None:
+    step = capture_train_step(loss_fn, MODELS[name](), X)
+    assert not differing(step, MODELS[name]())
+    states = [node for node in step.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
+    # Forward reads; backward reads, sets forward's, and sets back.
+    assert len(states) == (2 * 4 if name == "dropout" else 0)
+
+
+def test_control_without_the_state() -> None:
+    step = capture_train_step(loss_fn, Checkpointed(0.5), X)
+    for node in step.graph.find_nodes(op="call_function", target=SET_RANDOM_STATE):
+        step.graph.erase_node(node)
+    step.module.recompile()
+    assert "layers.1.bias" in differing(step, Checkpointed(0.5))
+
+
+def test_a_seed_in_the_loss() -> None:
+    def seeded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return nn.functional.dropout(model(x)).square().mean()
+
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(seeded, nn.Linear(4, 1), X)
+    assert str(caught.value) == (
+        "loss_fn calls torch.manual_seed, and aten.bernoulli_.float draws from its generator; a captured step would "
+        "not seed again. Seed before the step"
+    )
