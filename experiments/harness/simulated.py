@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.harness.parity import RunCounter, TrainedRun
 from graphpasses.errors import RunFileError
 from graphpasses.parity import read_run
+from graphpasses.parity.launch import end_with_caller
 from graphpasses.simulate import Topology
 from graphpasses.terminal import make_console
 
@@ -82,7 +84,7 @@ def play_all(
         counter: counts the runs that are done.
 
     Returns:
-        The runs, as they ended.
+        The runs, as they ended. Of one that raised, or whose process died, the traceback is printed, and it failed.
     """
     console = make_console()
     context = multiprocessing.get_context("forkserver")
@@ -95,13 +97,19 @@ def play_all(
         ProcessPoolExecutor(num_workers, context, _begin, (steps_done,), max_tasks_per_child=1) as pool,
     ):
         task = progress.add_task("steps", total=sum(run.num_steps for run in runs))
-        futures = {pool.submit(_play, play, run) for run in runs}
+        futures = {pool.submit(_play, play, run): run for run in runs}
         while futures:
-            done, futures = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
+            done, _ = wait(futures, timeout=1.0, return_when=FIRST_COMPLETED)
             while not steps_done.empty():
                 progress.advance(task, steps_done.get())
             for future in done:
-                trained.append(future.result())
+                run = futures.pop(future)
+                if error := future.exception():
+                    progress.console.print("".join(traceback.format_exception(error)), markup=False)
+                    failure = f"{type(error).__name__}: {error}"
+                    trained.append(TrainedRun(run.case.name, run.variant, failure))
+                else:
+                    trained.append(future.result())
                 counter.add(trained[-1], progress.console)
     return trained
 
@@ -112,6 +120,7 @@ _steps_done: Queue[int] | None = None
 def _begin(steps_done: Queue[int]) -> None:
     global _steps_done
     _steps_done = steps_done
+    end_with_caller()
 
 
 def _report_step(num_steps: int) -> None:

@@ -20,8 +20,8 @@ from graphpasses.terminal import make_console
 def main(out: Path = Path("runs/parity"), only: Only = "") -> int:
     """Trains a few models of every kind both ways, eagerly and as a graph, and compares every bit, in ten minutes.
 
-    They are cases of the experiments fsdp_parity, graph_trainer_parity and torchrec_parity, which have many more;
-    `make parity-full` runs all. Exit code 0 if every row is as it must be, else 1; 2 for wrong arguments.
+    They are cases of the experiments fsdp_parity, architectures, graph_trainer_parity and torchrec_parity, which have
+    many more; `make parity-full` runs all. Exit code 0 if every row is as it must be, else 1; 2 for wrong arguments.
 
     Args:
         out: folder for the run files; look into any two with `graphpasses compare A B`.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.architectures import cases as architectures
+from experiments.architectures import run as architectures_run
 from experiments.fsdp_parity import cases as fsdp
 from experiments.fsdp_parity import run as fsdp_run
 from experiments.graph_trainer_parity import cases as torchtitan
@@ -77,6 +79,20 @@ PARTS = (
             _show(fsdp.CASES, "reused-fsdp-bf16", "a layer that is called three times", "FSDP2"),
             _show(fsdp.CASES, "uneven-fsdp-bf16", "sizes that 4 does not divide", "FSDP2"),
             _show(fsdp.CASES, "llama-hsdp-bf16", "Llama", "HSDP, 2 replicas"),
+        ),
+    ),
+    Part(
+        "architectures",
+        5,
+        architectures_run.train_and_judge,
+        (
+            _show(architectures.CASES, "llama, bf16", "Hugging Face's Llama", "FSDP2, simulated"),
+            _show(
+                architectures.CASES,
+                "granitemoe, bf16",
+                "Hugging Face's GraniteMoe, experts",
+                "FSDP2, simulated",
+            ),
         ),
     ),
     Part(

@@ -49,8 +49,10 @@ def make_table(cases: Sequence[Rows]) -> Table:
         table.add_column(column)
     for column in ("ranks", "steps"):
         table.add_column(column, justify="right")
-    for column in ("trained as", "must", "found", ""):
+    for column in ("trained as", "must"):
         table.add_column(column)
+    table.add_column("found", max_width=60)
+    table.add_column("")
     table.add_column("seconds", justify="right")
     for rows in cases:
         for index, verdict in enumerate(rows.verdicts):

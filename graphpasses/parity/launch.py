@@ -17,7 +17,7 @@ from typing import Any
 
 from graphpasses.errors import GraphPassesError
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "end_with_caller", "run_ranks"]
 
 
 class RankError(GraphPassesError, RuntimeError):
@@ -40,7 +40,7 @@ def _rank_main(
 
     del graphpasses
     faulthandler.enable()  # A rank that a signal ends prints its stacks; the caller only learns that it died.
-    threading.Thread(target=_end_with_the_caller, daemon=True).start()
+    end_with_caller()
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -58,11 +58,21 @@ def _rank_main(
         raise SystemExit(1) from None
 
 
-def _end_with_the_caller() -> None:
-    """Ends this rank when its caller has ended, however it did, lest it writes into files of the next run."""
+def end_with_caller() -> None:
+    """Lets this process end when the one that started it has ended, however it did.
+
+    A process that went on alone would write into files of the next run.
+
+    Example:
+        >>> end_with_caller()  # nothing happens in a process that multiprocessing did not start
+    """
     caller = multiprocessing.parent_process()
-    assert caller is not None
-    wait([caller.sentinel])
+    if caller is not None:
+        threading.Thread(target=_wait_and_end, args=(caller.sentinel,), daemon=True).start()
+
+
+def _wait_and_end(sentinel: int) -> None:
+    wait([sentinel])
     os._exit(1)
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from experiments.harness.bench import Row, Timing, time_rounds, timing_table
 from experiments.harness.interleaved import Rounds, interleave
 from experiments.harness.parity import ParityExperiment, RunCounter, TrainedRun
 from experiments.harness.resident import forget_peak, peak_resident, resident
+from experiments.harness.simulated import SimulatedRun, play_all
 from experiments.harness.verdict import Comparison, Status, Verdict, judge, run_path, verdict_table
 from graphpasses.parity import ParityRecorder
 
@@ -179,3 +183,33 @@ def test_resident_memory() -> None:
     assert peak_resident() >= before + 0.9 * num_bytes
     forget_peak()
     assert peak_resident() < before + 0.5 * num_bytes
+
+
+class Named:
+    name = "case"
+    topology: ClassVar[dict[str, Any]] = {"num_ranks": 1, "gpus_per_node": 1}
+
+
+def _play(run: SimulatedRun[Named], done: object) -> TrainedRun:
+    if run.variant == "broken":
+        raise ValueError("no [kernel]")
+    if run.variant == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return TrainedRun("case", run.variant)
+
+
+@pytest.mark.multiprocess
+def test_a_simulated_run_that_raised_or_died_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {}
+    for variants in (("fine", "broken"), ("killed",)):
+        runs = [SimulatedRun(Named(), variant, 1, tmp_path) for variant in variants]
+        for run in play_all(runs, _play, 1, RunCounter(len(runs))):
+            failures[run.variant] = run.failure
+    assert failures["fine"] == ""
+    assert failures["broken"] == "ValueError: no [kernel]"
+    assert failures["killed"].startswith(
+        "BrokenProcessPool: A process in the process pool was terminated abruptly"
+    )
+    assert "ValueError: no [kernel]\n" in capsys.readouterr().out

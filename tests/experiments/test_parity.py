@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from experiments.harness.parity import ParityExperiment, TrainedRun
+from experiments.architectures import run as architectures
+from experiments.harness.parity import Case, ParityExperiment, TrainedRun
+from experiments.harness.simulated import SimulatedRun
 from experiments.harness.verdict import run_path
 from experiments.parity import __main__ as experiment
 from experiments.parity.parts import PARTS
@@ -28,20 +33,30 @@ def record(path: Path, weight: float, num_steps: int) -> None:
             recorder.record(step, torch.tensor(1.0), model)
 
 
-def recorded(experiment: ParityExperiment, _: object, cases: tuple, *__: object, **___: object) -> None:  # type: ignore[type-arg]
-    """Stands in for the training: runs that are as they must be."""
+def record_case(folder: Path, case: Case, num_steps: int) -> list[TrainedRun]:
+    """Writes what the training would: runs that are as they must be."""
+    must_differ = {row.variant for row in case.comparisons if row.must == "differ"}
+    for variant in case.variants:
+        record(run_path(folder, case.name, variant), 2.0 if variant in must_differ else 1.0, num_steps)
+    return [TrainedRun(case.name, variant, seconds=1.0) for variant in case.variants]
+
+
+def train(experiment: ParityExperiment, _: object, cases: Sequence[Case], *__: object, **___: object) -> None:
     for case in cases:
-        must_differ = {row.variant for row in case.comparisons if row.must == "differ"}
-        for variant in case.variants:
-            weight = 2.0 if variant in must_differ else 1.0
-            record(run_path(experiment.folder, case.name, variant), weight, experiment.num_steps)
-            facts = Facts(int(variant not in UNCOMPILED), None)
-            experiment.runs[case.name, variant] = TrainedRun(case.name, variant, facts=facts, seconds=1.0)
+        for run in record_case(experiment.folder, case, experiment.num_steps):
+            facts = Facts(int(run.variant not in UNCOMPILED), None)
+            experiment.runs[case.name, run.variant] = replace(run, facts=facts)
+
+
+def play_all(runs: Sequence[SimulatedRun[Any]], *_: object) -> list[TrainedRun]:
+    cases = {run.case.name: run for run in runs}.values()
+    return [each for run in cases for each in record_case(run.path.parents[1], run.case, run.num_steps)]
 
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(ParityExperiment, "train", recorded)
+    monkeypatch.setattr(ParityExperiment, "train", train)
+    monkeypatch.setattr(architectures, "play_all", play_all)
     return tmp_path
 
 
