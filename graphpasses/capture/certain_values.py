@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -9,12 +11,11 @@ __all__ = ["certain_value"]
 
 aten = torch.ops.aten
 
-# What comparing a number of [0, 1) with another one says where that is too small, and where it is too large.
 _COMPARISONS = {
-    aten.lt.Scalar: (False, True),
-    aten.le.Scalar: (False, True),
-    aten.gt.Scalar: (True, False),
-    aten.ge.Scalar: (True, False),
+    aten.lt.Scalar: operator.lt,
+    aten.le.Scalar: operator.le,
+    aten.gt.Scalar: operator.gt,
+    aten.ge.Scalar: operator.ge,
 }
 
 
@@ -41,12 +42,8 @@ def certain_value(node: fx.Node) -> bool | None:
     drawn, bound = compared.args
     if not isinstance(drawn, fx.Node) or drawn.target is not aten.rand.default:
         return None
-    if_small, if_large = _COMPARISONS[compared.target]
-    if isinstance(bound, (int, float)):
-        # 0 is drawn; in low precision, so may be 1.
-        is_strict = compared.target in (aten.lt.Scalar, aten.ge.Scalar)
-        if bound < 0 or (bound == 0 and is_strict):
-            return if_small
-        if bound > 1:
-            return if_large
-    return None
+    if not isinstance(bound, (int, float)):
+        return None
+    # Between 0 and 1, which low precision may round to, a comparison changes once at most.
+    compare = _COMPARISONS[compared.target]
+    return bool(compare(0, bound)) if compare(0, bound) == compare(1, bound) else None
