@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives  # registers an operator that is named below. Tested: 2.13.
 from torch import nn
 
 # Modes are pushed by hand: TorchDispatchMode.__enter__ also sets flags of the process, which ranks that are threads

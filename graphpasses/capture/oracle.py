@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +19,7 @@ from graphpasses._torch.operator_calls import Call, OperatorCalls, TensorFacts, 
 from graphpasses.capture.live_state import live_state_restored
 from graphpasses.errors import FidelityError
 from graphpasses.graph import CapturedStep
-from graphpasses.identity import IdentityMap
+from graphpasses.identity import IdentityMap, same_bits
 
 __all__ = ["check_step", "record_calls"]
 
@@ -44,7 +46,7 @@ def record_calls(model: nn.Module, identity: IdentityMap, batch: Sequence[Any]) 
 def check_step(
     step: CapturedStep, loss_fn: Callable[..., torch.Tensor], batch: Sequence[Any], traced: Sequence[Call]
 ) -> None:
-    """Runs one eager step, compares what it calls with what was traced, and leaves everything as it was.
+    """Compares what an eager step calls with what was traced, runs another one unrecorded, and leaves all as it was.
 
     Where there is nothing to compute on, a note on the step says that it was not compared.
 
@@ -55,7 +57,7 @@ def check_step(
         traced: the calls that were traced.
 
     Raises:
-        FidelityError: eager calls something else.
+        FidelityError: eager calls something else, or computes other bits when nobody records it.
     """
     model, structure = step.model, step.batch_structure
     leaves = structure.leaves(batch)
@@ -63,21 +65,56 @@ def check_step(
         step.note(f"the capture was not compared with an eager step: {reason}")
         return
     record = record_calls(model, step.identity, leaves)
+    try:
+        recorded = _eager_step(loss_fn, model, batch, record)
+    finally:
+        record.undo()
+    compare_calls(traced, record.calls)
+    if not _is_deterministic(model):
+        return
+    # While a mode is active, some of autograd's formulas take another path, as they do while they are traced.
+    try:
+        plain = _eager_step(loss_fn, model, batch, nullcontext())
+    finally:
+        record.undo()
+    for name, value in plain.items():
+        other = recorded[name]
+        if value is not other and (value is None or other is None or not same_bits(value, other)):
+            raise FidelityError(
+                f"eager computes another {name} than the operators that were traced, though it calls the same ones "
+                "while they are recorded: autograd differentiates an operator in another way when it is traced, as "
+                "it does torch.prod. Compute it with other operators"
+            )
+
+
+def _eager_step(
+    loss_fn: Callable[..., torch.Tensor],
+    model: nn.Module,
+    batch: Sequence[Any],
+    record: AbstractContextManager[Any],
+) -> dict[str, torch.Tensor | None]:
+    """Runs forward and backward; returns loss and gradients, by what they are."""
+    named = {f"gradient of {fqn!r}": each for fqn, each in model.named_parameters() if each.requires_grad}
     # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
-    inputs = None if parameter_groups(model) else [each for each in model.parameters() if each.requires_grad]
+    inputs = None if parameter_groups(model) else [*named.values()]
     with (
         live_state_restored(model),
         fsdp2_state_restored(model),
         torch.autograd.set_multithreading_enabled(False),
     ):
-        for parameter in model.parameters():
+        for parameter in named.values():
             parameter.grad = None
-        try:
-            with record:
-                loss_fn(model, *batch).backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        finally:
-            record.undo()
-    compare_calls(traced, record.calls)
+        with record:
+            loss = loss_fn(model, *batch)
+            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        return {"loss": loss.detach(), **{name: each.grad for name, each in named.items()}}
+
+
+def _is_deterministic(model: nn.Module) -> bool:
+    """Whether two eager steps have the same bits; the fake process group brings what was in memory."""
+    is_fake_group = dist.is_initialized() and dist.get_backend() == "fake"
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return not is_fake_group and (on_cpu or torch.are_deterministic_algorithms_enabled())
 
 
 def _no_oracle(step: CapturedStep, batch: Mapping[str, Any]) -> str | None:

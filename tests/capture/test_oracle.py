@@ -223,6 +223,19 @@ the graph aten.mul.Tensor(float32[], 0) (1 against 0)""",
     )
 
 
+def test_a_formula_of_autograd_that_knows_it_is_traced() -> None:
+    """It divides the product by each factor in eager; traced, and under any mode, it multiplies the others."""
+    model = nn.Linear(3, 3)
+    with pytest.raises(FidelityError) as caught:
+        capture_train_step(lambda model, x: model(x).prod(1).sum(), model, X)
+    assert str(caught.value) == (
+        "eager computes another gradient of 'weight' than the operators that were traced, though it calls the same "
+        "ones while they are recorded: autograd differentiates an operator in another way when it is traced, as it "
+        "does torch.prod. Compute it with other operators"
+    )
+    assert capture_train_step(lambda model, x: model(x).cumprod(1).sum(), model, X).notes == []
+
+
 def test_a_hook_on_a_gradient() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = model(x)
