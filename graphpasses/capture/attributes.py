@@ -120,7 +120,11 @@ class _Watch:
             module: AttributesRead(
                 tuple(name for name in each if self.first[module, name] != ABSENT),
                 frozenset(name for name in each if self.first[module, name] == ABSENT),
-                {name: changed[module, name] for name in each if (module, name) in changed},
+                {
+                    name: (self.first[module, name], changed[module, name])
+                    for name in each
+                    if (module, name) in changed
+                },
             )
             for module, each in names.items()
         }

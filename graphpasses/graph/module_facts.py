@@ -32,12 +32,13 @@ class AttributesRead:
     Args:
         names: those that there were.
         absent: those that there were not, as ``getattr(self, name, default)`` finds.
-        later: by name, the key of the value that forward leaves in an attribute that it sets once.
+        set_once: by name, the keys of the values before and after, of an attribute that forward sets at its first
+            call.
     """
 
     names: tuple[str, ...] = ()
     absent: frozenset[str] = frozenset()
-    later: Mapping[str, Hashable] = field(default_factory=dict)
+    set_once: Mapping[str, tuple[Hashable, Hashable]] = field(default_factory=dict)
 
 
 class SharedValue:
@@ -187,7 +188,7 @@ class ModuleFacts:
         for attribute, (before, key) in known.items():
             value = getattr(module, attribute, MISSING)
             now = value_key(value)
-            if now in (key, self.read.later.get(attribute)):
+            if now in (key, *self.read.set_once.get(attribute, ())):
                 continue
             if not is_same_model and is_identity(key) and are_alike(before, value):
                 continue

@@ -233,3 +233,32 @@ def test_what_forward_sets_once() -> None:
     assert same_bits(step(X), expected)
     model[0].value = "first"
     assert refused(lambda: step(X)) == was("0.value", "None", "'first'") + AGAIN
+
+
+class NotesItsTask(Block):
+    """Notes in the config, which all modules share, what its first batch was."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.config.problem_type is None:
+            self.config.problem_type = "regression"
+        return super().forward(x)
+
+
+def test_what_forward_sets_once_in_a_shared_config() -> None:
+    def build_one() -> nn.Module:
+        config = Config()
+        config.problem_type = None  # type: ignore[attr-defined]
+        torch.manual_seed(0)
+        return nn.Sequential(NotesItsTask(config))
+
+    model, other = build_one(), build_one()
+    step = capture_train_step(loss_fn, model, X)
+    theirs = step.for_model(other)
+    assert other[0].config.problem_type is None
+    expected = loss_fn(build_one(), X).detach()
+    assert same_bits(step(X), expected)
+    assert same_bits(theirs(X), expected)
+    loss_fn(other, X)
+    assert same_bits(theirs(X), expected)
+    other[0].config.problem_type = "classification"
+    assert refused(lambda: theirs(X)) == was("0.config.problem_type", "None", "'classification'") + AGAIN
