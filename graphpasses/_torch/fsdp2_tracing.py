@@ -34,7 +34,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 # Whose forward begins. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states, op_name, reshard
+from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states, op_name, parameter_groups, reshard
+from graphpasses._torch.fsdp2_settings import refuse_custom_communication
 from graphpasses.errors import CaptureError, UnsupportedError
 
 __all__ = ["communication_traced", "fsdp2_state_restored", "other_models_refused", "prepare_for_tracing"]
@@ -49,11 +50,15 @@ def prepare_for_tracing(model: nn.Module) -> None:
     """Lets FSDP2 settle what it settles at the first forward, and shards every parameter.
 
     Args:
-        model: a module in whose tree ``fully_shard`` was called.
+        model: a module in whose tree ``fully_shard`` was called, or any other, which is left alone.
 
     Raises:
-        UnsupportedError: a group gathers its parameters otherwise than by copying them, or keeps them on the CPU.
+        UnsupportedError: a group communicates in a way that a graph cannot, gathers its parameters otherwise than by
+            copying them, or keeps them on the CPU.
+        LayoutError: see :func:`graphpasses._torch.fsdp2.parameter_groups`.
     """
+    parameter_groups(model)
+    refuse_custom_communication(fsdp_groups(model))
     inside: set[nn.Module] = set()
     for module, state in fsdp_states(model):
         if module not in inside:  # a root: the first that runs forward
@@ -84,7 +89,8 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
     when FSDP2 would.
 
     Args:
-        model: prepared by :func:`prepare_for_tracing`, with traced tensors in the place of its sharded parameters.
+        model: prepared by :func:`prepare_for_tracing`, with traced tensors in the place of its sharded parameters;
+            without FSDP2's groups there is nothing to replace.
 
     Yields:
         By sharded parameter, the local part of its reduced gradient; filled by ``loss.backward()``.
@@ -94,6 +100,9 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
     """
     groups = fsdp_groups(model)
     reduced: Reduced = {}
+    if not groups:
+        yield reduced
+        return
     owner = {parameter: group for group in groups for parameter in group.fsdp_params}
     original = vars(_fsdp_param_group)["foreach_reduce"]
 

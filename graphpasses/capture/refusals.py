@@ -104,6 +104,22 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                         yield f"{fqn}.{name}".lstrip("."), leaf
 
 
+def refuse_recurrent_kernel(graph: CapturedStep) -> None:
+    """Raises if an LSTM runs in oneDNN, whose backward cannot be run from a graph.
+
+    Args:
+        graph: the captured step.
+
+    Raises:
+        CaptureError: one does.
+    """
+    if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
+        raise CaptureError(
+            "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off "
+            "in both runs, with torch.backends.mkldnn.set_flags(False)"
+        )
+
+
 def refuse_sparse_gradients(graph: CapturedStep) -> None:
     """Raises if a gradient is sparse, which a captured step cannot add to a parameter's.
 

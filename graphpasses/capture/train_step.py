@@ -1,42 +1,30 @@
-"""Capture forward, loss and backward of a training step as one graph, with torchtitan's tracer."""
+"""Capture forward, loss and backward of a training step as one graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from graphpasses._torch.fake_mode import strides_of_kernels
-from graphpasses._torch.fsdp2 import fsdp_groups, parameter_groups
-from graphpasses._torch.fsdp2_settings import refuse_custom_communication
-from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused, prepare_for_tracing
-from graphpasses._torch.operator_calls import OperatorCalls
-from graphpasses.capture.attributes import trace_and_watch
-from graphpasses.capture.eager_paths import eager_paths
-from graphpasses.capture.guards import Decisions
-from graphpasses.capture.live_state import live_state_restored
-from graphpasses.capture.loss import check_loss
-from graphpasses.capture.oracle import check_step, record_calls
+from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
+from graphpasses.capture.oracle import check_step
 from graphpasses.capture.outside_tensors import check_outside_tensors
-from graphpasses.capture.random_state import check_random_state, random_state_traced
+from graphpasses.capture.random_state import check_random_state
 from graphpasses.capture.refusals import (
-    kept_tensors_refused,
     refuse_collectives_in_place,
     refuse_model,
+    refuse_recurrent_kernel,
     refuse_sparse_gradients,
 )
+from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_traced_result
-from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.recapture import Recipe
-from graphpasses.identity import IdentityMap
 
 __all__ = ["capture_train_step"]
 
@@ -56,8 +44,8 @@ def capture_train_step(
     Args:
         loss_fn: called as ``loss_fn(model, *batch)``; returns a scalar floating-point tensor. It must not
             call ``backward`` itself.
-        model: a plain module or one that torchtitan's SimpleFSDP ``data_parallel`` has sharded, over tensor
-            parallelism or not, on any device but meta.
+        model: one that ``fully_shard`` has sharded, or torchtitan's SimpleFSDP ``data_parallel``, over tensor
+            parallelism or not, or a plain module; on any device but meta.
         batch: example arguments: tensors, numbers, strings, None, or lists, tuples, mappings and dataclasses of them;
             ``loss_fn`` gets them as the types they are. Shapes, dtypes and plain values are fixed by the capture.
         check: whether the step is compared with one eager step on this batch, operator for operator; without real
@@ -70,16 +58,14 @@ def capture_train_step(
         loss does not depend on are listed in ``TrainGraph.without_gradient``.
 
     Raises:
-        CaptureError: the loss is not a scalar tensor that depends on a trainable parameter, ``loss_fn``
-            calls ``backward``, runs under autocast or decides by a value that does not follow from the batch, buffers
-            and constants alone, the batch holds something
-            else than tensors and plain values, or a tensor that requires a gradient, the model is on meta or has an
-            LSTM that runs in oneDNN, or torchtitan is not installed; or the model is one that a captured step would
-            train otherwise: wrapped (DistributedDataParallel, FSDP1), sharded by ``fully_shard`` or compiled, with
-            hooks on gradients, or with a forward that replaces a buffer or keeps a tensor in an attribute.
+        CaptureError: the loss is not a scalar tensor that depends on a trainable parameter; ``loss_fn`` calls
+            ``backward``, runs under autocast, or decides by a value that does not follow from the batch, buffers and
+            constants alone; the batch holds something else than tensors and plain values, or a tensor that requires a
+            gradient; the model is on meta or has an LSTM that runs in oneDNN; torchtitan is not installed; or a
+            captured step would train otherwise than eager, see the limits in the documentation.
         FidelityError: eager calls other operators than the traced step, or the same on other values.
         UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
-            parallelism.
+            parallelism, or a group of FSDP2 communicates in a way that a graph cannot.
 
     Example:
         >>> import torch
@@ -89,135 +75,27 @@ def capture_train_step(
         >>> model.weight.grad.shape
         torch.Size([1, 4])
     """
-    try:
-        from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
-    except ImportError as error:
-        raise CaptureError(
-            f"capture_train_step traces with torchtitan, which cannot be imported ({error}); "
-            "install graphpasses[titan]"
-        ) from error
-
     refuse_model(model)
     structure = BatchStructure.of(batch)
     leaves = structure.leaves(batch)
     for path, leaf in zip(structure.paths, leaves, strict=True):
         check_leaf(path, leaf)
-    is_sharded = bool(parameter_groups(model))
-    if is_sharded:
-        refuse_custom_communication(fsdp_groups(model))
-        prepare_for_tracing(model)
-    names, identity = _state_names(model), IdentityMap.of(model)
-    records: list[OperatorCalls] = []
-    decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)))
-
-    seeds: list[str] = []
-
-    @random_state_traced(seeds)
-    @eager_paths()
-    def step(*args: Any) -> list[torch.Tensor | None]:
-        # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
-        # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
-        named = {
-            fqn: parameter
-            for fqn, parameter in model.named_parameters(remove_duplicate=False)
-            if parameter.requires_grad
-        }
-        gradients_before = [parameter.grad for parameter in named.values()]
-        records.append(record := record_calls(model, identity, args))
-        communication = (
-            communication_traced(model) if is_sharded else nullcontext(dict[torch.Tensor, torch.Tensor]())
-        )
-        with decisions.watched(), communication as reduced:
-            with _autocast_refused(), kept_tensors_refused(model), other_models_refused(model), record:
-                loss = loss_fn(model, *structure.build(args))
-            if _state_names(model) != names:
-                raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
-            if reduced or any(
-                parameter.grad is not before
-                for parameter, before in zip(named.values(), gradients_before, strict=True)
-            ):
-                raise CaptureError(_CALLED_BACKWARD)
-            check_loss(loss, list(named))
-            with record:
-                gradients = _differentiate(
-                    loss, list(dict.fromkeys(named.values())), reduced if is_sharded else None
-                )
-        return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
-
-    try:
-        with strides_of_kernels(), live_state_restored(model):
-            traced, read = trace_and_watch(
-                model, lambda: minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
-            )
-    finally:
-        for record in reversed(records):
-            record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    graph = read_traced_result(traced, model=model, read=read)
+    prepare_for_tracing(model)
+    trace = trace_step(loss_fn, model, structure, leaves)
+    graph = read_traced_result(trace.result, model=model, read=trace.read)
     graph.fixed_signature = False
-    if graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mkldnn_rnn_layer_backward.default):
-        raise CaptureError(
-            "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off "
-            "in both runs, with torch.backends.mkldnn.set_flags(False)"
-        )
-    check_random_state(graph, seeds)
+    refuse_recurrent_kernel(graph)
     refuse_collectives_in_place(graph)
     refuse_sparse_gradients(graph)
+    check_random_state(graph, trace.seeds)
     check_outside_tensors(graph)
     _name_batch(graph, structure)
-    graph.guards = decisions.guards
+    graph.guards = trace.guards
     if recapture:
         graph.recipe = Recipe(partial(capture_train_step, loss_fn, check=check, recapture=False))
     if check:
-        check_step(graph, loss_fn, batch, records[0].calls)
+        check_step(graph, loss_fn, batch, trace.calls)
     return graph
-
-
-def _differentiate(
-    loss: torch.Tensor, parameters: list[torch.Tensor], reduced: dict[torch.Tensor, torch.Tensor] | None
-) -> dict[torch.Tensor, torch.Tensor | None]:
-    if reduced is None:
-        return dict(zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
-    loss.backward()  # type: ignore[no-untyped-call]  # FSDP2 looks for gradients where backward leaves them
-    return {parameter: reduced.get(parameter, parameter.grad) for parameter in parameters}
-
-
-_CALLED_BACKWARD = (
-    "loss_fn called backward itself; return the loss and let the capture differentiate it (a loss that runs "
-    "backward chunk by chunk cannot be captured: sum the chunks' losses)"
-)
-
-
-def _state_names(model: nn.Module) -> list[str]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    buffers = model.named_buffers(remove_duplicate=False)
-    return [fqn for fqn, _ in (*parameters, *buffers)]
-
-
-@contextmanager
-def _autocast_refused() -> Iterator[None]:
-    def check(module: nn.Module, _: object) -> None:
-        devices = {parameter.device.type for parameter in module.parameters(recurse=False)}
-        if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices)):
-            raise CaptureError(
-                "loss_fn runs under autocast, which casts a weight once for all its uses and adds their gradients "
-                "in the low precision; a captured step cannot follow. Use simple_fsdp(param_dtype=...) and FSDP2's "
-                "MixedPrecisionPolicy, or torch.autocast(..., cache_enabled=False) in both runs"
-            )
-
-    # The tracer turns autocast's cache off, and with it what tells a default autocast from one without a cache.
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
-    handle = register_module_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
-        torch.set_autocast_cache_enabled(cached)
-
-
-def _distinct(leaf: Any) -> Any:
-    """Returns a tensor of its own for each leaf: the tracer takes a tensor that is given twice for one input."""
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _name_batch(graph: CapturedStep, structure: BatchStructure) -> None:

@@ -1,0 +1,172 @@
+"""Trace a training step as a model trains eagerly, with torchtitan's tracer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from graphpasses._torch.fake_mode import strides_of_kernels
+from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
+from graphpasses._torch.operator_calls import Call, OperatorCalls
+from graphpasses.capture.attributes import trace_and_watch
+from graphpasses.capture.eager_paths import eager_paths
+from graphpasses.capture.guards import Decisions
+from graphpasses.capture.live_state import live_state_restored
+from graphpasses.capture.loss import check_loss
+from graphpasses.capture.oracle import record_calls
+from graphpasses.capture.random_state import random_state_traced
+from graphpasses.capture.refusals import kept_tensors_refused
+from graphpasses.errors import CaptureError
+from graphpasses.graph.batch_structure import BatchStructure
+from graphpasses.graph.guards import Guards
+from graphpasses.graph.module_facts import AttributesRead
+from graphpasses.identity import IdentityMap
+
+if TYPE_CHECKING:
+    from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
+
+__all__ = ["Trace", "trace_step"]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What tracing a step brought.
+
+    Args:
+        result: torchtitan's: the graph, and what its inputs and outputs are.
+        read: by module, the attributes that forward read.
+        guards: the values by which ``loss_fn`` decided.
+        seeds: the calls that seeded the random number generator.
+        calls: the operators that were called, in order.
+    """
+
+    result: TracedResult
+    read: dict[nn.Module, AttributesRead]
+    guards: Guards | None
+    seeds: list[str]
+    calls: list[Call]
+
+
+def trace_step(
+    loss_fn: Callable[..., torch.Tensor], model: nn.Module, structure: BatchStructure, leaves: Sequence[Any]
+) -> Trace:
+    """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
+
+    The traced function returns the loss, and one gradient, or None, for each trainable name of a parameter.
+
+    Args:
+        loss_fn: called as ``loss_fn(model, *batch)``.
+        model: the model.
+        structure: of the batch.
+        leaves: of the batch.
+
+    Raises:
+        CaptureError: see :func:`capture_train_step`.
+    """
+    try:
+        from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
+    except ImportError as error:
+        raise CaptureError(
+            f"capture_train_step traces with torchtitan, which cannot be imported ({error}); "
+            "install graphpasses[titan]"
+        ) from error
+
+    names, identity = _state_names(model), IdentityMap.of(model)
+    records: list[OperatorCalls] = []
+    seeds: list[str] = []
+    decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)))
+
+    @random_state_traced(seeds)
+    @eager_paths()
+    def step(*args: Any) -> list[torch.Tensor | None]:
+        # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
+        # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
+        named = {
+            fqn: parameter
+            for fqn, parameter in model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad
+        }
+        gradients_before = [parameter.grad for parameter in named.values()]
+        records.append(record := record_calls(model, identity, args))
+        with decisions.watched(), communication_traced(model) as reduced:
+            with _autocast_refused(), kept_tensors_refused(model), other_models_refused(model), record:
+                loss = loss_fn(model, *structure.build(args))
+            if _state_names(model) != names:
+                raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
+            if reduced or any(
+                parameter.grad is not before
+                for parameter, before in zip(named.values(), gradients_before, strict=True)
+            ):
+                raise CaptureError(_CALLED_BACKWARD)
+            check_loss(loss, list(named))
+            with record:
+                gradients = _differentiate(model, loss, list(dict.fromkeys(named.values())), reduced)
+        return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
+
+    try:
+        with strides_of_kernels(), live_state_restored(model):
+            traced, read = trace_and_watch(
+                model, lambda: minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
+            )
+    finally:
+        for record in reversed(records):
+            record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
+    return Trace(traced, read, decisions.guards, seeds, records[0].calls)
+
+
+def _differentiate(
+    model: nn.Module,
+    loss: torch.Tensor,
+    parameters: list[torch.Tensor],
+    reduced: dict[torch.Tensor, torch.Tensor],
+) -> dict[torch.Tensor, torch.Tensor | None]:
+    if not fsdp_groups(model):
+        return dict(zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+    loss.backward()  # type: ignore[no-untyped-call]  # FSDP2 looks for gradients where backward leaves them
+    return {parameter: reduced.get(parameter, parameter.grad) for parameter in parameters}
+
+
+_CALLED_BACKWARD = (
+    "loss_fn called backward itself; return the loss and let the capture differentiate it (a loss that runs "
+    "backward chunk by chunk cannot be captured: sum the chunks' losses)"
+)
+
+
+def _state_names(model: nn.Module) -> list[str]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    return [fqn for fqn, _ in (*parameters, *buffers)]
+
+
+@contextmanager
+def _autocast_refused() -> Iterator[None]:
+    def check(module: nn.Module, _: object) -> None:
+        devices = {parameter.device.type for parameter in module.parameters(recurse=False)}
+        if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices)):
+            raise CaptureError(
+                "loss_fn runs under autocast, which casts a weight once for all its uses and adds their gradients "
+                "in the low precision; a captured step cannot follow. Use simple_fsdp(param_dtype=...) and FSDP2's "
+                "MixedPrecisionPolicy, or torch.autocast(..., cache_enabled=False) in both runs"
+            )
+
+    # The tracer turns autocast's cache off, and with it what tells a default autocast from one without a cache.
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+        torch.set_autocast_cache_enabled(cached)
+
+
+def _distinct(leaf: Any) -> Any:
+    """Returns a tensor of its own for each leaf: the tracer takes a tensor that is given twice for one input."""
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
