@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers an operator that is named below. Tested: 2.13.
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 # Modes are pushed by hand: TorchDispatchMode.__enter__ also sets flags of the process, which ranks that are threads
 # would leave set, and which make Dynamo compile nothing. Tested: 2.13.
@@ -45,6 +46,8 @@ _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 # In eager they are calls of Python.
 _STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_state.default")
 _NUM_NUMBERS = 64
+_ONE_HOT = ["aten.zeros.default", "aten.scatter_.value"]
+_ONE_HOT_TRACED = ["aten.arange.default", "aten.eq.Tensor", "aten._to_copy.default"]
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _WAITS = (
     torch.ops._c10d_functional.wait_tensor.default,
@@ -145,6 +148,7 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         self._modules = {id(module): fqn for fqn, module in reversed([*model.named_modules()])}
         self._origins: dict[int, str | tuple[int, int]] = {}
+        self._kept: list[StorageWeakRef] = []  # so that no other memory gets the address of one that is freed
         self._num_outside = 0
         self._nodes: dict[int, Where] = {}
         self._saved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -192,6 +196,7 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._trace_origins(func, args, kwargs, results, len(self.calls))
         flat = results if isinstance(results, (tuple, list)) else (results,)
         self.calls.append(Call(str(func), inputs, tuple(map(self._facts, flat)), where))
+        self._merge_one_hot(results)
         return results
 
     def _trace_origins(
@@ -209,7 +214,26 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif source is None and (memory not in read or func is _LIFT_FRESH):
                 self._origins.pop(memory, None)
                 if position is not None:
-                    self._origins[memory] = (position, index)
+                    self._made(value, (position, index))
+
+    def _made(self, tensor: torch.Tensor, origin: str | tuple[int, int]) -> None:
+        self._origins[_memory(tensor)] = origin
+        if tensor.layout == torch.strided:
+            self._kept.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
+
+    def _merge_one_hot(self, result: Any) -> None:
+        """Takes ``F.one_hot``'s two ways for one call: it writes ones into zeros, and compares where it is traced."""
+        names = [call.operator for call in self.calls[-3:]]
+        if names == _ONE_HOT_TRACED:
+            ids, num_calls = self.calls[-2].inputs[0], 3
+        elif names[-2:] == _ONE_HOT and self.calls[-1].inputs[3] == 1:
+            ids, num_calls = self.calls[-1].inputs[2], 3 if names[0] == "aten.aminmax.default" else 2
+        else:
+            return
+        where = self.calls[-1].where
+        del self.calls[-num_calls:]
+        self._made(result, (len(self.calls), 0))
+        self.calls.append(Call("aten.one_hot.default", (ids,), (self._facts(result),), where))
 
     def _save(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
@@ -240,7 +264,7 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 key = _memory(value)
                 if key not in self._origins:
                     self._num_outside += 1
-                    self._origins[key] = f"tensor {self._num_outside} from outside"
+                    self._made(value, f"tensor {self._num_outside} from outside")
                 return TensorFacts(
                     self._origins[key],
                     _number(value.storage_offset()) if value.layout == torch.strided else None,

@@ -65,38 +65,49 @@ def check_step(
         step.note(f"the capture was not compared with an eager step: {reason}")
         return
     record = record_calls(model, step.identity, leaves)
+    eager = _eager(loss_fn, model, batch)
     try:
-        recorded = _eager_step(loss_fn, model, batch, record)
+        _run(model, lambda: eager(record))
     finally:
         record.undo()
     compare_calls(traced, record.calls)
-    if not _is_deterministic(model):
+    if not _is_comparable(model):
         return
     # While a mode is active, some of autograd's formulas take another path, as they do while they are traced.
     try:
-        plain = _eager_step(loss_fn, model, batch, nullcontext())
+        theirs = _run(model, lambda: eager(nullcontext()))
+        record.undo()
+        ours = _run(model, lambda: step(*batch))
     finally:
         record.undo()
-    for name, value in plain.items():
-        other = recorded[name]
+    for name, value in theirs.items():
+        other = ours[name]
         if value is not other and (value is None or other is None or not same_bits(value, other)):
             raise FidelityError(
-                f"eager computes another {name} than the operators that were traced, though it calls the same ones "
-                "while they are recorded: autograd differentiates an operator in another way when it is traced, as "
-                "it does torch.prod. Compute it with other operators"
+                f"the captured step computes another {name} than eager, though eager calls the same operators while "
+                "they are recorded: autograd differentiates an operator in another way when it is traced, as it does "
+                "torch.prod. Compute it with other operators"
             )
 
 
-def _eager_step(
-    loss_fn: Callable[..., torch.Tensor],
-    model: nn.Module,
-    batch: Sequence[Any],
-    record: AbstractContextManager[Any],
-) -> dict[str, torch.Tensor | None]:
-    """Runs forward and backward; returns loss and gradients, by what they are."""
-    named = {f"gradient of {fqn!r}": each for fqn, each in model.named_parameters() if each.requires_grad}
+def _eager(
+    loss_fn: Callable[..., torch.Tensor], model: nn.Module, batch: Sequence[Any]
+) -> Callable[[AbstractContextManager[Any]], torch.Tensor]:
     # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
-    inputs = None if parameter_groups(model) else [*named.values()]
+    inputs = None if parameter_groups(model) else [each for each in model.parameters() if each.requires_grad]
+
+    def run(record: AbstractContextManager[Any]) -> torch.Tensor:
+        with record:
+            loss = loss_fn(model, *batch)
+            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    return run
+
+
+def _run(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor | None]:
+    """Runs a step; returns loss and gradients, by what they are, and puts all but written tensors back."""
+    named = {f"gradient of {fqn!r}": each for fqn, each in model.named_parameters() if each.requires_grad}
     with (
         live_state_restored(model),
         fsdp2_state_restored(model),
@@ -104,17 +115,20 @@ def _eager_step(
     ):
         for parameter in named.values():
             parameter.grad = None
-        with record:
-            loss = loss_fn(model, *batch)
-            loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
-        return {"loss": loss.detach(), **{name: each.grad for name, each in named.items()}}
+        loss = run()
+        return {"loss": loss, **{name: each.grad for name, each in named.items()}}
 
 
-def _is_deterministic(model: nn.Module) -> bool:
-    """Whether two eager steps have the same bits; the fake process group brings what was in memory."""
+def _is_comparable(model: nn.Module) -> bool:
+    """Whether bits of a step can be compared: they are always the same, and no pass has still to order additions."""
     is_fake_group = dist.is_initialized() and dist.get_backend() == "fake"
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    return not is_fake_group and (on_cpu or torch.are_deterministic_algorithms_enabled())
+    is_simple_fsdp = not parameter_groups(model) and any(
+        isinstance(each, DTensor) for each in model.parameters()
+    )
+    return (
+        not is_fake_group and not is_simple_fsdp and (on_cpu or torch.are_deterministic_algorithms_enabled())
+    )
 
 
 def _no_oracle(step: CapturedStep, batch: Mapping[str, Any]) -> str | None:

@@ -230,9 +230,9 @@ def test_a_formula_of_autograd_that_knows_it_is_traced() -> None:
     with pytest.raises(FidelityError) as caught:
         capture_train_step(lambda model, x: model(x).prod(1).sum(), model, X)
     assert str(caught.value) == (
-        "eager computes another gradient of 'weight' than the operators that were traced, though it calls the same "
-        "ones while they are recorded: autograd differentiates an operator in another way when it is traced, as it "
-        "does torch.prod. Compute it with other operators"
+        "the captured step computes another gradient of 'weight' than eager, though eager calls the same operators "
+        "while they are recorded: autograd differentiates an operator in another way when it is traced, as it does "
+        "torch.prod. Compute it with other operators"
     )
     assert capture_train_step(lambda model, x: model(x).cumprod(1).sum(), model, X).notes == []
 
@@ -307,6 +307,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Linear(3, 3), nn.Softmax(-1), nn.LogSigmoid(), nn.PReLU(), nn.RReLU()
     ),
 }
+
+
+def test_one_hot_that_is_compared_where_it_is_traced() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return (model(x) * F.one_hot(ids, 3) * F.one_hot(ids, 3).sin()).sum()
+
+    step = capture_train_step(loss_fn, nn.Linear(3, 3), X, torch.tensor([0, 2, 1, 1]))
+    assert step.notes == []
 
 
 @pytest.mark.parametrize("name", MODELS)
