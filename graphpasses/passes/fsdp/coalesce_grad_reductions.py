@@ -21,7 +21,7 @@ from graphpasses.analysis.parameter_collectives import (
 )
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph import WAIT, Stage, TrainGraph
+from graphpasses.graph import WAIT, Stage, TrainGraph, argument
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["CoalesceGradReductions"]
@@ -62,6 +62,12 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
                 f"parameter {fqn!r} is read {num_summands} times, and tensor parallelism reduces the gradient of "
                 "each use before FSDP does; eager adds the uses first. Read it once in forward and share what was "
                 "read, or capture the step without tensor parallelism"
+            )
+        if graph.stage is Stage.JOINT and any(_is_sum(reduction.gradient) for reduction in found):
+            raise UnsupportedError(
+                f"parameter {fqn!r} is read {num_summands} times, and used several times in one of them; eager adds "
+                "the uses in the order of backward, which torch.compile's graph does not tell. Read it once in "
+                "forward and share what was read, or use capture_train_step"
             )
         # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
         in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
@@ -110,6 +116,12 @@ def _reject_reason(
 
 def _is_reduced_already(reduction: GradReduction) -> bool:
     return any(source.target == WAIT for source, _ in gradient_summands(reduction.gradient))
+
+
+def _is_sum(gradient: fx.Node) -> bool:
+    while gradient.target in (aten.detach.default, aten.view.default):
+        gradient = argument(gradient)
+    return gradient.target == aten.add.Tensor
 
 
 def _apply(graph: TrainGraph, plan: _Coalesce) -> None:
@@ -203,7 +215,8 @@ class CoalesceGradReductions(GraphPass):
         plan: its entries that accumulate are those with several backward calls; None: there are none.
 
     Raises (from ``rewrite``):
-        UnsupportedError: tensor parallelism reduces the gradients of a parameter's uses one by one.
+        UnsupportedError: tensor parallelism reduces the gradients of a parameter's uses one by one; or, under
+            ``torch.compile``, a parameter is read several times, and used several times in one of them.
 
     Example:
         >>> layer = nn.Linear(4, 4, bias=False)

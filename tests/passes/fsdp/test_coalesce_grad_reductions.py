@@ -9,7 +9,7 @@ from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.parameter_collectives import CAST, REDUCE_SCATTER, find_grad_reductions
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import Bucket, BucketPlan
-from graphpasses.graph import TrainGraph
+from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.models import (
@@ -290,3 +290,19 @@ def test_reductions_are_found_by_target() -> None:
         _, graph = run(captured)
         scatters = graph.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
         assert len(scatters) == len(graph.parameters)
+
+
+def test_under_torch_compile_interleaved_uses_are_refused() -> None:
+    """Its joint graph does not tell which sums autograd's engine makes."""
+    with on_fake_ranks(Reused()) as captured:  # read three times, and used once each time: the near miss
+        captured.stage = Stage.JOINT
+        assert CoalesceGradReductions().rewrite(captured) > 0
+    with on_fake_ranks(Interleaved()) as captured:
+        captured.stage = Stage.JOINT
+        with pytest.raises(UnsupportedError) as caught:
+            CoalesceGradReductions().rewrite(captured)
+    assert str(caught.value) == (
+        "parameter 'mixer.weight' is read 3 times, and used several times in one of them; eager adds the uses in the "
+        "order of backward, which torch.compile's graph does not tell. Read it once in forward and share what was "
+        "read, or use capture_train_step"
+    )
