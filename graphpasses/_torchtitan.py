@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Hashable
+
 import torch
 
-__all__ = ["forget_wrapper_classes", "save_cpu_attention"]
+__all__ = ["forget_wrapper_classes", "save_cpu_attention", "wrapped_class"]
 
 
 def forget_wrapper_classes() -> None:
@@ -16,6 +19,29 @@ def forget_wrapper_classes() -> None:
     from torchtitan.experiments.graph_trainer import simple_fsdp
 
     simple_fsdp._wrap_class_cache.clear()
+
+
+def wrapped_class(kind: type) -> tuple[Hashable, ...]:
+    """Returns what a wrapper class of SimpleFSDP was made of: ``data_parallel`` makes others for each model.
+
+    Reads the modules that the getters of ``simple_fsdp._register_parametrization`` call.
+
+    Args:
+        kind: any class.
+
+    Returns:
+        The wrapped class, and each parameter's name, mode and dtypes; empty for other classes.
+    """
+    base = kind.__bases__[0]
+    if kind.__name__ != f"SimpleFSDP{base.__name__}":
+        return ()
+    getters = [
+        (name, value.fget) for name, value in vars(kind).items() if isinstance(value, property) and value.fget
+    ]
+    computed = [
+        (name, inspect.getclosurevars(getter).nonlocals["parametrization"]) for name, getter in getters
+    ]
+    return base, *((name, each.mode, each.param_dtype, each.reduce_dtype) for name, each in computed)
 
 
 def save_cpu_attention() -> None:

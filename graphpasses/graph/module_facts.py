@@ -12,6 +12,7 @@ from torch import nn
 
 from graphpasses._torch.module_hooks import hook_ids
 from graphpasses._torch.module_reads import MISSING
+from graphpasses._torchtitan import wrapped_class
 from graphpasses.graph.plain_values import (
     ABSENT,
     are_alike,
@@ -169,7 +170,7 @@ class ModuleFacts:
             is_same_model: whether its hooks, functions and tensors must be the same ones.
         """
         name = f"module {path!r}" if path else "the model"
-        if type(module) is not self.kind:
+        if type(module) is not self.kind and (is_same_model or not _are_made_alike(type(module), self.kind)):
             kinds = self.kind.__name__, type(module).__name__
             return "{} was a {} when the step was captured, and is a {} now".format(name, *kinds)
         if module.training != self.training:
@@ -194,3 +195,7 @@ class ModuleFacts:
                 continue
             return describe_difference(f"{path}.{attribute}" if path else attribute, key, now)
         return ""
+
+
+def _are_made_alike(kind: type, other: type) -> bool:
+    return bool(wrapped_class(kind)) and wrapped_class(kind) == wrapped_class(other)

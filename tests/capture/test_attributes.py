@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from graphpasses.capture import capture_train_step
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
 from tests.helpers.models import same_bits
@@ -262,3 +264,18 @@ def test_what_forward_sets_once_in_a_shared_config() -> None:
     assert same_bits(theirs(X), expected)
     other[0].config.problem_type = "classification"
     assert refused(lambda: theirs(X)) == was("0.config.problem_type", "None", "'classification'") + AGAIN
+
+
+def test_a_step_for_a_model_that_simple_fsdp_wrapped_with_classes_of_its_own() -> None:
+    def wrapped(dtype: torch.dtype) -> nn.Module:
+        return simple_fsdp(build(), dist.init_device_mesh("cpu", (2,)), param_dtype=dtype)
+
+    with fake_process_group(2):
+        model, alike, other = map(wrapped, (torch.float32, torch.float32, torch.bfloat16))
+        assert type(model[0].linear) is not type(alike[0].linear)
+        step = capture_train_step(loss_fn, model, X)
+        assert step.for_model(alike).model is alike
+        assert refused(lambda: step.for_model(other)) == (
+            "module '0.linear' was a SimpleFSDPLinear when the step was captured, and is a SimpleFSDPLinear now"
+            + AGAIN
+        )
