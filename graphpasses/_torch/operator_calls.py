@@ -29,6 +29,7 @@ from graphpasses._torch.tracing import outside_tracing
 __all__ = ["Call", "OperatorCalls", "TensorFacts", "Where", "read_tensors"]
 
 _TORCH = str(Path(torch.__file__).parent)
+_FSDP2 = Path(_TORCH, "distributed", "fsdp", "_fully_shard")
 _NOT_THE_USERS = (_TORCH, str(Path(__file__).parents[1]), "<")
 _CALL_MODULE = nn.Module._wrapped_call_impl.__code__
 _LEFT_OUT = frozenset(
@@ -36,8 +37,7 @@ _LEFT_OUT = frozenset(
         # DTensor runs an operator that it has not met before on fake tensors, to learn the shapes of its results.
         str(Path(_TORCH, "distributed", "tensor", "_sharding_prop.py")),
         # How FSDP2 gathers and reduces, and what a traced step does instead.
-        str(Path(_TORCH, "distributed", "fsdp", "_fully_shard", "_fsdp_collectives.py")),
-        str(Path(_TORCH, "distributed", "fsdp", "_fully_shard", "_fsdp_param.py")),
+        *(str(Path(_FSDP2, f"_fsdp_{name}.py")) for name in ("collectives", "param", "param_group")),
         str(Path(__file__).with_name("fsdp2_tracing.py")),
     }
 )

@@ -48,6 +48,22 @@ def test_collectives_are_eagers_before_any_pass() -> None:
         assert default_pipeline().run(rewritten).collectives() == rewritten.collectives()
 
 
+def test_one_rank_communicates_nothing() -> None:
+    with fake_process_group(1):
+        torch.manual_seed(0)
+        model = fully_shard(LanguageModel(), mesh=make_mesh(1))
+        step = default_pipeline().run(captured(model))
+        assert step.collectives() == {}
+        loss = step(*token_batch())
+        gradients = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+        model.zero_grad()
+        expected = next_token_loss(model, *token_batch())
+        expected.backward()
+        assert torch.equal(loss, expected)
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            assert torch.equal(gradient, parameter.grad.to_local())
+
+
 def test_the_pipeline_without_a_plan_needs_an_fsdp2_model() -> None:
     model = nn.Linear(4, 1)
     step = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
