@@ -101,7 +101,8 @@ def _without_coalescing(captured: CapturedStep, plan: BucketPlan, layout: Layout
 def _shard(case: Case, variant: str, model: nn.Module, mesh: DeviceMesh) -> None:
     """Shards every layer and the rest, as users do."""
     if variant == ORDER:
-        _reverse_order(model)
+        for layer in _layers(model):
+            _reverse_order(layer)
     policy = MixedPrecisionPolicy(param_dtype=case.architecture.compute, reduce_dtype=case.reduce_dtype)
     layers = () if variant == GROUPING else tuple(_layers(model))
     for module in (*layers, model):
@@ -117,9 +118,9 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _reverse_order(model: nn.Module) -> None:
+def _reverse_order(layer: nn.Module) -> None:
     """Reverses the order in which modules name their parameters and children; lists compute in their order."""
-    for module in model.modules():
+    for module in layer.modules():
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             for named in (module._parameters, module._modules):
                 items = list(named.items())

@@ -73,10 +73,18 @@ def _reject_reason(module: nn.Module) -> str | None:
 
 @contextmanager
 def kept_tensors_refused(model: nn.Module) -> Iterator[None]:
-    """Raises if the block, which runs forward, replaces a buffer or keeps a tensor in an attribute of a module."""
+    """Raises if the block, which runs forward, replaces a parameter or buffer, or keeps a tensor in an attribute."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     known = {id(tensor) for _, tensor in _attributes(model)}
-    yield
+    try:
+        yield
+    except RuntimeError as error:
+        if "_apply(): Couldn't swap" not in str(error):  # as Module.to says of a parameter that is traced
+            raise
+        raise CaptureError(
+            f"forward converts or moves a module, as .to() and .half() do, which replaces its parameters: {error}. "
+            "Do it before the step"
+        ) from error
     known |= {
         id(tensor) for tensor in (*model.parameters(), *model.buffers())
     }  # an RNN's list of its weights

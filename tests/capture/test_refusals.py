@@ -226,6 +226,21 @@ def test_a_tensor_that_forward_keeps() -> None:
     assert model[0].num_calls == 0
 
 
+class Converting(nn.Linear):
+    """Converts itself, to what it is already."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.to(self.weight.dtype)
+        return super().forward(x)
+
+
+def test_a_module_that_forward_converts() -> None:
+    assert refused(lambda: captured(nn.Sequential(Converting(4, 4)))) == (
+        "forward converts or moves a module, as .to() and .half() do, which replaces its parameters: "
+        "_apply(): Couldn't swap Converting.weight. Do it before the step"
+    )
+
+
 # ---- batches and gradients -----------------------------------------------------------------------------
 
 
