@@ -75,6 +75,20 @@ def capture_train_step(
         >>> model.weight.grad.shape
         torch.Size([1, 4])
     """
+    graph = _capture(loss_fn, model, *batch, check=check)
+    if recapture:
+        graph.recipe = Recipe(partial(_capture, loss_fn, check=check))
+    return graph
+
+
+def _capture(
+    loss_fn: Callable[..., torch.Tensor],
+    model: nn.Module,
+    *batch: Any,
+    check: bool,
+    traced_everywhere: Callable[[], None] = lambda: None,
+) -> CapturedStep:
+    """Captures a step; ``traced_everywhere`` is called before the ranks run an eager step together."""
     refuse_model(model)
     structure = BatchStructure.of(batch)
     leaves = structure.leaves(batch)
@@ -91,9 +105,8 @@ def capture_train_step(
     check_outside_tensors(graph)
     _name_batch(graph, structure)
     graph.guards = trace.guards
-    if recapture:
-        graph.recipe = Recipe(partial(capture_train_step, loss_fn, check=check, recapture=False))
     if check:
+        traced_everywhere()
         check_step(graph, loss_fn, batch, trace.calls)
     return graph
 

@@ -41,7 +41,8 @@ class Recipe:
     """How a step was made: it is made so again for a batch by which ``loss_fn`` decides otherwise.
 
     Args:
-        capture: captures a step of a model; called as ``capture(model, *batch)``.
+        capture: captures a step of a model; called as ``capture(model, *batch, traced_everywhere=...)``, which it calls
+            before the ranks run anything together.
         rewrites: what the captured step then went through, e.g. pipelines.
     """
 
@@ -55,6 +56,10 @@ class Recipe:
             rewrite: takes a step and returns another.
         """
         return replace(self, rewrites=(*self.rewrites, rewrite))
+
+
+class _FailedElsewhereError(CaptureError):
+    """Another rank raised, and no rank waits for this one."""
 
 
 class Variants(Generic[S]):
@@ -110,15 +115,21 @@ class Variants(Generic[S]):
             )
         try:
             with torch.enable_grad():
-                step: S = first.recipe.capture(first.model, *batch)
+                step: S = first.recipe.capture(first.model, *batch, traced_everywhere=self._meet)
+        except _FailedElsewhereError:
+            raise
         except Exception:
             self._agree([False])
             raise
-        if not self._agree([True])[0]:
-            raise CaptureError("another rank could not capture the step again; its message says why")
+        self._meet()
         for rewrite in first.recipe.rewrites:
             step = rewrite(step)
         return step
+
+    def _meet(self) -> None:
+        """Returns once all ranks came here; raises if one failed before."""
+        if not self._agree([True])[0]:
+            raise _FailedElsewhereError("another rank could not capture the step again; its message says why")
 
     def _agree(self, flags: list[bool]) -> list[bool]:
         """Returns which flags are True on all ranks: on those of each group in turn, as along the axes of a mesh."""
