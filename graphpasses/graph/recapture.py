@@ -41,8 +41,8 @@ class Recipe:
     """How a step was made: it is made so again for a batch by which ``loss_fn`` decides otherwise.
 
     Args:
-        capture: captures a step of a model; called as ``capture(model, *batch, traced_everywhere=...)``, which it calls
-            before the ranks run anything together.
+        capture: captures a step; called as ``capture(model, *batch, traced_everywhere=...)``, which it calls before
+            the ranks run anything together.
         rewrites: what the captured step then went through, e.g. pipelines.
     """
 
