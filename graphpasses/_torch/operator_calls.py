@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from torch.utils._python_dispatch import (
 )
 
 from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.operator_facts import Call, TensorFacts, Where
 from graphpasses._torch.tracing import outside_tracing
 
-__all__ = ["Call", "OperatorCalls", "TensorFacts", "Where", "read_tensors"]
+__all__ = ["OperatorCalls", "read_tensors"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _FSDP2 = Path(_TORCH, "distributed", "fsdp", "_fully_shard")
@@ -55,68 +55,6 @@ _WAITS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TensorFacts:
-    """What is compared of a tensor.
-
-    Args:
-        origin: where its memory comes from: a name, or the position of the call that made it and of its result.
-        offset: in that memory, in elements.
-        dtype: its dtype.
-        device: its kind of device.
-        shape: its sizes; None where a size depends on data.
-        stride: its strides; likewise.
-    """
-
-    origin: str | tuple[int, int]
-    offset: int | None
-    dtype: torch.dtype
-    device: str
-    shape: tuple[int | None, ...]
-    stride: tuple[int | None, ...]
-
-    def __str__(self) -> str:
-        sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
-        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """From where an operator is called.
-
-    Args:
-        module: FQN of the module whose forward, or whose backward, calls it.
-        line: of the user's code: file, line and function.
-        in_backward: whether autograd's engine calls it.
-    """
-
-    module: str
-    line: tuple[str, int, str] | None
-    in_backward: bool
-
-    def __str__(self) -> str:
-        line = " ({}:{} in {})".format(*self.line) if self.line else ""
-        of = f"module {self.module!r}" if self.module else "the model itself"
-        return f"{'backward' if self.in_backward else 'forward'} of {of}{line}"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of an operator.
-
-    Args:
-        operator: its name.
-        inputs: its arguments, keywords last; tensors as :class:`TensorFacts`.
-        outputs: its results.
-        where: from where it is called.
-    """
-
-    operator: str
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    where: Where
-
-
 class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators that a block calls, and undoes what they write into tensors and generators from outside.
 
@@ -132,6 +70,7 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: the model that the block runs.
         names: tensors from outside, by names that two records of one step share.
+        only_undo: record no calls, only what :meth:`undo` needs.
 
     Example:
         >>> model, x = nn.Linear(2, 1), torch.ones(3, 2)
@@ -143,8 +82,11 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module, names: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, names: Mapping[str, torch.Tensor], *, only_undo: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._only_undo = only_undo
         self.calls: list[Call] = []
         self._modules = {id(module): fqn for fqn, module in reversed([*model.named_modules()])}
         self._origins: dict[int, str | tuple[int, int]] = {}
@@ -180,6 +122,9 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the call comes again, on the tensors inside
         kwargs = kwargs or {}
+        if self._only_undo:
+            self._save(func, args, kwargs)
+            return func(*args, **kwargs)
         where = self._where()
         if where is not None:
             self._save(func, args, kwargs)

@@ -15,22 +15,26 @@ from torch.distributed.tensor import DTensor
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import parameter_groups
 from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
-from graphpasses._torch.operator_calls import Call, OperatorCalls, TensorFacts, read_tensors
+from graphpasses._torch.operator_calls import OperatorCalls, read_tensors
+from graphpasses._torch.operator_facts import Call, TensorFacts
 from graphpasses.capture.live_state import live_state_restored
 from graphpasses.errors import FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.identity import IdentityMap, same_bits
 
-__all__ = ["check_step", "record_calls"]
+__all__ = ["check_step", "record_calls", "why_unchecked"]
 
 
-def record_calls(model: nn.Module, identity: IdentityMap, batch: Sequence[Any]) -> OperatorCalls:
+def record_calls(
+    model: nn.Module, identity: IdentityMap, batch: Sequence[Any], *, only_undo: bool = False
+) -> OperatorCalls:
     """Returns a record for the operators of a step; the tensors of the model and of the batch have their names in it.
 
     Args:
         model: the model, real or as it is traced.
         identity: of the model before it is traced, which may part its ties.
         batch: the leaves of its batch, likewise.
+        only_undo: record no operators, only what the step writes into tensors from outside.
     """
     state = (
         *model.named_parameters(remove_duplicate=False),
@@ -40,15 +44,13 @@ def record_calls(model: nn.Module, identity: IdentityMap, batch: Sequence[Any]) 
     if not parameter_groups(model):  # FSDP2 runs a model on other tensors than its parameters
         names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
     tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
-    return OperatorCalls(model, tensors)
+    return OperatorCalls(model, tensors, only_undo=only_undo)
 
 
 def check_step(
     step: CapturedStep, loss_fn: Callable[..., torch.Tensor], batch: Sequence[Any], traced: Sequence[Call]
 ) -> None:
     """Compares what an eager step calls with what was traced, runs another one unrecorded, and leaves all as it was.
-
-    Where there is nothing to compute on, a note on the step says that it was not compared.
 
     Args:
         step: the captured step.
@@ -61,9 +63,6 @@ def check_step(
     """
     model, structure = step.model, step.batch_structure
     leaves = structure.leaves(batch)
-    if reason := _no_oracle(step, dict(zip(structure.paths, leaves, strict=True))):
-        step.note(f"the capture was not compared with an eager step: {reason}")
-        return
     record = record_calls(model, step.identity, leaves)
     eager = _eager(loss_fn, model, batch)
     try:
@@ -131,15 +130,19 @@ def _is_comparable(model: nn.Module) -> bool:
     )
 
 
-def _no_oracle(step: CapturedStep, batch: Mapping[str, Any]) -> str | None:
-    state = {
-        repr(fqn): tensor for fqn, tensor in (*step.model.named_parameters(), *step.model.named_buffers())
-    }
+def why_unchecked(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
+    """Returns why there is no eager step to compare a captured one with; None if there is.
+
+    Args:
+        model: the model.
+        batch: the leaves of its batch, by path.
+    """
+    state = {repr(fqn): tensor for fqn, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, value in {**state, **batch}.items():
         if isinstance(value, torch.Tensor) and any(map(is_fake, read_tensors(value))):
             return f"{name} is a fake tensor"
-    for fqn, *aliases in step.identity.parameters:
-        if aliases and isinstance(state.get(repr(fqn)), DTensor) and not parameter_groups(step.model):
+    for fqn, *aliases in IdentityMap.of(model).parameters:
+        if aliases and isinstance(state.get(repr(fqn)), DTensor) and not parameter_groups(model):
             return f"{fqn!r} is also {aliases[0]!r}, and the tracer gives each name of a DTensor its own gradient"
     return None
 

@@ -14,7 +14,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
-from graphpasses._torch.operator_calls import Call, OperatorCalls
+from graphpasses._torch.operator_calls import OperatorCalls
+from graphpasses._torch.operator_facts import Call
 from graphpasses.capture.attributes import trace_and_watch
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
@@ -44,7 +45,7 @@ class Trace:
         read: by module, the attributes that forward read.
         guards: the values by which ``loss_fn`` decided.
         seeds: the calls that seeded the random number generator.
-        calls: the operators that were called, in order.
+        calls: the operators that were called, in order, if they were recorded.
     """
 
     result: TracedResult
@@ -55,7 +56,12 @@ class Trace:
 
 
 def trace_step(
-    loss_fn: Callable[..., torch.Tensor], model: nn.Module, structure: BatchStructure, leaves: Sequence[Any]
+    loss_fn: Callable[..., torch.Tensor],
+    model: nn.Module,
+    structure: BatchStructure,
+    leaves: Sequence[Any],
+    *,
+    is_recorded: bool,
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
@@ -66,6 +72,7 @@ def trace_step(
         model: the model.
         structure: of the batch.
         leaves: of the batch.
+        is_recorded: whether to record the operators that are called.
 
     Raises:
         CaptureError: see :func:`capture_train_step`.
@@ -94,7 +101,7 @@ def trace_step(
             if parameter.requires_grad
         }
         gradients_before = [parameter.grad for parameter in named.values()]
-        records.append(record := record_calls(model, identity, args))
+        records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
         with decisions.watched(), communication_traced(model) as reduced:
             with _autocast_refused(), kept_tensors_refused(model), other_models_refused(model), record:
                 loss = loss_fn(model, *structure.build(args))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
-from graphpasses.capture.oracle import check_step
+from graphpasses.capture.oracle import check_step, why_unchecked
 from graphpasses.capture.outside_tensors import check_outside_tensors
 from graphpasses.capture.random_state import check_random_state
 from graphpasses.capture.refusals import (
@@ -95,7 +95,8 @@ def _capture(
     for path, leaf in zip(structure.paths, leaves, strict=True):
         check_leaf(path, leaf)
     prepare_for_tracing(model)
-    trace = trace_step(loss_fn, model, structure, leaves)
+    unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
+    trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None)
     graph = read_traced_result(trace.result, model=model, read=trace.read)
     graph.fixed_signature = False
     refuse_recurrent_kernel(graph)
@@ -105,7 +106,9 @@ def _capture(
     check_outside_tensors(graph)
     _name_batch(graph, structure)
     graph.guards = trace.guards
-    if check:
+    if unchecked:
+        graph.note(f"the capture was not compared with an eager step: {unchecked}")
+    elif check:
         traced_everywhere()
         check_step(graph, loss_fn, batch, trace.calls)
     return graph
