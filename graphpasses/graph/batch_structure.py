@@ -76,8 +76,8 @@ class BatchStructure:
         items, spec = opened
         children = tuple(cls.of(item, path + _accessor(value, key)) for key, item in items.items())
         structure = cls(path, kind, tuple(items), children, spec)
-        structure._check_attributes(value, items)
-        structure._check_that_it_is_made(items)
+        _check_attributes(structure, value, items)
+        _check_that_it_is_made(structure, items)
         return structure
 
     @property
@@ -111,7 +111,7 @@ class BatchStructure:
             raise BatchMismatchError(
                 f"{self.path} was {self.spec} in the captured batch, and is {spec}; {_AGAIN}"
             )
-        self._check_attributes(value, items)
+        _check_attributes(self, value, items)
         parts = (child.leaves(items[key]) for key, child in zip(self.keys, self.children, strict=True))
         return [leaf for part in parts for leaf in part]
 
@@ -124,11 +124,16 @@ class BatchStructure:
         if self.kind is None:
             return next(iter(leaves))
         rest = iter(leaves)
-        return self._make(
+        return self.make(
             {key: child.build(rest) for key, child in zip(self.keys, self.children, strict=True)}
         )
 
-    def _make(self, items: Mapping[Any, Any]) -> Any:
+    def make(self, items: Mapping[Any, Any]) -> Any:
+        """Returns a container of this kind.
+
+        Args:
+            items: what it holds, by key, field or position.
+        """
         assert self.kind is not None
         if self.spec is not None:
             return pytree.tree_unflatten(list(items.values()), self.spec)
@@ -138,33 +143,6 @@ class BatchStructure:
         for name, item in items.items():
             object.__setattr__(made, name, item)
         return made
-
-    def _check_that_it_is_made(self, items: Mapping[Any, Any]) -> None:
-        name = getattr(self.kind, "__name__", "")
-        refusal = CaptureError(
-            f"{self.path} is a {name}, which {name}(dict of its items) does not make again; pass a plain dict"
-        )
-        try:
-            made = _open(self._make(items))
-        except TypeError as error:
-            raise refusal from error
-        if (
-            made is None
-            or [*made[0]] != [*items]
-            or any(made[0][key] is not item for key, item in items.items())
-        ):
-            raise refusal
-
-    def _check_attributes(self, value: Any, items: Mapping[Any, Any]) -> None:
-        if self.spec is not None and not issubclass(type(value), Mapping):
-            return  # whoever registered it with pytree says what there is
-        for name, attribute in getattr(value, "__dict__", {}).items():
-            # UserDict has its items in `data`; BatchEncoding keeps its tokenizer's private ones.
-            if name not in items and name != "data" and name[:1] != "_" and attribute is not None:
-                raise BatchMismatchError(
-                    f"{self.path}, a {type(value).__name__}, has the attribute {name!r} beside its items, which a "
-                    "captured step would not see; make it an item, or pass a plain dict"
-                )
 
 
 _AGAIN = "capture a step for this structure"
@@ -192,3 +170,28 @@ def _difference(structure: BatchStructure, value: Any, items: Mapping[Any, Any])
     parts = [f"lacks {', '.join(missing)}"] if missing else []
     parts += [f"has {', '.join(unknown)} beside what the captured batch had"] if unknown else []
     return " and ".join(parts)
+
+
+def _check_that_it_is_made(structure: BatchStructure, items: Mapping[Any, Any]) -> None:
+    name = getattr(structure.kind, "__name__", "")
+    refusal = CaptureError(
+        f"{structure.path} is a {name}, which {name}(dict of its items) does not make again; pass a plain dict"
+    )
+    try:
+        made = _open(structure.make(items))
+    except TypeError as error:
+        raise refusal from error
+    if made is None or [*made[0]] != [*items] or any(made[0][key] is not item for key, item in items.items()):
+        raise refusal
+
+
+def _check_attributes(structure: BatchStructure, value: Any, items: Mapping[Any, Any]) -> None:
+    if structure.spec is not None and not issubclass(type(value), Mapping):
+        return  # whoever registered it with pytree says what there is
+    for name, attribute in getattr(value, "__dict__", {}).items():
+        # UserDict has its items in `data`; BatchEncoding keeps its tokenizer's private ones.
+        if name not in items and name != "data" and name[:1] != "_" and attribute is not None:
+            raise BatchMismatchError(
+                f"{structure.path}, a {type(value).__name__}, has the attribute {name!r} beside its items, which a "
+                "captured step would not see; make it an item, or pass a plain dict"
+            )

@@ -95,7 +95,7 @@ class CapturedStep(TrainGraph):
         step = self._variants.fitting(batch, partial(self._value, leaves=leaves))
         if step is not self:
             tensors = step.facts.check(self.model)
-        return step._run(tensors, leaves)
+        return step.run_unchecked(tensors, leaves)
 
     @property
     def variants(self) -> tuple[CapturedStep, ...]:
@@ -122,7 +122,13 @@ class CapturedStep(TrainGraph):
         tensor = get_state(self.model, item.fqn)
         return getattr(tensor, item.attr) if item.attr else tensor
 
-    def _run(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> torch.Tensor:
+    def run_unchecked(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> torch.Tensor:
+        """Runs the graph on a model and a batch that were found to fit.
+
+        Args:
+            tensors: the model's, as ``facts`` returned them.
+            leaves: the batch's.
+        """
         values = self._flat_inputs(tensors, leaves)
         if self.written:
             named = zip(self.inputs, values, strict=True)
