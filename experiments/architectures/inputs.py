@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.architectures.architecture import Inputs
-
 __all__ = [
     "IMAGE",
     "NUM_CLASSES",
@@ -69,15 +67,11 @@ def classified_images(generator: torch.Generator) -> dict[str, Tensor]:
     return {"pixel_values": _images(generator), "labels": _classes(generator)}
 
 
-def images_and_texts(*switches: str) -> Inputs:
-    """Pairs of an image and a text; ``switches`` are further arguments that are true."""
-
-    def pairs(generator: torch.Generator) -> dict[str, Any]:
-        texts = _tokens(generator)
-        texts[:, -1] = EOS
-        return {"input_ids": texts, "pixel_values": _images(generator), **dict.fromkeys(switches, True)}
-
-    return pairs
+def images_and_texts(generator: torch.Generator) -> dict[str, Any]:
+    """Pairs of an image and a text; which belong together is what is learnt."""
+    texts = _tokens(generator)
+    texts[:, -1] = EOS
+    return {"input_ids": texts, "pixel_values": _images(generator), "return_loss": True}
 
 
 def transcribed_spectrograms(generator: torch.Generator) -> dict[str, Tensor]:

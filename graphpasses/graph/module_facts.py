@@ -198,4 +198,14 @@ class ModuleFacts:
 
 
 def _are_made_alike(kind: type, other: type) -> bool:
-    return bool(wrapped_class(kind)) and wrapped_class(kind) == wrapped_class(other)
+    return bool(_made_of(kind)) and _made_of(kind) == _made_of(other)
+
+
+def _made_of(kind: type) -> tuple[Hashable, ...]:
+    """Returns the parts of a class that SimpleFSDP or ``torch.nn.utils.parametrize`` makes for each model, or ()."""
+    base = kind.__bases__[0]
+    if (
+        kind.__name__ == f"Parametrized{base.__name__}"
+    ):  # its parametrizations are modules, and compared as such
+        return base, *sorted(name for name, value in vars(kind).items() if isinstance(value, property))
+    return wrapped_class(kind)

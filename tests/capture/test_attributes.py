@@ -279,3 +279,11 @@ def test_a_step_for_a_model_that_simple_fsdp_wrapped_with_classes_of_its_own() -
             "module '0.linear' was a SimpleFSDPLinear when the step was captured, and is a SimpleFSDPLinear now"
             + AGAIN
         )
+
+
+def test_a_step_for_a_model_with_parametrizations_of_its_own() -> None:
+    model, other = build(), build()
+    for each in (model, other):
+        nn.utils.parametrizations.weight_norm(each[0].linear)
+    step = capture_train_step(loss_fn, model, X)
+    assert same_bits(step.for_model(other)(X), step(X))

@@ -44,7 +44,11 @@ ENCODER_DECODERS = (
     _both("marian, dropout", model="MarianMTModel"),
     _both("pegasus, dropout", model="PegasusForConditionalGeneration"),
     _both("mbart, dropout", model="MBartForConditionalGeneration"),
-    _both("m2m_100", model="M2M100ForConditionalGeneration", options=SEQ2SEQ_SIZES | _NO_DROPOUT),
+    _both(
+        "m2m_100",
+        model="M2M100ForConditionalGeneration",
+        options=SEQ2SEQ_SIZES | _NO_DROPOUT | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0},
+    ),
     _both(
         "led",
         model="LEDForConditionalGeneration",

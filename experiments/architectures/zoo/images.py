@@ -29,7 +29,7 @@ _RESNET = {
 _image = functools.partial(Architecture, family="vision", inputs=classified_images)
 # A CPU's batch_norm does not take weights in bf16 with its statistics in fp32.
 _batch_norm = functools.partial(_image, compute=torch.float32)
-_pair = functools.partial(Architecture, family="image and text", inputs=images_and_texts("return_loss"))
+_pair = functools.partial(Architecture, family="image and text", inputs=images_and_texts)
 
 IMAGES = (
     _image("vit", model="ViTForImageClassification", options=_PATCHES | _CLASSES),
