@@ -105,6 +105,7 @@ _CONTIGUOUS = frozenset(
         aten.huber_loss_backward.default,
         aten.log_sigmoid_forward.default,
         aten.mse_loss_backward.default,
+        aten.native_layer_norm_backward.default,
         aten.smooth_l1_loss_backward.default,
     }
 )
@@ -134,7 +135,9 @@ def _with_strides(decomposition: Callable[..., Any], contiguous: bool) -> Callab
             return torch.empty_like(first, dtype=value.dtype)
 
         result = decomposition(first, *args, **kwargs)
-        return restride(result) if isinstance(result, torch.Tensor) else tuple(map(restride, result))
+        if isinstance(result, torch.Tensor):
+            return restride(result)
+        return tuple(None if each is None else restride(each) for each in result)  # None: not asked for
 
     return call
 

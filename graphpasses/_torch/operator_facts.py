@@ -1,13 +1,31 @@
-"""What is compared of the operators that two steps call."""
+"""What is recorded of a call of an operator."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-__all__ = ["Call", "TensorFacts", "Where"]
+from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.tracing import outside_tracing
+
+__all__ = [
+    "Call",
+    "TensorFacts",
+    "Where",
+    "facts_of_value",
+    "known_number",
+    "leaves",
+    "memory_of",
+    "numbers_of",
+    "read_tensors",
+    "tensors",
+]
+
+_NUM_NUMBERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +88,90 @@ class Call:
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     where: Where
+
+
+def read_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the plain tensors that a tensor is made of: itself, or those inside of a subclass.
+
+    Args:
+        value: a tensor, e.g. a DTensor.
+    """
+    if is_traceable_wrapper_subclass_type(type(value)):
+        for name in value.__tensor_flatten__()[0]:
+            inner = getattr(value, name)
+            if isinstance(inner, torch.Tensor):
+                yield from read_tensors(inner)
+    else:
+        yield value
+
+
+def numbers_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Returns the first numbers of a tensor that Python made of numbers; None for a fake one.
+
+    Args:
+        tensor: of any shape.
+    """
+    if is_fake(tensor):
+        return None
+    with outside_tracing():
+        return tuple(tensor.flatten()[:_NUM_NUMBERS].tolist())
+
+
+def facts_of_value(value: Any) -> Any:
+    """Returns what is compared of an argument that is no tensor and no list.
+
+    Args:
+        value: the argument.
+    """
+    match value:
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            return None
+        case bool() | int() | float() | complex() | str() | None:
+            return value
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return value
+        case torch.device():
+            return value.type
+    return type(value).__name__
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Returns the tensors in a value.
+
+    Args:
+        value: one value, or lists and tuples of them.
+    """
+    return (each for each in leaves(value) if isinstance(each, torch.Tensor))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yields what lists and tuples hold.
+
+    Args:
+        value: one value, or lists and tuples of them.
+    """
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from leaves(each)
+    else:
+        yield value
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Returns a number for the memory that a tensor reads, shared by its views.
+
+    Args:
+        tensor: a plain one.
+    """
+    if tensor.layout != torch.strided:
+        return -id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def known_number(value: Any) -> int | None:
+    """Returns a size or a stride; None where it depends on data.
+
+    Args:
+        value: an int, or a symbolic one.
+    """
+    return value if isinstance(value, int) else None

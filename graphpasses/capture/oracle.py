@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,19 @@ from torch.distributed.tensor import DTensor
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import parameter_groups
 from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
-from graphpasses._torch.operator_calls import OperatorCalls, read_tensors
-from graphpasses._torch.operator_facts import Call, TensorFacts
+from graphpasses._torch.operator_calls import OperatorCalls
+from graphpasses._torch.operator_facts import Call, TensorFacts, read_tensors
+from graphpasses._torch.view_replay import views_replayed
 from graphpasses.capture.live_state import live_state_restored
 from graphpasses.errors import FidelityError
 from graphpasses.graph import CapturedStep
+from graphpasses.graph.votes import Votes
 from graphpasses.identity import IdentityMap, same_bits
 
 __all__ = ["check_step", "record_calls", "why_unchecked"]
+
+
+_ANOTHER_RANK = "on another rank, eager and the captured step part; its message says where"
 
 
 def record_calls(
@@ -63,22 +69,30 @@ def check_step(
     """
     model, structure = step.model, step.batch_structure
     leaves = structure.leaves(batch)
-    record = record_calls(model, step.identity, leaves)
+    record, is_comparable = record_calls(model, step.identity, leaves), _is_comparable(model)
     eager = _eager(loss_fn, model, batch)
+    # Where the bits of an unrecorded step say that it makes no difference, views are replayed as in the trace.
+    views = views_replayed() if is_comparable else nullcontext()
+    votes = Votes(step.graph, next(model.parameters()).device)
+    agreed = partial(votes.raised_together, FidelityError(_ANOTHER_RANK))
     try:
-        _run(model, lambda: eager(record))
+        with agreed():
+            with views:
+                _run(model, lambda: eager(record))
+            compare_calls(traced, record.calls)
+        record.undo()
+        if is_comparable:
+            with agreed():
+                # While a mode is active, some of autograd's formulas take another path, as when they are traced.
+                theirs = _run(model, lambda: eager(nullcontext()))
+            record.undo()
+            with agreed():
+                _compare_bits(_run(model, lambda: step(*batch)), theirs)
     finally:
         record.undo()
-    compare_calls(traced, record.calls)
-    if not _is_comparable(model):
-        return
-    # While a mode is active, some of autograd's formulas take another path, as they do while they are traced.
-    try:
-        theirs = _run(model, lambda: eager(nullcontext()))
-        record.undo()
-        ours = _run(model, lambda: step(*batch))
-    finally:
-        record.undo()
+
+
+def _compare_bits(ours: dict[str, torch.Tensor | None], theirs: dict[str, torch.Tensor | None]) -> None:
     for name, value in theirs.items():
         other = ours[name]
         if value is not other and (value is None or other is None or not same_bits(value, other)):

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
-from graphpasses._torch.group_ranks import named_group
 from graphpasses.errors import CaptureError
 from graphpasses.graph.guards import Guards
-from graphpasses.graph.nodes import collective_group
 from graphpasses.graph.train_graph import GraphInput
+from graphpasses.graph.votes import Votes
 
 __all__ = ["MAX_STEPS", "Recipe", "Variants"]
 
@@ -74,10 +72,9 @@ class Variants(Generic[S]):
 
     def __init__(self, first: S) -> None:
         self.steps = [first]
-        nodes = first.graph.nodes
-        self._groups = list(dict.fromkeys(g for g in map(collective_group, nodes) if g is not None))
         self._device = next(first.model.parameters()).device
-        self._is_guarded = None if self._groups else first.guards is not None
+        self._votes = Votes(first.graph, self._device)
+        self._is_guarded = None if self._votes.groups else first.guards is not None
 
     def fitting(self, batch: tuple[Any, ...], value_of: Callable[[GraphInput], Any]) -> S:
         """Returns the step that all ranks captured with what they decide by now; captures it if there is none.
@@ -90,12 +87,12 @@ class Variants(Generic[S]):
             CaptureError: there is none, and none may be captured: the message names the line and both values.
         """
         if self._is_guarded is None:  # some rank may decide by what the others do not have
-            self._is_guarded = not self._agree([self.steps[0].guards is None])[0]
+            self._is_guarded = not self._votes.all_ranks([self.steps[0].guards is None])[0]
         if not self._is_guarded:
             return self.steps[0]
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             differences = [_difference(step.guards, value_of) for step in self.steps]
-        fits = self._agree([difference is None for difference in differences])
+        fits = self._votes.all_ranks([difference is None for difference in differences])
         if True in fits:
             return self.steps[fits.index(True)]
         found = next(filter(None, differences), "on another rank, loss_fn decided otherwise than it does now")
@@ -119,7 +116,7 @@ class Variants(Generic[S]):
         except _FailedElsewhereError:
             raise
         except Exception:
-            self._agree([False])
+            self._votes.all_ranks([False])
             raise
         self._meet()
         for rewrite in first.recipe.rewrites:
@@ -128,17 +125,8 @@ class Variants(Generic[S]):
 
     def _meet(self) -> None:
         """Returns once all ranks came here; raises if one failed before."""
-        if not self._agree([True])[0]:
+        if not self._votes.all_ranks([True])[0]:
             raise _FailedElsewhereError("another rank could not capture the step again; its message says why")
-
-    def _agree(self, flags: list[bool]) -> list[bool]:
-        """Returns which flags are True on all ranks: on those of each group in turn, as along the axes of a mesh."""
-        if not self._groups:
-            return flags
-        votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        for group in self._groups:
-            dist.all_reduce(votes, dist.ReduceOp.MIN, group=named_group(str(group)))
-        return [bool(vote) for vote in votes.tolist()]
 
 
 def _difference(guards: Guards | None, value_of: Callable[[GraphInput], Any]) -> str | None:

@@ -322,6 +322,59 @@ def test_equal_models(name: str) -> None:
     assert capture_train_step(mean_square, MODELS[name](), X).notes == []
 
 
+class Rows(nn.Module):
+    """Writes into a view of what it computed; autograd makes the view again by its strides, traced by its calls."""
+
+    def __init__(self, row: Callable[[torch.Tensor], torch.Tensor] = lambda row: row.mul_(2)) -> None:
+        super().__init__()
+        self.layer, self.row = nn.Linear(3, 3), row
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).view(2, 2, 3).transpose(0, 1)
+        self.row(y[0])
+        return y
+
+
+def test_views_that_autograd_makes_again() -> None:
+    assert capture_train_step(mean_square, Rows(), X).notes == []
+    assert_expected_inline(
+        refusal(mean_square, Rows(lambda row: row.mul_(3 if is_traced(row) else 2)), X),
+        """\
+eager and the captured step part at operator 2, in forward of the model itself (test_oracle.py in <lambda>):
+eager calls aten.mul_.Tensor(float32[2, 3], 2),
+the graph aten.mul_.Tensor(float32[2, 3], 3) (2 against 3)""",
+    )
+
+
+def test_numbers_that_are_conjugated() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) * 1j).abs().sum()
+
+    def another(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return (y * (2j if is_traced(y) else 1j)).abs().sum()
+
+    def copied(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        return ((y * 1j).clone() if is_traced(y) else y * 1j).abs().sum()
+
+    assert capture_train_step(loss_fn, nn.Linear(3, 3), X).notes == []
+    assert_expected_inline(
+        refusal(another, nn.Linear(3, 3), X),
+        """\
+eager and the captured step part at operator 2, in forward of the model itself (test_oracle.py in another):
+eager calls aten.mul.Tensor(float32[4, 3], 1j),
+the graph aten.mul.Tensor(float32[4, 3], 2j) (1j against 2j)""",
+    )
+    assert_expected_inline(
+        refusal(copied, nn.Linear(3, 3), X),
+        """\
+eager and the captured step part at operator 3, in forward of the model itself (test_oracle.py in copied):
+eager calls aten.abs.default(complex64[4, 3]),
+the graph aten.clone.default(complex64[4, 3])""",
+    )
+
+
 # ---- where it is left out ------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,129 @@
+"""Which operators compute nothing, whose memory their results have, and which ways of computing are one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers an operator that is named below. Tested: 2.13.
+
+from graphpasses._torch.operator_facts import Call, leaves
+
+__all__ = [
+    "LEFT_OUT",
+    "LIFT_FRESH",
+    "accumulates",
+    "computes_nothing",
+    "copies_nothing",
+    "one_hot",
+    "with_sources",
+]
+
+_TORCH = Path(torch.__file__).parent
+_FSDP2 = _TORCH / "distributed" / "fsdp" / "_fully_shard"
+LEFT_OUT = frozenset(
+    {
+        # DTensor runs an operator that it has not met before on fake tensors, to learn the shapes of its results.
+        str(_TORCH / "distributed" / "tensor" / "_sharding_prop.py"),
+        # How FSDP2 gathers and reduces, and what a traced step does instead.
+        *(str(_FSDP2 / f"_fsdp_{name}.py") for name in ("collectives", "param", "param_group")),
+        str(Path(__file__).with_name("fsdp2_tracing.py")),
+    }
+)
+"""Files whose calls are none of the step's own."""
+
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
+_QUERIES = (torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default)
+# In eager they are calls of Python.
+_STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_state.default")
+_ONE_HOT = ["aten.zeros.default", "aten.scatter_.value"]
+_ONE_HOT_TRACED = ["aten.arange.default", "aten.eq.Tensor", "aten._to_copy.default"]
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_WAITS = (
+    torch.ops._c10d_functional.wait_tensor.default,
+    torch.ops._c10d_functional._wrap_tensor_autograd.default,
+)
+
+
+@cache
+def computes_nothing(func: Any) -> bool:
+    """Whether an operator makes a view, waits, marks or asks.
+
+    Args:
+        func: the operator.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func is LIFT_FRESH:
+        return False
+    is_view = bool(func._schema.returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
+    )
+    return (
+        is_view or func in _WAITS or func in _QUERIES or func.namespace == "profiler" or str(func) in _STATES
+    )
+
+
+def copies_nothing(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call writes out a tensor that is conjugated or negated lazily.
+
+    Torch does so before each operator that cannot read such a tensor: in eager also before those that read it as a
+    Python number (``x * 1j``), which has no such bit while it is traced.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+    """
+    return func is torch.ops.aten.clone.default and (args[0].is_conj() or args[0].is_neg())
+
+
+def accumulates() -> bool:
+    """Whether autograd is about to hand a leaf its gradient."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == _ACCUMULATE
+
+
+def one_hot(calls: Sequence[Call]) -> tuple[Any, int] | None:
+    """Returns what ``F.one_hot`` encodes, and by how many calls, if the last calls are its.
+
+    It writes ones into zeros, and compares with all classes where it is traced.
+
+    Args:
+        calls: of a step so far.
+    """
+    names = [call.operator for call in calls[-3:]]
+    if names == _ONE_HOT_TRACED:
+        return calls[-2].inputs[0], 3
+    if names[-2:] == _ONE_HOT and calls[-1].inputs[3] == 1:
+        return calls[-1].inputs[2], 3 if names[0] == "aten.aminmax.default" else 2
+    return None
+
+
+def with_sources(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any
+) -> Iterator[tuple[Any, torch.Tensor | None]]:
+    """Yields each result, with the argument whose memory it has according to the operator's schema.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        results: what it returned.
+    """
+    if func in _WAITS:
+        yield results, args[0]
+        return
+    schema = func._schema if isinstance(func, torch._ops.OpOverload) and func is not LIFT_FRESH else None
+    sources: dict[str, torch.Tensor] = {}
+    for index, argument in enumerate(schema.arguments if schema else ()):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and isinstance(value, torch.Tensor):
+            sources.update(dict.fromkeys(argument.alias_info.before_set, value))
+    several = schema is not None and len(schema.returns) > 1
+    for index, value in enumerate(results if several else [results]):
+        alias = schema.returns[index].alias_info if schema and schema.returns else None
+        source = next(
+            (sources[name] for name in (alias.before_set if alias else ()) if name in sources), None
+        )
+        yield from ((each, source) for each in leaves(value))
