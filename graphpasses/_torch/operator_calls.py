@@ -36,6 +36,7 @@ from graphpasses._torch.operator_rules import (
     LEFT_OUT,
     LIFT_FRESH,
     accumulates,
+    arguments_to_save,
     computes_nothing,
     copies_nothing,
     one_hot,
@@ -169,16 +170,10 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def _save(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        arguments = func._schema.arguments if isinstance(func, torch._ops.OpOverload) else ()
-        for index, argument in enumerate(arguments):
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, name in arguments_to_save(func):
+            value = args[index] if index < len(args) else kwargs.get(name)
             if isinstance(value, torch.Generator):
                 self._generators.setdefault(id(value), (value, value.get_state()))
-            # Batch norms do not say that they write these.
-            if not argument.name.startswith("running_") and not getattr(
-                argument.alias_info, "is_write", False
-            ):
-                continue
             for tensor in tensors(value):
                 key = memory_of(tensor)
                 if (

@@ -16,6 +16,7 @@ __all__ = [
     "LEFT_OUT",
     "LIFT_FRESH",
     "accumulates",
+    "arguments_to_save",
     "computes_nothing",
     "copies_nothing",
     "one_hot",
@@ -115,15 +116,44 @@ def with_sources(
         yield results, args[0]
         return
     schema = func._schema if isinstance(func, torch._ops.OpOverload) and func is not LIFT_FRESH else None
-    sources: dict[str, torch.Tensor] = {}
-    for index, argument in enumerate(schema.arguments if schema else ()):
-        value = args[index] if index < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and isinstance(value, torch.Tensor):
-            sources.update(dict.fromkeys(argument.alias_info.before_set, value))
     several = schema is not None and len(schema.returns) > 1
     for index, value in enumerate(results if several else [results]):
-        alias = schema.returns[index].alias_info if schema and schema.returns else None
-        source = next(
-            (sources[name] for name in (alias.before_set if alias else ()) if name in sources), None
-        )
+        source = None
+        for position, name in _sources(func)[index] if schema is not None and schema.returns else ():
+            argument = args[position] if position < len(args) else kwargs.get(name)
+            source = argument if source is None and isinstance(argument, torch.Tensor) else source
         yield from ((each, source) for each in leaves(value))
+
+
+@cache
+def _sources(func: Any) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Returns, for each result of an operator, positions and names of the arguments whose memory it may have."""
+    aliases = [each.alias_info for each in func._schema.returns]
+    return tuple(
+        tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if alias is not None
+            and argument.alias_info is not None
+            and alias.before_set & argument.alias_info.before_set
+        )
+        for alias in aliases
+    )
+
+
+@cache
+def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
+    """Returns positions and names of the arguments that an operator writes, and of generators.
+
+    Args:
+        func: the operator.
+    """
+    if not isinstance(func, torch._ops.OpOverload):
+        return ()
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if getattr(argument.alias_info, "is_write", False)
+        or argument.name.startswith("running_")  # batch norms do not say that they write these
+        or "Generator" in str(argument.type)
+    )
