@@ -15,15 +15,30 @@ from torch import fx
 # What torch itself decides by where it propagates real tensors: the value that a symbol has in this run. Each such
 # decision becomes a runtime assertion, which is how we learn of it. Tested: 2.13.
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, GuardOnDataDependentSymNode
 from torch.utils._pytree import key_get, tree_map
 
-__all__ = ["UNDECIDED", "as_number", "bound_symbols", "decided_by_values", "is_size", "value_at"]
+__all__ = [
+    "UNDECIDED",
+    "UNTRACEABLE",
+    "as_number",
+    "bound_symbols",
+    "decided_by_values",
+    "is_size",
+    "value_at",
+]
 
 # What torch raises where it cannot decide.
 UNDECIDED = (GuardOnDataDependentSymNode, DataDependentOutputException)
+# What it raises where an operator has no fake result.
+UNTRACEABLE = (DynamicOutputShapeException, UnsupportedOperatorException)
 
 _aten = torch.ops.aten
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import fx, nn
 import graphpasses
 from graphpasses._torch.decisions import (
     UNDECIDED,
+    UNTRACEABLE,
     as_number,
     bound_symbols,
     decided_by_values,
@@ -63,7 +65,8 @@ class Decisions:
         """Watches the block, which is traced, and makes its guards; those of the last block stand.
 
         Raises:
-            CaptureError: it decides by a value that cannot be computed before a step; the message says why.
+            CaptureError: it decides by a value that cannot be computed before a step, or calls an operator that
+                cannot be traced; the message says why.
         """
         self._start()
         try:
@@ -76,6 +79,11 @@ class Decisions:
                 f"loss_fn decides by a tensor's value (.item(), bool(tensor), tolist()) at {where}. A captured step "
                 "decides by values of the batch, of buffers and of constants alone; compute with torch.where, or "
                 "decide outside"
+            ) from error
+        except UNTRACEABLE as error:
+            raise CaptureError(
+                f"loss_fn calls {error.func} at {_line_of(error)}, which cannot be traced: the shape of its result "
+                "depends on values, or it has no fake kernel. Use another operator, or compute it outside"
             ) from error
 
     def _value_of(self, traced: Any, symbol: Symbol) -> Any:
@@ -158,6 +166,13 @@ def _user_line() -> str:
         frame = frame.f_back
     assert frame is not None
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _line_of(error: BaseException) -> str:
+    """Returns the innermost line that an error passed and that is no library's that traces."""
+    lines = traceback.extract_tb(error.__traceback__)
+    own = [line for line in lines if not line.filename.startswith(_TRACING)]
+    return "{0.filename}:{0.lineno} in {0.name}".format(own[-1]) if own else "an unknown line"
 
 
 _TRACING = (

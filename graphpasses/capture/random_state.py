@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +31,9 @@ def random_state_traced(seeds: list[str]) -> Iterator[None]:
 
     Args:
         seeds: gets the name of each call that seeds the generator instead.
+
+    Raises:
+        CaptureError: the block draws Python's or NumPy's random numbers, which would be constants of the graph.
     """
 
     def seeding(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,8 +46,22 @@ def random_state_traced(seeds: list[str]) -> Iterator[None]:
     calls = {name: seeding(getattr(torch, name)) for name in ("manual_seed", "seed")}
     calls |= {"get_rng_state": READ_RANDOM_STATE, "set_rng_state": SET_RANDOM_STATE}
     replace: Any = mock.patch.multiple
+    before = _python_states()
     with replace(torch, **calls), replace(torch.random, **calls):
         yield
+    if drawn := [name for name, state in _python_states().items() if before.get(name, state) != state]:
+        raise CaptureError(
+            f"loss_fn draws random numbers of {drawn[0]}, and a captured step would repeat those of its capture. "
+            "Draw them with torch, or outside, and give them in the batch"
+        )
+
+
+def _python_states() -> dict[str, object]:
+    states: dict[str, object] = {"Python's random": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy.random"] = (name, keys.tobytes(), *rest)
+    return states
 
 
 def check_random_state(graph: CapturedStep, seeds: list[str]) -> None:

@@ -310,3 +310,18 @@ def test_decided_by_what_is_no_number() -> None:
         return model(x).sum() * (2 if (mask.sum() / 0.0).item() > 3 else 3)
 
     assert_refused(loss_fn, 1, "is inf")
+
+
+def test_an_operator_without_a_fake_result() -> None:
+    def ctc(model: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.ctc_loss(
+            model(x).log_softmax(-1), targets, torch.full((1,), 8), torch.full((1,), 3)
+        )
+
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(ctc, nn.Linear(3, 4), torch.randn(8, 1, 3), torch.ones(1, 3, dtype=torch.long))
+    line = inspect.getsourcelines(ctc)[1] + 1
+    assert str(caught.value) == (
+        f"loss_fn calls aten._ctc_loss.Tensor at {__file__}:{line} in ctc, which cannot be traced: the shape of its "
+        "result depends on values, or it has no fake kernel. Use another operator, or compute it outside"
+    )

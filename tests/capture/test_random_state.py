@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -113,3 +115,21 @@ def test_a_seed_in_the_loss() -> None:
         "loss_fn calls torch.manual_seed, and aten.bernoulli_.float draws from its generator; a captured step would "
         "not seed again. Seed before the step"
     )
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"), [(random.random, "Python's random"), (numpy.random.rand, "numpy.random")], ids=str
+)
+def test_random_numbers_of_others(draw: Callable[[], float], name: str) -> None:
+    def noisy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return loss_fn(model, x) * draw()
+
+    state = draw.__self__.getstate() if name == "Python's random" else numpy.random.get_state()[1].tobytes()
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(noisy, nn.Linear(4, 1), X)
+    assert str(caught.value) == (
+        f"loss_fn draws random numbers of {name}, and a captured step would repeat those of its capture. Draw them "
+        "with torch, or outside, and give them in the batch"
+    )
+    after = draw.__self__.getstate() if name == "Python's random" else numpy.random.get_state()[1].tobytes()
+    assert after == state
