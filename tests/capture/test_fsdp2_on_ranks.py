@@ -49,7 +49,7 @@ OWN = CASES | {
     "all_run_twice": Case(RunTwice, reshard_after_forward=None, num_backwards=2),
 }
 
-SEVERAL_RUNS = {"three_uses": (5, 3), "two_names": (3, 2), "all_run_twice": (8, 5)}
+SEVERAL_RUNS = {"three_uses": (5, 3), "two_names": (3, 2), "all_run_twice": (8, 5), "interleaved": (4, 2)}
 
 
 def train(case: Case) -> Outcome:
