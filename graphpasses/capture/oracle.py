@@ -73,7 +73,7 @@ def check_step(
     eager = _eager(loss_fn, model, batch)
     # Where the bits of an unrecorded step say that it makes no difference, views are replayed as in the trace.
     views = views_replayed() if is_comparable else nullcontext()
-    votes = Votes(step.graph, next(model.parameters()).device)
+    votes = Votes.of_graph(step.graph, next(model.parameters()).device)
     agreed = partial(votes.raised_together, FidelityError(_ANOTHER_RANK))
     try:
         with agreed():

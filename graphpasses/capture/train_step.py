@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,8 @@ from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.recapture import Recipe
+from graphpasses.graph.recapture import FailedElsewhereError, Recipe
+from graphpasses.graph.votes import Votes
 
 __all__ = ["capture_train_step"]
 
@@ -75,7 +77,8 @@ def capture_train_step(
         >>> model.weight.grad.shape
         torch.Size([1, 4])
     """
-    graph = _capture(loss_fn, model, *batch, check=check)
+    with _together(model if check else nn.Module()) as traced_everywhere:
+        graph = _capture(loss_fn, model, *batch, check=check, traced_everywhere=traced_everywhere)
     if recapture:
         graph.recipe = Recipe(partial(_capture, loss_fn, check=check))
     return graph
@@ -88,7 +91,7 @@ def _capture(
     check: bool,
     traced_everywhere: Callable[[], None] = lambda: None,
 ) -> CapturedStep:
-    """Captures a step; ``traced_everywhere`` is called before the ranks run an eager step together."""
+    """Captures a step; ``traced_everywhere`` is called before the ranks run anything together."""
     refuse_model(model)
     structure = BatchStructure.of(batch)
     leaves = structure.leaves(batch)
@@ -106,12 +109,34 @@ def _capture(
     check_outside_tensors(graph)
     _name_batch(graph, structure)
     graph.guards = trace.guards
+    traced_everywhere()
     if unchecked:
         graph.note(f"the capture was not compared with an eager step: {unchecked}")
     elif check:
-        traced_everywhere()
         check_step(graph, loss_fn, batch, trace.calls)
     return graph
+
+
+@contextmanager
+def _together(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Raises on all ranks of a model if the block raises on one before it calls what is yielded.
+
+    The eager step communicates: the other ranks would wait in it for one that could not trace.
+    """
+    votes, is_traced = Votes.of_model(model), False
+
+    def traced_everywhere() -> None:
+        nonlocal is_traced
+        is_traced = True
+        if not votes.all_ranks([True])[0]:
+            raise FailedElsewhereError("another rank could not capture the step; its message says why")
+
+    try:
+        yield traced_everywhere
+    except Exception:
+        if not is_traced:
+            votes.all_ranks([False])
+        raise
 
 
 def _name_batch(graph: CapturedStep, structure: BatchStructure) -> None:

@@ -14,7 +14,7 @@ from graphpasses.graph.guards import Guards
 from graphpasses.graph.train_graph import GraphInput
 from graphpasses.graph.votes import Votes
 
-__all__ = ["MAX_STEPS", "Recipe", "Variants"]
+__all__ = ["MAX_STEPS", "FailedElsewhereError", "Recipe", "Variants"]
 
 MAX_STEPS = 8
 
@@ -56,7 +56,7 @@ class Recipe:
         return replace(self, rewrites=(*self.rewrites, rewrite))
 
 
-class _FailedElsewhereError(CaptureError):
+class FailedElsewhereError(CaptureError):
     """Another rank raised, and no rank waits for this one."""
 
 
@@ -73,7 +73,7 @@ class Variants(Generic[S]):
     def __init__(self, first: S) -> None:
         self.steps = [first]
         self._device = next(first.model.parameters()).device
-        self._votes = Votes(first.graph, self._device)
+        self._votes = Votes.of_graph(first.graph, self._device)
         self._is_guarded = None if self._votes.groups else first.guards is not None
 
     def fitting(self, batch: tuple[Any, ...], value_of: Callable[[GraphInput], Any]) -> S:
@@ -113,7 +113,7 @@ class Variants(Generic[S]):
         try:
             with torch.enable_grad():
                 step: S = first.recipe.capture(first.model, *batch, traced_everywhere=self._meet)
-        except _FailedElsewhereError:
+        except FailedElsewhereError:
             raise
         except Exception:
             self._votes.all_ranks([False])
@@ -126,7 +126,7 @@ class Variants(Generic[S]):
     def _meet(self) -> None:
         """Returns once all ranks came here; raises if one failed before."""
         if not self._votes.all_ranks([True])[0]:
-            raise _FailedElsewhereError("another rank could not capture the step again; its message says why")
+            raise FailedElsewhereError("another rank could not capture the step again; its message says why")
 
 
 def _difference(guards: Guards | None, value_of: Callable[[GraphInput], Any]) -> str | None:

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed.fsdp import fully_shard
 
 from graphpasses.capture import capture_train_step
-from graphpasses.errors import FidelityError
+from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.parity.launch import run_ranks
 
 PRELOAD = ("torch", "torch.distributed.fsdp", "graphpasses.capture", __name__)
@@ -48,14 +48,29 @@ def captured(*ranks: int) -> str:
     return "equal" if torch.equal(loss, loss_fn(model, x)) else "differ"
 
 
+def failing_on_one_rank() -> str:
+    """Returns the error where the second rank alone cannot trace."""
+
+    def fails(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise ValueError("only here")
+        return loss_fn(model, x)
+
+    try:
+        capture_train_step(fails, fully_shard(nn.Linear(4, 4)), torch.ones(3, 4))
+    except (CaptureError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "captured"
+
+
 def all_checks() -> list[str]:
-    return [captured(), captured(0, 1), captured(1), captured()]
+    return [captured(), captured(0, 1), captured(1), failing_on_one_rank(), captured()]
 
 
 @pytest.mark.multiprocess
 def test_ranks_raise_together() -> None:
     first, second = run_ranks(all_checks, 2, preload=PRELOAD, timeout=120.0)
-    assert first[0] == second[0] == first[3] == second[3] == "equal"
+    assert first[0] == second[0] == first[4] == second[4] == "equal"
     begin = "eager and the captured step part at operator 2, in forward of module '0'"
     end = (
         "eager calls aten.tanh.default(float32[3, 4]), the graph aten.sigmoid.default(float32[3, 4]). Let the model "
@@ -65,3 +80,5 @@ def test_ranks_raise_together() -> None:
         assert error.startswith(begin)
         assert error.endswith(end)
     assert first[2] == "on another rank, eager and the captured step part; its message says where"
+    assert first[3] == "FailedElsewhereError: another rank could not capture the step; its message says why"
+    assert second[3] == "ValueError: only here"

@@ -118,7 +118,9 @@ def test_a_seed_in_the_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draw", "name"), [(random.random, "Python's random"), (numpy.random.rand, "numpy.random")], ids=str
+    ("draw", "name"),
+    [(random.random, "Python's random"), (numpy.random.rand, "numpy.random")],
+    ids=["random", "numpy"],
 )
 def test_random_numbers_of_others(draw: Callable[[], float], name: str) -> None:
     def noisy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
