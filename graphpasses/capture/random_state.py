@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -19,41 +20,47 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 
-__all__ = ["check_random_state", "random_state_traced"]
+__all__ = ["RandomCalls", "check_random_state", "random_state_traced"]
+
+
+@dataclass(frozen=True)
+class RandomCalls:
+    """What a traced block did with random numbers beside drawing those of torch.
+
+    Args:
+        seeds: the calls that seeded torch's generator.
+        others: whose random numbers it drew instead of torch's.
+    """
+
+    seeds: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def random_state_traced(seeds: list[str]) -> Iterator[None]:
+def random_state_traced(calls: RandomCalls) -> Iterator[None]:
     """Puts calls that read and set the CPU's random state into the graph that is traced in the block.
 
     Activation checkpointing saves the state in forward and sets it in backward, so that both draw the same numbers.
     Source: ``torch.utils.checkpoint`` and ``torch.random.fork_rng``.
 
     Args:
-        seeds: gets the name of each call that seeds the generator instead.
-
-    Raises:
-        CaptureError: the block draws Python's or NumPy's random numbers, which would be constants of the graph.
+        calls: gets what else the block does with random numbers.
     """
 
     def seeding(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            seeds.append(f"torch.{function.__name__}")
+            calls.seeds.append(f"torch.{function.__name__}")
             return function(*args, **kwargs)
 
         return call
 
-    calls = {name: seeding(getattr(torch, name)) for name in ("manual_seed", "seed")}
-    calls |= {"get_rng_state": READ_RANDOM_STATE, "set_rng_state": SET_RANDOM_STATE}
+    replaced = {name: seeding(getattr(torch, name)) for name in ("manual_seed", "seed")}
+    replaced |= {"get_rng_state": READ_RANDOM_STATE, "set_rng_state": SET_RANDOM_STATE}
     replace: Any = mock.patch.multiple
     before = _python_states()
-    with replace(torch, **calls), replace(torch.random, **calls):
+    with replace(torch, **replaced), replace(torch.random, **replaced):
         yield
-    if drawn := [name for name, state in _python_states().items() if before.get(name, state) != state]:
-        raise CaptureError(
-            f"loss_fn draws random numbers of {drawn[0]}, and a captured step would repeat those of its capture. "
-            "Draw them with torch, or outside, and give them in the batch"
-        )
+    calls.others.extend(name for name, state in _python_states().items() if before.get(name, state) != state)
 
 
 def _python_states() -> dict[str, object]:
@@ -64,22 +71,28 @@ def _python_states() -> dict[str, object]:
     return states
 
 
-def check_random_state(graph: CapturedStep, seeds: list[str]) -> None:
+def check_random_state(graph: CapturedStep, calls: RandomCalls) -> None:
     """Refuses random numbers that the step would draw otherwise than eager; without any, no state is read or set.
 
     Args:
         graph: the captured step.
-        seeds: the calls that seeded the generator while it was traced.
+        calls: what it did with random numbers while it was traced.
 
     Raises:
-        CaptureError: loss_fn seeds, or backward sets the state for numbers of another device than the CPU.
+        CaptureError: loss_fn seeds, or draws Python's or NumPy's random numbers; or backward sets the state for
+            numbers of another device than the CPU.
     """
     draws = [node for node in graph.graph.nodes if _draws(node)]
     states = [node for node in graph.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
-    if seeds and draws:
+    if calls.others:
         raise CaptureError(
-            f"loss_fn calls {seeds[0]}, and {named_call(draws[0])} draws from its generator; a captured step would "
-            "not seed again. Seed before the step"
+            f"loss_fn draws random numbers of {calls.others[0]}, and a captured step would repeat those of its "
+            "capture. Draw them with torch, or outside, and give them in the batch"
+        )
+    if calls.seeds and draws:
+        raise CaptureError(
+            f"loss_fn calls {calls.seeds[0]}, and {named_call(draws[0])} draws from its generator; a captured step "
+            "would not seed again. Seed before the step"
         )
     elsewhere = [node for node in draws if is_backward(node) and _device(node).type != "cpu"]
     if elsewhere and any(node.target is SET_RANDOM_STATE for node in states):

@@ -22,7 +22,7 @@ from graphpasses.capture.guards import Decisions
 from graphpasses.capture.live_state import live_state_restored
 from graphpasses.capture.loss import check_loss
 from graphpasses.capture.oracle import record_calls
-from graphpasses.capture.random_state import random_state_traced
+from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.refusals import kept_tensors_refused
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch_structure import BatchStructure
@@ -44,14 +44,14 @@ class Trace:
         result: torchtitan's: the graph, and what its inputs and outputs are.
         read: by module, the attributes that forward read.
         guards: the values by which ``loss_fn`` decided.
-        seeds: the calls that seeded the random number generator.
+        random_calls: what it did with random numbers beside drawing torch's.
         calls: the operators that were called, in order, if they were recorded.
     """
 
     result: TracedResult
     read: dict[nn.Module, AttributesRead]
     guards: Guards | None
-    seeds: list[str]
+    random_calls: RandomCalls
     calls: list[Call]
 
 
@@ -87,10 +87,10 @@ def trace_step(
 
     names, identity = _state_names(model), IdentityMap.of(model)
     records: list[OperatorCalls] = []
-    seeds: list[str] = []
+    random_calls = RandomCalls()
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)))
 
-    @random_state_traced(seeds)
+    @random_state_traced(random_calls)
     @eager_paths()
     def step(*args: Any) -> list[torch.Tensor | None]:
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
@@ -125,7 +125,7 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, read, decisions.guards, seeds, records[0].calls)
+    return Trace(traced, read, decisions.guards, random_calls, records[0].calls)
 
 
 def _differentiate(

@@ -105,7 +105,7 @@ def _capture(
     refuse_recurrent_kernel(graph)
     refuse_collectives_in_place(graph)
     refuse_sparse_gradients(graph)
-    check_random_state(graph, trace.seeds)
+    check_random_state(graph, trace.random_calls)
     check_outside_tensors(graph)
     _name_batch(graph, structure)
     graph.guards = trace.guards
