@@ -35,7 +35,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states, op_name, parameter_groups, reshard
-from graphpasses._torch.fsdp2_settings import refuse_custom_communication
+from graphpasses._torch.fsdp2_settings import group_name, refuse_custom_communication
 from graphpasses.errors import CaptureError, UnsupportedError
 
 __all__ = ["communication_traced", "fsdp2_state_restored", "other_models_refused", "prepare_for_tracing"]
@@ -276,6 +276,7 @@ def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tu
     """Reduces what a group has of gradients, as ``foreach_reduce`` of FSDP2's ``_fsdp_collectives.py``."""
     parameters: list[FSDPParam] = call["fsdp_params"]
     gradients: list[Tensor] = call["unsharded_grads"]
+    _check_dtypes(group, parameters, gradients)
     process_group, all_reduce_group = call["reduce_scatter_group"], call["all_reduce_group"]
     num_shards = process_group.size()
     dtype = call["reduce_dtype"] or gradients[0].dtype
@@ -324,6 +325,19 @@ def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tu
     gradients.clear()
     stream, event = call["reduce_scatter_stream"], group.device_handle.Event()
     return packed, event, stream, event, None, None, None
+
+
+def _check_dtypes(group: FSDPParamGroup, parameters: list[FSDPParam], gradients: list[Tensor]) -> None:
+    """Raises where ``foreach_reduce`` does: autograd may leave a gradient of another dtype than its parameter's."""
+    fqns: dict[torch.dtype, list[str]] = {}
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        fqns.setdefault(gradient.dtype, []).append(str(parameter._param_fqn))
+    if len(fqns) > 1:
+        found = "; ".join(f"{dtype} of {', '.join(map(repr, names))}" for dtype, names in fqns.items())
+        raise CaptureError(
+            f"FSDP2 group {group_name(group)!r} has gradients of several dtypes, which eager FSDP2 refuses to "
+            f"reduce: {found}. Give all gradients of the group one dtype, or shard the module of the others by itself"
+        )
 
 
 def _divided(value: Tensor, divisor: float | None) -> Tensor:

@@ -220,6 +220,51 @@ def test_gradients_that_eager_leaves_unreduced() -> None:
         )
 
 
+class _Unfreezes(nn.Module):
+    """Its frozen parameter may be of another dtype than the trained ones; forward trains it."""
+
+    def __init__(self, is_trained: bool) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
+        self.is_trained = is_trained
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gain.requires_grad_(self.is_trained)
+        return (self.up(x) * self.gain).sum()
+
+
+def test_gradients_of_several_dtypes() -> None:
+    def capture(is_trained: bool, check: bool = True) -> CapturedStep:
+        model = fully_shard(_Unfreezes(is_trained), mesh=make_mesh())
+        return capture_train_step(lambda model, x: model(x), model, torch.ones(2, 4), check=check)
+
+    with fake_process_group(4):
+        capture(is_trained=False)  # the near miss: a parameter without a gradient
+        for check in (True, False):
+            assert refused(lambda check=check: capture(is_trained=True, check=check)) == (
+                "FSDP2 group '(root)' has gradients of several dtypes, which eager FSDP2 refuses to reduce: "
+                "torch.float32 of 'up.weight', 'up.bias'; torch.bfloat16 of 'gain'. Give all gradients of the group "
+                "one dtype, or shard the module of the others by itself"
+            )
+        eager = fully_shard(_Unfreezes(is_trained=True), mesh=make_mesh())
+        with pytest.raises(AssertionError, match="expects uniform gradient dtype"):
+            eager(torch.ones(2, 4)).backward()
+
+
+def test_trainable_parameters_of_several_dtypes() -> None:
+    """As eager FSDP2 does, at its first forward."""
+    with fake_process_group(4):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+        sharded(model)
+        assert refused(lambda: captured(model), LayoutError) == (
+            "FSDP2 group '(root)' has trainable parameters of several dtypes, torch.bfloat16, torch.float32, which "
+            "FSDP2 refuses to run; put them in separate groups"
+        )
+        with pytest.raises(AssertionError, match="expects uniform original parameter dtype"):
+            model(torch.ones(2, 4))
+
+
 def test_policies_may_differ_between_modules() -> None:
     with fake_process_group(4):
         model = LanguageModel(tied=False)
