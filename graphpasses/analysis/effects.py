@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import (
@@ -31,7 +30,7 @@ from graphpasses._torch.schemas import (
     writes_arguments,
 )
 from graphpasses.graph import WAIT
-from graphpasses.graph.nodes import GROUP_ARGUMENTS, collective_group
+from graphpasses.graph.nodes import GROUP_ARGUMENTS, collective_group, storages
 
 __all__ = [
     "UNKNOWN_GROUP",
@@ -156,21 +155,6 @@ def torch_call_effects(node: fx.Node) -> Effects:
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
-
-
-def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
-    """Returns the memory of nodes' fake values: who shares some shares memory, also where no schema says so.
-
-    Inputs of a graph may overlap, and some operators (``_unsafe_view``) do not say that they return views.
-
-    Args:
-        nodes: nodes of any graph.
-    """
-    return {
-        StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
-        for value in pytree.tree_leaves([node.meta.get("val") for node in nodes])
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided
-    }
 
 
 def holds_tensor(node: fx.Node) -> bool:

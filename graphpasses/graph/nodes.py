@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of
 from graphpasses._torch.schemas import given_arguments, writes_arguments
 
@@ -23,6 +25,8 @@ __all__ = [
     "find_collectives",
     "freeze",
     "is_collective",
+    "storages",
+    "views",
     "wait_of",
     "writing_operators",
 ]
@@ -142,3 +146,35 @@ def fake_value(node: fx.Node) -> Any:
         value = node.target(*args, **kwargs)
     rebind_unbacked(mode.shape_env, node, value)
     return value
+
+
+def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
+    """Returns the memory of nodes' fake values: who shares some shares memory, also where no schema says so.
+
+    Inputs of a graph may overlap, and some operators (``_unsafe_view``) do not say that they return views.
+
+    Args:
+        nodes: nodes of any graph.
+    """
+    return {
+        StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
+        for value in pytree.tree_leaves([node.meta.get("val") for node in nodes])
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+    }
+
+
+def views(node: fx.Node) -> list[fx.Node]:
+    """Returns the calls whose fake values lie in the memory of a node's, or of another of them, in graph order.
+
+    Args:
+        node: a node of any graph.
+    """
+    found: set[fx.Node] = set()
+    pending = [node]
+    while pending:
+        memory = storages(read := pending.pop())
+        calls = (user for user in read.users if user.op == "call_function")
+        new = {call for call in calls if not memory.isdisjoint(storages(call))} - found
+        found |= new
+        pending += new
+    return sorted(found)

@@ -16,7 +16,7 @@ from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.known_values import KnownValues, summary
-from graphpasses.graph.nodes import fake_value, find_collectives
+from graphpasses.graph.nodes import fake_value, find_collectives, storages, views
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
 
@@ -303,11 +303,14 @@ class TrainGraph:
 
         Args:
             node: the node; not the one at which the graph inserts nodes now.
-            kept: the earlier node; its fake value stays.
+            kept: the earlier node; its fake value stays, and views of the node become views of it.
         """
         same = summary(node.meta.get("val")) == summary(kept.meta.get("val"))
-        with self._known.kept([*node.users] if same else []):
+        moved = views(node) if same and storages(node) != storages(kept) else []
+        with self._known.kept([*node.users, *moved] if same else []):
             node.replace_all_uses_with(kept)
+            for view in moved:
+                view.meta["val"] = fake_value(view)
         self.graph.erase_node(node)
 
     def watch_values(self) -> KnownValues:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch import nn
 from graphpasses.capture import capture_train_step
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.known_values import KnownValues
+from graphpasses.graph.nodes import storages
 
 aten = torch.ops.aten
 
@@ -88,6 +91,29 @@ def test_merge(step: CapturedStep) -> None:
     assert relu not in step.graph.nodes
     assert [*kept.users] == readers
     assert kept.meta["val"] is value
+    assert unknown(step, known) == []
+
+
+def test_views_of_what_was_merged_lie_in_the_memory_of_what_was_kept(step: CapturedStep) -> None:
+    known = step.watch_values()
+    relu = step.graph.find_nodes(op="call_function", target=aten.relu.default)[0]
+    with step.graph.inserting_after(relu):
+        view = step.emit(aten.view.default, (relu, [-1]), like=relu)
+    with step.graph.inserting_after(view):
+        parts = step.emit(aten.split.Tensor, (view, 3), like=relu)
+    with step.graph.inserting_after(parts):
+        part = step.emit(operator.getitem, (parts, 1), like=relu)
+    with step.graph.inserting_after(part):
+        copy = step.emit(aten.clone.default, (part,), like=relu)
+    with step.graph.inserting_before(relu):
+        kept = step.emit(relu.target, relu.args, like=relu)
+    before, cloned = storages(relu), storages(copy)
+    assert storages(view, parts, part) == before != storages(kept)
+    offset = part.meta["val"].storage_offset()
+    step.merge(relu, kept)
+    assert storages(view) == storages(parts) == storages(part) == storages(kept)
+    assert part.meta["val"].storage_offset() == offset == 3
+    assert storages(copy) == cloned
     assert unknown(step, known) == []
 
 

@@ -48,12 +48,16 @@ def _sent(launch: fx.Node, sizes: SizeNumbering) -> list[list[int]]:
     return [ids[start:end] for start, end in pairwise(ends)]
 
 
-def _question(rank: int) -> Question[Sent, list[Sent]]:
-    """Asks what every rank sends.
+def _question(rank: int, num_ranks: int) -> Question[Sent, list[Sent]]:
+    """Asks what every rank sends; in a fake process group, where none answers, each sends what this one does.
 
     Args:
         rank: this rank, in its group.
+        num_ranks: of the group.
     """
+
+    def combine(known: list[Sent]) -> list[Sent]:
+        return known * (num_ranks // len(known))
 
     def contradiction(everyone: list[Sent], own: Sent) -> str:
         now: dict[int, int] = {}
@@ -65,7 +69,7 @@ def _question(rank: int) -> Question[Sent, list[Sent]]:
                 )
         return ""
 
-    return Question(DeduplicateSizes.name, "equal numbers", list, contradiction)
+    return Question(DeduplicateSizes.name, "equal numbers", combine, contradiction)
 
 
 def _flat(sent: Sent) -> list[int]:
@@ -124,7 +128,8 @@ class DeduplicateSizes(GraphPass):
 
     All ranks must compile the same model, at the same time. They exchange which of the sizes that they send are
     equal, once per model and list of collectives (see :mod:`graphpasses.agreement`). Constants are not among them:
-    another compilation, for batches of another size, may have others.
+    another compilation, for batches of another size, may have others. In a fake process group every rank is taken to
+    send what this one does.
 
     Raises (from ``rewrite``):
         AgreementError: ranks see different collectives, or one compiled again and sends sizes that differ now.
@@ -145,10 +150,11 @@ class DeduplicateSizes(GraphPass):
         sent = {launch: _sent(launch, sizes) for launch in sequence.all_to_alls}
         if not any(sent.values()):
             return 0
-        rank_in = {group: named_group(str(group)).rank() for group in sequence.groups}
+        groups = {group: named_group(str(group)) for group in sequence.groups}
+        rank_in = {group: ranks.rank() for group, ranks in groups.items()}
         everyone = {
-            group: sequence.agree_in_group(group, _question(rank), [*sent.values()])
-            for group, rank in rank_in.items()
+            group: sequence.agree_in_group(group, _question(ranks.rank(), ranks.size()), [*sent.values()])
+            for group, ranks in groups.items()
         }
         number_of = {launch: index for index, launch in enumerate(sent)}
         # A rank receives from itself what it sent.

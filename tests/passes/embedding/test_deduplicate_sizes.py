@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph import TrainGraph
 from graphpasses.parity.launch import run_ranks
@@ -87,7 +88,15 @@ def again() -> str:
 )
 def test_sizes_that_this_rank_told_to_be_equal(now: list[int], is_wrong: bool) -> None:
     everyone = [[[[7, 7], [-3]]], [[[0, 0], [-1]]]]  # per rank, per all-to-all, per receiver
-    assert bool(_question(rank=1).contradiction(everyone, [[now, [-2]]])) == is_wrong
+    assert bool(_question(rank=1, num_ranks=2).contradiction(everyone, [[now, [-2]]])) == is_wrong
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_of_a_fake_group_send_what_this_one_sends(rank: int) -> None:
+    with fake_process_group(2, rank):
+        graph = capture(two_modules, *inputs())
+        num_rewrites, result = deduplicated(graph)
+        assert (num_rewrites, reads(graph) - reads(result)) == (4, 4)  # as on two real ranks, see below
 
 
 def check_on_ranks() -> tuple[Any, ...]:

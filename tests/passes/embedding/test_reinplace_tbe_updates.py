@@ -195,6 +195,23 @@ def test_shape_of_the_old_value_may_be_read_later() -> None:
     assert num_copies(run(graph)) == 0
 
 
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_views_of_a_merged_value_are_read_later(is_merged: bool) -> None:
+    graph = captured(its_own)
+    _, call = placeholder_and_call(graph)
+    own, later = graph.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    with graph.graph.inserting_before(call):
+        again = graph.emit(own.target, own.args, like=own)
+        view = graph.emit(aten.view.default, (again, [2, 2]), like=own)
+        part = graph.emit(aten.select.int, (view, 0, 0), like=own)
+    with graph.graph.inserting_before(later):
+        old = graph.emit(aten.sum.default, (part,), like=own)
+    later.args = (later.args[0], old)
+    if is_merged:
+        graph.merge(again, own)
+    assert num_copies(run(graph)) == is_merged
+
+
 @pytest.mark.parametrize("waits_later", [False, True])
 def test_collective_reads_until_it_is_waited_for(waits_later: bool) -> None:
     graph = captured(new_value)
