@@ -131,8 +131,9 @@ def judge(case: str, comparison: Comparison, folder: Path, num_steps: int, failu
         runs = [read_run(run_path(folder, case, name)) for name in (comparison.other, comparison.variant)]
         if comparison.only is not None:
             runs = [_some_weights(run, comparison.only) for run in runs]
-        found = compare_runs(*runs)
-        cut_short = next((f"'{run.path}' was cut short" for run in runs if not run.complete), "")
+        found = compare_runs(*runs, allow=["steps"])  # which of them must be there is judged here
+        unlike = [f"'{run.path}' was cut short" for run in runs if not run.complete]
+        unlike += [gap.text for gap in found.gaps]
     except (CompareError, RunFileError) as error:
         return verdict(f"could not be compared: {error}", "not compared")
     expected = num_steps - comparison.num_skipped
@@ -140,8 +141,8 @@ def judge(case: str, comparison: Comparison, folder: Path, num_steps: int, failu
     if not (differs and comparison.must == "equal"):
         if found.num_steps != expected:
             return verdict(f"{_in_words(found)}, but {expected} steps must be compared", "not compared")
-        if cut_short:
-            return verdict(f"{_in_words(found)}, but {cut_short}", "not compared")
+        if unlike:
+            return verdict(f"{_in_words(found)}, but {unlike[0]}", "not compared")
     return verdict(_in_words(found), "ok" if differs == (comparison.must == "differ") else "wrong")
 
 

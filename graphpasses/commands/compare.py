@@ -10,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from graphpasses.commands.exit_codes import EXIT_OF
 from graphpasses.errors import CompareError
+from graphpasses.parity.compare import GapKind
 
 __all__ = ["compare"]
 
@@ -19,6 +20,7 @@ def compare(
     run_b: Annotated[Path, Positional, arg(metavar="RUN_B")],
     /,
     *,
+    allow: tuple[GapKind, ...] = (),
     json: bool = False,
     max_tensors: int = 20,
 ) -> int:
@@ -27,14 +29,16 @@ def compare(
     Reports the first step in which they differ, whether the loss, the gradients or the weights differ first, which
     tensors differ there, and which of those lie elsewhere in the buckets of the two runs.
 
-    Exit codes: 0 the runs are equal, 1 they differ, 2 they cannot be compared (the reason is on stderr), or
-    one was cut short and has no step that differs.
+    Exit codes: 0 the runs recorded the same things for the same steps, and all are equal; 1 they differ; 2 they
+    cannot be compared (the reason is on stderr), or nothing differs of what both recorded, but one has more.
 
     Example: graphpasses compare eager.jsonl compiled.jsonl
 
     Args:
         run_a: The first run, e.g. eager's.
         run_b: The second run.
+        allow: What the runs may have recorded unalike and still be equal: other torch versions, seeds, models or
+            numbers of ranks; steps, tensors, losses or gradients that only one has.
         json: Print one JSON object instead of tables, with every tensor.
         max_tensors: How many names each table shows at most.
     """
@@ -43,7 +47,7 @@ def compare(
 
     if max_tensors < 0:
         raise CompareError(f"--max-tensors is {max_tensors}; it cannot be negative")
-    comparison = compare_runs(read_run(run_a), read_run(run_b))
+    comparison = compare_runs(read_run(run_a), read_run(run_b), allow=allow)
     from graphpasses.parity.report import comparison_to_json, render_comparison
     from graphpasses.terminal import make_console
 

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from graphpasses.errors import CompareError
 from graphpasses.parity.run_file import Loss, Run, StepRecord
-from graphpasses.text import some
+from graphpasses.text import did_you_mean, some
 
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
     from graphpasses.fsdp.layout_diff import Move
 
 __all__ = [
+    "GAP_KINDS",
     "Comparison",
     "Divergence",
+    "Gap",
+    "GapKind",
     "StepDifference",
     "compare_runs",
     "step_differences",
 ]
+
+
+GapKind = Literal["torch", "seed", "model", "ranks", "steps", "tensors", "losses", "gradients"]
+"""What two runs may have recorded unalike."""
+GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Something that two runs did not record alike, so that nothing can be said about it.
+
+    Args:
+        kind: what.
+        text: a sentence for people.
+    """
+
+    kind: GapKind
+    text: str
 
 
 @dataclass(frozen=True)
@@ -74,29 +95,31 @@ class Comparison:
         b: the second run.
         num_steps: number of steps that both have.
         divergence: the first of them that differs; None if all are equal.
-        notes: what was not compared, and why.
+        gaps: what the runs did not record alike, as far as that was not allowed.
+        notes: what else was not compared, and why.
     """
 
     a: Run
     b: Run
     num_steps: int
     divergence: Divergence | None
+    gaps: tuple[Gap, ...]
     notes: tuple[str, ...]
 
     @property
     def verdict(self) -> Literal["equal", "different", "not compared"]:
-        """Whether the runs are equal, or differ; "not compared" if a run was cut short before a step that differs."""
+        """Whether the runs are equal, or differ; "not compared" if nothing differs, but they have gaps."""
         if self.divergence is not None:
             return "different"
-        return "equal" if self.a.complete and self.b.complete else "not compared"
+        return "not compared" if self.gaps else "equal"
 
     @property
     def equal(self) -> bool:
-        """Whether both runs ended in order and all common steps are equal."""
+        """Whether both runs recorded the same things for the same steps, and all are equal."""
         return self.verdict == "equal"
 
 
-def compare_runs(a: Run, b: Run) -> Comparison:
+def compare_runs(a: Run, b: Run, *, allow: Collection[str] = ()) -> Comparison:
     """Finds the first step in which two runs differ, and what differs there.
 
     The runs may have different numbers of ranks, since hashes do not depend on sharding.
@@ -104,12 +127,16 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     Args:
         a: a run.
         b: another run of the same model.
+        allow: kinds of gaps that are only noted: what the runs have in common decides whether they are equal. One or
+            more of :data:`GAP_KINDS`: other versions of "torch", "seed"s, "model"s or numbers of "ranks" (then each
+            rank's loss is not compared); "steps", "tensors", "losses" or "gradients" that only one run has.
 
     Returns:
-        The first difference, or that there is none in the steps that both have.
+        The first difference, or that there is none in what both have.
 
     Raises:
-        CompareError: torch versions or seeds differ, the runs have other tensors, or no step in common.
+        CompareError: torch versions or seeds differ and that is not allowed, a step holds nothing that both have, or
+            the runs have no step in common.
 
     Example:
         >>> from graphpasses.parity import ParityRecorder, read_run
@@ -120,18 +147,33 @@ def compare_runs(a: Run, b: Run) -> Comparison:
         >>> compare_runs(read_run(path), read_run(path)).equal
         True
     """
-    _check_comparable(a, b)
-    common = _common_steps(a, b)
-    notes = _notes(a, b, [record.step for record, _ in common])
-    same_ranks = a.header.world_size == b.header.world_size
-    skipped: dict[str, int] = {}
-    divergence = None
+    if unknown := sorted(set(allow) - set(GAP_KINDS)):
+        known = ", ".join(map(repr, GAP_KINDS))
+        raise CompareError(f"cannot allow {unknown[0]!r}; allow {known}{did_you_mean(unknown[0], GAP_KINDS)}")
+    common, gaps = _common_steps(a, b), _gaps_of_runs(a, b)
+    for gap in gaps:
+        if gap.kind in ("torch", "seed") and gap.kind not in allow:
+            raise CompareError(gap.text)
+    gaps += _gaps_of_steps(common)
     for x, y in common:
-        if difference := _difference(x, y, same_ranks, skipped):
-            divergence = _divergence(x, y, difference, a.header.layouts, b.header.layouts)
-            break
-    notes += [f"{reason}, first in step {step}" for reason, step in skipped.items()]
-    return Comparison(a, b, len(common), divergence, tuple(notes))
+        if not ((x.loss and y.loss) or _both_have_gradients(x, y) or x.weights.keys() & y.weights.keys()):
+            raise CompareError(
+                f"step {x.step} has neither loss nor gradients nor weights that both runs recorded"
+            )
+    differences = (_difference(x, y, _same_ranks(a, b)) for x, y in common)
+    divergence = next(
+        (
+            _divergence(x, y, difference, a.header.layouts, b.header.layouts)
+            for (x, y), difference in zip(common, differences, strict=True)
+            if difference
+        ),
+        None,
+    )
+    notes = [gap.text for gap in gaps if gap.kind in allow]
+    if (a.header.layouts is None) != (b.header.layouts is None):
+        notes.append(f"only run {'B' if a.header.layouts is None else 'A'} recorded its bucket layouts")
+    refused = tuple(gap for gap in gaps if gap.kind not in allow)
+    return Comparison(a, b, len(common), divergence, refused, tuple(notes))
 
 
 def step_differences(a: Run, b: Run) -> list[StepDifference]:
@@ -142,7 +184,7 @@ def step_differences(a: Run, b: Run) -> list[StepDifference]:
         b: another run of the same model.
 
     Raises:
-        CompareError: see :func:`compare_runs`.
+        CompareError: the runs have no step in common.
 
     Example:
         >>> from graphpasses.parity import ParityRecorder, read_run
@@ -153,9 +195,11 @@ def step_differences(a: Run, b: Run) -> list[StepDifference]:
         >>> step_differences(read_run(path), read_run(path))
         [StepDifference(step=0, loss=False, gradients=None, weights=())]
     """
-    _check_comparable(a, b)
-    same_ranks = a.header.world_size == b.header.world_size
-    return [_difference(x, y, same_ranks, {}) for x, y in _common_steps(a, b)]
+    return [_difference(x, y, _same_ranks(a, b)) for x, y in _common_steps(a, b)]
+
+
+def _same_ranks(a: Run, b: Run) -> bool:
+    return a.header.world_size == b.header.world_size
 
 
 def _common_steps(a: Run, b: Run) -> list[tuple[StepRecord, StepRecord]]:
@@ -166,37 +210,87 @@ def _common_steps(a: Run, b: Run) -> list[tuple[StepRecord, StepRecord]]:
     return common
 
 
-def _check_comparable(a: Run, b: Run) -> None:
-    if a.header.torch != b.header.torch:
-        raise CompareError(
-            f"the runs used torch {a.header.torch} and torch {b.header.torch}: "
-            "bits are only comparable on one version; record both on the same"
+def _gaps_of_runs(a: Run, b: Run) -> list[Gap]:
+    x, y = a.header, b.header
+    gaps = []
+    if x.torch != y.torch:
+        gaps.append(
+            Gap(
+                "torch",
+                f"the runs used torch {x.torch} and torch {y.torch}: "
+                "bits are only comparable on one version; record both on the same",
+            )
         )
-    if a.header.seed != b.header.seed:
-        raise CompareError(
-            f"the runs began with seeds {a.header.seed} and {b.header.seed}: record both with one"
+    if x.seed != y.seed:
+        gaps.append(Gap("seed", f"the runs began with seeds {x.seed} and {y.seed}: record both with one"))
+    if x.model != y.model:
+        gaps.append(Gap("model", f"the runs are of models {x.model!r} and {y.model!r}"))
+    if x.world_size != y.world_size:
+        gaps.append(
+            Gap(
+                "ranks",
+                f"the runs have {x.world_size} and {y.world_size} ranks: "
+                "each rank's loss is not compared, weights and gradients are",
+            )
         )
+    for name, run, other in (("A", a, b), ("B", b, a)):
+        if not run.complete:
+            gaps.append(Gap("steps", f"run {name} was cut short: it has {_steps(run)}"))
+        others = {record.step for record in other.steps}
+        if num_only := sum(record.step not in others for record in run.steps):
+            gaps.append(Gap("steps", f"{num_only} steps of run {name} are not in the other"))
+    return gaps
 
 
-def _difference(x: StepRecord, y: StepRecord, same_ranks: bool, skipped: dict[str, int]) -> StepDifference:
-    """Compares one step; notes in ``skipped`` what could not be."""
-    weights = _differing("tensors", x.step, x.weights, y.weights)
-    gradients: tuple[str, ...] | None = None
-    has_gradients = [any(record.gradients.values()) for record in (x, y)]
-    if all(has_gradients):
-        gradients = _differing("gradients", x.step, x.gradients, y.gradients)
-    elif any(has_gradients):
-        only = "AB"[has_gradients.index(True)]
-        skipped.setdefault(f"gradients are not compared where only run {only} has them", x.step)
-    loss: bool | None = None
-    if x.loss and y.loss:
-        if same_ranks:
-            loss = (x.loss.dtype, x.loss.bits) != (y.loss.dtype, y.loss.bits)
-    elif x.loss or y.loss:
-        skipped.setdefault(
-            f"losses are not compared where only run {'A' if x.loss else 'B'} has them", x.step
-        )
-    return StepDifference(x.step, loss, gradients, weights)
+def _gaps_of_steps(common: Sequence[tuple[StepRecord, StepRecord]]) -> list[Gap]:
+    """Finds what only one run recorded of a step; of a kind the first is enough."""
+    found: dict[GapKind, Gap] = {}
+    for x, y in common:
+        gaps = [
+            *_other_names("weights", x.step, x.weights, y.weights),
+            *(
+                _other_names("gradients", x.step, x.gradients, y.gradients)
+                if _both_have_gradients(x, y)
+                else ()
+            ),
+        ]
+        if any(x.gradients.values()) != any(y.gradients.values()):
+            only = "A" if any(x.gradients.values()) else "B"
+            gaps.append(Gap("gradients", f"only run {only} has gradients, first in step {x.step}"))
+        if (x.loss is None) != (y.loss is None):
+            gaps.append(
+                Gap("losses", f"only run {'B' if x.loss is None else 'A'} has losses, first in step {x.step}")
+            )
+        for gap in gaps:
+            found.setdefault(gap.kind, gap)
+    return list(found.values())
+
+
+def _other_names(
+    what: str, step: int, x: Mapping[str, str | None], y: Mapping[str, str | None]
+) -> Iterable[Gap]:
+    sides = [
+        f"only {run} has {some(list(map(repr, sorted(names))), limit=3)}"
+        for run, names in (("A", x.keys() - y.keys()), ("B", y.keys() - x.keys()))
+        if names
+    ]
+    if sides:
+        yield Gap("tensors", f"the runs have other {what} in step {step}: {'; '.join(sides)}")
+
+
+def _both_have_gradients(x: StepRecord, y: StepRecord) -> bool:
+    return any(x.gradients.values()) and any(y.gradients.values())
+
+
+def _difference(x: StepRecord, y: StepRecord, same_ranks: bool) -> StepDifference:
+    """Compares what both runs have of one step."""
+    gradients = _differing(x.gradients, y.gradients) if _both_have_gradients(x, y) else None
+    loss = (
+        (x.loss.dtype, x.loss.bits) != (y.loss.dtype, y.loss.bits)
+        if x.loss and y.loss and same_ranks
+        else None
+    )
+    return StepDifference(x.step, loss, gradients, _differing(x.weights, y.weights))
 
 
 def _divergence(
@@ -209,17 +303,8 @@ def _divergence(
     )
 
 
-def _differing(
-    what: str, step: int, x: Mapping[str, str | None], y: Mapping[str, str | None]
-) -> tuple[str, ...]:
-    if x.keys() != y.keys():
-        sides = [
-            f"only {run} has {some(list(map(repr, sorted(names))), limit=3)}"
-            for run, names in (("A", x.keys() - y.keys()), ("B", y.keys() - x.keys()))
-            if names
-        ]
-        raise CompareError(f"the runs have other {what} in step {step}: {'; '.join(sides)}")
-    return tuple(name for name in x if x[name] != y[name])
+def _differing(x: Mapping[str, str | None], y: Mapping[str, str | None]) -> tuple[str, ...]:
+    return tuple(name for name in x if name in y and x[name] != y[name])
 
 
 def _moves(fqns: Iterable[str], a: Layout | None, b: Layout | None) -> tuple[Move, ...]:
@@ -232,25 +317,6 @@ def _moves(fqns: Iterable[str], a: Layout | None, b: Layout | None) -> tuple[Mov
     for move in diff_layouts(a, b).moves:
         moves.setdefault(move.fqn, []).append(move)
     return tuple(move for fqn in fqns for move in moves.get(fqn, ()))
-
-
-def _notes(a: Run, b: Run, common: Sequence[int]) -> list[str]:
-    notes = [
-        f"run {name} was cut short: it has {_steps(run)}"
-        for name, run in (("A", a), ("B", b))
-        if not run.complete
-    ]
-    for name, run in (("A", a), ("B", b)):
-        if num_other := len(run.steps) - len(common):
-            notes.append(f"{num_other} steps of run {name} are not in the other and are not compared")
-    if a.header.world_size != b.header.world_size:
-        notes.append(
-            f"the runs have {a.header.world_size} and {b.header.world_size} ranks: "
-            "each rank's loss is not compared, weights and gradients are"
-        )
-    if (a.header.layouts is None) != (b.header.layouts is None):
-        notes.append(f"only run {'B' if a.header.layouts is None else 'A'} recorded its bucket layouts")
-    return notes
 
 
 def _steps(run: Run) -> str:

@@ -55,6 +55,7 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
         "a": _run_to_json(comparison.a),
         "b": _run_to_json(comparison.b),
         "divergence": None if divergence is None else _divergence_to_json(divergence),
+        "gaps": [dataclasses.asdict(gap) for gap in comparison.gaps],
         "notes": list(comparison.notes),
     }
 
@@ -131,8 +132,14 @@ def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> Rende
     elif comparison.equal:
         lines.append(Text(f"equal: all {comparison.num_steps} common steps, bit for bit", style="bold green"))
     else:
-        text = f"not compared to the end: the {comparison.num_steps} steps that both runs have are equal, bit for bit"
+        text = (
+            f"not compared whole: what both runs have of {comparison.num_steps} steps is equal, bit for bit"
+        )
         lines.append(Text(text, style="bold yellow"))
+    lines += [Text(f"not compared: {gap.text}") for gap in comparison.gaps]
+    if comparison.gaps:
+        kinds = " ".join(dict.fromkeys(gap.kind for gap in comparison.gaps))
+        lines.append(Text(f"to compare in spite of that: --allow {kinds}"))
     lines += [Text(f"note: {note}") for note in comparison.notes]
     return Group(*lines)
 

@@ -51,8 +51,11 @@ def test_a_run_that_was_killed_exits_with_2(
     killed.write_bytes(Path(a).read_bytes().replace(end_line(1), b""))
     assert app.main(["compare", a, str(killed)]) == 2
     out, _ = capsys.readouterr()
-    assert "not compared to the end: the 1 steps that both runs have are equal, bit for bit" in out
-    assert "note: run B was cut short: it has 1 steps, 0 to 0" in out
+    assert "not compared whole: what both runs have of 1 steps is equal, bit for bit" in out
+    assert "not compared: run B was cut short: it has 1 steps, 0 to 0" in out
+    assert "to compare in spite of that: --allow steps" in out
+    assert app.main(["compare", a, str(killed), "--allow", "steps"]) == 0
+    assert "note: run B was cut short: it has 1 steps, 0 to 0" in capsys.readouterr().out
     assert app.main(["compare", a, str(killed), "--json"]) == 2
     data = json.loads(capsys.readouterr().out)
     assert (data["verdict"], data["equal"], data["b"]["complete"]) == ("not compared", False, False)
@@ -139,7 +142,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], message: str, capsys: pytest.
 def test_an_unexpected_error_does_not_look_like_a_difference(
     a: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("graphpasses.parity.compare.compare_runs", lambda a, b: 1 / 0)
+    monkeypatch.setattr("graphpasses.parity.compare.compare_runs", lambda a, b, allow: 1 / 0)
     assert app.main(["compare", a, a]) == 2
     assert "ZeroDivisionError" in capsys.readouterr().err
 
@@ -147,7 +150,7 @@ def test_an_unexpected_error_does_not_look_like_a_difference(
 def test_help_tells_exit_codes_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["compare", "--help"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "Exit codes: 0 the runs are equal, 1 they differ, 2 they cannot be compared" in out
+    assert "Exit codes: 0 the runs recorded the same things for the same steps" in out
     assert "Example: graphpasses compare eager.jsonl compiled.jsonl" in out
 
 

@@ -82,7 +82,7 @@ def test_a_run_that_was_cut_short(write_run: WriteRun) -> None:
     page = text_of(render(write_run("eager", layout()), write_run("graph", layout(), cut=400)))
     assert "3 (cut short)" in page
     assert "Equal to A at all 3 common steps" in page
-    assert "Note: run B was cut short: it has 3 steps, 0 to 2." in page
+    assert "Not compared: run B was cut short: it has 3 steps, 0 to 2." in page
 
 
 def test_a_run_without_steps(write_run: WriteRun) -> None:

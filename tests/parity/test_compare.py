@@ -11,7 +11,7 @@ from graphpasses.errors import CompareError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.fsdp.layout_diff import Move, Place
 from graphpasses.parity import Loss, Run, RunHeader, StepRecord, compare_runs
-from graphpasses.parity.compare import StepDifference, step_differences
+from graphpasses.parity.compare import GAP_KINDS, Gap, GapKind, StepDifference, step_differences
 from graphpasses.parity.report import comparison_to_json
 
 HEADER = RunHeader(torch="2.13.0", world_size=2, run="eager", seed=0)
@@ -46,8 +46,9 @@ OTHER_TORCH = (
     "the runs used torch 2.13.0 and torch 2.14.0: "
     "bits are only comparable on one version; record both on the same"
 )
-OTHER_TENSORS = (
-    "the runs have other tensors in step 0: only A has 'a', 'frozen'; only B has 'c', 'd', 'e' and 2 more"
+
+OTHER_WEIGHT_NAMES = (
+    "the runs have other weights in step 0: only A has 'a', 'frozen'; only B has 'c', 'd', 'e' and 2 more"
 )
 
 
@@ -112,12 +113,8 @@ def test_moves_are_shown_for_what_differs() -> None:
             "the runs have no step in common: A has 3 steps, 0 to 2, B has no steps",
         ),
         (
-            run_of(step(0, weights=dict.fromkeys("bcdefg", ""))),
-            OTHER_TENSORS,
-        ),
-        (
-            run_of(step(0, gradients={"a": "x", "b": "y"})),
-            "the runs have other gradients in step 0: only A has 'frozen'",
+            run_of(step(0, loss=None, weights={"z": ""}, gradients={})),
+            "step 0 has neither loss nor gradients nor weights that both runs recorded",
         ),
     ],
 )
@@ -127,17 +124,71 @@ def test_what_cannot_be_compared(b: Run, reason: str) -> None:
     assert str(error.value) == reason
 
 
-def test_what_is_not_compared_is_said() -> None:
-    none = {"a": None, "b": None, "frozen": None}
-    b = run_of(step(0), step(1, gradients=none, loss=None), complete=False, layouts=layout("a"))
-    comparison = compare_runs(run_of(*STEPS), b)
-    assert (comparison.verdict, comparison.divergence) == ("not compared", None)
-    assert comparison.notes == (
-        "run B was cut short: it has 2 steps, 0 to 1",
-        "1 steps of run A are not in the other and are not compared",
-        "only run B recorded its bucket layouts",
-        "gradients are not compared where only run A has them, first in step 1",
-        "losses are not compared where only run A has them, first in step 1",
+NO_GRADIENTS = {"a": None, "b": None, "frozen": None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "b", "text"),
+    [
+        ("torch", run_of(*STEPS, torch="2.14.0"), OTHER_TORCH),
+        ("seed", run_of(*STEPS, seed=1), "the runs began with seeds 0 and 1: record both with one"),
+        ("model", run_of(*STEPS, model="gpt"), "the runs are of models '' and 'gpt'"),
+        (
+            "ranks",
+            run_of(*STEPS, world_size=8),
+            "the runs have 2 and 8 ranks: each rank's loss is not compared, weights and gradients are",
+        ),
+        ("steps", run_of(*STEPS, complete=False), "run B was cut short: it has 3 steps, 0 to 2"),
+        ("steps", run_of(*STEPS[:2]), "1 steps of run A are not in the other"),
+        ("steps", run_of(*STEPS, step(3), step(4)), "2 steps of run B are not in the other"),
+        (
+            "tensors",
+            run_of(step(0, weights={name: f"{name} weight 0" for name in "bcdefg"}), *STEPS[1:]),
+            OTHER_WEIGHT_NAMES,
+        ),
+        (
+            "tensors",
+            run_of(*STEPS[:2], step(2, gradients={"a": "a gradient 2", "b": "b gradient 2"})),
+            "the runs have other gradients in step 2: only A has 'frozen'",
+        ),
+        (
+            "gradients",
+            run_of(*STEPS[:1], step(1, gradients=NO_GRADIENTS), STEPS[2]),
+            "only run A has gradients, first in step 1",
+        ),
+        ("losses", run_of(*STEPS[:2], step(2, loss=None)), "only run A has losses, first in step 2"),
+    ],
+)
+def test_runs_that_recorded_other_things_are_not_equal(kind: GapKind, b: Run, text: str) -> None:
+    a = run_of(*STEPS)
+    others = [each for each in GAP_KINDS if each != kind]
+    if kind in ("torch", "seed"):
+        with pytest.raises(CompareError) as error:
+            compare_runs(a, b, allow=others)
+        assert str(error.value) == text
+    else:
+        found = compare_runs(a, b, allow=others)
+        assert (found.verdict, found.divergence, found.gaps) == ("not compared", None, (Gap(kind, text),))
+        assert compare_runs(b, a, allow=others).verdict == "not compared"
+    allowed = compare_runs(a, b, allow=[kind])
+    assert (allowed.verdict, allowed.gaps, allowed.notes) == ("equal", (), (text,))
+
+
+def test_what_both_have_is_compared_beside_gaps() -> None:
+    b = run_of(step(0, weights={"a": "a weight 0", "b": "other"}, gradients=NO_GRADIENTS), complete=False)
+    found = compare_runs(run_of(*STEPS), b)
+    assert found.verdict == "different"
+    assert found.divergence is not None
+    assert (found.divergence.gradients, found.divergence.weights) == (None, ("b",))
+    assert [gap.kind for gap in found.gaps] == ["steps", "steps", "tensors", "gradients"]
+
+
+def test_what_can_be_allowed() -> None:
+    with pytest.raises(CompareError) as error:
+        compare_runs(run_of(*STEPS), run_of(*STEPS), allow=["step"])
+    assert str(error.value) == (
+        "cannot allow 'step'; allow 'torch', 'seed', 'model', 'ranks', 'steps', 'tensors', 'losses', 'gradients'; "
+        "did you mean 'steps'?"
     )
 
 
@@ -159,10 +210,7 @@ def test_losses_of_other_world_sizes_are_not_compared() -> None:
     comparison = compare_runs(run_of(*STEPS), b)
     assert comparison.divergence is not None
     assert (comparison.divergence.step, comparison.divergence.loss) == (1, None)
-    assert (
-        "the runs have 2 and 8 ranks: each rank's loss is not compared, weights and gradients are"
-        in comparison.notes
-    )
+    assert [gap.kind for gap in comparison.gaps] == ["ranks", "steps"]
 
 
 def test_json_is_complete() -> None:
@@ -172,7 +220,8 @@ def test_json_is_complete() -> None:
     assert data["divergence"]["first"] == "weights"
     assert data["divergence"]["weights"] == ["b"]
     assert data["a"]["torch"] == "2.13.0"
-    assert data["notes"] == ["2 steps of run A are not in the other and are not compared"]
+    assert data["gaps"] == [{"kind": "steps", "text": "2 steps of run A are not in the other"}]
+    assert data["notes"] == []
 
 
 def test_every_step_has_its_differences() -> None:
