@@ -126,6 +126,30 @@ def test_private_torch_is_used_in_one_folder() -> None:
     assert uses_outside("torch", "_torch") == []
 
 
+def unlisted(path: Path, readme: str) -> list[str]:
+    """Returns what a file uses of torch's private parts that no row of the README's table has beside its name.
+
+    A row names what is used, or the module or class that it is part of.
+    """
+    rows = [line for line in readme.splitlines() if line.startswith("|") and f"`{path.name}`" in line]
+    tree = ast.parse(path.read_text())
+    names = {name for find in (private_uses, private_attributes) for _, name in find(tree)}
+    return [
+        f"{path.name}: {name}"
+        for name in sorted(names - {"sys._getframe"})  # Python's
+        if not name.startswith("_aten.")
+        and not any(word in row for row in rows for word in name.split(".")[-2:])
+    ]
+
+
+def test_private_torch_is_listed() -> None:
+    readme = (ROOT / "_torch/README.md").read_text()
+    found = [name for path in sorted((ROOT / "_torch").glob("*.py")) for name in unlisted(path, readme)]
+    assert found == []
+    nothing = [name for path in sorted((ROOT / "_torch").glob("*.py")) for name in unlisted(path, "")]
+    assert "view_replay.py: torch.autograd.grad_mode._force_original_view_tracking" in nothing
+
+
 # The children and tensors of a module, which SimpleFSDP's read-only properties hide; a named tuple's public methods.
 PUBLIC_ENOUGH = {"_modules", "_parameters", "_buffers", "_make", "_replace"}
 # Shims: each lists or patches what it uses.

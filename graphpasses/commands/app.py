@@ -11,7 +11,7 @@ from tyro.conf import FlagCreatePairsOff
 from tyro.extras import SubcommandApp
 
 from graphpasses.commands.compare import compare
-from graphpasses.commands.exit_codes import EXIT_BROKEN_PIPE, EXIT_TROUBLE
+from graphpasses.commands.exit_codes import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TROUBLE
 from graphpasses.commands.layout import diff, show
 from graphpasses.commands.parity import parity
 from graphpasses.commands.passes import passes
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: what the subcommand says, or 2 for wrong usage and for any error of graphpasses, or
-        141 if what reads the output has gone, as ``head`` does.
+        141 if what reads the output has gone, as ``head`` does, or 130 after Control-C, when all ranks have ended.
 
     Example:
         >>> main(["compare", "missing.jsonl", "missing.jsonl"])  # the reason goes to stderr
@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(argv)
         sys.stdout.flush()  # here, since nothing catches what fails when Python ends
+    except KeyboardInterrupt:
+        print("graphpasses: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except Exception as error:  # Python would exit with 1, which says "different"
         if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not flushed yet

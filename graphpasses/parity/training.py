@@ -129,19 +129,7 @@ def train_eager(
         ClusterError: a rank failed; see :func:`run_cluster`.
         TaskError: the replicas do not divide the ranks.
 
-    Example:
-        >>> import tempfile
-        >>> from torch.distributed.fsdp import fully_shard
-        >>> task = Task(
-        ...     model=lambda: nn.Linear(4, 4),
-        ...     shard=lambda model, mesh: fully_shard(model, mesh=mesh),
-        ...     loss_fn=lambda model, x: model(x).sum(),
-        ...     batch=lambda step, rank: (torch.full((2, 4), float(rank)),),
-        ... )
-        >>> path = Path(tempfile.mkdtemp()) / "eager.jsonl"
-        >>> train_eager(task, Topology(2, gpus_per_node=2), num_steps=3, path=path)
-        >>> len(graphpasses.read_run(path).steps)
-        3
+    :func:`train_graph` has an example.
     """
 
     _check_replicas(task, topology)
@@ -173,25 +161,24 @@ def train_graph(
     run: str = "graph",
     done: Callable[[int], object] | None = None,
 ) -> None:
-    """Trains with the captured and rewritten step, on a simulated cluster; records every step.
+    """Trains as :func:`train_eager`, but with the captured and rewritten step.
 
     The step is captured and rewritten once for all ranks whose shards have the same shapes.
 
     Args:
-        task: what to train.
+        task: what to train; it, the cluster, the steps, ``path`` and ``done`` are as for :func:`train_eager`.
         topology: the cluster.
         num_steps: optimizer steps.
-        path: run file, replaced if it exists.
+        path: run file.
         rewrite: makes of the captured step the one that runs (default: the default pipeline with eager's buckets,
             whose layout it must have).
         sharding: of the captured model: the task's own, or SimpleFSDP's, which leaves it to the passes to bring the
             gradients into eager's order.
         run: name of the run.
-        done: called after each step with the number of steps done.
+        done: called after each step.
 
     Raises:
-        ClusterError: a rank failed; see :func:`run_cluster`.
-        TaskError: the replicas do not divide the ranks.
+        ClusterError, TaskError: as :func:`train_eager`.
 
     Example:
         >>> import tempfile
@@ -202,10 +189,11 @@ def train_graph(
         ...     loss_fn=lambda model, x: model(x).sum(),
         ...     batch=lambda step, rank: (torch.full((2, 4), float(rank)),),
         ... )
-        >>> path = Path(tempfile.mkdtemp()) / "graph.jsonl"
-        >>> train_graph(task, Topology(2, gpus_per_node=2), num_steps=3, path=path)
-        >>> len(graphpasses.read_run(path).steps)
-        3
+        >>> paths = [Path(tempfile.mkdtemp()) / name for name in ("eager.jsonl", "graph.jsonl")]
+        >>> for train, path in zip((train_eager, train_graph), paths):
+        ...     train(task, Topology(2, gpus_per_node=2), num_steps=3, path=path)
+        >>> graphpasses.compare_runs(*map(graphpasses.read_run, paths)).verdict
+        'equal'
     """
 
     _check_replicas(task, topology)

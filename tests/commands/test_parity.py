@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,26 @@ def test_what_fails_on_a_rank(task: Path, capsys: pytest.CaptureFixture[str]) ->
     err = capsys.readouterr().err
     assert err.startswith("graphpasses: rank 0 failed:\nTraceback")
     assert "IndexError: out of data" in err
+
+
+def test_an_interrupt(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task.write_text(
+        f"{TASK}\nimport signal, threading\n"
+        """
+def batch(step, rank):
+    if (step, rank) == (1, 0):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    return (torch.arange(10),)
+"""
+    )
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest's workers have another
+    try:
+        assert app.main(["parity", "task.py", "--ranks", "2", "--steps", "10000"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert capsys.readouterr().err == "graphpasses: interrupted\n"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+    assert not read_run("runs/parity/eager.jsonl").complete
 
 
 @pytest.mark.parametrize(
