@@ -1,15 +1,14 @@
-"""What hashing and passes must know of DTensors and buffers, for which torch has no public interface.
+"""What hashing and passes must know of DTensors, for which torch has no public interface.
 
 Tested with torch 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 # AsyncCollectiveTensor: the local tensor of a DTensor may still be in flight; public code cannot tell.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -21,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 # _StridedShard: what FSDP2 over tensor parallelism puts on a parameter; it has no public name.
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["is_sharded", "local_offset", "persistent_buffers", "split_factor", "wait_for"]
+__all__ = ["is_sharded", "local_offset", "split_factor", "wait_for"]
 
 
 def is_sharded(placement: object) -> TypeGuard[Shard | _StridedShard]:
@@ -64,18 +63,6 @@ def split_factor(placement: object) -> int:
 
 def _split_factor(placement: Shard | _StridedShard) -> dict[str, int]:
     return {"split_factor": split_factor(placement)} if isinstance(placement, _StridedShard) else {}
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields every buffer that a state dict holds, under its first-seen FQN, each tensor once."""
-    seen: set[int] = set()
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            # _non_persistent_buffers_set: state_dict() would tell too, but its hooks may rename keys.
-            if name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield (f"{prefix}.{name}" if prefix else name), buffer
 
 
 def wait_for(tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from graphpasses._torch.dtensor import persistent_buffers
 from graphpasses.parity._lanes import MASK, lanes_of_each
 from graphpasses.parity._local_part import LocalPart, local_part
 from graphpasses.parity._replicas import (
@@ -119,7 +118,7 @@ def tensor_hashes(
 def weight_hashes(
     model: nn.Module, *, group: dist.ProcessGroup | None = None, per_rank: Collection[str] = ()
 ) -> dict[str, str]:
-    """Hashes every parameter and persistent buffer of a model, shared ones once, under their first-seen FQN.
+    """Hashes every parameter and buffer of a model, shared ones once, under their first-seen FQN.
 
     Args:
         model: a module; its tensors as :func:`tensor_hashes` takes them.
@@ -197,7 +196,7 @@ def gradient_hashes(
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Returns what :func:`weight_hashes` hashes."""
-    return {**dict(model.named_parameters()), **dict(persistent_buffers(model))}
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:

@@ -84,6 +84,7 @@ class ParityRecorder:
         self._path = Path(path)
         self._per_rank = frozenset(per_rank)
         self._file: int | None = None
+        self._failure: str | None = None
         self._last_step: int | None = None
         self._num_steps = 0
         distributed = dist.is_available() and dist.is_initialized()
@@ -93,11 +94,7 @@ class ParityRecorder:
             topology = None if simulated is None else asdict(simulated)
         header = RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, layouts)
         line = header_line(header)  # on all ranks, so that all raise what JSON cannot take
-        failure = [self._open(line, overwrite) if self._rank == 0 else None]
-        if self._world_size > 1:  # all ranks raise, or the others would wait for rank 0 in the first step
-            dist.broadcast_object_list(failure, src=0)
-        if failure[0] is not None:
-            raise RunFileError(failure[0])
+        self._raise_together(self._open(line, overwrite) if self._rank == 0 else None)
 
     def _open(self, header: bytes, overwrite: bool) -> str | None:
         """Opens the file and writes its header; returns what went wrong."""
@@ -110,14 +107,30 @@ class ParityRecorder:
         except OSError as error:
             return f"cannot write '{self._path}': {error.strerror}"
         self._write(header)
-        return None
+        return self._failure
 
     def _write(self, line: bytes) -> None:
-        assert self._file is not None
-        num_written = os.write(self._file, line)
-        if num_written != len(line):
-            raise RunFileError(f"cannot write '{self._path}': only {num_written} of {len(line)} bytes fit")
-        os.fsync(self._file)
+        """Appends a line, if all went well so far; what goes wrong is kept for :meth:`_raise_together`."""
+        if self._file is None or self._failure is not None:
+            return
+        try:
+            num_written = os.write(self._file, line)
+            os.fsync(self._file)
+        except OSError as error:
+            self._failure = f"cannot write '{self._path}': {error.strerror}"
+        else:
+            if num_written != len(line):
+                self._failure = (
+                    f"cannot write '{self._path}': only {num_written} of {len(line)} bytes fit on the disk"
+                )
+
+    def _raise_together(self, failure: str | None) -> None:
+        """Raises on all ranks what went wrong on rank 0, or the others would wait for it in the next step."""
+        failures = [failure]
+        if self._world_size > 1:
+            dist.broadcast_object_list(failures, src=0)
+        if failures[0] is not None:
+            raise RunFileError(failures[0])
 
     def record(
         self,
@@ -138,7 +151,7 @@ class ParityRecorder:
             gradients: gradient of each parameter, by FQN (default: the ``.grad`` of a module's parameters).
 
         Raises:
-            RunFileError: ``step`` does not ascend, or the disk is full.
+            RunFileError: ``step`` does not ascend; or, on all ranks, the disk is full.
             UnsupportedError: the loss has more than one element, or is a DTensor that is not replicated;
                 and see :func:`graphpasses.parity.tensor_hashes`.
             ReplicaMismatchError: see :func:`graphpasses.parity.tensor_hashes`.
@@ -155,23 +168,20 @@ class ParityRecorder:
         both |= {f"gradient of {n}": t for n, t in gradients.items()}
         per_rank = {f"{kind} of {name}" for kind in ("weight", "gradient") for name in self._per_rank}
         hashes = tensor_hashes(both, per_rank=per_rank)
-        if self._rank == 0:
-            weights = {n[len("weight of ") :]: h for n, h in hashes.items() if h and n.startswith("weight")}
-            grads = {n[len("gradient of ") :]: h for n, h in hashes.items() if n.startswith("gradient")}
-            self._write(step_line(StepRecord(step, losses, weights, grads)))
+        weights = {n[len("weight of ") :]: h for n, h in hashes.items() if h and n.startswith("weight")}
+        grads = {n[len("gradient of ") :]: h for n, h in hashes.items() if n.startswith("gradient")}
+        self._write(step_line(StepRecord(step, losses, weights, grads)))
+        self._raise_together(self._failure)
         self._num_steps += 1
 
     def record_layouts(self, layouts: Layout) -> None:
         """Writes bucket layouts that are known only when the run has compiled; see ``layouts`` of the recorder.
 
         Args:
-            layouts: of the run's reductions; of several calls the last one counts.
-
-        Raises:
-            RunFileError: the disk is full.
+            layouts: of the run's reductions; of several calls the last one counts. If they do not fit on the disk,
+                the next :meth:`record` says so on all ranks.
         """
-        if self._rank == 0:
-            self._write(layouts_line(layouts))
+        self._write(layouts_line(layouts))
 
     def record_passes(self, passes: PipelineReport | Mapping[str, PipelineReport]) -> None:
         """Writes what passes did to the run's graphs, for ``graphpasses report``; not compared between runs.
@@ -181,13 +191,9 @@ class ParityRecorder:
         Args:
             passes: a rewritten step's ``report``, or reports by the graph's name
                 (:attr:`graphpasses.CompileReport.by_graph`). Those of ``Pipeline.run(..., excerpts=True)`` show the
-                places that changed.
-
-        Raises:
-            RunFileError: the disk is full.
+                places that changed. If they do not fit on the disk, the next :meth:`record` says so on all ranks.
         """
-        if self._rank == 0:
-            self._write(passes_line({"step": passes} if isinstance(passes, PipelineReport) else passes))
+        self._write(passes_line({"step": passes} if isinstance(passes, PipelineReport) else passes))
 
     def _losses(self, loss: Tensor | float) -> Loss:
         if isinstance(loss, DTensor):
@@ -217,12 +223,18 @@ class ParityRecorder:
 
         Args:
             complete: whether the run ended in order.
+
+        Raises:
+            RunFileError: on rank 0; the disk is full.
         """
-        if self._rank == 0 and self._file is not None:
-            if complete:
-                self._write(end_line(self._num_steps))
-            os.close(self._file)
-            self._file = None
+        if self._file is None:  # not rank 0, or closed already
+            return
+        if complete:
+            self._write(end_line(self._num_steps))
+        os.close(self._file)
+        self._file = None
+        if complete and self._failure is not None:
+            raise RunFileError(self._failure)
 
     def __enter__(self) -> Self:
         return self

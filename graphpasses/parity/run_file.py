@@ -79,7 +79,7 @@ class StepRecord:
     Args:
         step: its number.
         loss: the losses, if the step had one.
-        weights: hash of each parameter and persistent buffer, by FQN.
+        weights: hash of each parameter and buffer, by FQN.
         gradients: hash of each parameter's gradient, by FQN; None where there was none.
     """
 

@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.graph.pass_report import Excerpt, Numerics, PassReport, PipelineReport
 from graphpasses.parity import ParityRecorder, gradient_hashes, read_run, weight_hashes
+from graphpasses.parity.launch import run_ranks
 from graphpasses.simulate import Topology, run_cluster
 
 LAYOUT = Layout(
@@ -251,6 +253,29 @@ def test_a_missing_file_and_a_folder(tmp_path: Path) -> None:
     with pytest.raises(RunFileError) as error:
         read_run(tmp_path)
     assert str(error.value) == f"cannot read '{tmp_path}': Is a directory"
+
+
+def record_until_the_disk_is_full(path: Path) -> tuple[int, str]:
+    """Runs on every rank; returns how many steps it recorded, and what ended it."""
+    with ParityRecorder(path) as recorder:
+        if torch.distributed.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        for step in range(100):
+            try:
+                recorder.record(step, 1.0, {"weight": torch.ones(1)})
+            except RunFileError as error:
+                recorder.close(complete=False)
+                return step, str(error)
+    raise AssertionError
+
+
+@pytest.mark.multiprocess
+def test_a_full_disk_ends_all_ranks(path: Path) -> None:
+    (num_steps, reason), other = run_ranks(record_until_the_disk_is_full, 2, path)
+    assert other == (num_steps, reason)
+    assert re.fullmatch(rf"cannot write '{path}': only \d+ of \d+ bytes fit on the disk", reason)
+    run = read_run(path)
+    assert (len(run.steps), run.complete) == (num_steps, False)
 
 
 def test_a_simulated_cluster_is_recorded(path: Path) -> None:
