@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import re
 import subprocess
 import sys
@@ -198,6 +199,39 @@ def test_private_attributes_are_used_in_shims_alone() -> None:
         for line, name in private_attributes(ast.parse(path.read_text()))
     ]
     assert uses == []
+
+
+# How TorchRec's users ask for fused updates, and Dynamo's settings: torch has no public names for them.
+NO_PUBLIC_NAME = {"torch.distributed.optim._apply_optimizer_in_backward", "torch._dynamo"}
+
+
+def examples(path: Path) -> Iterator[str]:
+    """Yields the code of each docstring's examples, after the names that conftest.py gives them."""
+    parse, documented = doctest.DocTestParser().get_examples, (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, documented) and (found := parse(ast.get_docstring(node) or "")):
+            names = "import torch, torch.distributed as dist\nfrom torch import nn\n"
+            yield names + "".join(example.source for example in found)
+
+
+def test_examples_in_docstrings_use_public_torch() -> None:
+    paths = [path for path in sorted(ROOT.rglob("*.py")) if not path.is_relative_to(ROOT / "_torch")]
+    trees = [(path.name, ast.parse(code)) for path in paths for code in examples(path)]
+    assert len(trees) > 100
+    uses = [
+        f"{name}: {use}"
+        for name, tree in trees
+        for find in (private_uses, private_attributes)
+        for _, use in find(tree)
+        if use not in NO_PUBLIC_NAME
+    ]
+    assert uses == []
+    inside = [
+        use
+        for code in examples(ROOT / "_torch/module_answers.py")
+        for _, use in private_uses(ast.parse(code))
+    ]
+    assert inside == ["torch._subclasses.FakeTensor"]  # the control
 
 
 def test_private_torchtitan_is_used_in_one_file() -> None:

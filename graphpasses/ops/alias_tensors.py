@@ -29,7 +29,7 @@ def alias_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
         >>> (alias,) = alias_tensors(weight)
-        >>> alias._is_view(), alias.data_ptr() == weight.data_ptr(), alias.requires_grad
+        >>> alias is weight, alias.data_ptr() == weight.data_ptr(), alias.requires_grad
         (False, True, True)
     """
     aliases: tuple[Tensor, ...] = _Aliases.apply(*tensors)  # type: ignore[no-untyped-call]

@@ -94,9 +94,10 @@ class BucketAllToAll(GraphPass):
         AgreementError: ranks see different collectives, or one compiled again what it cannot launch as agreed.
 
     Example:
-        >>> from torch.distributed._functional_collectives import all_to_all_single
+        >>> from graphpasses.graph import ALL_TO_ALL, WAIT
         >>> def loss_fn(model, ids, weights):
-        ...     ids, weights = (all_to_all_single(x, None, None, dist.group.WORLD) for x in (ids, weights))
+        ...     group, splits = dist.group.WORLD.group_name, [1, 1]
+        ...     ids, weights = (WAIT(ALL_TO_ALL(x, splits, splits, group)) for x in (ids, weights))
         ...     return (model(weights) + ids).sum()
         >>> with fake_process_group(2):
         ...     step = graphpasses.capture_train_step(loss_fn, nn.Linear(2, 2), torch.arange(2), torch.ones(2))

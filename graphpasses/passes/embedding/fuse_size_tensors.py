@@ -45,10 +45,10 @@ class FuseSizeTensors(GraphPass):
     each. After ``bucket-all-to-all`` one operator makes what is sent for all of them.
 
     Example:
-        >>> from torch.distributed._functional_collectives import all_to_all_single
+        >>> from graphpasses.graph import ALL_TO_ALL, WAIT
         >>> def loss_fn(model, x):
         ...     sizes = torch.stack([torch.scalar_tensor(size, dtype=torch.int64) for size in x.shape])
-        ...     return model(x * all_to_all_single(sizes, None, None, dist.group.WORLD)).sum()
+        ...     return model(x * WAIT(ALL_TO_ALL(sizes, [1, 1], [1, 1], dist.group.WORLD.group_name))).sum()
         >>> with fake_process_group(2):
         ...     step = graphpasses.capture_train_step(loss_fn, nn.Linear(2, 1), torch.ones(3, 2))
         ...     step = graphpasses.Pipeline((FuseSizeTensors(),)).run(step)

@@ -67,12 +67,12 @@ class HoistInputDists(GraphPass):
     code; where a rank has no tables, or others than the rest, makes no difference.
 
     Example:
-        >>> from torch.distributed._functional_collectives import all_to_all_single
+        >>> from graphpasses.graph import ALL_TO_ALL, WAIT
         >>> class Tables(nn.Module):
         ...     def forward(self, table, *ids):
-        ...         group = dist.group.WORLD
-        ...         rows = (table[all_to_all_single(each, None, None, group)] for each in ids)
-        ...         return sum(REDUCE_SCATTER_V(each, [1, 1], 0, group.group_name, 2) for each in rows)
+        ...         group, splits = dist.group.WORLD.group_name, [1, 1]
+        ...         rows = (table[WAIT(ALL_TO_ALL(each, splits, splits, group))] for each in ids)
+        ...         return sum(REDUCE_SCATTER_V(each, splits, 0, group, 2) for each in rows)
         >>> report = graphpasses.CompileReport()
         >>> pipeline = graphpasses.Pipeline((HoistInputDists(),))
         >>> with fake_process_group(2):
