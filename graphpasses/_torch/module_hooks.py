@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import nn
 
 # OptimizedModule is what torch.compile makes of a module; `module.compile()` sets `_compiled_call_impl` instead.
 from torch._dynamo.eval_frame import OptimizedModule
 
-__all__ = ["hook_ids", "is_compiled"]
+__all__ = ["hook_ids", "hooks", "is_compiled"]
 
 
 def hook_ids(module: nn.Module) -> tuple[int, ...]:
@@ -17,6 +20,17 @@ def hook_ids(module: nn.Module) -> tuple[int, ...]:
     if before or after or backward_before or backward:
         return (*before, *after, *backward_before, *backward)
     return ()
+
+
+def hooks(module: nn.Module) -> Iterator[Any]:
+    """Yields the hooks that run around a module's forward and backward."""
+    for each in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+    ):
+        yield from each.values()
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["live_state_restored"]
+__all__ = ["live_state_restored", "put_back"]
 
 
 @contextmanager
@@ -46,16 +46,22 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, parameters, buffers, attributes in before:
-            _put_back(module._parameters, parameters)
-            _put_back(module._buffers, buffers)
-            _put_back(vars(module), attributes)
+            put_back(module._parameters, parameters)
+            put_back(module._buffers, buffers)
+            put_back(vars(module), attributes)
         for value, copy in held:
-            _put_back(value, copy)
+            put_back(value, copy)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
 
-def _put_back(value: Any, copy: Any) -> None:
+def put_back(value: Any, copy: Any) -> None:
+    """Gives a list, dict or set the items of its copy.
+
+    Args:
+        value: the container.
+        copy: what it held.
+    """
     value.clear()
     value.extend(copy) if isinstance(value, list) else value.update(copy)
 

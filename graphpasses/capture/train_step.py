@@ -13,6 +13,7 @@ from torch import nn
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.oracle import check_step, why_unchecked
 from graphpasses.capture.outside_tensors import check_outside_tensors
+from graphpasses.capture.outside_values import find_outside_values, outside_values_kept
 from graphpasses.capture.random_state import check_random_state
 from graphpasses.capture.refusals import (
     refuse_collectives_in_place,
@@ -99,9 +100,12 @@ def _capture(
         check_leaf(path, leaf)
     prepare_for_tracing(model)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
-    trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None)
+    outside = find_outside_values(loss_fn, model)
+    with outside_values_kept(outside):
+        trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None)
     graph = read_traced_result(trace.result, model=model, read=trace.read)
     graph.fixed_signature = False
+    graph.outside = outside
     refuse_recurrent_kernel(graph)
     refuse_collectives_in_place(graph)
     refuse_sparse_gradients(graph)

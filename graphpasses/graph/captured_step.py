@@ -19,6 +19,7 @@ from graphpasses.graph.fsdp_facts import check_group_settings
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.model_facts import ModelFacts
+from graphpasses.graph.outside_values import OutsideValue, check_outside_values
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.recapture import Recipe, Variants
 from graphpasses.graph.torch_settings import check_settings, torch_settings
@@ -41,6 +42,7 @@ class CapturedStep(TrainGraph):
         facts: what the graph takes for granted of the model; each call checks it.
         group_settings: of each FSDP2 group, the settings that decide about bits; each call checks them.
         settings: torch's, which decide what operators are traced; each call checks them.
+        outside: Python values from outside that the step's code reads; each call checks them.
         guards: what ``loss_fn`` decided by values of the batch; each call checks it, too. None if it decided nothing.
         recipe: how to capture the step again for a batch by which ``loss_fn`` decides otherwise; None to refuse it.
 
@@ -60,6 +62,7 @@ class CapturedStep(TrainGraph):
     facts: ModelFacts
     group_settings: tuple[dict[str, Any], ...] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
+    outside: tuple[OutsideValue, ...] = ()
     guards: Guards | None = None
     recipe: Recipe | None = None
 
@@ -79,7 +82,8 @@ class CapturedStep(TrainGraph):
             BatchMismatchError: the batch differs from the captured one; the message names the leaf.
             CaptureError: it is called under ``torch.inference_mode``, or the live model no longer has a parameter
                 that the step reads, or changed since the capture: modes and hooks of modules, ``requires_grad``,
-                ties, hooks on gradients, settings of FSDP2's groups or of torch; or ``loss_fn`` decides by values
+                ties, hooks on gradients, settings of FSDP2's groups or of torch, values that ``loss_fn`` reads by
+                name; or ``loss_fn`` decides by values
                 otherwise than when it was captured, and must not be captured again, or was eight times.
         """
         if torch.is_inference_mode_enabled():
@@ -87,6 +91,7 @@ class CapturedStep(TrainGraph):
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
             )
         check_settings(self.settings, torch_settings(next(self.model.parameters()).device.type))
+        check_outside_values(self.outside)
         reshard(self._groups)
         check_group_settings(self._groups, self.group_settings)
         tensors = self.facts.check(self.model)

@@ -1,0 +1,209 @@
+"""Python values from outside that the code of a step reads by name: refused where they change."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError
+from graphpasses.identity import same_bits
+
+X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
+SCALE = 1.0
+UNREAD = 1.0
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def by_global(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean() * SCALE
+
+
+def in_a_call(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 2 * by_global(model, x)
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.weight, self.num_steps, self.settings = 1.0, 0, SimpleNamespace(power=2, unread=0)
+
+    def loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self._weighted(model(x)).mean()
+
+    def _weighted(self, y: torch.Tensor) -> torch.Tensor:
+        return self.weight * y ** float(self.settings.power)
+
+    def __call__(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return self.loss(model, x)
+
+
+def set_scale(value: float) -> None:
+    global SCALE
+    SCALE = value
+
+
+@pytest.fixture(autouse=True)
+def scale_restored() -> Any:
+    yield
+    set_scale(1.0)
+
+
+TRAINER, SETTINGS, TARGETS = Trainer(), {"weights": [1.0, 2.0]}, [torch.zeros(3, 4)]
+CRITERION = nn.SmoothL1Loss(beta=1.0)
+
+
+def change_nonlocal() -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
+    weight = 1.0
+
+    def change() -> None:
+        nonlocal weight
+        weight = 0.5
+
+    return lambda model, x: weight * model(x).mean(), change
+
+
+CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Any], str]] = {
+    "a global": (by_global, partial(set_scale, 0.5), "'SCALE' was 1.0, and is 0.5 now"),
+    "of a function that is called": (in_a_call, partial(set_scale, 2.0), "'SCALE' was 1.0, and is 2.0 now"),
+    "of an enclosing function": (*change_nonlocal(), "'weight' was 1.0, and is 0.5 now"),
+    "an attribute": (
+        TRAINER.loss,
+        lambda: setattr(TRAINER, "weight", 0.5),
+        "'Trainer.weight' was 1.0, and is 0.5 now",
+    ),
+    "an attribute of an attribute": (
+        Trainer.__call__.__get__(other := Trainer()),
+        lambda: setattr(other.settings, "power", 4),
+        "'Trainer.settings.power' was 2, and is 4 now",
+    ),
+    "an item of an item": (
+        lambda model, x: model(x).mean() * SETTINGS["weights"][0],
+        lambda: SETTINGS["weights"].append(0.5),
+        "'SETTINGS' was {'weights': [1.0, 2.0]}, and is {'weights': [1.0, 2.0, 0.5]} now",
+    ),
+    "a tensor": (
+        lambda model, x: (model(x) - TARGETS[0]).square().mean(),
+        lambda: TARGETS.__setitem__(0, torch.ones(3, 4)),
+        "'TARGETS' holds other objects now",
+    ),
+    "a module of its own": (
+        lambda model, x: CRITERION(model(x), x),
+        lambda: setattr(CRITERION, "beta", 0.5),
+        "'CRITERION.beta' was 1.0, and is 0.5 now",
+    ),
+    "an argument of a partial": (
+        partial(lambda model, x, settings: model(x).mean() * settings.weight, settings=(held := Trainer())),
+        lambda: setattr(held, "weight", 0.5),
+        "'partial.weight' was 1.0, and is 0.5 now",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_after_the_capture(name: str) -> None:
+    loss_fn, change, message = CHANGES[name]
+    model = build()
+    step = capture_train_step(loss_fn, model, X)
+    assert same_bits(step(X), loss_fn(model, X).detach())
+    change()
+    with pytest.raises(CaptureError) as error:
+        step(X)
+    assert str(error.value) == (
+        f"{message}; the step was captured with what it was, and its code reads it. Give it in the batch, as a "
+        "tensor, or capture the step again"
+    )
+
+
+def test_what_the_step_does_not_read_may_change() -> None:
+    trainer, model = Trainer(), build()
+    step = capture_train_step(trainer, model, X)
+    trainer.num_steps += 1
+    trainer.settings.unread = 1
+    trainer.loss_of_last_step = step(X)  # type: ignore[attr-defined]
+    globals()["UNREAD"] = 2.0
+    assert same_bits(step(X), trainer(model, X).detach())
+
+
+def test_what_was_changed_back_goes_on() -> None:
+    model = build()
+    step = capture_train_step(by_global, model, X)
+    set_scale(3.0)
+    set_scale(1.0)
+    assert same_bits(step(X), by_global(model, X).detach())
+
+
+def test_a_tensor_from_outside_may_be_written() -> None:
+    model, weight = build(), torch.ones(())
+    loss_fn = lambda model, x: weight * model(x).mean()  # noqa: E731
+    step = capture_train_step(loss_fn, model, X)
+    weight.fill_(3.0)
+    assert same_bits(step(X), loss_fn(model, X).detach())
+
+
+KEPT = "the code of the step changes it, and a captured step would not. "
+
+
+@pytest.mark.parametrize("number", [False, True])
+def test_a_history_of_losses(number: bool) -> None:
+    history: list[Any] = []
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).mean()
+        history.append(loss.item() if number else loss.detach())
+        return loss
+
+    with pytest.raises(CaptureError) as error:
+        capture_train_step(loss_fn, build(), X)
+    assert str(error.value) == (
+        f"'history' was [], and is a list of 1 now: {KEPT}Compute it from the loss that the step returns, or keep "
+        "it in a buffer of the model that forward writes in place; if it is set at the first call only, run loss_fn "
+        "once before the capture"
+    )
+    assert history == []
+
+
+def test_a_hook_that_keeps_activations() -> None:
+    model, kept = build(), {"last": deque([1.0], maxlen=3)}
+    model[0].register_forward_hook(lambda module, args, output: kept["last"].append(output.detach()))
+    with pytest.raises(CaptureError, match=rf"^'kept' was {{'last': .*}}, and is a dict of 1 now: {KEPT}"):
+        capture_train_step(lambda model, x: model(x).mean(), model, X)
+
+
+def test_a_counter_of_calls() -> None:
+    class Counting(Trainer):
+        def loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            self.num_steps += 1
+            return super().loss(model, x)
+
+    trainer = Counting()
+    with pytest.raises(CaptureError, match=rf"^'Counting.num_steps' was 0, and is 1 now: {KEPT}"):
+        capture_train_step(trainer.loss, build(), X)
+    assert trainer.num_steps == 0
+
+
+def test_a_gradient_scaler() -> None:
+    scaler, model = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1), build()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return scaler.scale(model(x).mean())
+
+    with pytest.raises(CaptureError, match=f"^'scaler' holds other objects now: {KEPT}"):
+        capture_train_step(loss_fn, model, X)
+    loss_fn(model, X).backward()
+    step, optimizer = capture_train_step(loss_fn, model, X), torch.optim.SGD(model.parameters(), 0.1)
+    for scale in (8.0, 16.0):
+        assert scaler.get_scale() == scale
+        assert same_bits(step(X), loss_fn(model, X).detach())
+        scaler.step(optimizer)
+        scaler.update()
