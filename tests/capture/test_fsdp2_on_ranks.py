@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import copy
-import traceback
-from collections import Counter
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphpasses.capture import capture_train_step
-from graphpasses.fsdp import diff_layouts, eager_layout
-from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.boundary_models import CrossRead, Interleaved, Reentrant, RunTwice, Scaled
-from tests.helpers.models import next_token_loss, parallelize, same_bits
+from tests.helpers.models import next_token_loss, parallelize
 from tests.helpers.step_cases import (
     CASES,
     NUM_RANKS,
     PRELOAD,
+    Batch,
     Case,
     Outcome,
-    collectives_beside_fsdp,
-    counting,
-    differences,
+    each_outcome,
+    outcome_of,
     shard_eagerly,
+    train_both,
 )
 
 NUM_STEPS = 4
@@ -61,51 +57,29 @@ def train(case: Case) -> Outcome:
     model, twin = (shard_eagerly(case, each) for each in (model, twin))
     captured = capture_train_step(next_token_loss, model, *case.batch(0))
     step = default_pipeline().run(captured)
-    collectives = Counter(step.collectives())
-    collectives.subtract(collectives_beside_fsdp(captured))
-    layout = eager_layout(twin)
-    unused = step.without_gradient & {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
-    outcome = Outcome(collectives=dict(+collectives))
-    outcome.layouts = str(diff_layouts(layout.without(unused), graph_layout(captured)))
+    outcome = outcome_of(captured, step, twin, captured)
 
-    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (twin, model)]
-    for index in range(NUM_STEPS):
-        for backward in range(case.num_backwards):
-            batch = case.batch(100 * index + 10 * backward)
-            with counting() as counts:
-                expected = next_token_loss(twin, *batch)
-                expected.backward()
-            if (index + backward) % 3 == 1:  # the same live model, eagerly
-                loss = next_token_loss(model, *batch)
-                loss.backward()
-            else:
-                with torch.no_grad():  # leaves the root unsharded
-                    next_token_loss(model, *batch)
-                loss = (captured if index == 2 else step)(*batch)
-            outcome.losses.append(same_bits(loss, expected))
-        outcome.eager_collectives = dict(counts)
-        outcome.gradients.append(differences(twin, model, lambda p: p.grad))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        outcome.weights.append(differences(twin, model, lambda p: p))
+    def run(index: int, backward: int, batch: Batch) -> torch.Tensor:
+        if (index + backward) % 3 == 1:  # the same live model, eagerly
+            loss = next_token_loss(model, *batch)
+            loss.backward()
+            return loss
+        with torch.no_grad():  # leaves the root unsharded
+            next_token_loss(model, *batch)
+        return (captured if index == 2 else step)(*batch)
+
+    train_both(outcome, twin, model, case.batch, run, num_steps=NUM_STEPS, num_backwards=case.num_backwards)
     return outcome
 
 
-def train_all(names: Sequence[str]) -> dict[str, Outcome]:
+def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
-    outcomes = {}
-    for name in names:
-        try:
-            outcomes[name] = train(OWN[name])
-        except Exception:
-            outcomes[name] = Outcome(error=traceback.format_exc())
-    return outcomes
+    return each_outcome(lambda name: train(OWN[name]), OWN)
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Outcome]]:
-    return run_ranks(train_all, NUM_RANKS, [*OWN], preload=PRELOAD, timeout=300.0)
+    return run_ranks(train_all, NUM_RANKS, preload=PRELOAD, timeout=300.0)
 
 
 @pytest.mark.multiprocess

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 
 import pytest
@@ -15,8 +14,8 @@ from torch.distributed.tensor import Shard
 from graphpasses.capture import capture_train_step
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
-from tests.helpers.models import NUM_TOKENS, LanguageModel, make_mesh, next_token_loss, same_bits, token_batch
-from tests.helpers.step_cases import NUM_RANKS, PRELOAD, Outcome, differences
+from tests.helpers.models import NUM_TOKENS, LanguageModel, make_mesh, next_token_loss, token_batch
+from tests.helpers.step_cases import NUM_RANKS, PRELOAD, Batch, Outcome, each_outcome, train_both
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -122,29 +121,17 @@ def train(name: str, rank: int) -> Outcome:
     captured = capture_train_step(next_token_loss, model, *token_batch(rank))
     step = default_pipeline().run(captured)
     outcome = Outcome(collectives=captured.collectives())
-    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in models]
-    for index in range(3):
-        batch = token_batch(10 * index + rank)
-        expected = next_token_loss(twin, *batch)
-        expected.backward()
-        outcome.losses.append(same_bits((captured if index == 1 else step)(*batch), expected))
-        outcome.gradients.append(differences(twin, model, lambda p: p.grad))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        outcome.weights.append(differences(twin, model, lambda p: p))
+
+    def run(index: int, backward: int, batch: Batch) -> torch.Tensor:
+        return (captured if index == 1 else step)(*batch)
+
+    train_both(outcome, twin, model, lambda seed: token_batch(seed + rank), run, num_steps=3)
     return outcome
 
 
 def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
-    outcomes = {}
-    for name in CASES:
-        try:
-            outcomes[name] = train(name, torch.distributed.get_rank())
-        except Exception:
-            outcomes[name] = Outcome(error=traceback.format_exc())
-    return outcomes
+    return each_outcome(lambda name: train(name, torch.distributed.get_rank()), CASES)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import traceback
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,23 +10,23 @@ import torch
 from torch import nn
 
 from graphpasses.capture import capture_train_step, simple_fsdp
-from graphpasses.fsdp import BucketPlan, diff_layouts, eager_layout
-from graphpasses.fsdp.graph_layout import graph_layout
+from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.graph import TrainGraph
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
-from tests.helpers.models import next_token_loss, parallelize, same_bits
+from tests.helpers.models import next_token_loss, parallelize
 from tests.helpers.step_cases import (
     CASES,
     NUM_RANKS,
     PRELOAD,
+    Batch,
     Case,
     Outcome,
     Wide,
-    collectives_beside_fsdp,
-    counting,
-    differences,
+    each_outcome,
+    outcome_of,
     shard_eagerly,
+    train_both,
 )
 
 NUM_STEPS = 3
@@ -72,44 +69,23 @@ def train(case: Case) -> Outcome:
         model, eager = (parallelize(each, case.parallel_meshes[1]) for each in (model, eager))
     eager = shard_eagerly(case, eager)
     captured, step = compile_step(case, model, eager)
-    collectives = Counter(step.collectives())
-    collectives.subtract(collectives_beside_fsdp(captured))
-    outcome = Outcome(collectives=dict(+collectives))
-    layout = eager_layout(eager)
-    unused = step.without_gradient & {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
-    outcome.layouts = str(diff_layouts(layout.without(unused), graph_layout(step)))
+    outcome = outcome_of(captured, step, eager, step)
 
-    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (eager, model)]
-    for index in range(NUM_STEPS):
-        for backward in range(case.num_backwards):
-            batch = case.batch(100 * index + 10 * backward)
-            with counting() as counts:
-                expected = next_token_loss(eager, *batch)
-                expected.backward()
-            outcome.losses.append(same_bits(step(*batch), expected))
-        outcome.eager_collectives = dict(counts)
-        outcome.gradients.append(differences(eager, model, lambda p: p.grad))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        outcome.weights.append(differences(eager, model, lambda p: p))
+    def run(index: int, backward: int, batch: Batch) -> torch.Tensor:
+        return step(*batch)
+
+    train_both(outcome, eager, model, case.batch, run, num_steps=NUM_STEPS, num_backwards=case.num_backwards)
     return outcome
 
 
-def train_all(names: Sequence[str]) -> dict[str, Outcome]:
+def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
-    outcomes = {}
-    for name in names:
-        try:
-            outcomes[name] = train((CASES | CONTROLS)[name])
-        except Exception:
-            outcomes[name] = Outcome(error=traceback.format_exc())
-    return outcomes
+    return each_outcome(lambda name: train((CASES | CONTROLS)[name]), CASES | CONTROLS)
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Outcome]]:
-    return run_ranks(train_all, NUM_RANKS, [*CASES, *CONTROLS], preload=PRELOAD, timeout=300.0)
+    return run_ranks(train_all, NUM_RANKS, preload=PRELOAD, timeout=300.0)
 
 
 @pytest.mark.multiprocess

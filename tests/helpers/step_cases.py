@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -18,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from graphpasses.analysis.parameter_collectives import collective_ranks
+from graphpasses.fsdp import diff_layouts, eager_layout
+from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import TrainGraph, is_collective
 from tests.helpers.models import (
     Even,
@@ -33,9 +36,12 @@ from tests.helpers.models import (
     make_mesh,
     make_parallel_meshes,
     mixed_dtypes,
+    next_token_loss,
     same_bits,
     token_batch,
 )
+
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 NUM_RANKS = 4
 PRELOAD = (
@@ -80,7 +86,7 @@ class Case:
             return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("nccl",))
         return make_mesh(hybrid=self.hybrid)
 
-    def batch(self, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, seed: int) -> Batch:
         if self.tensor_parallel:
             return even_token_batch(seed + self.mesh.get_local_rank())
         return token_batch(seed + dist.get_rank())
@@ -204,3 +210,68 @@ def collectives_beside_fsdp(graph: TrainGraph) -> Counter[str]:
         node for node in graph.graph.nodes if is_collective(node) and collective_ranks(node) not in groups
     )
     return Counter(node.target.__name__.split(".")[0] for node in nodes)
+
+
+def outcome_of(captured: TrainGraph, step: TrainGraph, eager: nn.Module, laid_out: TrainGraph) -> Outcome:
+    """Counts a step's collectives, and compares a graph's layout with that of eager FSDP2.
+
+    Args:
+        captured: the step as captured.
+        step: the step that runs.
+        eager: the eager twin.
+        laid_out: the graph whose layout is compared.
+    """
+    collectives = Counter(step.collectives())
+    collectives.subtract(collectives_beside_fsdp(captured))
+    layout = eager_layout(eager)
+    unused = step.without_gradient & {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
+    layouts = str(diff_layouts(layout.without(unused), graph_layout(laid_out)))
+    return Outcome(collectives=dict(+collectives), layouts=layouts)
+
+
+def train_both(
+    outcome: Outcome,
+    eager: nn.Module,
+    model: nn.Module,
+    batch: Callable[[int], Batch],
+    run: Callable[[int, int, Batch], torch.Tensor],
+    *,
+    num_steps: int,
+    num_backwards: int = 1,
+) -> None:
+    """Trains two models with AdamW on the same batches, and adds to an outcome what is equal at each step.
+
+    Args:
+        outcome: of the case.
+        eager: the twin that is trained eagerly.
+        model: the other.
+        batch: given a seed, returns this rank's batch.
+        run: runs ``model`` forward and backward; given the step, which backward of it, and the batch.
+        num_steps: optimizer steps.
+        num_backwards: in each of them.
+    """
+    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (eager, model)]
+    for index in range(num_steps):
+        for backward in range(num_backwards):
+            given = batch(100 * index + 10 * backward)
+            with counting() as counts:
+                expected = next_token_loss(eager, *given)
+                expected.backward()
+            outcome.losses.append(same_bits(run(index, backward, given), expected))
+        outcome.eager_collectives = dict(counts)
+        outcome.gradients.append(differences(eager, model, lambda p: p.grad))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        outcome.weights.append(differences(eager, model, lambda p: p))
+
+
+def each_outcome(train: Callable[[str], Outcome], names: Iterable[str]) -> dict[str, Outcome]:
+    """Trains cases by name; one that fails keeps no other from running."""
+    outcomes = {}
+    for name in names:
+        try:
+            outcomes[name] = train(name)
+        except Exception:
+            outcomes[name] = Outcome(error=traceback.format_exc())
+    return outcomes

@@ -31,8 +31,12 @@ _WAVES = {
     "num_labels": NUM_CLASSES,
 }
 _FIXED_DEPTH = {"layerdrop": 0.0, "apply_spec_augment": False}
+_SPANS = {"mask_time_prob": 0.2, "mask_time_length": 4}
 
 _audio = functools.partial(Architecture, family="audio")
+_waves = functools.partial(
+    _audio, model="Wav2Vec2ForSequenceClassification", options=_WAVES | _FIXED_DEPTH, inputs=classified_waves
+)
 
 AUDIO = (
     _audio(
@@ -63,31 +67,21 @@ AUDIO = (
         },
         inputs=classified_spectrograms,
     ),
-    _audio(
+    _waves(
         "wav2vec2, CTC",
         model="Wav2Vec2ForCTC",
-        options=_WAVES | _FIXED_DEPTH,
         inputs=spoken_waves,
         refused="CaptureError: loss_fn calls aten._ctc_loss.Tensor",
     ),
-    _audio(
+    _waves(
         "wav2vec2, layers and spans dropped",
-        model="Wav2Vec2ForSequenceClassification",
-        options=_WAVES | {"layerdrop": 0.3, "mask_time_prob": 0.2, "mask_time_length": 4},
-        inputs=classified_waves,
+        options=_WAVES | _SPANS | {"layerdrop": 0.3},
         refused="CaptureError: loss_fn decides by a tensor's value",
     ),
-    _audio(
+    _waves(
         "wav2vec2, spans dropped",
-        model="Wav2Vec2ForSequenceClassification",
-        options=_WAVES | {"layerdrop": 0.0, "mask_time_prob": 0.2, "mask_time_length": 4},
-        inputs=classified_waves,
+        options=_WAVES | _SPANS | {"layerdrop": 0.0},
         refused="CaptureError: loss_fn draws random numbers of numpy.random",
     ),
-    _audio(
-        "hubert",
-        model="HubertForSequenceClassification",
-        options=_WAVES | _FIXED_DEPTH,
-        inputs=classified_waves,
-    ),
+    _waves("hubert", model="HubertForSequenceClassification"),
 )

@@ -29,6 +29,7 @@ _RESNET = {
 _image = functools.partial(Architecture, family="vision", inputs=classified_images)
 # A CPU's batch_norm does not take weights in bf16 with its statistics in fp32.
 _batch_norm = functools.partial(_image, compute=torch.float32)
+_resnet = functools.partial(_image, model="ResNetForImageClassification", options=_RESNET)
 _pair = functools.partial(Architecture, family="image and text", inputs=images_and_texts)
 
 IMAGES = (
@@ -69,15 +70,9 @@ IMAGES = (
             **_CLASSES,
         },
     ),
-    _batch_norm(
-        "resnet, BatchNorm",
-        model="ResNetForImageClassification",
-        options=_RESNET,
-    ),
-    _image(
+    _resnet("resnet, BatchNorm", compute=torch.float32),
+    _resnet(
         "resnet, BatchNorm in bf16",
-        model="ResNetForImageClassification",
-        options=_RESNET,
         refused="eager: RuntimeError: expected scalar type BFloat16 but found Float",
     ),
     _batch_norm(
