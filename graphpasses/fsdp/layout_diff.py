@@ -16,7 +16,7 @@ PlaceKey = tuple[str, Collective, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Everything about one gradient's place in one reduction that can change its bits.
+    """Everything about one gradient's place in one reduction that can change its bits, and which bucket it is in.
 
     Args:
         collective: which reduction.
@@ -27,6 +27,7 @@ class Place:
         padded_numel: elements in a rank's part of the bucket.
         num_bytes: bytes of a rank's whole part of the bucket, by which NCCL divides it among rings.
         shard_dim: tensor dim that is sharded.
+        bucket_of: which bucket it is, whatever their order: the FQN in it that comes first in the alphabet.
         bucket: index of the bucket in its layout; not compared, since the order of buckets changes no bits.
     """
 
@@ -38,6 +39,7 @@ class Place:
     padded_numel: int
     num_bytes: int
     shard_dim: int
+    bucket_of: str
     bucket: int = field(compare=False)
 
     @property
@@ -134,6 +136,7 @@ def layout_places(layout: Layout) -> dict[PlaceKey, Place]:
     num_seen: defaultdict[tuple[str, str], int] = defaultdict(int)
     for index, bucket in enumerate(layout.buckets):
         num_bytes = bucket.num_bytes  # a sum over its entries
+        bucket_of = min((entry.fqn for entry in bucket.entries), default="")
         for entry in bucket.entries:
             key = (entry.fqn, bucket.collective)
             places[*key, num_seen[key]] = Place(
@@ -145,6 +148,7 @@ def layout_places(layout: Layout) -> dict[PlaceKey, Place]:
                 entry.padded_numel,
                 num_bytes,
                 entry.shard_dim,
+                bucket_of,
                 index,
             )
             num_seen[key] += 1

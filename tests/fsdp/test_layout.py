@@ -106,6 +106,15 @@ def test_moved_offsets() -> None:
     ]
 
 
+def test_another_bucket_at_the_same_bytes_is_a_move() -> None:
+    def layout(*buckets: str) -> Layout:
+        return Layout(tuple(bucket([(fqn, (8,), 0) for fqn in fqns]) for fqns in buckets))
+
+    moves = diff_layouts(layout("ab", "cd"), layout("ad", "cb")).moves
+    assert [(move.fqn, move.before.bucket, move.after.bucket) for move in moves] == [("b", 0, 1), ("d", 1, 0)]
+    assert not diff_layouts(layout("ab", "cd"), layout("cd", "ab"))
+
+
 @pytest.mark.parametrize(
     "other",
     [

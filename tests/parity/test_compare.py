@@ -88,7 +88,9 @@ def test_moves_are_shown_for_what_differs() -> None:
     a, b = run_of(*STEPS, layouts=layout("a", "b", "c")), run_of(*changed, layouts=layout("b", "a", "c"))
     divergence = compare_runs(a, b).divergence
     assert divergence is not None
-    place = Place("reduce_scatter", (0, 1), "avg", "bfloat16", 0, 2, num_bytes=12, shard_dim=0, bucket=0)
+    place = Place(
+        "reduce_scatter", (0, 1), "avg", "bfloat16", 0, 2, num_bytes=12, shard_dim=0, bucket_of="a", bucket=0
+    )
     assert divergence.moves == (Move("a", place, replace(place, offset=4)),)
     numbers = {"offset": 0, "padded_numel": 2, "num_bytes": 12, "num_ranks": 2}
     there = {"collective": "reduce_scatter", "op": "avg", "dtype": "bfloat16", **numbers}
