@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.fsdp2 import parameter_groups
+from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.operator_facts import Call, TensorFacts, read_tensors
@@ -47,7 +47,7 @@ def record_calls(
         *model.named_buffers(remove_duplicate=False),
     )
     names = {f"batch[{index}]": leaf for index, leaf in enumerate(batch)}
-    if not parameter_groups(model):  # FSDP2 runs a model on other tensors than its parameters
+    if not fsdp_groups(model):  # FSDP2 runs a model on other tensors than its parameters
         names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
     tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
     return OperatorCalls(model, tensors, only_undo=only_undo)
@@ -107,7 +107,7 @@ def _eager(
     loss_fn: Callable[..., torch.Tensor], model: nn.Module, batch: Sequence[Any]
 ) -> Callable[[AbstractContextManager[Any]], torch.Tensor]:
     # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
-    inputs = None if parameter_groups(model) else [each for each in model.parameters() if each.requires_grad]
+    inputs = None if fsdp_groups(model) else [each for each in model.parameters() if each.requires_grad]
 
     def run(record: AbstractContextManager[Any]) -> torch.Tensor:
         with record:
@@ -136,9 +136,7 @@ def _is_comparable(model: nn.Module) -> bool:
     """Whether bits of a step can be compared: they are always the same, and no pass has still to order additions."""
     is_fake_group = dist.is_initialized() and dist.get_backend() == "fake"
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    is_simple_fsdp = not parameter_groups(model) and any(
-        isinstance(each, DTensor) for each in model.parameters()
-    )
+    is_simple_fsdp = not fsdp_groups(model) and any(isinstance(each, DTensor) for each in model.parameters())
     return (
         not is_fake_group and not is_simple_fsdp and (on_cpu or torch.are_deterministic_algorithms_enabled())
     )
@@ -156,7 +154,7 @@ def why_unchecked(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
         if isinstance(value, torch.Tensor) and any(map(is_fake, read_tensors(value))):
             return f"{name} is a fake tensor"
     for fqn, *aliases in IdentityMap.of(model).parameters:
-        if aliases and isinstance(state.get(repr(fqn)), DTensor) and not parameter_groups(model):
+        if aliases and isinstance(state.get(repr(fqn)), DTensor) and not fsdp_groups(model):
             return f"{fqn!r} is also {aliases[0]!r}, and the tracer gives each name of a DTensor its own gradient"
     return None
 
