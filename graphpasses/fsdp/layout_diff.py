@@ -27,7 +27,7 @@ class Place:
         padded_numel: elements in a rank's part of the bucket.
         num_bytes: bytes of a rank's whole part of the bucket, by which NCCL divides it among rings.
         shard_dim: tensor dim that is sharded.
-        bucket_of: which bucket it is, whatever their order: the FQN in it that comes first in the alphabet.
+        members: the FQNs of the bucket, sorted, a line each: which bucket it is, wherever it stands among the others.
         bucket: index of the bucket in its layout; not compared, since the order of buckets changes no bits.
     """
 
@@ -39,7 +39,7 @@ class Place:
     padded_numel: int
     num_bytes: int
     shard_dim: int
-    bucket_of: str
+    members: str = field(repr=False)
     bucket: int = field(compare=False)
 
     @property
@@ -136,7 +136,7 @@ def layout_places(layout: Layout) -> dict[PlaceKey, Place]:
     num_seen: defaultdict[tuple[str, str], int] = defaultdict(int)
     for index, bucket in enumerate(layout.buckets):
         num_bytes = bucket.num_bytes  # a sum over its entries
-        bucket_of = min((entry.fqn for entry in bucket.entries), default="")
+        members = "\n".join(sorted(entry.fqn for entry in bucket.entries))
         for entry in bucket.entries:
             key = (entry.fqn, bucket.collective)
             places[*key, num_seen[key]] = Place(
@@ -148,7 +148,7 @@ def layout_places(layout: Layout) -> dict[PlaceKey, Place]:
                 entry.padded_numel,
                 num_bytes,
                 entry.shard_dim,
-                bucket_of,
+                members,
                 index,
             )
             num_seen[key] += 1

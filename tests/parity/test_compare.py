@@ -89,7 +89,16 @@ def test_moves_are_shown_for_what_differs() -> None:
     divergence = compare_runs(a, b).divergence
     assert divergence is not None
     place = Place(
-        "reduce_scatter", (0, 1), "avg", "bfloat16", 0, 2, num_bytes=12, shard_dim=0, bucket_of="a", bucket=0
+        "reduce_scatter",
+        (0, 1),
+        "avg",
+        "bfloat16",
+        0,
+        2,
+        num_bytes=12,
+        shard_dim=0,
+        members="a\nb\nc",
+        bucket=0,
     )
     assert divergence.moves == (Move("a", place, replace(place, offset=4)),)
     numbers = {"offset": 0, "padded_numel": 2, "num_bytes": 12, "num_ranks": 2}
