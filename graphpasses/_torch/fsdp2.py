@@ -21,18 +21,24 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 # Tells FSDP and HSDP groups from those of `replicate`, which reduce-scatter nothing. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
+# What a group's parameters are, sharded and unsharded. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
 # The groups, in FSDP2's own order (`fsdp_params`), and their settings. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 # The state that `fully_shard` hangs on a module; `fully_shard.state` raises on modules without one.
 # torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import LayoutError, UnsupportedError
+from graphpasses.identity import same_bits
 
 __all__ = [
     "GroupedParameter",
     "ParameterGroup",
+    "find_outdated",
     "fsdp_groups",
     "fsdp_states",
     "op_name",
@@ -113,6 +119,35 @@ def reshard(groups: Iterable[FSDPParamGroup]) -> None:
     """
     for group in groups:
         group._to_sharded()  # type: ignore[no-untyped-call]
+
+
+def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
+    """Returns a parameter whose shard changed since it was unsharded: eager's next forward reads what it was before.
+
+    A forward without a backward leaves the root unsharded, and FSDP2 gathers no group that is.
+
+    Args:
+        groups: of a model.
+    """
+    for group in groups:
+        if group.is_unsharded and isinstance(group.mesh_info, FSDPMeshInfo):
+            for parameter in group.fsdp_params:
+                if not _is_up_to_date(parameter, group.mesh_info):
+                    return parameter._param_fqn or parameter._module_info.param_name
+    return None
+
+
+def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
+    shard, whole = _local(parameter.sharded_param), _local(parameter.unsharded_param)
+    shards = torch.chunk(whole, mesh.shard_mesh_size, parameter.fsdp_placement.dim)
+    return mesh.shard_mesh_rank >= len(shards) or same_bits(
+        shard.to(whole.dtype), shards[mesh.shard_mesh_rank]
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
 
 
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:

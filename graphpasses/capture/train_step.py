@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.oracle import check_step, why_unchecked
 from graphpasses.capture.outside_tensors import check_outside_tensors
@@ -26,6 +27,7 @@ from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
+from graphpasses.graph.fsdp_facts import check_unsharded
 from graphpasses.graph.recapture import FailedElsewhereError, Recipe
 from graphpasses.graph.votes import Votes
 
@@ -98,6 +100,7 @@ def _capture(
     leaves = structure.leaves(batch)
     for path, leaf in zip(structure.paths, leaves, strict=True):
         check_leaf(path, leaf)
+    check_unsharded(fsdp_groups(model))
     prepare_for_tracing(model)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
     outside = find_outside_values(loss_fn, model)

@@ -15,7 +15,7 @@ from graphpasses._torch.fsdp2_settings import group_settings
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.fsdp_facts import check_group_settings
+from graphpasses.graph.fsdp_facts import check_group_settings, check_unsharded_on_all_ranks
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.model_facts import ModelFacts
@@ -83,7 +83,7 @@ class CapturedStep(TrainGraph):
             CaptureError: it is called under ``torch.inference_mode``, or the live model no longer has a parameter
                 that the step reads, or changed since the capture: modes and hooks of modules, ``requires_grad``,
                 ties, hooks on gradients, settings of FSDP2's groups or of torch, values that ``loss_fn`` reads by
-                name; or ``loss_fn`` decides by values
+                name; or parameters changed while FSDP2 had them unsharded; or ``loss_fn`` decides by values
                 otherwise than when it was captured, and must not be captured again, or was eight times.
         """
         if torch.is_inference_mode_enabled():
@@ -92,6 +92,7 @@ class CapturedStep(TrainGraph):
             )
         check_settings(self.settings, torch_settings(next(self.model.parameters()).device.type))
         check_outside_values(self.outside)
+        check_unsharded_on_all_ranks(self.model, self._groups)
         reshard(self._groups)
         check_group_settings(self._groups, self.group_settings)
         tensors = self.facts.check(self.model)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch import nn
+
+from graphpasses._torch.fsdp2 import find_outdated
 from graphpasses._torch.fsdp2_settings import group_name, group_settings
 from graphpasses.errors import CaptureError
+from graphpasses.graph.votes import Votes
 
-__all__ = ["check_group_settings"]
+__all__ = ["check_group_settings", "check_unsharded", "check_unsharded_on_all_ranks"]
 
 
 def check_group_settings(groups: Sequence[Any], captured: Sequence[dict[str, Any]]) -> None:
@@ -29,3 +33,35 @@ def check_group_settings(groups: Sequence[Any], captured: Sequence[dict[str, Any
             f"{name} of FSDP2 group {group_name(group)!r} was {before[name]} when the step was captured, and is "
             f"{now[name]} now; capture the step again, or undo the change"
         )
+
+
+def check_unsharded(groups: Sequence[Any]) -> None:
+    """Raises if a parameter changed since an eager forward unsharded it.
+
+    Args:
+        groups: the model's.
+
+    Raises:
+        CaptureError: eager would train on with what the parameter was.
+    """
+    if (fqn := find_outdated(groups)) is not None:
+        raise CaptureError(
+            f"parameter {fqn!r} changed while it was unsharded, as a forward without a backward leaves it (an "
+            "evaluation before optimizer.step()): eager FSDP2 would train on with the old values. Call reshard() on "
+            "its fully_sharded module before it changes"
+        )
+
+
+def check_unsharded_on_all_ranks(model: nn.Module, groups: Sequence[Any]) -> None:
+    """Does what :func:`check_unsharded` does, and raises on all ranks if it does on one.
+
+    Args:
+        model: the model.
+        groups: its FSDP2 groups; the same of them are unsharded on all ranks.
+    """
+    if any(group.is_unsharded for group in groups):
+        elsewhere = CaptureError(
+            "on another rank, a parameter changed while it was unsharded; its message says which"
+        )
+        with Votes.of_model(model).raised_together(elsewhere):
+            check_unsharded(groups)
