@@ -94,6 +94,14 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in read_tensors(tensor):
                 self._origins[memory_of(each)] = name
 
+    def state_at_first_use(self, generator: torch.Generator) -> torch.Tensor | None:
+        """Returns the state of a generator from outside when the block first drew from it; None if it did not."""
+        return self._generators.get(id(generator), (generator, None))[1]
+
+    def undo_to(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        """Lets :meth:`undo` give a generator another state than it had at its first use."""
+        self._generators[id(generator)] = generator, state
+
     def undo(self) -> None:
         """Writes back what tensors and generators from outside held before the block."""
         for memory, saved in self._saved.values():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.operator_facts import Call, TensorFacts, read_tensors
 from graphpasses._torch.view_replay import views_replayed
 from graphpasses.capture.live_state import live_state_restored
-from graphpasses.errors import FidelityError
+from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.votes import Votes
 from graphpasses.identity import IdentityMap, same_bits
@@ -77,7 +77,7 @@ def check_step(
     agreed = partial(votes.raised_together, FidelityError(_ANOTHER_RANK))
     try:
         with agreed():
-            with views:
+            with views, _seeds_refused(step, record):
                 _run(model, lambda: eager(record))
             compare_calls(traced, record.calls)
         record.undo()
@@ -90,6 +90,26 @@ def check_step(
                 _compare_bits(_run(model, lambda: step(*batch)), theirs)
     finally:
         record.undo()
+
+
+@contextmanager
+def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[None]:
+    """Raises if an eager step makes or seeds a generator that the graph holds, and would draw on from."""
+    values = (getattr(step.module, str(n.target)) for n in step.graph.find_nodes(op="get_attr"))
+    states = [(each, each.get_state()) for each in values if isinstance(each, torch.Generator)]
+    others = [(each, each.manual_seed(each.initial_seed() + 1).get_state()) for each, _ in states]
+    try:
+        yield
+        for generator, other in others:
+            drawn = record.state_at_first_use(generator)
+            if drawn is None or not torch.equal(drawn, other):
+                raise CaptureError(
+                    "loss_fn makes or seeds a torch.Generator, and a captured step would draw on from the one of its "
+                    "capture. Make and seed it before the step, or give the random numbers in the batch"
+                )
+    finally:
+        for generator, state in states:
+            record.undo_to(generator, state)
 
 
 def _compare_bits(ours: dict[str, torch.Tensor | None], theirs: dict[str, torch.Tensor | None]) -> None:

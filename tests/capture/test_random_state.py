@@ -135,3 +135,28 @@ def test_random_numbers_of_others(draw: Callable[[], float], name: str) -> None:
     )
     after = draw.__self__.getstate() if name == "Python's random" else numpy.random.get_state()[1].tobytes()
     assert after == state
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_generator_that_is_seeded_in_the_loss(is_new: bool) -> None:
+    held = torch.Generator()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        generator = (torch.Generator() if is_new else held).manual_seed(0)
+        return model(x).mean() * torch.rand((), generator=generator)
+
+    with pytest.raises(CaptureError) as error:
+        capture_train_step(loss_fn, nn.Linear(4, 1), torch.ones(2, 4))
+    assert str(error.value) == (
+        "loss_fn makes or seeds a torch.Generator, and a captured step would draw on from the one of its capture. "
+        "Make and seed it before the step, or give the random numbers in the batch"
+    )
+
+
+def test_a_generator_of_ones_own() -> None:
+    model, x = nn.Linear(4, 1), torch.ones(2, 4)
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    losses = [lambda model, x, g=g: model(x).mean() * torch.rand((), generator=g) for g in generators]
+    step = capture_train_step(losses[0], model, x)
+    for _ in range(2):
+        assert torch.equal(step(x), losses[1](model, x).detach())
