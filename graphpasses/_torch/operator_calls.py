@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 
 # Modes are pushed by hand: TorchDispatchMode.__enter__ also sets flags of the process, which ranks that are threads
 # would leave set, and which make Dynamo compile nothing. Tested: 2.13.
@@ -27,6 +29,7 @@ from graphpasses._torch.operator_facts import (
     Where,
     facts_of_value,
     known_number,
+    known_numbers,
     memory_of,
     numbers_of,
     read_tensors,
@@ -40,13 +43,25 @@ from graphpasses._torch.operator_rules import (
     computes_nothing,
     copies_nothing,
     one_hot,
+    one_spelling,
     with_sources,
+    writes_first,
 )
 from graphpasses._torch.tracing import outside_tracing
 
 __all__ = ["OperatorCalls"]
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+_WRAPPERS = 2  # functions that keep Dynamo from a mode: of `_fn` and `inner`. Tested: 2.13.
+# Functions that leave to C++ whether it adds in place: autograd's engine, and who calls `linear`. Tested: 2.13.
+_CALLERS = {
+    torch.autograd.graph._engine_run_backward.__code__,
+    nn.Linear.forward.__code__,
+    *(
+        getattr(F, name).__code__
+        for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
+    ),
+}
 _CALL_MODULE = nn.Module._wrapped_call_impl.__code__
 
 
@@ -59,8 +74,8 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     its caller; and what FSDP2 does to gather and reduce. Calls on tensor subclasses are recorded as what they become,
     on plain tensors.
 
-    Autograd adds out of place what it else adds in place, as it does for all but plain tensors, and while a mode like
-    this one is active.
+    What torch's C++ computes in place, in memory of the step, is recorded as if it were out of place: while a mode is
+    active, and for all but plain tensors, it is. So are added the gradients of what is read twice.
 
     Args:
         model: the model that the block runs.
@@ -124,11 +139,21 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # the call comes again, on the tensors inside
-        kwargs = kwargs or {}
+        return self.record(func, args, kwargs or {}, sys._getframe(_WRAPPERS + 1))
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
+        """Calls an operator, and records it.
+
+        Args:
+            func: the operator.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            caller: what calls it.
+        """
         if self._only_undo:
             self._save(func, args, kwargs)
             return func(*args, **kwargs)
-        where = self._where()
+        where = self._where(caller)
         if where is not None:
             self._save(func, args, kwargs)
         if copies_nothing(func, args):
@@ -146,8 +171,13 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         results = func(*args, **kwargs)
         self._trace_origins(func, args, kwargs, results, len(self.calls))
+        operator = str(func)
+        if where.by_torch and not (writes_first(func) and isinstance(self._origin(args[0]), str)):
+            operator, inputs = one_spelling(func, inputs)
+            if writes_first(func):  # whoever read this memory before, and does so again, reads something else
+                self._made(args[0], (len(self.calls), 0))
         flat = results if isinstance(results, (tuple, list)) else (results,)
-        self.calls.append(Call(str(func), inputs, tuple(map(self._facts, flat)), where))
+        self.calls.append(Call(operator, inputs, tuple(map(self._facts, flat)), where))
         if (found := one_hot(self.calls)) is not None:
             ids, num_calls = found
             del self.calls[-num_calls:]
@@ -159,7 +189,6 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any, position: int | None
     ) -> None:
         """Notes of each result whether its memory is an argument's, or was made by the call at a position."""
-        read = {memory_of(tensor) for tensor in tensors((*args, *kwargs.values()))}
         for index, (value, source) in enumerate(with_sources(func, args, kwargs, results)):
             if not isinstance(value, torch.Tensor):
                 continue
@@ -167,7 +196,9 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # A fake result of a constant, or of waiting, has new memory.
             if source is not None and memory_of(source) in self._origins:
                 self._origins[memory] = self._origins[memory_of(source)]
-            elif source is None and (memory not in read or func is LIFT_FRESH):
+            elif source is None and (
+                func is LIFT_FRESH or memory not in map(memory_of, tensors((*args, *kwargs.values())))
+            ):
                 self._origins.pop(memory, None)
                 if position is not None:
                     self._made(value, (position, index))
@@ -197,13 +228,14 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _facts(self, value: Any) -> Any:
         match value:
             case torch.Tensor():
+                is_strided = value.layout == torch.strided
                 return TensorFacts(
                     self._origin(value),
-                    known_number(value.storage_offset()) if value.layout == torch.strided else None,
+                    known_number(value.storage_offset()) if is_strided else None,
                     value.dtype,
                     value.device.type,
-                    tuple(map(known_number, value.shape)),
-                    tuple(map(known_number, value.stride())) if value.layout == torch.strided else (),
+                    known_numbers(value.shape),
+                    known_numbers(value.stride()) if is_strided else (),
                 )
             case list() | tuple():
                 return tuple(map(self._facts, value))
@@ -217,13 +249,13 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made(tensor, f"tensor {self._num_outside} from outside")
         return self._origins[memory_of(tensor)]
 
-    def _where(self) -> Where | None:
+    def _where(self, caller: FrameType) -> Where | None:
         """Returns module and user's line of the call that is made now, and whether backward makes it.
 
         None, if it is left out, see :data:`LEFT_OUT`.
         """
         module = line = None
-        frame = sys._getframe(2)
+        frame = caller
         while frame is not self._root and frame.f_back is not None and (module is None or line is None):
             code = frame.f_code
             if code is _CALL_MODULE:
@@ -237,8 +269,14 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None:
             # The node of autograd that this call is the forward of has been made by now.
             self._nodes.setdefault(
-                torch.autograd._get_sequence_nr() - 1, where := Where(module or "", line, False)
+                torch.autograd._get_sequence_nr() - 1,
+                where := Where(module or "", line, in_backward=False, by_torch=caller.f_code in _CALLERS),
             )
             return where
         forward = self._nodes.get(node._sequence_nr(), Where("", None, False))
-        return Where(forward.module if module is None else module, line or forward.line, True)
+        return Where(
+            forward.module if module is None else module,
+            line or forward.line,
+            in_backward=True,
+            by_torch=caller.f_code in _CALLERS,
+        )

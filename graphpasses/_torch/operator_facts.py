@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ __all__ = [
     "Where",
     "facts_of_value",
     "known_number",
+    "known_numbers",
     "leaves",
     "memory_of",
     "numbers_of",
@@ -61,11 +62,13 @@ class Where:
         module: FQN of the module whose forward, or whose backward, calls it.
         line: of the user's code: file, line and function.
         in_backward: whether autograd's engine calls it.
+        by_torch: whether it is C++ that chose the operator, e.g. a formula of autograd, and no code in Python.
     """
 
     module: str
     line: tuple[str, int, str] | None
     in_backward: bool
+    by_torch: bool = False
 
     def __str__(self) -> str:
         line = " ({}:{} in {})".format(*self.line) if self.line else ""
@@ -175,3 +178,12 @@ def known_number(value: Any) -> int | None:
         value: an int, or a symbolic one.
     """
     return value if isinstance(value, int) else None
+
+
+def known_numbers(values: Sequence[Any]) -> tuple[int | None, ...]:
+    """Returns sizes or strides; None for each that depends on data.
+
+    Args:
+        values: ints, or symbolic ones.
+    """
+    return tuple([value if isinstance(value, int) else None for value in values])

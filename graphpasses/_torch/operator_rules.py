@@ -20,7 +20,9 @@ __all__ = [
     "computes_nothing",
     "copies_nothing",
     "one_hot",
+    "one_spelling",
     "with_sources",
+    "writes_first",
 ]
 
 _TORCH = Path(torch.__file__).parent
@@ -42,6 +44,7 @@ _QUERIES = (torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.de
 _STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_state.default")
 _ONE_HOT = ["aten.zeros.default", "aten.scatter_.value"]
 _ONE_HOT_TRACED = ["aten.arange.default", "aten.eq.Tensor", "aten._to_copy.default"]
+_ZEROS = "aten.zeros.default"
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _WAITS = (
     torch.ops._c10d_functional.wait_tensor.default,
@@ -101,6 +104,23 @@ def one_hot(calls: Sequence[Call]) -> tuple[Any, int] | None:
     return None
 
 
+def one_spelling(func: Any, inputs: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
+    """Returns name and arguments of a call that torch's C++ makes, which may compute in place or out of place.
+
+    Args:
+        func: the operator.
+        inputs: its arguments, as they are compared.
+    """
+    match func:
+        case torch.ops.aten.new_zeros.default:
+            return _ZEROS, inputs[1:2]
+        case torch.ops.aten.zeros.default:
+            return _ZEROS, inputs[:1]
+        case torch.ops.aten._index_put_impl_.default:
+            return "aten.index_put.default", inputs[:4]  # without that it need not check the indices
+    return str(func).replace("_.", ".", 1) if writes_first(func) else str(func), inputs
+
+
 def with_sources(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any
 ) -> Iterator[tuple[Any, torch.Tensor | None]]:
@@ -157,3 +177,16 @@ def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
         or argument.name.startswith("running_")  # batch norms do not say that they write these
         or "Generator" in str(argument.type)
     )
+
+
+@cache
+def writes_first(func: Any) -> bool:
+    """Whether an operator is the one that does in place, in its first argument, what another does out of place.
+
+    Args:
+        func: the operator.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.name.endswith("_"):
+        return False
+    (first, *_), returns = func._schema.arguments, func._schema.returns
+    return len(returns) == 1 and getattr(first.alias_info, "is_write", False)

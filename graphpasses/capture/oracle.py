@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.eager_calls import EagerCalls
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
@@ -28,11 +29,27 @@ from graphpasses.identity import IdentityMap, same_bits
 __all__ = ["check_step", "record_calls", "why_unchecked"]
 
 
+_Results = dict[str, torch.Tensor | None]
+_States = list[tuple[torch.Generator, torch.Tensor]]
+
 _ANOTHER_RANK = "on another rank, eager and the captured step part; its message says where"
+_SAME_WHILE_TRACED = (
+    "eager calls the same operators while they are recorded: autograd differentiates an operator in another way when "
+    "it is traced, as it does torch.prod. Compute it with other operators"
+)
+_SAME_NUMBERS = (
+    "both call the same operators: they read other numbers, e.g. in a long constant that loss_fn makes. Let it make "
+    "the same whether it is traced or not"
+)
 
 
 def record_calls(
-    model: nn.Module, identity: IdentityMap, batch: Sequence[Any], *, only_undo: bool = False
+    model: nn.Module,
+    identity: IdentityMap,
+    batch: Sequence[Any],
+    *,
+    kind: type[OperatorCalls] = OperatorCalls,
+    only_undo: bool = False,
 ) -> OperatorCalls:
     """Returns a record for the operators of a step; the tensors of the model and of the batch have their names in it.
 
@@ -40,6 +57,7 @@ def record_calls(
         model: the model, real or as it is traced.
         identity: of the model before it is traced, which may part its ties.
         batch: the leaves of its batch, likewise.
+        kind: how operators are seen.
         only_undo: record no operators, only what the step writes into tensors from outside.
     """
     state = (
@@ -50,13 +68,16 @@ def record_calls(
     if not fsdp_groups(model):  # FSDP2 runs a model on other tensors than its parameters
         names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
     tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
-    return OperatorCalls(model, tensors, only_undo=only_undo)
+    return kind(model, tensors, only_undo=only_undo)
 
 
 def check_step(
     step: CapturedStep, loss_fn: Callable[..., torch.Tensor], batch: Sequence[Any], traced: Sequence[Call]
 ) -> None:
-    """Compares what an eager step calls with what was traced, runs another one unrecorded, and leaves all as it was.
+    """Compares what an eager step calls, and its bits, with the captured step's, and leaves all as it was.
+
+    Eager runs once, and takes no other path for being recorded: its bits are those of a step that nobody records.
+    Where it differs, as autograd's formulas may, it runs again as it was traced, and must then call what was traced.
 
     Args:
         step: the captured step.
@@ -67,39 +88,61 @@ def check_step(
     Raises:
         FidelityError: eager calls something else, or computes other bits when nobody records it.
     """
-    model, structure = step.model, step.batch_structure
-    leaves = structure.leaves(batch)
-    record, is_comparable = record_calls(model, step.identity, leaves), _is_comparable(model)
-    eager = _eager(loss_fn, model, batch)
-    # Where the bits of an unrecorded step say that it makes no difference, views are replayed as in the trace.
-    views = views_replayed() if is_comparable else nullcontext()
+    model, leaves = step.model, step.batch_structure.leaves(batch)
     votes = Votes.of_graph(step.graph, next(model.parameters()).device)
     agreed = partial(votes.raised_together, FidelityError(_ANOTHER_RANK))
-    try:
-        with agreed():
-            with views, _seeds_refused(step, record):
-                _run(model, lambda: eager(record))
-            compare_calls(traced, record.calls)
-        record.undo()
-        if is_comparable:
+    eager = _eager(loss_fn, model, batch)
+
+    @contextmanager
+    def ran(kind: type[OperatorCalls]) -> Iterator[tuple[Sequence[Call], _Results, _States]]:
+        record = record_calls(model, step.identity, leaves, kind=kind)
+        try:
             with agreed():
-                # While a mode is active, some of autograd's formulas take another path, as when they are traced.
-                theirs = _run(model, lambda: eager(nullcontext()))
+                with _seeds_refused(step, record) as seeds:
+                    results = _run(model, lambda: eager(record))
+                # What undoes the step may write into a gradient that it added to.
+                results = {name: None if each is None else each.clone() for name, each in results.items()}
             record.undo()
-            with agreed():
-                _compare_bits(_run(model, lambda: step(*batch)), theirs)
-    finally:
-        record.undo()
+            yield record.calls, results, seeds
+        finally:
+            record.undo()
+
+    if not _is_comparable(model):
+        with ran(OperatorCalls) as (calls, *_), agreed():
+            if (part := first_divergence(traced, calls)) is not None:
+                raise _error(part, traced, calls)
+        return
+    with ran(EagerCalls) as (calls, theirs, seeds):
+        part = first_divergence(traced, calls)
+        if not votes.all_ranks([part is None])[0]:
+            # Some formulas of autograd look whether they are traced; the bits say whether that makes a difference.
+            with views_replayed(), ran(OperatorCalls) as (as_traced, *_), agreed():
+                again = first_divergence(traced, as_traced)
+                if part is not None and (part == again or _lines(calls) != _lines(as_traced)):
+                    raise _error(part, traced, calls)
+                if part is not None and again is not None:
+                    raise _error(again, traced, as_traced)
+        for generator, state in seeds:
+            generator.set_state(state)
+        with agreed():
+            _compare_bits(
+                _run(model, lambda: step(*batch)),
+                theirs,
+                _SAME_NUMBERS if part is None else _SAME_WHILE_TRACED,
+            )
 
 
 @contextmanager
-def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[None]:
-    """Raises if an eager step makes or seeds a generator that the graph holds, and would draw on from."""
+def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_States]:
+    """Raises if an eager step makes or seeds a generator that the graph holds, and would draw on from.
+
+    Yields the states that the block draws from: others than when the step was captured.
+    """
     values = (getattr(step.module, str(n.target)) for n in step.graph.find_nodes(op="get_attr"))
     states = [(each, each.get_state()) for each in values if isinstance(each, torch.Generator)]
     others = [(each, each.manual_seed(each.initial_seed() + 1).get_state()) for each, _ in states]
     try:
-        yield
+        yield others
         for generator, other in others:
             drawn = record.state_at_first_use(generator)
             if drawn is None or not torch.equal(drawn, other):
@@ -112,15 +155,11 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[None]:
             record.undo_to(generator, state)
 
 
-def _compare_bits(ours: dict[str, torch.Tensor | None], theirs: dict[str, torch.Tensor | None]) -> None:
+def _compare_bits(ours: _Results, theirs: _Results, why: str) -> None:
     for name, value in theirs.items():
         other = ours[name]
         if value is not other and (value is None or other is None or not same_bits(value, other)):
-            raise FidelityError(
-                f"the captured step computes another {name} than eager, though eager calls the same operators while "
-                "they are recorded: autograd differentiates an operator in another way when it is traced, as it does "
-                "torch.prod. Compute it with other operators"
-            )
+            raise FidelityError(f"the captured step computes another {name} than eager, though {why}")
 
 
 def _eager(
@@ -138,7 +177,7 @@ def _eager(
     return run
 
 
-def _run(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor | None]:
+def _run(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Results:
     """Runs a step; returns loss and gradients, by what they are, and puts all but written tensors back."""
     named = {f"gradient of {fqn!r}": each for fqn, each in model.named_parameters() if each.requires_grad}
     with (
@@ -179,26 +218,36 @@ def why_unchecked(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
     return None
 
 
-def compare_calls(traced: Sequence[Call], eager: Sequence[Call]) -> None:
-    """Raises if two steps call different operators, or one on other values, in the order of the calls.
+def first_divergence(traced: Sequence[Call], eager: Sequence[Call]) -> int | None:
+    """Returns the first call by which two steps differ, in its operator, or in what it reads and returns.
 
     Args:
         traced: the calls of the step that was traced.
         eager: those of eager.
-
-    Raises:
-        FidelityError: the first call that differs.
     """
-    for index, (ours, theirs) in enumerate(itertools.zip_longest(traced, eager)):
-        if ours is not None and theirs is not None and (difference := _difference(ours, theirs)) is None:
-            continue
-        here = (theirs or ours).where
-        there = f" in {ours.where}" if ours and theirs and ours.where != here else ""
-        why = f" ({difference})" if ours and theirs and difference else ""
-        raise FidelityError(
-            f"eager and the captured step part at operator {index + 1}, in {here}: eager calls {_text(theirs)}, the "
-            f"graph {_text(ours)}{there}{why}. Let the model compute the same whether it is traced or not"
-        )
+    for index, (ours, theirs) in enumerate(zip(traced, eager, strict=False)):
+        if _difference(ours, theirs) is not None:
+            return index
+    return None if len(traced) == len(eager) else min(len(traced), len(eager))
+
+
+def _error(index: int, traced: Sequence[Call], eager: Sequence[Call]) -> FidelityError:
+    ours, theirs = (calls[index] if index < len(calls) else None for calls in (traced, eager))
+    here = (theirs or ours).where  # type: ignore[union-attr]
+    there = f" in {ours.where}" if ours and theirs and str(ours.where) != str(here) else ""
+    why = f" ({difference})" if ours and theirs and (difference := _difference(ours, theirs)) else ""
+    return FidelityError(
+        f"eager and the captured step part at operator {index + 1}, in {here}: eager calls {_text(theirs)}, "
+        f"the graph {_text(ours)}{there}{why}. Let the model compute the same whether it is traced or not"
+    )
+
+
+def _lines(calls: Sequence[Call]) -> list[str]:
+    """Returns the lines, and their modules, that forward runs through."""
+    return [
+        where
+        for where, _ in itertools.groupby(str(call.where) for call in calls if not call.where.in_backward)
+    ]
 
 
 def _difference(ours: Call, theirs: Call) -> str | None:
@@ -234,7 +283,7 @@ def _tensor_difference(ours: TensorFacts, theirs: TensorFacts) -> str | None:
     # Where a dimension has one element, or a tensor none, strides mean nothing.
     strides = [
         (a, b)
-        for a, b, size in zip(ours.stride, theirs.stride, theirs.shape, strict=True)
+        for a, b, size in zip(ours.stride, theirs.stride, theirs.shape, strict=False)
         if size != 1 and 0 not in theirs.shape
     ]
     if not _same(*zip(*strides, strict=True)) if strides else False:

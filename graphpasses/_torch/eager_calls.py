@@ -1,0 +1,66 @@
+"""A record of the operators that eager calls when nobody records it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any, cast
+
+import torch
+from torch._ops import _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS, _higher_order_ops
+
+from graphpasses._torch.operator_calls import OperatorCalls
+
+__all__ = ["EagerCalls"]
+
+
+class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
+    """Records the operators of eager, which takes no other path for it.
+
+    While a mode is active, some of autograd's formulas are others, and a model may ask for modes. Here no mode is:
+    operators are seen by a key of the dispatcher that lies below autograd, and that nothing else uses. Operators of
+    higher order are seen as what they become.
+
+    Args:
+        model: the model that the block runs.
+        names: tensors from outside, by names that two records of one step share.
+
+    Example:
+        >>> model, x = nn.Linear(2, 1), torch.ones(3, 2)
+        >>> with EagerCalls(model, {"x": x}) as record:
+        ...     model(x).prod().backward()
+        >>> [call.operator for call in record.calls if not call.where.in_backward]
+        ['aten.addmm.default', 'aten.prod.default', 'aten.ones_like.default']
+    """
+
+    def __enter__(self) -> EagerCalls:
+        self._root = sys._getframe(1)
+        _thread.record = self
+        self._guard = torch._C._IncludeDispatchKeyGuard(_KEY)
+        self._guard.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._guard.__exit__(None, None, None)
+        del self._guard, self._root, _thread.record
+
+
+def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        return _thread.record.record(func, args, kwargs, sys._getframe(1))
+
+
+# No kernel is registered for it, and only a block above brings it into the dispatcher. Tested: 2.13.
+_KEY = cast(torch._C.DispatchKey, torch._C._parse_dispatch_key("Fake"))
+_KEYS = torch._C.DispatchKeySet(_KEY)
+_thread = threading.local()
+_library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+_library.fallback(_call, "Fake")  # type: ignore[no-untyped-call]
+# Of the results of these, which compute nothing, torch makes Python objects of other classes: parameters.
+_aten = torch.library.Library("aten", "IMPL", "Fake")  # type: ignore[no-untyped-call]
+for _name in ("detach", "alias"):
+    _aten.impl(_name, torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
+# Those of higher order have no fallbacks.
+_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
+for _operator in _higher_order_ops.values():
+    _operator.fallthrough(_KEY)  # type: ignore[no-untyped-call]
