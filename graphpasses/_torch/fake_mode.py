@@ -109,6 +109,8 @@ _CONTIGUOUS = frozenset(
         aten.smooth_l1_loss_backward.default,
     }
 )
+# In the memory format that the input, the argument at this index, suggests.
+_IN_FORMAT_OF = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 
 
 @contextmanager
@@ -117,29 +119,48 @@ def strides_of_kernels() -> Iterator[None]:
 
     Where a decomposition gives others, a ``reshape`` in the model would be traced as a view, and is a copy in eager.
     """
+    strides: dict[Any, Callable[..., torch.Tensor]] = {
+        **dict.fromkeys(_LIKE_FIRST, _like_first),
+        **dict.fromkeys(_CONTIGUOUS, _contiguous),
+        **{operator: functools.partial(_in_format_of, index) for operator, index in _IN_FORMAT_OF.items()},
+    }
     table = {
-        operator: _with_strides(decomposition_table[operator], operator in _CONTIGUOUS)
-        for operator in _LIKE_FIRST | _CONTIGUOUS
+        operator: _with_strides(decomposition_table[operator], restride)
+        for operator, restride in strides.items()
     }
     replace: Any = mock.patch.object
     with mock.patch.dict(decomposition_table, table), replace(FakeTensorMode, "cache", {}):  # has the others
         yield
 
 
-def _with_strides(decomposition: Callable[..., Any], contiguous: bool) -> Callable[..., Any]:
+def _with_strides(
+    decomposition: Callable[..., Any], restride: Callable[..., torch.Tensor]
+) -> Callable[..., Any]:
     @functools.wraps(decomposition)
-    def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        def restride(value: torch.Tensor) -> torch.Tensor:
-            if contiguous or value.shape != first.shape:
-                return value.contiguous()
-            return torch.empty_like(first, dtype=value.dtype)
-
-        result = decomposition(first, *args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = decomposition(*args, **kwargs)
         if isinstance(result, torch.Tensor):
-            return restride(result)
-        return tuple(None if each is None else restride(each) for each in result)  # None: not asked for
+            return restride(result, *args)
+        return tuple(
+            None if each is None else restride(each, *args) for each in result
+        )  # None: not asked for
 
     return call
+
+
+def _like_first(value: torch.Tensor, first: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(first, dtype=value.dtype) if value.shape == first.shape else value.contiguous()
+
+
+def _contiguous(value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return value.contiguous()
+
+
+def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
+    like = args[index]
+    if value.shape != like.shape:
+        return value.contiguous()
+    return value.contiguous(memory_format=torch._prims_common.suggest_memory_format(like))
 
 
 def _tensors(args: Any) -> Iterator[Any]:

@@ -98,6 +98,11 @@ NUMBERS: dict[Any, tuple[Any, ...]] = {
     aten.huber_loss_backward.default: (0, 1.0),
     aten.logit_backward.default: (None,),
     aten.mse_loss_backward.default: (0,),
+    aten.native_batch_norm.default: (None, None, None, None, True, 0.1, 1e-5),
+    aten.native_batch_norm_backward.default: (
+        *(None, None, None, torch.zeros(3), torch.ones(3), True, 1e-5),
+        [True, False, False],
+    ),
     aten.native_layer_norm_backward.default: ([4], None, None, [True, False, False]),
     aten.smooth_l1_loss_backward.default: (0, 1.0),
     aten.softplus_backward.default: (1.0, 20.0),
@@ -106,9 +111,10 @@ NUMBERS: dict[Any, tuple[Any, ...]] = {
 
 LATER = {aten.native_layer_norm_backward.default: (2, 3, 1)}
 """Shapes of all tensors but the first two."""
+CORRECTED = fake_mode._LIKE_FIRST | fake_mode._CONTIGUOUS | fake_mode._IN_FORMAT_OF.keys()
 
 
-@pytest.mark.parametrize("operator", sorted(fake_mode._LIKE_FIRST | fake_mode._CONTIGUOUS, key=str), ids=str)
+@pytest.mark.parametrize("operator", sorted(CORRECTED, key=str), ids=str)
 def test_fake_results_have_the_strides_of_kernels(operator: Any) -> None:
     """Torch's own differ for at least one order of the dims: the control."""
     are_torchs_right = []
@@ -127,6 +133,20 @@ def test_fake_results_have_the_strides_of_kernels(operator: Any) -> None:
             with strides_of_kernels():
                 assert _strides(operator(*fakes)) == expected
     assert not all(are_torchs_right)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_batch_norm_has_the_memory_format_of_its_input(memory_format: torch.memory_format) -> None:
+    x = torch.rand(2, 3, 4, 5).contiguous(memory_format=memory_format)
+    gradient = torch.rand(2, 3, 4, 5)  # contiguous
+    forward = (x, *NUMBERS[aten.native_batch_norm.default])
+    backward = (gradient, x, *NUMBERS[aten.native_batch_norm_backward.default])
+    for operator, args in ((aten.native_batch_norm, forward), (aten.native_batch_norm_backward, backward)):
+        expected = _strides(operator(*args))
+        assert expected[0] == x.stride()
+        with FakeTensorMode() as mode, strides_of_kernels():
+            fakes = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            assert _strides(operator(*fakes)) == expected
 
 
 def _permuted(order: tuple[int, ...]) -> Tensor:
