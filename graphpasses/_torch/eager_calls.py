@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from typing import Any, cast
@@ -34,6 +35,7 @@ class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
     """
 
     def __enter__(self) -> EagerCalls:
+        _register()
         self._root = sys._getframe(1)
         _thread.record = self
         self._guard = torch._C._IncludeDispatchKeyGuard(_KEY)
@@ -54,13 +56,22 @@ def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
 _KEY = cast(torch._C.DispatchKey, torch._C._parse_dispatch_key("Fake"))
 _KEYS = torch._C.DispatchKeySet(_KEY)
 _thread = threading.local()
-_library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-_library.fallback(_call, "Fake")  # type: ignore[no-untyped-call]
-# Of the results of these, which compute nothing, torch makes Python objects of other classes: parameters.
-_aten = torch.library.Library("aten", "IMPL", "Fake")  # type: ignore[no-untyped-call]
-for _name in ("detach", "alias"):
-    _aten.impl(_name, torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
-# Those of higher order have no fallbacks.
-_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
-for _operator in _higher_order_ops.values():
-    _operator.fallthrough(_KEY)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _register() -> None:
+    """Registers what sees the operators; it stays, since torch forgets no fallback, and rests outside of blocks."""
+    library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+    library.fallback(_call, "Fake")  # type: ignore[no-untyped-call]
+    # Of the results of these, which compute nothing, torch makes Python objects of other classes: parameters.
+    aten = torch.library.Library("aten", "IMPL", "Fake")  # type: ignore[no-untyped-call]
+    for name in ("detach", "alias"):
+        aten.impl(name, torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
+    _libraries.extend((library, aten))
+    # Those of higher order have no fallbacks.
+    _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
+    for operator in _higher_order_ops.values():
+        operator.fallthrough(_KEY)  # type: ignore[no-untyped-call]
+
+
+_libraries: list[torch.library.Library] = []  # what they register goes with them
