@@ -75,10 +75,10 @@ class Case:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Eager, the graph and the controls; eager alone where it cannot train the model."""
-        return (
-            (EAGER,) if self.architecture.refused.startswith(EAGER_ITSELF) else (EAGER, GRAPH, *self.controls)
-        )
+        """Eager, its graphs and the controls; eager alone where it cannot train the model."""
+        if self.architecture.refused.startswith(EAGER_ITSELF):
+            return (EAGER,)
+        return (EAGER, *self.graphs, *self.controls)
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:

@@ -29,6 +29,12 @@ def test_the_table_is_large_and_every_family_has_a_control() -> None:
     assert pickle.loads(pickle.dumps(CASES)) == CASES  # they are trained in other processes
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_all_that_is_compared_is_trained(case: Case) -> None:
+    eager_refuses = case.variants == (EAGER,)
+    assert eager_refuses or {row.variant for row in case.comparisons} == {*case.variants} - {EAGER}
+
+
 @pytest.mark.parametrize("name", ["gpt2, frozen embeddings", "resnet, BatchNorm", "bart, dropout"])
 def test_forward_returns_a_loss_and_batches_differ(name: str) -> None:
     case = Case(BY_NAME[name], torch.bfloat16)
