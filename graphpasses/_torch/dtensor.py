@@ -20,7 +20,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 # _StridedShard: what FSDP2 over tensor parallelism puts on a parameter; it has no public name.
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["is_sharded", "local_offset", "split_factor", "wait_for"]
+__all__ = ["is_sharded", "local_offset", "num_root_ranks", "split_factor", "wait_for"]
 
 
 def is_sharded(placement: object) -> TypeGuard[Shard | _StridedShard]:
@@ -54,6 +54,12 @@ def local_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | N
         if indices.numel() and int(indices[-1] - indices[0]) != indices.numel() - 1:
             return None
     return tuple(shape), tuple(offset)
+
+
+def num_root_ranks(tensor: DTensor) -> int:
+    """Returns how many ranks the mesh has of which a tensor's mesh is a part, e.g. along one axis."""
+    # _get_root_mesh: the public way is deprecated. Tested: 2.13.
+    return int(tensor.device_mesh._get_root_mesh().size())
 
 
 def split_factor(placement: object) -> int:

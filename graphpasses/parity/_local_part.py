@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from graphpasses._torch.dtensor import is_sharded, local_offset, wait_for
+from graphpasses._torch.dtensor import is_sharded, local_offset, num_root_ranks, wait_for
 
 __all__ = ["LocalPart", "local_part"]
 
@@ -53,7 +53,10 @@ def local_part(
     if tensor is None:
         return LocalPart(name, None)
     if isinstance(tensor, DTensor):
-        return _local_part_of_dtensor(name, tensor, group)
+        is_whole = all(isinstance(each, Replicate) for each in tensor.placements)
+        if not (is_whole and num_root_ranks(tensor) == num_ranks):
+            return _local_part_of_dtensor(name, tensor, group)
+        tensor = tensor.to_local()  # every rank has it, also where its mesh is one of several along an axis
     tensor = wait_for(tensor)
     if problem := _problem(tensor):
         return LocalPart(name, None, problem=problem)
