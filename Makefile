@@ -31,7 +31,7 @@ $(READY): $(LOCK) pyproject.toml
 parity: $(READY) ## train models of every kind, eagerly and as graphs, and compare every bit: one table, 5 minutes
 	$(RUN) -m experiments.parity
 
-parity-full: $(READY) ## the same with all models: the tables of docs/results.md, 20 minutes
+parity-full: $(READY) ## the same with all models: the tables of docs/results.md, an hour
 	$(RUN) -m experiments.fsdp_parity
 	$(RUN) -m experiments.graph_trainer_parity
 	$(RUN) -m experiments.torchrec_parity
