@@ -13,11 +13,14 @@ import torch
 # Of which fake results are made. Tested: 2.13.
 from torch._decomp import decomposition_table
 
+# Of a step that is being traced. Tested: 2.13.
+from torch._guards import active_fake_mode
+
 # FakeTensor, in_kernel_invocation_manager: a fake tensor stands for its meta tensor inside, so that an operator's own
 # meta kernel runs at once; dispatched to the mode, it takes ten times as long. Tested: 2.13.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-__all__ = ["fake_call", "fake_mode_of", "is_fake", "strides_of_kernels"]
+__all__ = ["active_fake_mode", "fake_call", "fake_mode_of", "is_fake", "strides_of_kernels"]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 

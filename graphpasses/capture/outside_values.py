@@ -18,6 +18,7 @@ from torch import nn
 
 from graphpasses._torch.module_hooks import hooks
 from graphpasses._torch.module_reads import MISSING, MODULE_STATE
+from graphpasses.capture.cached_tensors import CachedFunction
 from graphpasses.capture.live_state import put_back
 from graphpasses.errors import CaptureError
 from graphpasses.graph.outside_values import OutsideValue, is_torchs, state_of_torchs
@@ -148,6 +149,8 @@ class _Names:
     def _value(self, path: str, value: Any) -> None:
         if isinstance(value, FunctionType):
             self._function(value)
+        elif isinstance(value, CachedFunction):
+            self._value(path, value.__wrapped__)
         elif isinstance(value, MethodType):
             self._value(path, value.__func__)
             self._value(type(value.__self__).__name__, value.__self__)
@@ -182,6 +185,7 @@ class _Names:
 
     def _method(self, value: Any) -> None:
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        value = value.__wrapped__ if isinstance(value, CachedFunction) else value
         if isinstance(value, FunctionType):
             self._function(value)
 

@@ -1,0 +1,127 @@
+"""Functions with a cache (``functools.lru_cache``) that a step calls: none keeps a tensor of a trace."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError
+from graphpasses.identity import same_bits
+
+X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
+DIAGONAL = 0
+
+
+@functools.lru_cache
+def causal(n: int) -> torch.Tensor:
+    return torch.tril(torch.ones(n, n), DIAGONAL)
+
+
+@functools.cache
+def in_containers(n: int) -> Any:
+    return {"masks": [SimpleNamespace(causal=torch.tril(torch.ones(n, n)))], "n": n}
+
+
+@functools.lru_cache(maxsize=1)
+def transposed(x: torch.Tensor) -> tuple[int, ...]:
+    return tuple(x.T.shape)
+
+
+@functools.lru_cache
+def width(n: int) -> tuple[int, str]:
+    return 2 * n, "wide"
+
+
+class Masks:
+    @functools.lru_cache  # noqa: B019
+    def causal(self, n: int) -> torch.Tensor:
+        return torch.tril(torch.ones(n, n))
+
+
+MASKS = Masks()
+CACHED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any]] = {
+    "causal": (lambda y: causal(3) @ y, causal),
+    "in_containers": (lambda y: in_containers(3)["masks"][0].causal @ y, in_containers),
+    "Masks.causal": (lambda y: MASKS.causal(3) @ y, Masks.causal),
+    "transposed": (lambda y: y * transposed(y)[0], transposed),
+}
+
+
+@pytest.fixture(autouse=True)
+def caches_empty() -> Iterator[None]:
+    yield
+    for cached in (causal, in_containers, transposed, width, Masks.causal):
+        cached.cache_clear()
+    globals()["DIAGONAL"] = 0
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+def loss_of(compute: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda model, x: compute(model(x)).square().mean()
+
+
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("check", [True, False])
+def test_a_tensor_of_the_trace_is_refused_and_forgotten(name: str, check: bool) -> None:
+    compute, cached = CACHED[name]
+    with pytest.raises(CaptureError) as error:
+        capture_train_step(loss_of(compute), build(), X, check=check)
+    assert str(error.value) == (
+        f"{__name__}.{name} is a cached function (functools.lru_cache), and keeps a tensor that it made while the "
+        "step was traced, which has no values. Its cache is empty again: call loss_fn once before the capture, so "
+        "that it keeps a real one; a function that is called with tensors must not be cached"
+    )
+    assert cached.cache_info().currsize == 0
+
+
+def test_a_capture_that_fails_otherwise_leaves_none() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(f"not this way: {causal(3).shape}")
+
+    with pytest.raises(ValueError, match="not this way"):
+        capture_train_step(loss_fn, build(), X)
+    assert causal.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize("name", ["causal", "in_containers", "Masks.causal"])
+def test_a_cache_that_was_filled_before(name: str) -> None:
+    compute, cached = CACHED[name]
+    model, loss_fn = build(), loss_of(compute)
+    loss = loss_fn(model, X)
+    loss.backward()
+    gradient, model.weight.grad = model.weight.grad, None
+    step = capture_train_step(loss_fn, model, X)
+    assert same_bits(step(X), loss.detach())
+    assert same_bits(model.weight.grad, gradient)
+    assert cached.cache_info().currsize == 1
+    assert not same_bits(loss_of(lambda y: y)(model, X).detach(), loss.detach())
+
+
+def test_caches_without_tensors_of_the_trace_are_left_alone() -> None:
+    kept = causal(5)
+    step = capture_train_step(loss_of(lambda y: y * width(y.shape[0])[0]), model := build(), X)
+    assert same_bits(step(X), loss_of(lambda y: y * 6)(model, X).detach())
+    assert (width.cache_info().currsize, causal.cache_info().currsize) == (1, 1)
+    assert causal(5) is kept
+
+
+def test_what_a_cached_function_reads_by_name() -> None:
+    model, loss_fn = build(), loss_of(CACHED["causal"][0])
+    loss_fn(model, X)
+    step = capture_train_step(loss_fn, model, X)
+    globals()["DIAGONAL"] = 1
+    with pytest.raises(
+        CaptureError, match=r"^'DIAGONAL' was 0, and is 1 now; the step was captured with what it was"
+    ):
+        step(X)
