@@ -155,20 +155,14 @@ def compare_runs(a: Run, b: Run, *, allow: Collection[str] = ()) -> Comparison:
         if gap.kind in ("torch", "seed") and gap.kind not in allow:
             raise CompareError(gap.text)
     gaps += _gaps_of_steps(common)
+    divergence = None
     for x, y in common:
         if not ((x.loss and y.loss) or _both_have_gradients(x, y) or x.weights.keys() & y.weights.keys()):
             raise CompareError(
                 f"step {x.step} has neither loss nor gradients nor weights that both runs recorded"
             )
-    differences = (_difference(x, y, _same_ranks(a, b)) for x, y in common)
-    divergence = next(
-        (
-            _divergence(x, y, difference, a.header.layouts, b.header.layouts)
-            for (x, y), difference in zip(common, differences, strict=True)
-            if difference
-        ),
-        None,
-    )
+        if divergence is None and (difference := _difference(x, y, _same_ranks(a, b))):
+            divergence = _divergence(x, y, difference, a.header.layouts, b.header.layouts)
     notes = [gap.text for gap in gaps if gap.kind in allow]
     if (a.header.layouts is None) != (b.header.layouts is None):
         notes.append(f"only run {'B' if a.header.layouts is None else 'A'} recorded its bucket layouts")
