@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -106,18 +106,21 @@ class ParityRecorder:
             return f"'{self._path}' exists already; remove it, or pass overwrite=True to replace it"
         except OSError as error:
             return f"cannot write '{self._path}': {error.strerror}"
-        self._write(header)
+        self._write(lambda: header)
         return self._failure
 
-    def _write(self, line: bytes) -> None:
-        """Appends a line, if all went well so far; what goes wrong is kept for :meth:`_raise_together`."""
+    def _write(self, make_line: Callable[[], bytes]) -> None:
+        """Appends a line on rank 0, if all went well so far; what goes wrong is kept for :meth:`_raise_together`."""
         if self._file is None or self._failure is not None:
             return
         try:
+            line = make_line()
             num_written = os.write(self._file, line)
             os.fsync(self._file)
         except OSError as error:
             self._failure = f"cannot write '{self._path}': {error.strerror}"
+        except (AttributeError, TypeError, ValueError) as error:  # what JSON cannot take
+            self._failure = f"cannot write '{self._path}': {error}"
         else:
             if num_written != len(line):
                 self._failure = (
@@ -151,7 +154,7 @@ class ParityRecorder:
             gradients: gradient of each parameter, by FQN (default: the ``.grad`` of a module's parameters).
 
         Raises:
-            RunFileError: ``step`` does not ascend; or, on all ranks, the disk is full.
+            RunFileError: ``step`` does not ascend; or, on all ranks, the disk is full, or JSON cannot take the step.
             UnsupportedError: the loss has more than one element, or is a DTensor that is not replicated;
                 and see :func:`graphpasses.parity.tensor_hashes`.
             ReplicaMismatchError: see :func:`graphpasses.parity.tensor_hashes`.
@@ -170,7 +173,7 @@ class ParityRecorder:
         hashes = tensor_hashes(both, per_rank=per_rank)
         weights = {n[len("weight of ") :]: h for n, h in hashes.items() if h and n.startswith("weight")}
         grads = {n[len("gradient of ") :]: h for n, h in hashes.items() if n.startswith("gradient")}
-        self._write(step_line(StepRecord(step, losses, weights, grads)))
+        self._write(lambda: step_line(StepRecord(step, losses, weights, grads)))
         self._raise_together(self._failure)
         self._num_steps += 1
 
@@ -178,10 +181,10 @@ class ParityRecorder:
         """Writes bucket layouts that are known only when the run has compiled; see ``layouts`` of the recorder.
 
         Args:
-            layouts: of the run's reductions; of several calls the last one counts. If they do not fit on the disk,
-                the next :meth:`record` says so on all ranks.
+            layouts: of the run's reductions; of several calls the last one counts. If they cannot be written, the
+                next :meth:`record` says so on all ranks.
         """
-        self._write(layouts_line(layouts))
+        self._write(lambda: layouts_line(layouts))
 
     def record_passes(self, passes: PipelineReport | Mapping[str, PipelineReport]) -> None:
         """Writes what passes did to the run's graphs, for ``graphpasses report``; not compared between runs.
@@ -191,9 +194,9 @@ class ParityRecorder:
         Args:
             passes: a rewritten step's ``report``, or reports by the graph's name
                 (:attr:`graphpasses.CompileReport.by_graph`). Those of ``Pipeline.run(..., excerpts=True)`` show the
-                places that changed. If they do not fit on the disk, the next :meth:`record` says so on all ranks.
+                places that changed. If they cannot be written, the next :meth:`record` says so on all ranks.
         """
-        self._write(passes_line({"step": passes} if isinstance(passes, PipelineReport) else passes))
+        self._write(lambda: passes_line({"step": passes} if isinstance(passes, PipelineReport) else passes))
 
     def _losses(self, loss: Tensor | float) -> Loss:
         if isinstance(loss, DTensor):
@@ -230,7 +233,7 @@ class ParityRecorder:
         if self._file is None:  # not rank 0, or closed already
             return
         if complete:
-            self._write(end_line(self._num_steps))
+            self._write(lambda: end_line(self._num_steps))
         os.close(self._file)
         self._file = None
         if complete and self._failure is not None:

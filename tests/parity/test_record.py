@@ -1,5 +1,6 @@
 """Run files: what a recorder writes is read back, whatever happened to the writer."""
 
+import contextlib
 import functools
 import json
 import os
@@ -12,6 +13,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -276,6 +278,44 @@ def test_a_full_disk_ends_all_ranks(path: Path) -> None:
     assert re.fullmatch(rf"cannot write '{path}': only \d+ of \d+ bytes fit on the disk", reason)
     run = read_run(path)
     assert (len(run.steps), run.complete) == (num_steps, False)
+
+
+class Counting:
+    """A pass's report that counts how often it is made to JSON."""
+
+    num_calls = 0
+
+    def to_json(self) -> dict[str, object]:
+        self.num_calls += 1
+        return {}
+
+
+def record_what_json_cannot_take(path: Path) -> tuple[int, list[str]]:
+    """Runs on every rank; returns how often it made JSON of a report, and what JSON could not take."""
+    report, reasons = Counting(), []
+    for step, layouts in ((numpy.int64(1), None), (1, nn.Linear(1, 1))):
+        with contextlib.ExitStack() as closing:
+            recorder = ParityRecorder(path, overwrite=True)
+            closing.callback(recorder.close, complete=False)
+            recorder.record_passes({"step": [report]})  # type: ignore[dict-item]
+            recorder.record(0, 1.0, {})
+            if layouts is not None:
+                recorder.record_layouts(layouts)  # type: ignore[arg-type]
+            with pytest.raises(RunFileError) as error:
+                recorder.record(step, 1.0, {})  # type: ignore[arg-type]
+            reasons.append(str(error.value))
+    return report.num_calls, reasons
+
+
+@pytest.mark.multiprocess
+def test_what_json_cannot_take_ends_all_ranks_and_rank_0_alone_makes_it(path: Path) -> None:
+    (num_calls, reasons), (other_calls, other_reasons) = run_ranks(record_what_json_cannot_take, 2, path)
+    assert (num_calls, other_calls) == (2, 0)
+    assert reasons == other_reasons
+    assert reasons == [
+        f"cannot write '{path}': Object of type int64 is not JSON serializable",
+        f"cannot write '{path}': 'Linear' object has no attribute 'to_json'",
+    ]
 
 
 def test_a_simulated_cluster_is_recorded(path: Path) -> None:
