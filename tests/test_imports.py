@@ -139,7 +139,7 @@ def unlisted(path: Path, readme: str) -> list[str]:
         f"{path.name}: {name}"
         for name in sorted(names - {"sys._getframe"})  # Python's
         if not name.startswith("_aten.")
-        and not any(word in row for row in rows for word in name.split(".")[-2:])
+        and not any(word in row for row in rows for word in name.removeprefix("torch.").split(".")[-2:])
     ]
 
 
@@ -149,6 +149,8 @@ def test_private_torch_is_listed() -> None:
     assert found == []
     nothing = [name for path in sorted((ROOT / "_torch").glob("*.py")) for name in unlisted(path, "")]
     assert "view_replay.py: torch.autograd.grad_mode._force_original_view_tracking" in nothing
+    other = readme.replace("torch._prims_common", "torch.")
+    assert unlisted(ROOT / "_torch/fake_mode.py", other) == ["fake_mode.py: torch._prims_common"]
 
 
 # The children and tensors of a module, which SimpleFSDP's read-only properties hide; a named tuple's public methods.

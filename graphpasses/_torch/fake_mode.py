@@ -144,9 +144,8 @@ def _with_strides(
         result = decomposition(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             return restride(result, *args)
-        return tuple(
-            None if each is None else restride(each, *args) for each in result
-        )  # None: not asked for
+        # A backward that was not asked for a gradient returns None in its place.
+        return tuple(None if each is None else restride(each, *args) for each in result)
 
     return call
 
