@@ -59,19 +59,20 @@ _thread = threading.local()
 
 
 @functools.cache
-def _register() -> None:
-    """Registers what sees the operators; it stays, since torch forgets no fallback, and rests outside of blocks."""
+def _register() -> tuple[torch.library.Library, ...]:
+    """Registers what sees the operators; it stays, since torch forgets no fallback, and rests outside of blocks.
+
+    Returns:
+        What it is registered with, and would go with.
+    """
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(_call, "Fake")  # type: ignore[no-untyped-call]
     # Of the results of these, which compute nothing, torch makes Python objects of other classes: parameters.
     aten = torch.library.Library("aten", "IMPL", "Fake")  # type: ignore[no-untyped-call]
     for name in ("detach", "alias"):
         aten.impl(name, torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]
-    _libraries.extend((library, aten))
     # Those of higher order have no fallbacks.
     _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
     for operator in _higher_order_ops.values():
         operator.fallthrough(_KEY)  # type: ignore[no-untyped-call]
-
-
-_libraries: list[torch.library.Library] = []  # what they register goes with them
+    return library, aten
