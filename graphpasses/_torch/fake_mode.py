@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,14 @@ from torch._guards import active_fake_mode
 # meta kernel runs at once; dispatched to the mode, it takes ten times as long. Tested: 2.13.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-__all__ = ["active_fake_mode", "fake_call", "fake_mode_of", "is_fake", "strides_of_kernels"]
+__all__ = [
+    "active_fake_mode",
+    "fake_call",
+    "fake_mode_of",
+    "is_fake",
+    "strides_of_kernels",
+    "watched_in_other_threads",
+]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -114,6 +122,30 @@ _CONTIGUOUS = frozenset(
 )
 # In the memory format that the input, the argument at this index, suggests.
 _IN_FORMAT_OF = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
+
+
+@contextmanager
+def watched_in_other_threads(on_call: Callable[[Any], None]) -> Iterator[None]:
+    """Reports operators that other threads, in which the mode is not active, call on fake tensors of the active mode.
+
+    Args:
+        on_call: called with the operator before it is.
+    """
+    mode, thread, dispatch = active_fake_mode(), threading.get_ident(), FakeTensor.__torch_dispatch__
+
+    def watched(
+        cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (
+            threading.get_ident() != thread
+            and fake_mode_of(args, kwargs or {}) is mode
+            and func.namespace != "prim"  # what is asked of a tensor, as its device
+        ):
+            on_call(func)
+        return dispatch(func, types, args, kwargs or {})
+
+    with mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(watched)):
+        yield
 
 
 @contextmanager

@@ -33,13 +33,9 @@ _Results = dict[str, torch.Tensor | None]
 _States = list[tuple[torch.Generator, torch.Tensor]]
 
 _ANOTHER_RANK = "on another rank, eager and the captured step part; its message says where"
-_SAME_WHILE_TRACED = (
-    "eager calls the same operators while they are recorded: autograd differentiates an operator in another way when "
-    "it is traced, as it does torch.prod. Compute it with other operators"
-)
-_SAME_NUMBERS = (
-    "both call the same operators: they read other numbers, e.g. in a long constant that loss_fn makes. Let it make "
-    "the same whether it is traced or not"
+_SAME_OPERATORS = (
+    "both call the same operators: one reads other numbers, e.g. in a long constant that loss_fn makes, or computes "
+    "otherwise each time. Let it be the same at each call, traced or not"
 )
 
 
@@ -128,7 +124,7 @@ def check_step(
             _compare_bits(
                 _run(model, lambda: step(*batch)),
                 theirs,
-                _SAME_NUMBERS if part is None else _SAME_WHILE_TRACED,
+                _SAME_OPERATORS if part is None else _same_while_traced(part, traced, calls),
             )
 
 
@@ -232,14 +228,28 @@ def first_divergence(traced: Sequence[Call], eager: Sequence[Call]) -> int | Non
 
 
 def _error(index: int, traced: Sequence[Call], eager: Sequence[Call]) -> FidelityError:
-    ours, theirs = (calls[index] if index < len(calls) else None for calls in (traced, eager))
+    return FidelityError(
+        f"eager and the captured step {_part(index, traced, eager)}. Let the model compute the same whether it is "
+        "traced or not"
+    )
+
+
+def _same_while_traced(index: int, traced: Sequence[Call], eager: Sequence[Call]) -> str:
+    return (
+        "eager calls the same operators as soon as a mode watches it. Unwatched, they "
+        f"{_part(index, traced, eager)}. Formulas of autograd, as that of torch.prod, may look whether a mode is "
+        "active: compute it with other operators"
+    )
+
+
+def _part(index: int, traced: Sequence[Call], eager: Sequence[Call]) -> str:
+    """Says where two steps part."""
+    ours, theirs = (each[index] if index < len(each) else None for each in (traced, eager))
     here = (theirs or ours).where  # type: ignore[union-attr]
     there = f" in {ours.where}" if ours and theirs and str(ours.where) != str(here) else ""
     why = f" ({difference})" if ours and theirs and (difference := _difference(ours, theirs)) else ""
-    return FidelityError(
-        f"eager and the captured step part at operator {index + 1}, in {here}: eager calls {_text(theirs)}, "
-        f"the graph {_text(ours)}{there}{why}. Let the model compute the same whether it is traced or not"
-    )
+    calls = f"eager calls {_text(theirs)}, the graph {_text(ours)}{there}{why}"
+    return f"part at operator {index + 1}, in {here}: {calls}"
 
 
 def _lines(calls: Sequence[Call]) -> list[str]:

@@ -25,6 +25,7 @@ from graphpasses.capture.loss import check_loss
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.refusals import kept_tensors_refused
+from graphpasses.capture.threads import nested_backward_refused, other_threads_refused
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
@@ -92,6 +93,7 @@ def trace_step(
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)))
 
     @cached_tensors_refused()
+    @other_threads_refused()
     @random_state_traced(random_calls)
     @eager_paths()
     def step(*args: Any) -> list[torch.Tensor | None]:
@@ -115,7 +117,7 @@ def trace_step(
             ):
                 raise CaptureError(_CALLED_BACKWARD)
             check_loss(loss, list(named))
-            with record:
+            with nested_backward_refused(), record:
                 gradients = _differentiate(model, loss, list(dict.fromkeys(named.values())), reduced)
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 

@@ -78,8 +78,9 @@ def test_a_long_constant() -> None:
     with pytest.raises(FidelityError) as caught:
         capture_train_step(loss_fn, nn.Linear(3, 100), X)
     assert str(caught.value) == (
-        "the captured step computes another loss than eager, though both call the same operators: they read other "
-        "numbers, e.g. in a long constant that loss_fn makes. Let it make the same whether it is traced or not"
+        "the captured step computes another loss than eager, though both call the same operators: one reads other "
+        "numbers, e.g. in a long constant that loss_fn makes, or computes otherwise each time. Let it be the same at "
+        "each call, traced or not"
     )
 
 
