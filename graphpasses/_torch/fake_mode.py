@@ -19,6 +19,7 @@ from torch._guards import active_fake_mode
 
 # FakeTensor, in_kernel_invocation_manager: a fake tensor stands for its meta tensor inside, so that an operator's own
 # meta kernel runs at once; dispatched to the mode, it takes ten times as long. Tested: 2.13.
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 __all__ = [
@@ -163,9 +164,31 @@ def strides_of_kernels() -> Iterator[None]:
         operator: _with_strides(decomposition_table[operator], restride)
         for operator, restride in strides.items()
     }
+    views = {
+        operator: functools.partial(_view, op_implementations_dict[operator])
+        for operator in (aten.view.default, aten._unsafe_view.default)
+    }
     replace: Any = mock.patch.object
-    with mock.patch.dict(decomposition_table, table), replace(FakeTensorMode, "cache", {}):  # has the others
+    with (
+        mock.patch.dict(decomposition_table, table),
+        mock.patch.dict(op_implementations_dict, views),
+        replace(FakeTensorMode, "cache", {}),  # has the others
+    ):
         yield
+
+
+def _view(
+    torchs: Callable[..., FakeTensor], mode: FakeTensorMode, view: Any, tensor: FakeTensor, shape: Any
+) -> FakeTensor:
+    """Views a tensor as the kernel does, whose strides of dimensions with one element are others than torch's fakes'.
+
+    They mean nothing, but suggest a memory format, in which some operators return what they compute.
+    """
+    if not _is_plain(tensor) or any(isinstance(size, torch.SymInt) for size in shape):
+        return torchs(mode, view, tensor, shape)
+    with in_kernel_invocation_manager(mode):
+        result = view(tensor, shape)
+    return FakeTensor(mode, result, tensor.device)
 
 
 def _with_strides(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -107,6 +109,34 @@ NUMBERS: dict[Any, tuple[Any, ...]] = {
     aten.smooth_l1_loss_backward.default: (0, 1.0),
     aten.softplus_backward.default: (1.0, 20.0),
 }
+
+
+def view_strides(sizes: tuple[int, ...], order: tuple[int, ...], shape: tuple[int, ...]) -> list[Any]:
+    """Returns the strides of a view in eager and in a fake mode; None where there is no such view."""
+    mode, found = FakeTensorMode(), []
+    for make in (lambda: torch.empty(sizes), lambda: mode.from_tensor(torch.empty(sizes))):
+        with nullcontext() if not found else mode:
+            try:
+                found.append(make().permute(order).view(shape).stride())
+            except (RuntimeError, ValueError):
+                found.append(None)
+    return found
+
+
+def test_views_have_the_strides_of_kernels() -> None:
+    """Those of torch's fakes differ where a dimension has one element: the control."""
+    cases = [
+        (sizes, order, shape)
+        for sizes in ((1, 2, 3), (1, 6, 1), (2, 1, 4))
+        for order in itertools.permutations(range(3))
+        for shape in itertools.product((1, 2, 3, 4, 6, 8), repeat=3)
+        if math.prod(shape) == math.prod(sizes)
+    ]
+    assert any(theirs != ours for theirs, ours in itertools.starmap(view_strides, cases))
+    with strides_of_kernels():
+        for case in cases:
+            theirs, ours = view_strides(*case)
+            assert theirs == ours, case
 
 
 LATER = {aten.native_layer_norm_backward.default: (2, 3, 1)}

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensor
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import FidelityError
+from graphpasses.identity import same_bits
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
 
@@ -66,6 +67,26 @@ def test_eager_runs_once(body: Callable[[torch.Tensor], torch.Tensor]) -> None:
 def test_eager_runs_again_where_a_formula_looks_whether_it_is_traced() -> None:
     assert runs_in_eager(lambda y: y.cumprod(1)) == 2
     assert runs_in_eager(lambda y: y * y.max()) == 2
+
+
+def test_a_memory_format_that_a_dimension_with_one_element_suggests() -> None:
+    """So does Pvt of transformers interpolate its positions; what is interpolated backward is contiguous."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.linspace(-1.0, 1.0, 96).view(1, 4, 24))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.positions.reshape(1, 2, 2, -1).permute(0, 3, 1, 2)
+            y = nn.functional.interpolate(y, size=(2, 2), mode="bilinear")
+            return x * y.reshape(1, -1, 4).permute(0, 2, 1)
+
+    model, x = Positions(), torch.ones(3, 4, 24)
+    capture_train_step(lambda model, x: model(x).square().mean(), model, x)(x)
+    gradient, model.positions.grad = model.positions.grad, None
+    model(x).square().mean().backward()
+    assert same_bits(model.positions.grad, gradient)
 
 
 def test_a_long_constant() -> None:
