@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,7 +14,7 @@ from torch._ops import _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS, _high
 
 from graphpasses._torch.operator_calls import OperatorCalls
 
-__all__ = ["EagerCalls"]
+__all__ = ["EagerCalls", "unseen"]
 
 
 class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
@@ -45,6 +47,13 @@ class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
     def __exit__(self, *_: object) -> None:
         self._guard.__exit__(None, None, None)
         del self._guard, self._root, _thread.record
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Lets nobody see the operators that a block calls."""
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        yield
 
 
 def _call(func: Any, *args: Any, **kwargs: Any) -> Any:

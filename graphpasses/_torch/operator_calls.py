@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import (
 
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.operator_facts import (
+    NOT_THE_USERS,
     Call,
     TensorFacts,
     Where,
@@ -51,11 +51,11 @@ from graphpasses._torch.tracing import outside_tracing
 
 __all__ = ["OperatorCalls"]
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _WRAPPERS = 2  # functions that keep Dynamo from a mode: of `_fn` and `inner`. Tested: 2.13.
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Functions that leave to C++ whether it adds in place: autograd's engine, and who calls `linear`. Tested: 2.13.
 _CALLERS = {
-    torch.autograd.graph._engine_run_backward.__code__,
+    _ENGINE,
     nn.Linear.forward.__code__,
     *(
         getattr(F, name).__code__
@@ -258,11 +258,13 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         frame = caller
         while frame is not self._root and frame.f_back is not None and (module is None or line is None):
             code = frame.f_code
+            if code is _ENGINE:
+                break  # what follows called backward, and is not what backward computes
             if code is _CALL_MODULE:
                 module = self._modules.get(id(frame.f_locals["self"])) if module is None else module
             elif code.co_filename in LEFT_OUT:
                 return None
-            elif line is None and not code.co_filename.startswith(_NOT_THE_USERS):
+            elif line is None and not code.co_filename.startswith(NOT_THE_USERS):
                 line = code.co_filename, frame.f_lineno, code.co_name
             frame = frame.f_back
         node = torch._C._current_autograd_node()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.tracing import outside_tracing
 
 __all__ = [
+    "NOT_THE_USERS",
     "Call",
     "TensorFacts",
     "Where",
@@ -26,6 +28,8 @@ __all__ = [
     "tensors",
 ]
 
+NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""How the paths of files begin that are not the user's own."""
 _NUM_NUMBERS = 64
 
 

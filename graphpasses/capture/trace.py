@@ -22,6 +22,7 @@ from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.live_state import live_state_restored
 from graphpasses.capture.loss import check_loss
+from graphpasses.capture.module_names import module_names_traced
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.refusals import kept_tensors_refused
@@ -107,7 +108,13 @@ def trace_step(
         gradients_before = [parameter.grad for parameter in named.values()]
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
         with decisions.watched(), communication_traced(model) as reduced:
-            with _autocast_refused(), kept_tensors_refused(model), other_models_refused(model), record:
+            with (
+                _autocast_refused(),
+                kept_tensors_refused(model),
+                other_models_refused(model),
+                module_names_traced(model),
+                record,
+            ):
                 loss = loss_fn(model, *structure.build(args))
             if _state_names(model) != names:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")

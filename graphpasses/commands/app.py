@@ -13,6 +13,7 @@ from tyro.extras import SubcommandApp
 from graphpasses.commands.compare import compare
 from graphpasses.commands.exit_codes import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TROUBLE
 from graphpasses.commands.layout import diff, show
+from graphpasses.commands.locate import locate
 from graphpasses.commands.parity import parity
 from graphpasses.commands.passes import passes
 from graphpasses.commands.report import report
@@ -29,6 +30,7 @@ layout.command(diff)
 app = SubcommandApp()
 app.command(parity)
 app.command(compare)
+app.command(locate)
 app.command(layout, name="layout", help="Look at the bucket layouts of recorded runs, and compare them.")
 app.command(simulate)
 app.command(passes)

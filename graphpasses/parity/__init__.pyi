@@ -1,12 +1,15 @@
 from graphpasses.parity.compare import Comparison as Comparison
 from graphpasses.parity.compare import Divergence as Divergence
 from graphpasses.parity.compare import compare_runs as compare_runs
+from graphpasses.parity.first_difference import Difference as Difference
 from graphpasses.parity.hashing import ReplicaMismatchError as ReplicaMismatchError
 from graphpasses.parity.hashing import gradient_hashes as gradient_hashes
 from graphpasses.parity.hashing import tensor_hash as tensor_hash
 from graphpasses.parity.hashing import tensor_hashes as tensor_hashes
 from graphpasses.parity.hashing import weight_hash as weight_hash
 from graphpasses.parity.hashing import weight_hashes as weight_hashes
+from graphpasses.parity.location import Location as Location
+from graphpasses.parity.location import locate_runs as locate_runs
 from graphpasses.parity.record import ParityRecorder as ParityRecorder
 from graphpasses.parity.run_file import Loss as Loss
 from graphpasses.parity.run_file import Run as Run

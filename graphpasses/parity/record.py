@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.parity._replicas import communication_device
 from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
+from graphpasses.parity.record_operators import OperatorFile
 from graphpasses.parity.run_file import (
     Loss,
     RunHeader,
@@ -52,6 +54,7 @@ class ParityRecorder:
         overwrite: whether to replace a file that exists.
         per_rank: names of tensors of which each rank holds its own,
             see :func:`graphpasses.parity.tensor_hashes`.
+        operators: numbers of steps whose operators to record, too, see :meth:`operators`.
 
     Raises:
         RunFileError: on all ranks; the file exists and ``overwrite`` is False, or it cannot be written.
@@ -80,7 +83,9 @@ class ParityRecorder:
         layouts: Layout | None = None,
         overwrite: bool = False,
         per_rank: Collection[str] = (),
+        operators: Collection[int] = (),
     ) -> None:
+        self._operators = frozenset(operators)
         self._path = Path(path)
         self._per_rank = frozenset(per_rank)
         self._file: int | None = None
@@ -95,6 +100,47 @@ class ParityRecorder:
         header = RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, layouts)
         line = header_line(header)  # on all ranks, so that all raise what JSON cannot take
         self._raise_together(self._open(line, overwrite) if self._rank == 0 else None)
+        self._operator_file = OperatorFile(self._path, self._rank, self._world_size)
+        self._operator_file.remove()  # of an earlier run
+
+    @contextmanager
+    def operators(self, step: int, model: nn.Module, batch: Collection[Any] = ()) -> Iterator[None]:
+        """Records what goes into and comes out of every operator of a block, as hashes, if the step was chosen.
+
+        Each rank writes a file of its own, ``NAME.operators/rank-N.jsonl`` beside ``NAME.jsonl``, from which
+        ``graphpasses locate`` finds the first operator at which two runs part. Eager takes no other path for it. It
+        takes several times as long as the step, and the memory of some hundred hashes.
+
+        Args:
+            step: its number; of the others nothing is recorded.
+            model: the module that the block trains, captured or not.
+            batch: its tensors are hashed when the block begins.
+
+        Raises:
+            RunFileError: on all ranks; a file cannot be written.
+
+        Example:
+            >>> import tempfile
+            >>> model = nn.Linear(2, 1)
+            >>> with ParityRecorder(Path(tempfile.mkdtemp()) / "eager.jsonl", operators=[1]) as recorder:
+            ...     for step in range(3):
+            ...         with recorder.operators(step, model):
+            ...             loss = model(torch.ones(4, 2)).sum()
+            ...             loss.backward()
+            ...         recorder.record(step, loss, model)
+        """
+        if step not in self._operators:
+            yield
+            return
+        with self._operator_file.step(step, model, batch):
+            yield
+        failures: list[str | None] = [self._operator_file.failure]
+        if self._world_size > 1:
+            failures = [None] * self._world_size
+            dist.all_gather_object(failures, self._operator_file.failure)
+        for failure in failures:
+            if failure is not None:
+                raise RunFileError(failure)
 
     def _open(self, header: bytes, overwrite: bool) -> str | None:
         """Opens the file and writes its header; returns what went wrong."""

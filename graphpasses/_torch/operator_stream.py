@@ -1,0 +1,265 @@
+"""Hands on every operator that a block calls, while it runs: in eager, and in generated code of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import Work
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from graphpasses._torch.eager_calls import EagerCalls, unseen
+from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.group_ranks import group_ranks, named_group_ranks
+from graphpasses._torch.node_origins import NodesOfFrames, origin_of
+from graphpasses._torch.operator_facts import Where, facts_of_value, leaves, memory_of
+from graphpasses._torch.operator_rules import computes_nothing, copies_nothing
+
+__all__ = ["OperatorStream", "SeenCall", "SeenTensor"]
+
+_GROUP_NAMES = ("group_name", "group")
+_UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+
+
+@dataclass(frozen=True, slots=True)
+class SeenTensor:
+    """A tensor that an operator reads or makes.
+
+    Args:
+        name: of the argument, or of the result.
+        kind: its dtype and shape, for people.
+        digest: what the stream's ``digest`` returned of it; None if its memory was never written.
+    """
+
+    name: str
+    kind: str
+    digest: Any
+
+
+@dataclass(frozen=True, slots=True)
+class SeenCall:
+    """One call of an operator.
+
+    Args:
+        operator: its name.
+        where: from where it is called.
+        node: name of the node of the graph that calls it; empty in eager.
+        arguments: its other arguments, as text.
+        inputs: the tensors that it reads, and the random state that it draws from.
+        outputs: the tensors that it makes or writes.
+        is_collective: whether other ranks take part.
+    """
+
+    operator: str
+    where: Where
+    node: str
+    arguments: tuple[str, ...]
+    inputs: tuple[SeenTensor, ...]
+    outputs: tuple[SeenTensor, ...]
+    is_collective: bool = False
+
+
+class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
+    """Hands on each operator that a block calls, when it has run, with digests of what it reads and makes.
+
+    Operators are seen below autograd, as :class:`EagerCalls` sees them: eager takes no other path for it. Those of a
+    graph that runs as generated code have the origin of their nodes. Left out is what computes nothing, and how FSDP2
+    packs what it communicates. Collectives are waited for.
+
+    Args:
+        model: the model that the block runs.
+        digest: called with a plain tensor when an operator is about to read it, or has made it.
+        seen: called with each call, in order.
+        keep: positions of calls whose arguments and results to keep, for :attr:`kept`.
+
+    Example:
+        >>> model, x, names = nn.Linear(2, 1), torch.ones(3, 2), []
+        >>> with OperatorStream(model, lambda tensor: None, lambda call: names.append(call.operator)):
+        ...     loss = model(x).sum()
+        >>> names
+        ['aten.addmm.default', 'aten.sum.default']
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        digest: Callable[[Tensor], Any],
+        seen: Callable[[SeenCall], object],
+        *,
+        keep: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(model, {})
+        self._digest, self._seen, self._keep = digest, seen, keep
+        self._graphs = NodesOfFrames()
+        self._unwritten: dict[int, StorageWeakRef] = {}
+        self._num_calls = 0
+        self.kept: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = {}
+
+    def report(self, call: SeenCall) -> None:
+        """Hands on a call that no dispatcher sees.
+
+        Args:
+            call: the call.
+        """
+        self._seen(call)
+        self._num_calls += 1
+
+    def see(self, name: str, tensor: Tensor) -> SeenTensor:
+        """Returns what is handed on of a tensor.
+
+        Args:
+            name: of the argument or result.
+            tensor: a plain tensor.
+        """
+        shape = ", ".join(map(str, tensor.shape))
+        kind = f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]"
+        is_plain = tensor.layout == torch.strided and not tensor.is_quantized
+        if not is_plain or memory_of(tensor) in self._unwritten:
+            return SeenTensor(name, kind, None)
+        with torch.no_grad(), unseen():
+            return SeenTensor(name, kind, self._digest(tensor))
+
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
+        """Calls an operator, and hands it on; see :meth:`OperatorCalls.record`."""
+        where, node = self._origin_of(caller)
+        if (
+            where is None
+            or computes_nothing(func)
+            or copies_nothing(func, args)
+            or not isinstance(func, torch._ops.OpOverload)
+            or any(is_fake(each) for each in _tensors((*args, *kwargs.values())))
+        ):
+            return func(*args, **kwargs)
+        given = list(_named(func, args, kwargs))
+        inputs = tuple(self.see(name, each) for name, each in given if isinstance(each, Tensor))
+        state = _random_state(func, given)
+        if state is not None:
+            inputs = (*inputs, self.see("random state", state))
+        kept = self._copies(args, kwargs)
+        results = func(*args, **kwargs)
+        outputs = self._outputs(func, given, results)
+        if kept is not None:
+            self.kept[self._num_calls] = func, *kept, _copied(results)
+        self.report(
+            SeenCall(
+                operator=str(func),
+                where=where,
+                node=node,
+                arguments=tuple(_texts(func, given)),
+                inputs=inputs,
+                outputs=outputs,
+                is_collective=func.namespace in (*_FUNCTIONAL, "c10d"),
+            )
+        )
+        return results
+
+    def _origin_of(self, caller: FrameType) -> tuple[Where | None, str]:
+        frame: FrameType | None = caller
+        while frame is not None and frame is not self._root:
+            if (node := self._graphs.find(frame)) is not None:
+                return origin_of(node), node.name
+            frame = frame.f_back
+        return self._where(caller), ""
+
+    def _outputs(self, func: Any, given: list[tuple[str, Any]], results: Any) -> tuple[SeenTensor, ...]:
+        name = func._schema.name.split("::")[1]
+        flat = list(_tensors(results))
+        if name in _UNINITIALISED:
+            for each in flat:
+                self._unwritten[memory_of(each)] = StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
+            return ()
+        if func.namespace in _FUNCTIONAL:
+            flat = [torch.ops._c10d_functional.wait_tensor.default(each) for each in flat]
+        for each in leaves(results):
+            if isinstance(each, torch.ScriptObject) and func.namespace == "c10d":
+                Work.unbox(each).wait()
+        written = _written(func, given)
+        seen = {id(each) for each in flat}
+        for each in (*flat, *(tensor for _, tensor in written)):
+            self._unwritten.pop(memory_of(each), None)
+        return (
+            *(self.see(f"result {index}", each) for index, each in enumerate(flat)),
+            *(self.see(f"written {name}", each) for name, each in written if id(each) not in seen),
+        )
+
+    def _copies(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        return (_copied(args), _copied(dict(kwargs))) if self._num_calls in self._keep else None
+
+
+def _copied(value: Any) -> Any:
+    match value:
+        case Tensor():
+            return value.detach().clone()
+        case list() | tuple():
+            return type(value)(map(_copied, value))
+        case dict():
+            return {name: _copied(each) for name, each in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    return (each for each in leaves(value) if isinstance(each, Tensor))
+
+
+def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields an operator's arguments, lists opened, with their names."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        yield from _opened(argument.name, value)
+    for name, value in kwargs.items():
+        yield from _opened(name, value)
+
+
+def _opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in leaves(value)):
+        for index, each in enumerate(leaves(value)):
+            yield f"{name}[{index}]", each
+    else:
+        yield name, value
+
+
+def _texts(func: Any, given: list[tuple[str, Any]]) -> Iterator[str]:
+    for name, value in given:
+        if isinstance(value, Tensor):
+            continue
+        if isinstance(value, torch.ScriptObject):
+            if "ProcessGroup" in str(value._type()):
+                yield f"ranks={list(group_ranks(dist.ProcessGroup.unbox(value)))}"
+        elif name in _GROUP_NAMES and isinstance(value, str) and func.namespace in _FUNCTIONAL:
+            yield f"ranks={list(named_group_ranks(value))}"
+        elif isinstance(value, (list, tuple)):
+            yield f"{name}={list(map(facts_of_value, value))}"
+        elif value is not None:
+            yield f"{name}={facts_of_value(value)}"
+
+
+def _written(func: Any, given: list[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
+    names = {
+        argument.name
+        for argument in func._schema.arguments
+        if getattr(argument.alias_info, "is_write", False) or argument.name.startswith("running_")
+    }
+    if func.namespace == "c10d":  # their schemas do not say what they write
+        names |= {argument.name for argument in func._schema.arguments}
+    return [(name, each) for name, each in given if isinstance(each, Tensor) and name.split("[")[0] in names]
+
+
+def _random_state(func: Any, given: list[tuple[str, Any]]) -> Tensor | None:
+    """Returns the state of the generator that an operator is about to draw from; None if it draws nothing."""
+    generator = next((each for _, each in given if isinstance(each, torch.Generator)), None)
+    if generator is not None:
+        return generator.get_state()
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return None
+    devices = [each.device for _, each in given if isinstance(each, Tensor)]
+    device = devices[0] if devices else next((e for _, e in given if isinstance(e, torch.device)), None)
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()

@@ -1,0 +1,174 @@
+"""Where two recorded runs part: the first operator of the first step that differs. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphpasses.errors import CompareError
+from graphpasses.parity.compare import Comparison, compare_runs
+from graphpasses.parity.first_difference import Difference, first_difference, first_of_ranks
+from graphpasses.parity.operators import Operator, Value, read_operators, recorded_steps
+from graphpasses.parity.run_file import Run
+
+__all__ = ["Location", "locate_runs", "location_to_json", "render_location"]
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where two runs part.
+
+    Args:
+        difference: the first, of all ranks; None if the runs are equal.
+        by_rank: the first of each rank that has one.
+        culprit: the pass, and the part of the graph, that caused it, for people; empty if it is not known.
+        pass_name: name of that pass; "capture" if it is in the graph before all passes; empty if it is not known.
+        script: a script that reproduces it, if one was written.
+    """
+
+    difference: Difference | None
+    by_rank: Sequence[Difference] = ()
+    culprit: str = ""
+    pass_name: str = ""
+    script: Path | None = None
+
+
+def locate_runs(a: Run, b: Run) -> Location:
+    """Finds the first operator at which two recorded runs part.
+
+    Args:
+        a: the first run, e.g. eager's.
+        b: the second run; both recorded the operators of the first step that differs.
+
+    Raises:
+        CompareError: the runs cannot be compared, see :func:`compare_runs`, have other numbers of ranks, or recorded
+            no operators of that step.
+        RunFileError: a file of operators is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> from graphpasses.parity import ParityRecorder, read_run
+        >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
+        >>> with ParityRecorder(path) as recorder:
+        ...     recorder.record(0, 1.0, torch.nn.Linear(2, 2))
+        >>> print(locate_runs(read_run(path), read_run(path)).difference)
+        None
+    """
+    comparison = compare_runs(a, b)
+    step = _step(comparison)
+    if step is None:
+        return Location(None)
+    if a.header.world_size != b.header.world_size:
+        raise CompareError(
+            f"the runs have {a.header.world_size} and {b.header.world_size} ranks: operators are compared rank by "
+            "rank; record both with one number of ranks"
+        )
+    for name, run in (("A", a), ("B", b)):
+        if step not in (steps := recorded_steps(run.path)):
+            has = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
+            raise CompareError(
+                f"the runs part in step {step}, of which run {name} recorded no operators ({has}): record both "
+                f"again with ParityRecorder(..., operators=[{step}]) and the step in recorder.operators(...)"
+            )
+    found = [
+        difference
+        for rank in range(a.header.world_size)
+        if (
+            difference := first_difference(
+                read_operators(a.path, rank, step), read_operators(b.path, rank, step)
+            )
+        )
+        is not None
+    ]
+    if not found:
+        raise CompareError(
+            f"the runs part in step {step}, but all operators that they recorded of it are equal: something differs "
+            "that recorder.operators() did not enclose, e.g. the optimizer"
+        )
+    return Location(first_of_ranks(found), tuple(found))
+
+
+def _step(comparison: Comparison) -> int | None:
+    if comparison.verdict == "not compared":
+        raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
+    return None if comparison.divergence is None else comparison.divergence.step
+
+
+def render_location(location: Location) -> str:
+    """Returns a location as text for people.
+
+    Args:
+        location: what :func:`locate_runs` returned.
+
+    Example:
+        >>> print(render_location(Location(None)))
+        equal: nothing differs
+    """
+    difference = location.difference
+    if difference is None:
+        return "equal: nothing differs"
+    lines = [str(difference)]
+    for name, operator in (("A", difference.a), ("B", difference.b)):
+        if operator is not None:
+            lines += [f"  {name}: {operator}", f"     reads {_texts(operator.inputs)}"]
+            lines += [f"     makes {_texts(operator.outputs)}"]
+    if len(location.by_rank) > 1:
+        lines += ["on each rank first:", *(f"  {each}" for each in location.by_rank)]
+    if location.culprit:
+        lines.append(location.culprit)
+    if location.script is not None:
+        lines.append(f"to reproduce it: python {location.script}")
+    return "\n".join(lines)
+
+
+def _texts(values: Sequence[Value]) -> str:
+    return ", ".join(f"{v.name} {v.kind} {(v.digest or 'never written')[:8]}" for v in values) or "nothing"
+
+
+def location_to_json(location: Location) -> dict[str, Any]:
+    """Returns a location as plain dicts and lists, for ``json.dumps``.
+
+    Args:
+        location: what :func:`locate_runs` returned.
+    """
+    difference = location.difference
+    return {
+        "equal": difference is None,
+        "difference": None if difference is None else _difference_to_json(difference),
+        "ranks": [_difference_to_json(each) for each in location.by_rank],
+        "pass": location.pass_name,
+        "culprit": location.culprit,
+        "script": None if location.script is None else str(location.script),
+    }
+
+
+def _difference_to_json(difference: Difference) -> dict[str, Any]:
+    return {
+        "text": str(difference),
+        "kind": difference.kind,
+        "step": difference.step,
+        "rank": difference.rank,
+        "values": difference.values,
+        "a": difference.a and _operator_to_json(difference.a),
+        "b": difference.b and _operator_to_json(difference.b),
+    }
+
+
+def _operator_to_json(operator: Operator) -> dict[str, Any]:
+    return {
+        "position": operator.position,
+        "operator": operator.operator,
+        "module": operator.module,
+        "line": operator.line,
+        "in_backward": operator.in_backward,
+        "node": operator.node,
+        "arguments": operator.arguments,
+        "inputs": [_value_to_json(each) for each in operator.inputs],
+        "outputs": [_value_to_json(each) for each in operator.outputs],
+    }
+
+
+def _value_to_json(value: Value) -> dict[str, Any]:
+    return {"name": value.name, "kind": value.kind, "digest": value.digest}

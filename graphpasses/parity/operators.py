@@ -1,0 +1,244 @@
+"""The operators of one step as JSON lines, one file for each rank: what each read and made, as hashes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from graphpasses.errors import RunFileError
+
+__all__ = ["Operator", "OperatorStep", "Value", "operator_file", "read_operators", "recorded_steps"]
+
+FORMAT_VERSION = 1
+_FORMAT = "graphpasses-operators"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that an operator reads or makes, or that a step begins or ends with.
+
+    Args:
+        name: of the argument or the result; or e.g. ``"weight of layers.0.bias"``.
+        kind: its dtype and shape.
+        digest: 128 bits of its elements and their order, whatever its shape, as 32 hexadecimal digits; None if its
+            memory was never written.
+    """
+
+    name: str
+    kind: str
+    digest: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One call of an operator on one rank.
+
+    Args:
+        position: in the step.
+        operator: its name.
+        module: FQN of the module whose forward or backward calls it; empty for the model itself.
+        line: of the user's code: file, line and function.
+        in_backward: whether autograd calls it.
+        node: name of the node of the graph that calls it; empty in eager.
+        arguments: its other arguments, as text.
+        inputs: what it reads.
+        outputs: what it makes or writes.
+        is_collective: whether other ranks take part.
+    """
+
+    position: int
+    operator: str
+    module: str
+    line: tuple[str, int, str] | None
+    in_backward: bool
+    node: str
+    arguments: tuple[str, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    is_collective: bool
+
+    def __str__(self) -> str:
+        line = " ({}:{} in {})".format(*self.line) if self.line else ""
+        of = f"module {self.module!r}" if self.module else "the model itself"
+        node = f", node {self.node}" if self.node else ""
+        return f"{self.operator} in the {'backward' if self.in_backward else 'forward'} of {of}{line}{node}"
+
+
+@dataclass(frozen=True)
+class OperatorStep:
+    """The operators of one step on one rank.
+
+    Args:
+        rank: the rank.
+        step: number of the step.
+        start: what the step began with.
+        operators: in the order in which they ran.
+        end: what it ended with: gradients, weights, buffers.
+    """
+
+    rank: int
+    step: int
+    start: tuple[Value, ...]
+    operators: Sequence[Operator]
+    end: tuple[Value, ...]
+
+
+def operator_file(path: str | os.PathLike[str], rank: int) -> Path:
+    """Returns where a rank's operators lie beside a run file.
+
+    Args:
+        path: the run file.
+        rank: the rank.
+
+    Example:
+        >>> operator_file("runs/eager.jsonl", 3).as_posix()
+        'runs/eager.operators/rank-3.jsonl'
+    """
+    path = Path(path)
+    return path.with_suffix(".operators") / f"rank-{rank}.jsonl"
+
+
+def header_line(torch: str, rank: int, world_size: int) -> bytes:
+    """Returns the first line of a rank's file."""
+    return _line(
+        {"format": _FORMAT, "version": FORMAT_VERSION, "torch": torch, "rank": rank, "world_size": world_size}
+    )
+
+
+def start_line(step: int, values: Sequence[Value]) -> bytes:
+    """Returns the line that begins a step."""
+    return _line({"step": step, "start": [astuple(each) for each in values]})
+
+
+def operator_line(operator: Operator) -> bytes:
+    """Returns the line of one operator."""
+    return _line(
+        [getattr(operator, name) for name in _PLAIN] + [_rows(operator.inputs), _rows(operator.outputs)]
+    )
+
+
+def end_line(step: int, num_operators: int, values: Sequence[Value]) -> bytes:
+    """Returns the line that ends a step."""
+    return _line({"end": step, "num_operators": num_operators, "values": _rows(values)})
+
+
+_PLAIN = (
+    "position",
+    "operator",
+    "module",
+    "line",
+    "in_backward",
+    "node",
+    "arguments",
+    "is_collective",
+)
+
+
+def _rows(values: Sequence[Value]) -> list[tuple[Any, ...]]:
+    return [astuple(each) for each in values]
+
+
+def _line(data: Any) -> bytes:
+    return json.dumps(data, allow_nan=False).encode() + b"\n"
+
+
+def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> OperatorStep:
+    """Reads the operators of one step of one rank.
+
+    Args:
+        path: the run file; see :func:`operator_file`.
+        rank: the rank.
+        step: number of the step.
+
+    Raises:
+        RunFileError: the file is missing, is none of these, of another format version, damaged, or does not hold the
+            whole step.
+
+    Example:
+        >>> read_operators("missing.jsonl", 0, 3)
+        Traceback (most recent call last):
+        graphpasses.errors.RunFileError: cannot read 'missing.operators/rank-0.jsonl': No such file or directory
+    """
+    file = operator_file(path, rank)
+    start: tuple[Value, ...] | None = None
+    operators: list[Operator] = []
+    for number, data in _lines(file):
+        try:
+            if isinstance(data, dict) and data.get("step") == step:
+                start = _values(data["start"])
+            elif start is not None and isinstance(data, list):
+                operators.append(_operator(data))
+                if operators[-1].position != len(operators) - 1:
+                    raise ValueError(f"operator {operators[-1].position} follows {len(operators) - 2}")
+            elif start is not None and isinstance(data, dict):
+                if data["end"] != step or data["num_operators"] != len(operators):
+                    raise ValueError(
+                        f"step {step} has {data['num_operators']} operators, not {len(operators)}"
+                    )
+                return OperatorStep(rank, step, start, operators, _values(data["values"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunFileError(f"'{file}' is damaged in line {number}: {error}") from None
+    if start is not None:
+        raise RunFileError(f"'{file}' ends in the midst of step {step}: the run was cut short")
+    raise RunFileError(f"'{file}' does not hold step {step}; record the run with operators=[{step}]")
+
+
+def recorded_steps(path: str | os.PathLike[str], rank: int = 0) -> list[int]:
+    """Returns the steps whose operators a rank recorded; none if it recorded no operators.
+
+    Args:
+        path: the run file.
+        rank: the rank.
+
+    Raises:
+        RunFileError: see :func:`read_operators`.
+
+    Example:
+        >>> recorded_steps("missing.jsonl")
+        []
+    """
+    file = operator_file(path, rank)
+    if not file.exists():
+        return []
+    return [data["step"] for _, data in _lines(file) if isinstance(data, dict) and "step" in data]
+
+
+def _lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yields the lines behind the header, parsed, with their numbers; a last line that was cut is none."""
+    try:
+        stream = file.open("rb")
+    except OSError as error:
+        raise RunFileError(f"cannot read '{file}': {error.strerror}") from None
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                data = json.loads(line)
+            except ValueError:
+                raise RunFileError(f"'{file}' is damaged in line {number}: it is not JSON") from None
+            if number > 1:
+                yield number, data
+            elif not isinstance(data, dict) or data.get("format") != _FORMAT:
+                raise RunFileError(f"'{file}' holds no operators: its first line is not their header")
+            elif data["version"] != FORMAT_VERSION:
+                raise RunFileError(
+                    f"'{file}' has format version {data['version']}, this graphpasses reads version "
+                    f"{FORMAT_VERSION}: record the run again"
+                )
+
+
+def _values(rows: Any) -> tuple[Value, ...]:
+    return tuple(Value(*row) for row in rows)
+
+
+def _operator(data: list[Any]) -> Operator:
+    *plain, inputs, outputs = data
+    fields = dict(zip(_PLAIN, plain, strict=True))
+    fields["line"] = None if fields["line"] is None else tuple(fields["line"])
+    fields["arguments"] = tuple(fields["arguments"])
+    return Operator(**fields, inputs=_values(inputs), outputs=_values(outputs))

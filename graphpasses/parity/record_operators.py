@@ -1,0 +1,219 @@
+"""Recording the operators of a step while it runs: hashed on the device, handed on in small batches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+
+from graphpasses._torch.fsdp2_stream import fsdp2_streamed
+from graphpasses._torch.operator_facts import read_tensors
+from graphpasses._torch.operator_stream import OperatorStream, SeenCall, SeenTensor
+from graphpasses.parity._lanes import MASK, lanes
+from graphpasses.parity.hashing import named_gradients, named_weights
+from graphpasses.parity.operators import (
+    Operator,
+    Value,
+    end_line,
+    header_line,
+    operator_file,
+    operator_line,
+    start_line,
+)
+
+__all__ = ["OperatorFile", "operators_recorded", "values_of"]
+
+_MAX_PENDING = 256  # digests that stay on the device at a time
+
+
+class _Batches:
+    """Makes operators of what a stream sees, a few at a time: all that is held of them are hashes.
+
+    Args:
+        write: called with each operator, in order.
+    """
+
+    def __init__(self, write: Callable[[Operator], object]) -> None:
+        self._write = write
+        self._pending: list[SeenCall] = []
+        self._num_digests = 0
+        self.num_operators = 0
+
+    def add(self, call: SeenCall) -> None:
+        """Takes a call.
+
+        Args:
+            call: what a stream saw.
+        """
+        self._pending.append(call)
+        self._num_digests += len(call.inputs) + len(call.outputs)
+        if self._num_digests >= _MAX_PENDING:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hands on what was taken."""
+        calls, self._pending, self._num_digests = self._pending, [], 0
+        values = iter(_with_digests([each for call in calls for each in (*call.inputs, *call.outputs)]))
+        for call in calls:
+            inputs = tuple(next(values) for _ in call.inputs)
+            outputs = tuple(next(values) for _ in call.outputs)
+            where = call.where
+            self._write(
+                Operator(
+                    self.num_operators,
+                    call.operator,
+                    where.module,
+                    where.line,
+                    where.in_backward,
+                    call.node,
+                    call.arguments,
+                    inputs,
+                    outputs,
+                    call.is_collective,
+                )
+            )
+            self.num_operators += 1
+
+
+class OperatorFile:
+    """The file of one rank's operators; what fails is kept, so that all ranks can raise it together.
+
+    Args:
+        path: the run file beside which it lies.
+        rank: the rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+        self._path, self._rank, self._world_size = operator_file(path, rank), rank, world_size
+        self.failure: str | None = None
+
+    def remove(self) -> None:
+        """Removes the file that an earlier run left."""
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as error:
+            self._fail(error)
+
+    @contextmanager
+    def step(self, step: int, model: nn.Module, batch: Iterable[Any]) -> Iterator[None]:
+        """Writes the operators of a block.
+
+        Args:
+            step: its number.
+            model: the model that it trains.
+            batch: what it trains it on.
+        """
+        with ExitStack() as stack:
+            file: BinaryIO | None = None
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(self._path.open("ab"))
+                if file.tell() == 0:
+                    file.write(header_line(str(torch.__version__), self._rank, self._world_size))
+            except OSError as error:
+                self._fail(error)
+
+            def write(line: bytes) -> None:
+                try:
+                    if file is not None and self.failure is None:
+                        file.write(line)
+                except OSError as error:
+                    self._fail(error)
+
+            num_operators = 0
+
+            def add(operator: Operator) -> None:
+                nonlocal num_operators
+                num_operators += 1
+                write(operator_line(operator))
+
+            write(start_line(step, values_of(model, batch, gradients=False)))
+            with operators_recorded(model, add):
+                yield
+            write(end_line(step, num_operators, values_of(model, gradients=True)))
+            try:
+                if file is not None:
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError as error:
+                self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self.failure = self.failure or f"cannot write '{self._path}': {error.strerror}"
+
+
+@contextmanager
+def operators_recorded(
+    model: nn.Module, write: Callable[[Operator], object], *, keep: frozenset[int] = frozenset()
+) -> Iterator[OperatorStream]:
+    """Records the operators that a block calls.
+
+    Args:
+        model: the model that the block trains.
+        write: called with each operator, in order.
+        keep: positions of operators whose tensors to keep.
+
+    Yields:
+        The stream that sees them.
+
+    Example:
+        >>> model, x, found = nn.Linear(2, 1), torch.ones(3, 2), []
+        >>> with operators_recorded(model, found.append):
+        ...     model(x).sum().backward()
+        >>> found[0].operator
+        'aten.addmm.default'
+    """
+    operators = _Batches(write)
+    stream = OperatorStream(model, _digest, operators.add, keep=keep)
+    with torch.autograd.set_multithreading_enabled(False), fsdp2_streamed(model, stream), stream:
+        yield stream
+    operators.flush()
+
+
+def values_of(model: nn.Module, batch: Iterable[Any] = (), *, gradients: bool) -> tuple[Value, ...]:
+    """Hashes what a rank holds of a model, and of its batch.
+
+    Args:
+        model: the model.
+        batch: tensors, and what is none.
+        gradients: whether to hash the gradients, too.
+    """
+    tensors: dict[str, Any] = {f"weight of {fqn}": each for fqn, each in named_weights(model).items()}
+    tensors |= {f"batch[{index}]": each for index, each in enumerate(batch)}
+    if gradients:
+        tensors |= {f"gradient of {fqn}": each for fqn, each in named_gradients(model).items()}
+    return tuple(_with_digests(list(_seen(tensors))))
+
+
+def _seen(tensors: Mapping[str, Any]) -> Iterator[SeenTensor]:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        for plain in read_tensors(tensor):
+            kind = f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)}"
+            yield SeenTensor(name, kind, _digest(plain.detach()) if plain.layout == torch.strided else None)
+
+
+def _digest(tensor: Tensor) -> Tensor:
+    """Both sums of a tensor's bits and their order, int64 [2], where it lives; its shape does not count."""
+    return lanes(tensor, tensor.shape, [0] * tensor.dim())
+
+
+def _with_digests(seen: list[SeenTensor]) -> Iterator[Value]:
+    """Yields what was seen with its digests as text, brought from each device at once."""
+    by_device: dict[torch.device, list[int]] = {}
+    for index, each in enumerate(seen):
+        if each.digest is not None:
+            by_device.setdefault(each.digest.device, []).append(index)
+    texts: dict[int, str] = {}
+    for indices in by_device.values():
+        sums = torch.stack([seen[index].digest for index in indices]).tolist()
+        for index, (low, high) in zip(indices, sums, strict=True):
+            texts[index] = f"{(high & MASK) << 64 | (low & MASK):032x}"
+    return (Value(each.name, each.kind, texts.get(index)) for index, each in enumerate(seen))
