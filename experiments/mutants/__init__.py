@@ -1,0 +1,1 @@
+"""Is a wrong rewrite told at compile time?"""
