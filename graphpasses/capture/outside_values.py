@@ -9,11 +9,13 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from contextvars import ContextVar
+from functools import cached_property, partial
 from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphpasses._torch.module_hooks import hooks
@@ -115,6 +117,7 @@ class _Names:
         self._own = own
         self._codes: set[CodeType] = set()
         self._attributes: dict[str, None] = {}
+        self._set: set[str] = set()  # of these, what the code sets
         self._objects: dict[int, tuple[str, Any]] = {}
         self._value(getattr(root, "__name__", type(root).__name__), root)
         size = 0
@@ -122,6 +125,7 @@ class _Names:
             for name in [*self._attributes]:
                 for kind in kinds:
                     self._method(inspect.getattr_static(kind, name, None))
+                    self._of_class(kind, name)
                 for path, value in [*self._objects.values()]:
                     self._attribute(path, value, name)
 
@@ -138,8 +142,15 @@ class _Names:
                         self._name(name, function.__globals__, name)
                 elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
                     self._attributes[name] = None
+                    if instruction.opname == "STORE_ATTR":
+                        self._set.add(name)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._name(name, cell, name)
+        defaults = function.__defaults__ or ()
+        names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+        values = dict(zip(names, defaults, strict=True)) | (function.__kwdefaults__ or {})
+        for name in values:
+            self._name(name, values, name)
 
     def _name(self, path: str, owner: Any, name: str) -> None:
         if (id(owner), name) not in self.found:
@@ -149,6 +160,10 @@ class _Names:
     def _value(self, path: str, value: Any) -> None:
         if isinstance(value, FunctionType):
             self._function(value)
+            if value.__code__ in self._codes:
+                self._objects.setdefault(id(value), (path, value))
+        elif isinstance(value, ContextVar):
+            self._name(path, value, "get")
         elif isinstance(value, CachedFunction):
             self._value(path, value.__wrapped__)
         elif isinstance(value, MethodType):
@@ -162,6 +177,9 @@ class _Names:
         elif id(value) not in self._objects and _has_names(value):
             self._objects[id(value)] = path, value
             self._method(inspect.getattr_static(type(value), "__call__", None))
+            if isinstance(value, type) and issubclass(value, torch.autograd.Function):
+                for name in ("forward", "setup_context", "backward", "jvp", "vmap"):
+                    self._method(inspect.getattr_static(value, name))
 
     def _module(self, path: str, module: nn.Module) -> None:
         """Reads a module that is no part of the model, such as a loss."""
@@ -176,12 +194,24 @@ class _Names:
             self._module(f"{path}.{name}", child)
 
     def _attribute(self, path: str, value: Any, name: str) -> None:
+        if isinstance(value, FunctionType) and name not in vars(value) and name not in self._set:
+            return
         static = inspect.getattr_static(value, name, MISSING)
-        is_own = name in getattr(value, "__dict__", ())
+        is_own = name in getattr(value, "__dict__", ()) and not isinstance(static, cached_property)
         if is_own or isinstance(static, MemberDescriptorType) or not hasattr(type(static), "__get__"):
             self._name(f"{path}.{name}", value, name)
+        elif isinstance(static, cached_property):
+            self._name(f"{path}.{name}", vars(value), name)
+            self._method(static.func)
         else:
             self._method(static)
+
+    def _of_class(self, kind: type, name: str) -> None:
+        """Reads an attribute of a module's class, which a method may set for all modules: ``type(self).cache``."""
+        for base in kind.__mro__:
+            if name in vars(base) and not hasattr(type(vars(base)[name]), "__get__") and _has_names(base):
+                self._name(f"{base.__name__}.{name}", base, name)
+                return
 
     def _method(self, value: Any) -> None:
         value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
@@ -203,7 +233,7 @@ def _has_names(value: Any) -> bool:
         return _is_users(value)
     if isinstance(value, type):
         return _is_users(sys.modules.get(value.__module__))
-    return hasattr(value, "__dict__") and not is_torchs(type(value))
+    return (hasattr(value, "__dict__") or hasattr(type(value), "__slots__")) and not is_torchs(type(value))
 
 
 def _is_users(module: ModuleType | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CellType
 from typing import Any
@@ -27,7 +28,8 @@ class OutsideValue:
 
     Args:
         path: the name, as messages have it.
-        owner: whose name it is: the names of a module, the cell of an enclosing function, or an object.
+        owner: whose name it is: the names of a module, the cell of an enclosing function, a context variable, or an
+            object.
         name: the name or attribute there.
         value: what it stood for; kept, so that no other object has its id.
         key: what tells that from others.
@@ -73,8 +75,13 @@ class OutsideValue:
         """Lets the name stand for what it stood for."""
         if _read(self.owner, self.name) is self.value:
             return
-        if isinstance(self.owner, dict):
+        if isinstance(self.owner, dict) and self.value is MISSING:
+            del self.owner[self.name]
+        elif isinstance(self.owner, dict):
             self.owner[self.name] = self.value
+        elif isinstance(self.owner, ContextVar):
+            if self.value is not MISSING:  # else there is no way back
+                self.owner.set(self.value)
         elif isinstance(self.owner, CellType):
             self.owner.cell_contents = self.value
         elif self.value is MISSING:
@@ -124,6 +131,8 @@ def _read(owner: Any, name: str) -> Any:
             return owner.cell_contents
         except ValueError:  # a name that is set later
             return MISSING
+    if isinstance(owner, ContextVar):
+        return owner.get(MISSING)
     return getattr(owner, name, MISSING)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from contextvars import ContextVar
+from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,3 +208,145 @@ def test_a_gradient_scaler() -> None:
         assert same_bits(step(X), loss_fn(model, X).detach())
         scaler.step(optimizer)
         scaler.update()
+
+
+# ---- where tensors are kept at the first call ----------------------------------------------------------
+
+
+class Masks:
+    of_class: torch.Tensor | None = None
+
+    @cached_property
+    def once(self) -> torch.Tensor:
+        return torch.full((4,), 0.5)
+
+
+class WithSlots:
+    __slots__ = ("mask",)
+
+    def __init__(self) -> None:
+        self.mask: torch.Tensor | None = None
+
+
+class KeptOnItsClass(nn.Linear):
+    mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            type(self).mask = torch.full((4,), 0.5)
+        assert self.mask is not None
+        return super().forward(x) * self.mask
+
+
+VARIABLE: ContextVar[torch.Tensor | None] = ContextVar("VARIABLE", default=None)
+
+
+def by_cached_property() -> Callable[..., torch.Tensor]:
+    masks = Masks()
+    return lambda model, x: (model(x) * masks.once).mean()
+
+
+def by_slot() -> Callable[..., torch.Tensor]:
+    held = WithSlots()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        held.mask = torch.full((4,), 0.5) if held.mask is None else held.mask
+        return (model(x) * held.mask).mean()
+
+    return loss_fn
+
+
+def by_default() -> Callable[..., torch.Tensor]:
+    def loss_fn(
+        model: nn.Module,
+        x: torch.Tensor,
+        cache: dict[str, torch.Tensor] = {},  # noqa: B006
+    ) -> torch.Tensor:
+        if "mask" not in cache:
+            cache["mask"] = torch.full((4,), 0.5)
+        return (model(x) * cache["mask"]).mean()
+
+    return loss_fn
+
+
+def by_attribute_of_a_function() -> Callable[..., torch.Tensor]:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(loss_fn, "mask"):
+            loss_fn.mask = torch.full((4,), 0.5)  # type: ignore[attr-defined]
+        return (model(x) * loss_fn.mask).mean()  # type: ignore[attr-defined]
+
+    return loss_fn
+
+
+def by_context() -> Callable[..., torch.Tensor]:
+    VARIABLE.set(None)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if VARIABLE.get() is None:
+            VARIABLE.set(torch.full((4,), 0.5))
+        return (model(x) * VARIABLE.get()).mean()
+
+    return loss_fn
+
+
+def by_class() -> Callable[..., torch.Tensor]:
+    KeptOnItsClass.mask = None
+    return lambda model, x: model(x).mean()
+
+
+FIRST_CALLS: dict[str, tuple[Callable[[], Callable[..., torch.Tensor]], str]] = {
+    "cached property": (by_cached_property, "'masks.once' was not set, and is an object now"),
+    "slot": (by_slot, "'held.mask' was None, and is an object now"),
+    "default": (by_default, "'cache' was {}, and is a dict of 1 now"),
+    "function": (by_attribute_of_a_function, "'loss_fn.mask' was not set, and is an object now"),
+    "context": (by_context, "'VARIABLE' was None, and is an object now"),
+    "class": (by_class, "'KeptOnItsClass.mask' was None, and is an object now"),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_what_is_set_at_the_first_call(name: str, check: bool) -> None:
+    """Refused and put back: eager computes with a real tensor afterwards, and so does a capture after that."""
+    make, message = FIRST_CALLS[name]
+    loss_fn = make()
+    torch.manual_seed(0)
+    model = KeptOnItsClass(4, 4) if name == "class" else nn.Linear(4, 4)
+    with pytest.raises(CaptureError) as error:
+        capture_train_step(loss_fn, model, X, check=check)
+    assert str(error.value).startswith(f"{message}: {KEPT}")
+    loss = loss_fn(model, X).detach()
+    assert same_bits(loss, (nn.functional.linear(X, model.weight, model.bias) * 0.5).mean().detach())
+    assert not same_bits(loss, nn.functional.linear(X, model.weight, model.bias).mean().detach())
+    step = capture_train_step(loss_fn, model, X, check=check)
+    assert same_bits(step(X), loss)
+
+
+def test_a_context_variable_changed_after_the_capture() -> None:
+    VARIABLE.set(torch.ones(4))
+    step = capture_train_step(lambda model, x: (model(x) * VARIABLE.get()).mean(), model := build(), X)
+    assert same_bits(step(X), model(X).mean().detach())
+    VARIABLE.set(torch.zeros(4))
+    with pytest.raises(
+        CaptureError, match=r"^'VARIABLE' is another object now; the step was captured with what"
+    ):
+        step(X)
+
+
+def test_a_backward_that_counts() -> None:
+    class Scaled(torch.autograd.Function):
+        num_calls = 0
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            Scaled.num_calls += 1
+            return gradient * Scaled.num_calls
+
+    for check in (True, False):
+        with pytest.raises(CaptureError, match=rf"^'Scaled.num_calls' was 0, and is 1 now: {KEPT}"):
+            capture_train_step(lambda model, x: Scaled.apply(model(x)).mean(), build(), X, check=check)
+        assert Scaled.num_calls == 0
