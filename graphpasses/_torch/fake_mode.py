@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ __all__ = [
     "active_fake_mode",
     "fake_call",
     "fake_mode_of",
+    "fake_tensors_of",
     "is_fake",
     "strides_of_kernels",
     "watched_in_other_threads",
@@ -74,6 +76,11 @@ def fake_mode_of(*values: Any) -> FakeTensorMode | None:
 def is_fake(value: Any) -> bool:
     """Whether a value is a tensor without values."""
     return isinstance(value, FakeTensor)
+
+
+def fake_tensors_of(mode: FakeTensorMode) -> list[FakeTensor]:
+    """Returns all tensors of a mode that are alive."""
+    return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode]
 
 
 def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

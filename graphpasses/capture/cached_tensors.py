@@ -1,4 +1,4 @@
-"""Tensors that cached functions (``functools.lru_cache``) keep of a step that is traced: refused, and forgotten."""
+"""Tensors of a step that is traced which cached functions (``functools.lru_cache``), or others, keep: refused."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FunctionType, ModuleType
-from typing import Any
+from types import FrameType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from graphpasses._torch.fake_mode import active_fake_mode, fake_mode_of
+from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import active_fake_mode, fake_mode_of, fake_tensors_of
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses.errors import CaptureError
 
-__all__ = ["CachedFunction", "cached_tensors_refused"]
+if TYPE_CHECKING:
+    from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
+
+__all__ = ["CachedFunction", "cached_tensors_refused", "refuse_kept_tensors"]
 
 CachedFunction = type(functools.lru_cache(lambda: None))
 _MAX_DEPTH = 6
@@ -45,6 +49,59 @@ def cached_tensors_refused() -> Iterator[None]:
             "traced, which has no values. Its cache is empty again: call loss_fn once before the capture, so that it "
             "keeps a real one; a function that is called with tensors must not be cached"
         )
+
+
+def refuse_kept_tensors(traced: TracedResult) -> None:
+    """Raises if something keeps a tensor of a trace that its graph does not have.
+
+    Args:
+        traced: the trace.
+
+    Raises:
+        CaptureError: something does, e.g. a cache that no name in the step's code stands for.
+    """
+    if not _kept_elsewhere(traced):
+        return
+    gc.collect()  # cycles that nothing holds
+    kept = _kept_elsewhere(traced)
+    for holder in _holders(kept, kept):
+        tensor = next(each for each in gc.get_referents(holder) if any(each is one for one in kept))
+        raise CaptureError(
+            f"a tensor of shape {list(tensor.shape)}, {tensor.dtype}, that was made while the step was traced, is "
+            f"kept {_described(holder, kept)}; a captured step would not keep it. It has no values: remove it. If it "
+            "is kept at the first call only, run loss_fn once before the capture"
+        )
+
+
+def _kept_elsewhere(traced: TracedResult) -> list[torch.Tensor]:
+    graphs = [module.graph for module in traced.gm.modules() if isinstance(module, fx.GraphModule)]
+    meta = [list(node.meta.values()) for graph in graphs for node in graph.nodes]
+    inputs = [each for each in traced.example_inputs if isinstance(each, torch.Tensor)]
+    gradients = [each.grad for each in inputs if each.is_leaf]
+    own = {id(leaf) for leaf in (*pytree.tree_leaves(meta), *inputs, *gradients)}
+    mode = fake_mode_of(inputs)
+    return [] if mode is None else [each for each in fake_tensors_of(mode) if id(each) not in own]
+
+
+def _holders(held: list[Any], but: list[Any]) -> list[Any]:
+    return [
+        each
+        for each in gc.get_referrers(*held)
+        if each is not held and each is not but and not isinstance(each, FrameType)
+    ]
+
+
+def _described(holder: Any, kept: list[torch.Tensor]) -> str:
+    """Says what holds tensors: the first object, function or module on the way through containers."""
+    holders = [holder]
+    for _ in range(_MAX_DEPTH):
+        for each in holders:
+            if isinstance(each, (FunctionType, ModuleType, type)):
+                return f"by {each.__name__}"
+            if type(each).__module__ != "builtins":
+                return f"by an object of {type(each).__module__}.{type(each).__qualname__}"
+        holders = _holders(holders, kept)
+    return "in a container"
 
 
 def _emptied(mode: Any) -> list[Any]:

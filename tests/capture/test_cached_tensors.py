@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -125,3 +126,36 @@ def test_what_a_cached_function_reads_by_name() -> None:
         CaptureError, match=r"^'DIAGONAL' was 0, and is 1 now; the step was captured with what it was"
     ):
         step(X)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_tensor_that_no_name_stands_for(check: bool) -> None:
+    """The second call of ``loss_fn`` is the control: what it keeps at the first one is real."""
+    masks: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if model not in masks:
+            masks[model] = torch.tril(torch.ones(3, 3))
+        return (masks[model] @ model(x)).mean()
+
+    model = build()
+    with pytest.raises(CaptureError) as error:
+        capture_train_step(loss_fn, model, X, check=check)
+    assert str(error.value) == (
+        "a tensor of shape [3, 3], torch.float32, that was made while the step was traced, is kept by an object of "
+        "weakref.WeakKeyDictionary; a captured step would not keep it. It has no values: remove it. If it is kept at "
+        "the first call only, run loss_fn once before the capture"
+    )
+    masks.clear()
+    loss = loss_fn(model, X).detach()
+    assert same_bits(capture_train_step(loss_fn, model, X, check=check)(X), loss)
+
+
+def test_a_cycle_that_nothing_holds() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        cycle: list[Any] = [model(x)]
+        cycle.append(cycle)
+        return cycle[0].mean()
+
+    model = build()
+    assert same_bits(capture_train_step(loss_fn, model, X)(X), loss_fn(model, X).detach())
