@@ -6,11 +6,14 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 from torch._ops import _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS, _higher_order_ops
+
+# How DTensor learns what an operator makes of shards. Tested: 2.13.
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from graphpasses._torch.operator_calls import OperatorCalls
 
@@ -38,6 +41,7 @@ class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> EagerCalls:
         _register()
+        _propagation.begin()
         self._root = sys._getframe(1)
         _thread.record = self
         self._guard = torch._C._IncludeDispatchKeyGuard(_KEY)
@@ -47,6 +51,7 @@ class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
     def __exit__(self, *_: object) -> None:
         self._guard.__exit__(None, None, None)
         del self._guard, self._root, _thread.record
+        _propagation.end()
 
 
 @contextmanager
@@ -65,6 +70,43 @@ def _call(func: Any, *args: Any, **kwargs: Any) -> Any:
 _KEY = cast(torch._C.DispatchKey, torch._C._parse_dispatch_key("Fake"))
 _KEYS = torch._C.DispatchKeySet(_KEY)
 _thread = threading.local()
+
+
+class _Propagation:
+    """Keeps the key away while DTensor runs an operator on fake tensors, whose kernels do not know it.
+
+    It takes the place of the lock that DTensor holds meanwhile, while any thread is in a block.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._num_blocks = threading.Lock(), 0
+        self._original: Any = None
+        self._guards = threading.local()
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._num_blocks == 0:
+                self._original = ShardingPropagator._fake_mode_lock
+                ShardingPropagator._fake_mode_lock = cast(Any, self)
+            self._num_blocks += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_blocks -= 1
+            if self._num_blocks == 0:
+                ShardingPropagator._fake_mode_lock = self._original
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        stack.enter_context(self._original)
+        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_KEYS))
+        self._guards.stacks = [*getattr(self._guards, "stacks", ()), stack]
+
+    def __exit__(self, *error: Any) -> None:
+        self._guards.stacks.pop().__exit__(*error)
+
+
+_propagation: Any = _Propagation()
 
 
 @functools.cache

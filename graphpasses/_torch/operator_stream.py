@@ -76,7 +76,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         model: the model that the block runs.
         digest: called with a plain tensor when an operator is about to read it, or has made it.
         seen: called with each call, in order.
-        keep: positions of calls whose arguments and results to keep, for :attr:`kept`.
+        keep: positions of calls to keep, with copies of their tensors, in ``kept``.
 
     Example:
         >>> model, x, names = nn.Linear(2, 1), torch.ones(3, 2), []
@@ -99,7 +99,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         self._graphs = NodesOfFrames()
         self._unwritten: dict[int, StorageWeakRef] = {}
         self._num_calls = 0
-        self.kept: dict[int, tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = {}
+        self.kept: dict[int, dict[str, Any]] = {}
 
     def report(self, call: SeenCall) -> None:
         """Hands on a call that no dispatcher sees.
@@ -141,11 +141,14 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         state = _random_state(func, given)
         if state is not None:
             inputs = (*inputs, self.see("random state", state))
-        kept = self._copies(args, kwargs)
+        keeps = self._num_calls in self._keep
+        kept = (
+            {"args": _copied(args), "kwargs": _copied(dict(kwargs)), "random_state": state} if keeps else {}
+        )
         results = func(*args, **kwargs)
         outputs = self._outputs(func, given, results)
-        if kept is not None:
-            self.kept[self._num_calls] = func, *kept, _copied(results)
+        if keeps:
+            self.kept[self._num_calls] = {"operator": str(func), **kept, "results": _copied(results)}
         self.report(
             SeenCall(
                 operator=str(func),
@@ -188,11 +191,6 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             *(self.see(f"written {name}", each) for name, each in written if id(each) not in seen),
         )
 
-    def _copies(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        return (_copied(args), _copied(dict(kwargs))) if self._num_calls in self._keep else None
-
 
 def _copied(value: Any) -> Any:
     match value:
@@ -202,6 +200,8 @@ def _copied(value: Any) -> Any:
             return type(value)(map(_copied, value))
         case dict():
             return {name: _copied(each) for name, each in value.items()}
+        case torch.ScriptObject() | torch.Generator():
+            return None
     return value
 
 

@@ -132,6 +132,11 @@ class _Run:
             for digest in _digests(each.outputs):
                 self._makers[digest].append(each)
 
+    def cannot_have(self, each: Operator) -> bool:
+        """Whether a graph computes what FSDP2 does in an operator by others, of which hashes say nothing."""
+        is_other = each.operator.startswith(_COMMUNICATION) and not self.communicates
+        return is_other and not set(_digests(each.outputs)) <= self.values
+
     def maker_of(self, reader: Operator, names: Sequence[str]) -> Operator | None:
         """Returns the last operator that made one of some inputs of an operator; None if none did."""
         digests = _digests(each for each in reader.inputs if each.name in names)
@@ -168,8 +173,11 @@ def _first(a: OperatorStep, b: OperatorStep) -> Difference | None:
     left = {each.position for each in other.without_like(a.operators)}
     places, counts = other.by_place(), defaultdict[tuple[object, ...], int](int)
     found: dict[int, Difference] = {}
+    unknown: set[int] = set()
     epoch = 0
     for each in a.operators:
+        if each.position in left and other.cannot_have(each):
+            unknown.add(each.position)
         if each.position in left:
             partner = None
             for place in _places(each):
@@ -185,7 +193,7 @@ def _first(a: OperatorStep, b: OperatorStep) -> Difference | None:
                     kind, a.step, a.rank, each, b_operator, values, epoch, maker
                 )
         epoch += each.is_collective
-    remaining = _not_made_good(a, found)
+    remaining = _not_made_good(a, found, unknown)
     return next((found[each.position] for each in a.operators if each.position in remaining), None)
 
 
@@ -200,8 +208,7 @@ def _difference(
         return None
     if same_call:
         return "result", same_call[0], _differing_outputs(each, same_call[0])
-    if each.operator.startswith(_COMMUNICATION) and not other.communicates:
-        # A graph gathers by other operators; what it gathers wrongly is seen where it is read.
+    if other.cannot_have(each):  # what a graph gathers wrongly is seen where it is read
         known = set(_digests(each.inputs)) <= other.values
         return ("missing", None, ()) if known and each.in_backward else None
     if partner is None:
@@ -211,10 +218,10 @@ def _difference(
     return ("inputs", partner, names) if names else ("missing", partner, ())
 
 
-def _not_made_good(a: OperatorStep, found: dict[int, Difference]) -> set[int]:
+def _not_made_good(a: OperatorStep, found: dict[int, Difference], unknown: set[int]) -> set[int]:
     """Returns the positions of differences that reach what a step ends with, as far as hashes can tell."""
     readers: dict[str, list[int]] = defaultdict(list)
-    for each in a.operators:
+    for each in (each for each in a.operators if each.position not in unknown):
         for digest in _digests(each.inputs):
             readers[digest].append(each.position)
     remaining: set[int] = set()

@@ -54,7 +54,8 @@ class ParityRecorder:
         overwrite: whether to replace a file that exists.
         per_rank: names of tensors of which each rank holds its own,
             see :func:`graphpasses.parity.tensor_hashes`.
-        operators: numbers of steps whose operators to record, too, see :meth:`operators`.
+        operators: numbers of steps whose operators to record, too, see :meth:`operators`; or, by step, positions of
+            operators whose tensors to write to ``rank-N.pt`` beside.
 
     Raises:
         RunFileError: on all ranks; the file exists and ``overwrite`` is False, or it cannot be written.
@@ -83,9 +84,9 @@ class ParityRecorder:
         layouts: Layout | None = None,
         overwrite: bool = False,
         per_rank: Collection[str] = (),
-        operators: Collection[int] = (),
+        operators: Collection[int] | Mapping[int, Collection[int]] = (),
     ) -> None:
-        self._operators = frozenset(operators)
+        self._operators = operators if isinstance(operators, Mapping) else dict.fromkeys(operators, ())
         self._path = Path(path)
         self._per_rank = frozenset(per_rank)
         self._file: int | None = None
@@ -132,7 +133,7 @@ class ParityRecorder:
         if step not in self._operators:
             yield
             return
-        with self._operator_file.step(step, model, batch):
+        with self._operator_file.step(step, model, batch, self._operators[step]):
             yield
         failures: list[str | None] = [self._operator_file.failure]
         if self._world_size > 1:

@@ -101,13 +101,16 @@ class OperatorFile:
             self._fail(error)
 
     @contextmanager
-    def step(self, step: int, model: nn.Module, batch: Iterable[Any]) -> Iterator[None]:
+    def step(
+        self, step: int, model: nn.Module, batch: Iterable[Any], keep: Iterable[int] = ()
+    ) -> Iterator[None]:
         """Writes the operators of a block.
 
         Args:
             step: its number.
             model: the model that it trains.
             batch: what it trains it on.
+            keep: positions of operators whose tensors to write to a file beside.
         """
         with ExitStack() as stack:
             file: BinaryIO | None = None
@@ -134,10 +137,12 @@ class OperatorFile:
                 write(operator_line(operator))
 
             write(start_line(step, values_of(model, batch, gradients=False)))
-            with operators_recorded(model, add):
+            with operators_recorded(model, add, keep=frozenset(keep)) as stream:
                 yield
             write(end_line(step, num_operators, values_of(model, gradients=True)))
             try:
+                if stream.kept:
+                    torch.save(stream.kept, self._path.with_suffix(".pt"))
                 if file is not None:
                     file.flush()
                     os.fsync(file.fileno())

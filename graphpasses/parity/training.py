@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from graphpasses.graph import CapturedStep
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.parity.record import ParityRecorder
 from graphpasses.passes import default_pipeline
+from graphpasses.passes.runner import Pipeline
 from graphpasses.simulate.cluster import run_cluster, share
 from graphpasses.simulate.memory import check_memory
 from graphpasses.simulate.rings import Topology
@@ -36,12 +37,16 @@ __all__ = ["Rewrite", "Task", "load_task", "train_eager", "train_graph"]
 Rewrite = Callable[[CapturedStep, BucketPlan, Layout], CapturedStep]
 """Makes of the captured step the one that runs, given eager's buckets and their layout."""
 
-_OPTIONAL = ("optimizer", "name", "seed", "num_replicas")
+_OPTIONAL = ("optimizer", "name", "seed", "num_replicas", "pipeline")
 _REQUIRED = ("model", "shard", "loss_fn", "batch")
 
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def _default_pipeline(plan: BucketPlan, layout: Layout) -> Pipeline:
+    return default_pipeline(plan, expected_layout=layout)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,8 @@ class Task:
         name: of the model, for run files.
         seed: before the model is built.
         num_replicas: with more than one (HSDP) the mesh has the axes ``"replicate"``, of this size, and ``"shard"``.
+        pipeline: called with eager's buckets and their layout; returns the passes that rewrite the captured step
+            (default: :func:`graphpasses.default_pipeline`, whose result must have that layout).
     """
 
     model: Callable[[], nn.Module]
@@ -69,14 +76,15 @@ class Task:
     name: str = ""
     seed: int = 0
     num_replicas: int = 1
+    pipeline: Callable[[BucketPlan, Layout], Pipeline] = _default_pipeline
 
 
 def load_task(source: str) -> Task:
     """Reads a task from a Python file or module that defines ``model``, ``shard``, ``loss_fn`` and ``batch``.
 
     Args:
-        source: path of a ``.py`` file, or name of a module; ``optimizer``, ``name``, ``seed`` and ``num_replicas``
-            may be defined, too.
+        source: path of a ``.py`` file, or name of a module; ``optimizer``, ``name``, ``seed``, ``num_replicas`` and
+            ``pipeline`` may be defined, too.
 
     Raises:
         TaskError: it cannot be imported, or lacks a definition; the message names it.
@@ -115,6 +123,7 @@ def train_eager(
     path: Path,
     *,
     done: Callable[[int], object] | None = None,
+    operators: Collection[int] | Mapping[int, Collection[int]] = (),
 ) -> None:
     """Trains with eager FSDP2 on a simulated cluster, and records every step.
 
@@ -124,6 +133,7 @@ def train_eager(
         num_steps: optimizer steps.
         path: run file, replaced if it exists.
         done: called after each step with the number of steps done.
+        operators: of which steps to record the operators, see :class:`ParityRecorder`.
 
     Raises:
         ClusterError: a rank failed; see :func:`run_cluster`.
@@ -145,7 +155,7 @@ def train_eager(
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
-        _train(task, "eager FSDP2", model, step, layout, num_steps, path, done)
+        _train(task, "eager FSDP2", model, step, layout, num_steps, path, done, operators)
 
     run_cluster(play, topology)
 
@@ -160,22 +170,24 @@ def train_graph(
     sharding: Literal["fully_shard", "simple_fsdp"] = "fully_shard",
     run: str = "graph",
     done: Callable[[int], object] | None = None,
+    operators: Collection[int] | Mapping[int, Collection[int]] = (),
 ) -> None:
     """Trains as :func:`train_eager`, but with the captured and rewritten step.
 
     The step is captured and rewritten once for all ranks whose shards have the same shapes.
 
     Args:
-        task: what to train; it, the cluster, the steps, ``path`` and ``done`` are as for :func:`train_eager`.
+        task: what to train; it, the cluster, the steps and ``path`` are as for
+            :func:`train_eager`.
         topology: the cluster.
         num_steps: optimizer steps.
         path: run file.
-        rewrite: makes of the captured step the one that runs (default: the default pipeline with eager's buckets,
-            whose layout it must have).
+        rewrite: makes of the captured step the one that runs (default: the task's pipeline).
         sharding: of the captured model: the task's own, or SimpleFSDP's, which leaves it to the passes to bring the
             gradients into eager's order.
         run: name of the run.
         done: called after each step.
+        operators: likewise.
 
     Raises:
         ClusterError, TaskError: as :func:`train_eager`.
@@ -198,6 +210,9 @@ def train_graph(
 
     _check_replicas(task, topology)
 
+    def rewritten(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
+        return task.pipeline(plan, layout).run(captured, excerpts=True)
+
     def play() -> None:
         mesh = _mesh(task)
         model = _build(task)
@@ -213,16 +228,12 @@ def train_graph(
             # One rank captures for all, and cannot run an eager step alone.
             batch = task.batch(0, dist.get_rank())
             captured = capture_train_step(task.loss_fn, model, *batch, check=False)
-            steps[shapes] = (rewrite or _default)(captured, mine.plan, mine.layout)
+            steps[shapes] = (rewrite or rewritten)(captured, mine.plan, mine.layout)
         step = step_for_rank(steps[shapes], model)
         layout = graph_layout(step) if dist.get_rank() == 0 else None
-        _train(task, run, model, step, layout, num_steps, path, done, steps[shapes].report)
+        _train(task, run, model, step, layout, num_steps, path, done, operators, steps[shapes].report)
 
     run_cluster(play, topology)
-
-
-def _default(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
-    return default_pipeline(plan, expected_layout=layout).run(captured, excerpts=True)
 
 
 @dataclass(frozen=True)
@@ -303,6 +314,7 @@ def _train(
     num_steps: int,
     path: Path,
     done: Callable[[int], object] | None,
+    operators: Collection[int] | Mapping[int, Collection[int]],
     passes: PipelineReport | None = None,
 ) -> None:
     rank = dist.get_rank()
@@ -315,12 +327,15 @@ def _train(
         layouts=layout,
         overwrite=True,
         per_rank=[name for name, _ in model.named_buffers()],  # as BatchNorm's running statistics
+        operators=operators,
     ) as recorder:
         if passes is not None:
             recorder.record_passes(passes)
         for index in range(num_steps):
-            loss = step(*task.batch(index, rank))
-            optimizer.step()
+            batch = task.batch(index, rank)
+            with recorder.operators(index, model, batch):
+                loss = step(*batch)
+                optimizer.step()
             recorder.record(index, loss, model)
             optimizer.zero_grad()
             if done is not None and rank == 0:

@@ -1,0 +1,213 @@
+"""Where a task's captured step parts from eager: operator, pass and rewrite, and a script that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch.fx import Node
+
+from graphpasses.errors import TaskError
+from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph import CapturedStep
+from graphpasses.parity.compare import compare_runs
+from graphpasses.parity.first_difference import Difference
+from graphpasses.parity.location import Location, locate_runs
+from graphpasses.parity.reproduction import write_operator_script, write_step_script
+from graphpasses.parity.run_file import Run, read_run
+from graphpasses.parity.training import Task, train_eager, train_graph
+from graphpasses.passes.excerpts import read_lines
+from graphpasses.passes.runner import Pipeline
+from graphpasses.simulate.rings import Topology
+
+__all__ = ["locate_task"]
+
+_MAX_LINES = 12  # of the rewrite that are shown
+
+
+def locate_task(
+    task: Task,
+    topology: Topology,
+    num_steps: int,
+    folder: Path,
+    *,
+    source: str = "",
+    done: Callable[[str], object] = lambda what: None,
+) -> Location:
+    """Finds the operator at which a task's captured and rewritten step parts from eager, and the pass that caused it.
+
+    Trains both ways; runs the first step that differs again, with its operators recorded; then with fewer and fewer
+    passes, until the step before a pass has eager's bits and the step after it has not.
+
+    Args:
+        task: what to train.
+        topology: the cluster.
+        num_steps: how many steps to look for a difference.
+        folder: for run files, and for the script that reproduces it.
+        source: the file or module that the task was loaded from; without it there is a script only where one operator
+            shows the difference.
+        done: told what is run next.
+
+    Raises:
+        ClusterError, TaskError: as :func:`train_eager`; or the second run of a step equals eager.
+
+    Example:
+        >>> import tempfile
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> task = Task(
+        ...     model=lambda: nn.Linear(4, 4),
+        ...     shard=lambda model, mesh: fully_shard(model, mesh=mesh),
+        ...     loss_fn=lambda model, x: model(x).sum(),
+        ...     batch=lambda step, rank: (torch.full((2, 4), float(rank)),),
+        ... )
+        >>> locate_task(task, Topology(2, gpus_per_node=2), 1, Path(tempfile.mkdtemp())).difference is None
+        True
+    """
+    trials = _Trials(task, topology, folder, done)
+    all_passes = None
+    step = trials.first_difference(num_steps, all_passes, operators=[0])
+    if step is None:
+        return Location(None)
+    if step > 0:
+        trials.again(step, all_passes)
+    location = locate_runs(*trials.runs(all_passes))
+    if location.difference is None:
+        raise TaskError(
+            f"the runs parted in step {step}, and did not when it was run again: the task is no function of its "
+            "arguments. Let model() and batch(step, rank) return the same whenever they are called"
+        )
+    bad, num_passes = 0, len(trials.passes)
+    if trials.first_difference(step + 1, 0, operators=[step]) is None:
+        good, bad = 0, num_passes
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            differs = trials.first_difference(step + 1, middle, operators=[step]) is not None
+            good, bad = (good, middle) if differs else (middle, bad)
+    name = trials.passes[bad - 1] if bad else "capture"
+    script = trials.operator_script(location.difference)
+    if script is None and source:
+        script = write_step_script(folder, location.difference, source, topology, step, bad)
+    return replace(location, pass_name=name, culprit=trials.culprit(bad, step), script=script)
+
+
+@dataclass
+class _Trials:
+    """Runs of a task: eagerly, and with the first so many of its passes."""
+
+    task: Task
+    topology: Topology
+    folder: Path
+    done: Callable[[str], object]
+    graphs: dict[int | None, CapturedStep] = field(default_factory=dict)
+    passes: list[str] = field(default_factory=list)
+
+    def path(self, num_passes: int | None) -> Path:
+        return self.folder / ("graph.jsonl" if num_passes is None else f"after-{num_passes}-passes.jsonl")
+
+    def runs(self, num_passes: int | None) -> tuple[Run, Run]:
+        return read_run(self.folder / "eager.jsonl"), read_run(self.path(num_passes))
+
+    def first_difference(
+        self,
+        num_steps: int,
+        num_passes: int | None,
+        operators: Collection[int] | Mapping[int, Collection[int]],
+    ) -> int | None:
+        """Trains with the first passes, and returns the first step that differs from eager's."""
+        if num_passes is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.train_eager(num_steps, operators)
+        self.train_graph(num_steps, num_passes, operators)
+        divergence = compare_runs(*self.runs(num_passes), allow=["steps"]).divergence
+        return None if divergence is None else divergence.step
+
+    def again(self, step: int, num_passes: int | None) -> None:
+        """Trains up to a step once more, and records its operators."""
+        self.first_difference(step + 1, num_passes, operators=[step])
+
+    def train_eager(self, num_steps: int, operators: Collection[int] | Mapping[int, Collection[int]]) -> None:
+        self.done("eager FSDP2")
+        train_eager(self.task, self.topology, num_steps, self.folder / "eager.jsonl", operators=operators)
+
+    def train_graph(
+        self,
+        num_steps: int,
+        num_passes: int | None,
+        operators: Collection[int] | Mapping[int, Collection[int]],
+    ) -> None:
+        what = "all passes" if num_passes is None else f"{num_passes} of {len(self.passes)} passes"
+        self.done(f"graph, {what}")
+
+        def rewrite(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
+            pipeline = self.task.pipeline(plan, layout)
+            passes = tuple(p for p in pipeline.at(captured.stage).passes)
+            self.passes = [p.name for p in passes]
+            graph = Pipeline(passes[:num_passes]).run(captured)
+            self.graphs.setdefault(
+                num_passes, graph
+            )  # of the first rank; others may have shards of other shapes
+            return graph
+
+        train_graph(
+            self.task,
+            self.topology,
+            num_steps,
+            self.path(num_passes),
+            rewrite=rewrite,
+            run="graph" if num_passes is None else f"after {num_passes} passes",
+            operators=operators,
+        )
+
+    def culprit(self, bad: int, step: int) -> str:
+        """Says which pass, and what it changed, for people."""
+        if bad == 0:
+            return "the captured step differs before any pass has changed it"
+        for num in (bad - 1, bad):
+            if num not in self.graphs or not self.path(num).exists():
+                self.first_difference(step + 1, num, operators=[step])
+        between = locate_runs(read_run(self.path(bad - 1)), read_run(self.path(bad))).difference
+        lines = [f"pass {self.passes[bad - 1]!r} caused it: before it the step has eager's bits"]
+        if between is not None:
+            lines.append(f"  against the graph before it: {between}")
+        lines += _rewrite(self.graphs[bad - 1], self.graphs[bad], between)
+        return "\n".join(lines)
+
+    def operator_script(self, difference: Difference) -> Path | None:
+        """Writes a script that calls the operator again, if that shows the difference."""
+        a, b = difference.a, difference.b
+        if difference.kind != "result" or a is None or b is None or a.is_collective:
+            return None
+        step = difference.step
+        self.train_eager(step + 1, {step: [a.position]})
+        self.train_graph(step + 1, None, {step: [b.position]})
+        return write_operator_script(self.folder, difference)
+
+
+def _rewrite(before: CapturedStep, after: CapturedStep, difference: Difference | None) -> list[str]:
+    """Returns what changed between two graphs that reaches the node at which they part, in the order of the graph."""
+    old = {line.node.name: line for line in read_lines(before)}
+    new = {line.node.name: line for line in read_lines(after)}
+    changed = {name for name, line in new.items() if name not in old or old[name].text != line.text}
+    node = None if difference is None or difference.operator is None else difference.operator.node
+    feeding = changed if node not in new else _feeding(new[node].node, changed)
+    lines = [f"  - {line.text}" for name, line in old.items() if name not in new or name in feeding]
+    lines += [f"  + {line.text}" for name, line in new.items() if name in feeding]
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[:_MAX_LINES], f"  and {len(lines) - _MAX_LINES} more lines"]
+    return ["  its rewrite:", *lines] if lines else []
+
+
+def _feeding(node: Node, changed: Collection[str]) -> set[str]:
+    """Returns the changed nodes from which a node is computed, as far as only changed ones lie between."""
+    found: set[str] = set()
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        if each.name in found or (each is not node and each.name not in changed):
+            continue
+        if each.name in changed:
+            found.add(each.name)
+        pending += each.all_input_nodes
+    return found
