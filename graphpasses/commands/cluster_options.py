@@ -34,6 +34,17 @@ class ClusterOptions:
     num_channels: int | None = None
     nccl_log: Path | None = None
 
+    def arguments(self) -> list[str]:
+        """Returns the options as they are given on the command line.
+
+        Example:
+            >>> ClusterOptions(ranks=4, gpus_per_node=2).arguments()
+            ['--ranks', '4', '--gpus-per-node', '2']
+        """
+        given = ((field.name, getattr(self, field.name)) for field in fields(self))
+        pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in given if value is not None)
+        return [word for pair in pairs for word in pair]
+
     def topology(self, run: object = None, num_ranks: int = 16) -> Topology:
         """Returns the cluster.
 

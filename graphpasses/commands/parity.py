@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -74,4 +75,7 @@ def parity(
     else:
         console.print(render_comparison(comparison))
         console.print(f"to look at it: graphpasses report {paths['eager']} {paths['graph']}", markup=False)
+        if comparison.divergence is not None:
+            options = shlex.join([task, *cluster.arguments(), "--steps", str(steps)])
+            console.print(f"to find the operator and the pass: graphpasses locate {options}", markup=False)
     return EXIT_OF[comparison.verdict]

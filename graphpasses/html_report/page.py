@@ -13,6 +13,7 @@ from graphpasses.html_report.buckets import BucketGroup, RingNames, draw_buckets
 from graphpasses.html_report.explanation import explain, show_ring
 from graphpasses.html_report.steps import Cell, draw_losses, draw_strip
 from graphpasses.parity.compare import Comparison, compare_runs, step_differences
+from graphpasses.parity.location import how_to_locate
 from graphpasses.parity.run_file import Run
 from graphpasses.simulate.prediction import predict
 from graphpasses.simulate.rings import Topology
@@ -125,8 +126,11 @@ def _compared(letter: str, first: ShownRun, other: ShownRun, names: RingNames) -
         return replace(section, trouble=str(error))
     sentences: Iterable[str] = ()
     if comparison.divergence is not None:
-        sentences = explain(
-            comparison.divergence, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
+        sentences = (
+            *explain(
+                comparison.divergence, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
+            ),
+            how_to_locate(comparison),
         )
     return replace(section, comparison=comparison, strip=draw_strip(differences), sentences=tuple(sentences))
 

@@ -13,7 +13,7 @@ from graphpasses.parity.first_difference import Difference, first_difference, fi
 from graphpasses.parity.operators import Operator, Value, read_operators, recorded_steps
 from graphpasses.parity.run_file import Run
 
-__all__ = ["Location", "locate_runs", "location_to_json", "render_location"]
+__all__ = ["Location", "how_to_locate", "locate_runs", "location_to_json", "render_location"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,24 @@ def _step(comparison: Comparison) -> int | None:
     if comparison.verdict == "not compared":
         raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
     return None if comparison.divergence is None else comparison.divergence.step
+
+
+def how_to_locate(comparison: Comparison) -> str:
+    """Says how to find the operator at which two runs part; empty if they do not.
+
+    Args:
+        comparison: of the runs.
+    """
+    step = _step(comparison) if comparison.divergence else None
+    if step is None:
+        return ""
+    command = f"graphpasses locate {comparison.a.path} {comparison.b.path}"
+    if all(step in recorded_steps(run.path) for run in (comparison.a, comparison.b)):
+        return f"To find the operator at which they part: {command}"
+    return (
+        f"To find the operator at which they part, record both again with ParityRecorder(..., operators=[{step}]), "
+        f"then: {command}"
+    )
 
 
 def render_location(location: Location) -> str:

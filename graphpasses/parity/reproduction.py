@@ -59,11 +59,12 @@ from graphpasses.simulate import Topology
 HERE = Path(__file__).parent
 task = load_task({source!r})
 topology = {topology!r}
+PASSES = {num_passes}
 
 
 def rewrite(captured, plan, layout):
     passes = task.pipeline(plan, layout).at(captured.stage).passes
-    return Pipeline(passes[:{num_passes}]).run(captured)
+    return Pipeline(passes[:PASSES]).run(captured)
 
 
 train_eager(task, topology, {num_steps}, HERE / "reproduce-a.jsonl")

@@ -104,6 +104,11 @@ def batch(step, rank):
         "here",
         "--json",
     ]
+    assert app.main(command[:-1]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "to find the operator and the pass: graphpasses locate task.py --ranks 4 --gpus-per-node 2 --steps 1"
+    )
+    task.write_text(task.read_text())  # which counts its calls anew
     assert app.main(command) == 1
     assert json.loads(capsys.readouterr().out)["divergence"]["step"] == 0
     assert read_run("here/graph.jsonl").complete
