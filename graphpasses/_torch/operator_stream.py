@@ -35,11 +35,13 @@ class SeenTensor:
         name: of the argument, or of the result.
         kind: its dtype and shape, for people.
         digest: what the stream's ``digest`` returned of it; None if its memory was never written.
+        base: the same of the tensor that it is a transposition of; None for any other.
     """
 
     name: str
     kind: str
     digest: Any
+    base: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         if not is_plain or memory_of(tensor) in self._unwritten:
             return SeenTensor(name, kind, None)
         with torch.no_grad(), unseen():
-            return SeenTensor(name, kind, self._digest(tensor))
+            base = _untransposed(tensor)
+            return SeenTensor(name, kind, self._digest(tensor), None if base is None else self._digest(base))
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
         """Calls an operator, and hands it on; see :meth:`OperatorCalls.record`."""
@@ -190,6 +193,15 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             *(self.see(f"result {index}", each) for index, each in enumerate(flat)),
             *(self.see(f"written {name}", each) for name, each in written if id(each) not in seen),
         )
+
+
+def _untransposed(tensor: Tensor) -> Tensor | None:
+    """Returns a transposed tensor as it lies in memory; None for any other."""
+    if tensor.is_contiguous():
+        return None
+    strides: tuple[int, ...] = tensor.stride()
+    base = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+    return base if base.is_contiguous() else None
 
 
 def _copied(value: Any) -> Any:

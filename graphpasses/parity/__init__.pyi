@@ -16,3 +16,4 @@ from graphpasses.parity.run_file import Run as Run
 from graphpasses.parity.run_file import RunHeader as RunHeader
 from graphpasses.parity.run_file import StepRecord as StepRecord
 from graphpasses.parity.run_file import read_run as read_run
+from graphpasses.parity.twin import locate_step as locate_step

@@ -9,7 +9,7 @@ from typing import Literal
 
 from graphpasses.parity.operators import Operator, OperatorStep, Value
 
-__all__ = ["Difference", "first_difference", "first_of_ranks"]
+__all__ = ["Difference", "differing", "first_difference", "first_of_ranks"]
 
 _COMMUNICATION = "fsdp."  # what FSDP2 does, and a graph does by other operators
 _Kind = Literal["start", "result", "inputs", "missing", "extra"]
@@ -93,7 +93,7 @@ def first_difference(a: OperatorStep, b: OperatorStep) -> Difference | None:
     Returns:
         The first difference in the order of ``a``; None if there is none.
     """
-    start = _differing(a.start, b.start)
+    start = differing(a.start, b.start)
     if start:
         return Difference("start", a.step, a.rank, None, None, start)
     return _first(a, b) or _extra(a, b)
@@ -122,24 +122,30 @@ class _Run:
 
     def __init__(self, step: OperatorStep) -> None:
         self.values = {each.digest for each in (*step.start, *step.end)}
+        self._forward = set(self.values)  # what backward computes again may be right where forward is not
         self.calls: dict[tuple[object, ...], list[Operator]] = defaultdict(list)
         self.communicates = False
         self._makers: dict[str, list[Operator]] = defaultdict(list)
         for each in step.operators:
-            self.values.update(_digests((*each.inputs, *each.outputs)))
+            for values in (self.values,) if each.in_backward else (self.values, self._forward):
+                values.update(_digests((*each.inputs, *each.outputs)))
             self.calls[_call(each)].append(each)
             self.communicates |= each.operator.startswith(_COMMUNICATION)
             for digest in _digests(each.outputs):
                 self._makers[digest].append(each)
 
+    def computes(self, each: Operator) -> bool:
+        """Whether this run computes, anyhow and anywhere in forward or backward, what another's operator does."""
+        return set(_digests(each.outputs)) <= (self.values if each.in_backward else self._forward)
+
     def cannot_have(self, each: Operator) -> bool:
         """Whether a graph computes what FSDP2 does in an operator by others, of which hashes say nothing."""
         is_other = each.operator.startswith(_COMMUNICATION) and not self.communicates
-        return is_other and not set(_digests(each.outputs)) <= self.values
+        return is_other and not self.computes(each)
 
     def maker_of(self, reader: Operator, names: Sequence[str]) -> Operator | None:
         """Returns the last operator that made one of some inputs of an operator; None if none did."""
-        digests = _digests(each for each in reader.inputs if each.name in names)
+        digests = _sources(each for each in reader.inputs if each.name in names)
         makers = (m for digest in digests for m in self._makers[digest] if m.position < reader.position)
         return max(makers, key=lambda each: each.position, default=None)
 
@@ -200,11 +206,10 @@ def _first(a: OperatorStep, b: OperatorStep) -> Difference | None:
 def _difference(
     each: Operator, partner: Operator | None, other: _Run
 ) -> tuple[_Kind, Operator | None, tuple[str, ...]] | None:
-    outputs = set(_digests(each.outputs))
     same_call = other.calls.get(_call(each), [])
     if partner is not None and partner in same_call:
         return "result", partner, _differing_outputs(each, partner)
-    if outputs <= other.values:
+    if other.computes(each):
         return None
     if same_call:
         return "result", same_call[0], _differing_outputs(each, same_call[0])
@@ -222,7 +227,7 @@ def _not_made_good(a: OperatorStep, found: dict[int, Difference], unknown: set[i
     """Returns the positions of differences that reach what a step ends with, as far as hashes can tell."""
     readers: dict[str, list[int]] = defaultdict(list)
     for each in (each for each in a.operators if each.position not in unknown):
-        for digest in _digests(each.inputs):
+        for digest in _sources(each.inputs):
             readers[digest].append(each.position)
     remaining: set[int] = set()
     for each in reversed(a.operators):
@@ -239,19 +244,25 @@ def _not_made_good(a: OperatorStep, found: dict[int, Difference], unknown: set[i
 
 def _extra(a: OperatorStep, b: OperatorStep) -> Difference | None:
     """Returns what only B calls, if all that A computes is equal and the step yet ends with something else."""
-    names = _differing(a.end, b.end)
+    names = differing(a.end, b.end)
     if not names:
         return None
     other, epoch = _Run(a), 0
     left = {each.position for each in other.without_like(b.operators)}
     for each in b.operators:
-        if each.position in left and not set(_digests(each.outputs)) <= other.values:
+        if each.position in left and not other.computes(each):
             return Difference("extra", b.step, b.rank, None, each, names, epoch)
         epoch += each.is_collective
     return Difference("extra", b.step, b.rank, None, None, names, epoch)
 
 
-def _differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[str, ...]:
+def differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[str, ...]:
+    """Returns the names of values that two runs have, and that differ.
+
+    Args:
+        a: of one run.
+        b: of the other.
+    """
     theirs = {each.name: each for each in b}
     return tuple(
         each.name
@@ -262,7 +273,7 @@ def _differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[str, ...]:
 
 
 def _call(each: Operator) -> tuple[object, ...]:
-    return _spelling(each.operator), tuple(value.digest for value in each.inputs)
+    return _spelling(each.operator), each.in_backward, tuple(value.digest for value in each.inputs)
 
 
 def _places(each: Operator) -> Iterator[tuple[object, ...]]:
@@ -280,6 +291,11 @@ def _spelling(operator: str) -> str:
 
 def _digests(values: Iterable[Value]) -> Iterator[str]:
     return (each.digest for each in values if each.digest is not None)
+
+
+def _sources(values: Iterable[Value]) -> Iterator[str]:
+    """Yields under which hashes what is read may have been made."""
+    return (digest for each in values for digest in (each.digest, each.base) if digest is not None)
 
 
 def _same_outputs(a: Operator, b: Operator) -> bool:

@@ -26,11 +26,13 @@ class Value:
         kind: its dtype and shape.
         digest: 128 bits of its elements and their order, whatever its shape, as 32 hexadecimal digits; None if its
             memory was never written.
+        base: the same of the tensor that it is a transposition of; None for any other.
     """
 
     name: str
     kind: str
     digest: str | None
+    base: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,19 +181,22 @@ def operators_recorded(
     operators.flush()
 
 
-def values_of(model: nn.Module, batch: Iterable[Any] = (), *, gradients: bool) -> tuple[Value, ...]:
-    """Hashes what a rank holds of a model, and of its batch.
+def values_of(
+    model: nn.Module, batch: Iterable[Any] = (), *, gradients: bool, loss: Tensor | None = None
+) -> tuple[Value, ...]:
+    """Hashes what a rank holds of a model, of its batch and of its loss.
 
     Args:
         model: the model.
         batch: tensors, and what is none.
         gradients: whether to hash the gradients, too.
+        loss: of the step.
     """
     tensors: dict[str, Any] = {f"weight of {fqn}": each for fqn, each in named_weights(model).items()}
     tensors |= {f"batch[{index}]": each for index, each in enumerate(batch)}
     if gradients:
         tensors |= {f"gradient of {fqn}": each for fqn, each in named_gradients(model).items()}
-    return tuple(_with_digests(list(_seen(tensors))))
+    return tuple(_with_digests(list(_seen(tensors | {"loss": loss}))))
 
 
 def _seen(tensors: Mapping[str, Any]) -> Iterator[SeenTensor]:
@@ -212,13 +215,14 @@ def _digest(tensor: Tensor) -> Tensor:
 
 def _with_digests(seen: list[SeenTensor]) -> Iterator[Value]:
     """Yields what was seen with its digests as text, brought from each device at once."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, each in enumerate(seen):
-        if each.digest is not None:
-            by_device.setdefault(each.digest.device, []).append(index)
+    by_device: dict[torch.device, dict[int, Tensor]] = {}
+    for digest in (digest for each in seen for digest in (each.digest, each.base) if digest is not None):
+        by_device.setdefault(digest.device, {})[id(digest)] = digest
     texts: dict[int, str] = {}
-    for indices in by_device.values():
-        sums = torch.stack([seen[index].digest for index in indices]).tolist()
-        for index, (low, high) in zip(indices, sums, strict=True):
-            texts[index] = f"{(high & MASK) << 64 | (low & MASK):032x}"
-    return (Value(each.name, each.kind, texts.get(index)) for index, each in enumerate(seen))
+    for digests in by_device.values():
+        sums = torch.stack(list(digests.values())).tolist()
+        for key, (low, high) in zip(digests, sums, strict=True):
+            texts[key] = f"{(high & MASK) << 64 | (low & MASK):032x}"
+    return (
+        Value(each.name, each.kind, texts.get(id(each.digest)), texts.get(id(each.base))) for each in seen
+    )

@@ -1,0 +1,97 @@
+"""Where a captured step parts from eager: both run once, from the same state, with their operators recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphpasses._torch.operator_facts import read_tensors
+from graphpasses.capture.live_state import live_state_restored
+from graphpasses.graph import CapturedStep
+from graphpasses.parity.first_difference import Difference, differing, first_difference, first_of_ranks
+from graphpasses.parity.location import Location
+from graphpasses.parity.operators import Operator, OperatorStep
+from graphpasses.parity.record_operators import operators_recorded, values_of
+
+__all__ = ["locate_step"]
+
+
+def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any) -> Location:
+    """Finds the operator at which a captured step, rewritten or not, parts from its eager twin.
+
+    Both run once on the live model, which is left as it was: parameters, buffers, gradients and random states.
+    All ranks of the model call it together.
+
+    Args:
+        step: the step.
+        loss_fn: what was captured.
+        batch: as the step takes it.
+
+    Returns:
+        The first difference of all ranks, the same on each; none if loss, gradients and buffers are equal.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+        >>> loss_fn = lambda model, x: model(x).sum()
+        >>> step = graphpasses.capture_train_step(loss_fn, model, torch.ones(2, 4))
+        >>> locate_step(step, loss_fn, torch.ones(2, 4)).difference is None
+        True
+        >>> (node,) = step.graph.find_nodes(op="call_function", target=torch.ops.aten.gelu.default)
+        >>> node.kwargs = {"approximate": "tanh"}
+        >>> _ = step.module.recompile()
+        >>> locate_step(step, loss_fn, torch.ones(2, 4)).difference.b.node
+        'gelu'
+    """
+
+    def eager() -> Tensor:
+        loss = loss_fn(step.model, *batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    leaves = step.batch_structure.leaves(batch)
+    a, b = (_recorded(step.model, leaves, run) for run in (eager, lambda: step(*batch)))
+    found = first_difference(a, b)
+    both = _of_all_ranks((found, bool(differing(a.end, b.end))))
+    if not any(differs for _, differs in both):
+        return Location(None)
+    differences = [each for each, _ in both if each is not None]
+    return Location(first_of_ranks(differences), differences)
+
+
+def _recorded(model: nn.Module, leaves: list[Any], run: Callable[[], Tensor]) -> OperatorStep:
+    operators: list[Operator] = []
+    with _state_restored(model):
+        start = values_of(model, leaves, gradients=False)
+        with operators_recorded(model, operators.append):
+            loss = run()
+        end = values_of(model, gradients=True, loss=loss)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return OperatorStep(rank, 0, start, operators, end)
+
+
+@contextmanager
+def _state_restored(model: nn.Module) -> Iterator[None]:
+    """Clears a model's gradients for a block, and puts back what the block changes."""
+    held = (*model.parameters(), *model.buffers())
+    tensors = [plain for each in held for plain in read_tensors(each.detach())]
+    copies = [tensor.clone() for tensor in tensors]
+    with live_state_restored(model):
+        for parameter in model.parameters():
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)
+
+
+def _of_all_ranks(value: tuple[Difference | None, bool]) -> list[tuple[Difference | None, bool]]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

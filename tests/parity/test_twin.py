@@ -1,0 +1,118 @@
+"""A captured step beside its eager twin: the operator at which they part, and none where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from graphpasses import capture_train_step, default_pipeline, weight_hash
+from graphpasses.graph import CapturedStep
+from graphpasses.parity import locate_step
+from graphpasses.parity.first_difference import first_difference
+from graphpasses.parity.operators import Operator, OperatorStep
+from graphpasses.parity.record_operators import operators_recorded, values_of
+from graphpasses.simulate import Topology, run_cluster
+from tests.helpers import faults, models
+
+
+def change(step: CapturedStep, operator: Any, index: int, **kwargs: Any) -> str:
+    node = step.graph.find_nodes(op="call_function", target=operator)[index]
+    node.kwargs = kwargs
+    step.module.recompile()
+    return node.name
+
+
+def test_finds_the_node_and_leaves_the_model() -> None:
+    torch.manual_seed(0)
+    model, tokens = faults.Model(), torch.randint(10, (3, 5))
+    loss_fn = faults.Trainer(model).loss
+    step = capture_train_step(loss_fn, model, tokens)
+    loss_fn(model, tokens).backward()
+    model.emb.weight.grad.fill_(3)
+    weights, state = weight_hash(model), torch.get_rng_state()
+    assert locate_step(step, loss_fn, tokens).difference is None
+    name = change(step, torch.ops.aten.gelu.default, 1, approximate="tanh")
+    found = locate_step(step, loss_fn, tokens).difference
+    assert found is not None
+    assert found.b is not None
+    assert (found.kind, found.b.node, found.b.module) == ("result", name, "layers.1.act")
+    assert weight_hash(model) == weights
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.emb.weight.grad.unique().tolist() == [3]
+
+
+def sharded(make: Callable[[], Any], policy: MixedPrecisionPolicy) -> Any:
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    torch.manual_seed(0)
+    model = make()
+    for layer in getattr(model, "layers", ()):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [
+        (models.LanguageModel, LOW),  # ties, shards of other sizes
+        (models.Recomputed, MixedPrecisionPolicy()),
+        (models.Unused, LOW),
+    ],
+)
+def test_no_operator_of_eager_is_missed_in_a_rewritten_graph(make: Any, policy: Any) -> None:
+    """The streams themselves have no difference, whatever passes move, merge, gather again and pack."""
+
+    def play() -> list[Any]:
+        model, batch = sharded(make, policy), models.token_batch(dist.get_rank())
+        captured = capture_train_step(models.next_token_loss, model, *batch, check=False)
+        step = default_pipeline().run(captured)
+        sides = []
+        for run in (lambda: models.next_token_loss(model, *batch).backward(), lambda: step(*batch)):
+            operators: list[Operator] = []
+            with operators_recorded(model, operators.append):
+                run()
+            sides.append(OperatorStep(dist.get_rank(), 0, (), operators, values_of(model, gradients=True)))
+            model.zero_grad()
+        a, b = sides
+        right = first_difference(a, b)
+        name = change(step, torch.ops.aten.relu.default, 1)
+        (node,) = (each for each in step.graph.nodes if each.name == name)
+        node.target = torch.ops.aten.sigmoid.default
+        step.module.recompile()
+        wrong = locate_step(step, models.next_token_loss, *batch).difference
+        return [right, wrong and wrong.a and (wrong.a.operator, wrong.a.module)]
+
+    for right, wrong in run_cluster(play, Topology(2, gpus_per_node=2)):
+        assert right is None
+        assert wrong == ("aten.relu.default", "layers.1")
+
+
+def test_one_rank_differs() -> None:
+    """Rank 1's graph alone is wrong: every rank is told of rank 1's operator."""
+
+    def play() -> tuple[int, str, str]:
+        def make() -> nn.Module:
+            return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU())
+
+        def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean()
+
+        model, batch = sharded(make, MixedPrecisionPolicy()), torch.ones(2, 8)
+        step = default_pipeline().run(capture_train_step(loss_fn, model, batch, check=False))
+        if dist.get_rank() == 1:
+            change(step, torch.ops.aten.gelu.default, 0, approximate="tanh")
+        found = locate_step(step, loss_fn, batch).difference
+        assert found is not None
+        assert found.operator is not None
+        return found.rank, found.operator.operator, found.operator.module
+
+    assert run_cluster(play, Topology(2, gpus_per_node=2)) == [(1, "aten.gelu.default", "1")] * 2
