@@ -12,6 +12,7 @@ from graphpasses.fsdp.plan import BucketPlan as BucketPlan
 from graphpasses.fsdp.plan import Reduction as Reduction
 from graphpasses.graph import CapturedStep as CapturedStep
 from graphpasses.graph import TrainGraph as TrainGraph
+from graphpasses.graph.certificate import Certificate as Certificate
 from graphpasses.graph.pass_report import Numerics as Numerics
 from graphpasses.identity import IdentityMap as IdentityMap
 from graphpasses.identity import preserve_identity as preserve_identity
@@ -23,5 +24,6 @@ from graphpasses.passes import default_pipeline as default_pipeline
 from graphpasses.passes import recommender_pipeline as recommender_pipeline
 from graphpasses.passes.runner import GraphPass as GraphPass
 from graphpasses.passes.runner import Pipeline as Pipeline
+from graphpasses.proof.prove import prove as prove
 
 __version__: str

@@ -20,6 +20,7 @@ __all__ = [
     "OptimizerError",
     "PipelineError",
     "PlanError",
+    "ProofError",
     "RunFileError",
     "ShardingError",
     "TaskError",
@@ -72,6 +73,10 @@ class UnknownPassError(PipelineError, ValueError):
 
 class VerificationError(PipelineError):
     """The graph that a pass left behind is malformed or broke its contract."""
+
+
+class ProofError(PipelineError):
+    """A rewritten step does not compute what the step computed before."""
 
 
 class PlanError(GraphPassesError, ValueError):

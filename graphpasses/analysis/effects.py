@@ -55,6 +55,11 @@ _FUNCTIONALIZED = (
     torch.ops.higher_order.auto_functionalized_v2,
 )
 
+# Their schemas do not say that they write the running statistics that they are given.
+_WRITE_RUNNING_STATISTICS = frozenset(
+    {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
+)
+
 # These read a tensor's shape, not its values.
 _METADATA_OPS = frozenset(
     {
@@ -189,7 +194,14 @@ def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
         if node.target not in _FUNCTIONALIZED:
             yield from node.all_input_nodes  # it does not say
     elif schemas(node.target):
-        yield from _nodes([value for argument, value in given_arguments(node) if argument.is_write])
+        silent = node.target in _WRITE_RUNNING_STATISTICS
+        yield from _nodes(
+            [
+                value
+                for argument, value in given_arguments(node)
+                if argument.is_write or (silent and argument.name.startswith("running_"))
+            ]
+        )
     elif node.op in ("call_function", "call_method"):
         yield from _nodes(node.kwargs.get("out"))
         if _is_in_place(node.target) or _named_argument(node, "inplace"):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ __all__ = [
     "find_collectives",
     "freeze",
     "is_collective",
+    "source_line",
     "storages",
     "views",
     "wait_of",
@@ -121,6 +124,17 @@ def freeze(value: Any) -> Hashable:
     if isinstance(value, dict):
         return tuple((key, freeze(item)) for key, item in value.items())
     return type(value), value
+
+
+def source_line(node: fx.Node) -> str:
+    """Returns the line of a program from which a call comes, the user's own if one is; empty if none is known.
+
+    Args:
+        node: a node with ``meta["stack_trace"]``.
+    """
+    lines = re.findall(r'File "(.+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
+    own = [line for line in lines if not line[0].startswith(str(Path(torch.__file__).parent))]
+    return "{}:{} in {}".format(*(own or lines)[-1]) if lines else ""
 
 
 def fake_value(node: fx.Node) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphpasses.graph.certificate import Certificate
 from graphpasses.text import aligned
 
 __all__ = ["Excerpt", "Numerics", "PassReport", "PipelineReport"]
@@ -99,10 +100,12 @@ class PipelineReport:
     Args:
         passes: one report each, in order.
         notes: what the capture had to say.
+        certificate: what is proved of the result; None if no proof was asked for.
     """
 
     passes: tuple[PassReport, ...]
     notes: tuple[str, ...] = ()
+    certificate: Certificate | None = None
 
     def __iter__(self) -> Iterator[PassReport]:
         return iter(self.passes)
@@ -125,4 +128,6 @@ class PipelineReport:
         ]
         notes = [f"capture: {note}" for note in self.notes]
         notes += [f"{report.name}: {note}" for report in self.passes for note in report.notes]
+        if self.certificate is not None:
+            notes += [f"proof: {line.strip()}" for line in self.certificate.summary()]
         return "\n".join(aligned(rows) + notes)

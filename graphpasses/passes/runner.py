@@ -10,18 +10,20 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 from torch import fx
 
-from graphpasses.errors import GraphPassesError, PipelineError, UnknownPassError
+from graphpasses.errors import GraphPassesError, PipelineError, ProofError, UnknownPassError
 from graphpasses.graph import ALL_TO_ALL, WAIT, DynamoGraph, Stage, TrainGraph, argument
+from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
 from graphpasses.graph.verification import Verifier
 from graphpasses.passes.excerpts import find_excerpts, read_lines
+from graphpasses.proof.prove import prove_as
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
 
@@ -174,7 +176,9 @@ class Pipeline:
         parts = [p.uuid() for p in self.passes if p.name not in self.disable]
         return hashlib.sha256("\n".join([*parts, str(self.stop_after)]).encode()).hexdigest()
 
-    def run(self, graph: Graph, *, dump: Path | str | None = None, excerpts: bool = False) -> Graph:
+    def run(
+        self, graph: Graph, *, dump: Path | str | None = None, excerpts: bool = False, prove: bool = True
+    ) -> Graph:
         """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
 
         Args:
@@ -182,6 +186,8 @@ class Pipeline:
             dump: folder for the readable code of the graph after every pass; None writes nothing.
             excerpts: whether the report shows the places that each pass changed, which takes about as long as the
                 passes.
+            prove: whether the result is proved to have the bits that ``graph`` has, see :func:`graphpasses.prove`;
+                what could not be followed is in the report.
 
         Returns:
             The rewritten step; its ``report`` says what each pass did.
@@ -189,10 +195,11 @@ class Pipeline:
         Raises:
             VerificationError: a pass left a malformed graph; it names the pass and the ones before it.
             PipelineError: a pass raised something else; its own exception is the cause.
+            ProofError: a pass changes bits; it names the pass, the first value that it changes, and where.
             GraphPassesError: what the passes themselves refuse.
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
-        graph = graph.copy()
+        captured, graph = graph, graph.copy()
         verifier = Verifier(graph)
         reports: list[PassReport] = []
         folder = Path(dump) if dump is not None else None
@@ -205,15 +212,34 @@ class Pipeline:
             if p.name == self.stop_after:
                 break
         graph.module.recompile()
-        graph.report = PipelineReport(tuple(reports), notes)
-        graph.record_rewrite(functools.partial(self.run, excerpts=excerpts))
+        certificate = self._prove(captured, graph) if prove else None
+        graph.report = PipelineReport(tuple(reports), notes, certificate)
+        graph.record_rewrite(functools.partial(self.run, excerpts=excerpts, prove=prove))
         return graph
+
+    def _prove(self, captured: TrainGraph, graph: TrainGraph) -> Certificate:
+        passes = self.at(graph.stage).passes
+        layout = next((found for p in passes if (found := getattr(p, "expected_layout", None))), None)
+        try:
+            return prove_as("the pipeline", captured, graph, layout)
+        except ProofError as error:
+            self._blame(captured, passes)
+            raise error
+
+    def _blame(self, captured: TrainGraph, passes: Sequence[GraphPass]) -> None:
+        """Raises for the first pass after which the step cannot be proved, if it is one pass alone."""
+        graph = captured.copy()
+        verifier = Verifier(graph)
+        for index, p in enumerate(passes):
+            history = _history(p, tuple(before.name for before in passes[:index]))
+            _run_pass(p, graph, verifier, tuple(before.name for before in passes[:index]), False)
+            prove_as(history, captured, graph, None)
 
 
 def _run_pass(
     p: GraphPass, graph: TrainGraph, verifier: Verifier, before: tuple[str, ...], excerpts: bool
 ) -> PassReport:
-    history = f"pass {p.name!r}" + (f" (after {', '.join(before)})" if before else "")
+    history = _history(p, before)
     if graph.stage not in p.stages:
         stages = ", ".join(sorted(stage.value for stage in p.stages))
         raise PipelineError(f"{history} accepts the stages {stages}; this graph is a {graph.stage.value}")
@@ -249,6 +275,10 @@ def _run_pass(
         excerpts=found,
         num_left_out=num_left_out,
     )
+
+
+def _history(p: GraphPass, before: Sequence[str]) -> str:
+    return f"pass {p.name!r}" + (f" (after {', '.join(before)})" if before else "")
 
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:

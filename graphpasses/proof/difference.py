@@ -1,0 +1,229 @@
+"""Find the smallest part in which two graphs compute a value differently."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from graphpasses.graph.nodes import source_line
+from graphpasses.proof.evaluate import Argument, Evaluated
+from graphpasses.proof.values import Value, Values
+
+__all__ = ["Difference", "find_difference", "place_of"]
+
+_FOLLOWED = ("aten.", "_c10d_functional.", "prims.")
+_ELEMENTWISE = ("cast", "div", "mul", "remote", "bytes")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two graphs part.
+
+    Args:
+        before: what computes the value in the first graph; None if nothing there does.
+        after: what computes it in the second.
+        reason: how they differ.
+        unknown: an operator that no rule looks into, so that both may still have the same bits; else empty.
+    """
+
+    before: fx.Node | None
+    after: fx.Node | None
+    reason: str
+    unknown: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason}\n  before: {place_of(self.before)}\n  after:  {place_of(self.after)}"
+
+
+def place_of(node: fx.Node | None) -> str:
+    """Returns a node as code, with the line of the user's program from which it comes.
+
+    Args:
+        node: the node.
+    """
+    if node is None:
+        return "no node has this value"
+    if node.op != "call_function":
+        return f"{node.name}, a {node.op}"
+    given = [_short(each) for each in node.args]
+    given += [f"{name}={_short(each)}" for name, each in node.kwargs.items()]
+    line = source_line(node)
+    return f"{node.name} = {node.target}({', '.join(given)}){f'  # {line}' if line else ''}"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) < 80 else f"{text[:60]} …"
+
+
+def find_difference(
+    values: Values, before: Evaluated, after: Evaluated, one: Value, two: Value
+) -> Difference:
+    """Goes from two unlike values to what they are made of, as long as that is made alike.
+
+    Args:
+        values: where both are numbered.
+        before: the first graph.
+        after: the second.
+        one: the first value.
+        two: the second.
+    """
+    nodes: tuple[fx.Node | None, fx.Node | None] = (None, None)
+    while True:
+        nodes = before.makers.get(one.number) or nodes[0], after.makers.get(two.number) or nodes[1]
+        found = _parts(values, one, two)
+        if isinstance(found, _Sources):
+            made = before.made.get(found.one), after.made.get(found.two)
+            nodes = made[0] or nodes[0], made[1] or nodes[1]
+            found = _made_of(values, found)
+        if isinstance(found, _Leaf):
+            return Difference(*nodes, found.reason, found.unknown)
+        one, two = found
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    reason: str
+    unknown: str = ""
+
+
+@dataclass(frozen=True)
+class _Sources:
+    one: int
+    two: int
+
+
+def _parts(values: Values, one: Value, two: Value) -> _Leaf | _Sources | tuple[Value, Value]:
+    """Returns the first unlike sources, or values that are added up, of two tensors; or what else is unlike."""
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return _Leaf(f"{_kind(one)} became {_kind(two)}")
+    if one.pieces is None or two.pieces is None:
+        if one.source is None or two.source is None:
+            return _Leaf("a value became one of another kind")
+        return _sources(values, one.source, two.source)
+    for a, b in zip(one.pieces, two.pieces, strict=False):
+        if a.source != b.source:
+            return _sources(values, a.source, b.source)
+        if a != b:
+            return _Leaf(f"elements of {_operator(values, a.source)} stand in other places")
+    return _Leaf("elements are missing or were added")
+
+
+def _sources(values: Values, one: int, two: int) -> _Leaf | _Sources | tuple[Value, Value]:
+    a, b = values.key(one), values.key(two)
+    while a[0] == b[0] and a[0] in (*_ELEMENTWISE, "sum") and a != b:
+        if a[0] == "sum" and a[1] == b[1] and a[2] != b[2]:
+            one, two = a[2], b[2]
+        elif a[:-1] == b[:-1]:
+            one, two = a[-1], b[-1]
+        else:
+            break
+        a, b = values.key(one), values.key(two)
+    if a[0] == b[0] == "sum of tensors":
+        index = 1 if a[1] != b[1] else 2
+        return values[a[index]], values[b[index]]
+    return _Sources(one, two)
+
+
+def _made_of(values: Values, sources: _Sources) -> _Leaf | tuple[Value, Value]:
+    """Returns unlike values of which two results are made; or how they are made unlike."""
+    a, b = values.key(sources.one), values.key(sources.two)
+    if a[0] == b[0] == "result" and a[2:] == b[2:]:
+        return _keys(values, a[1], b[1])
+    return _unlike(values, sources.one, sources.two)
+
+
+def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
+    """Compares what two results of operators were made from."""
+    if a[0] in ("drawn", "hidden") and a[0] == b[0]:
+        if a[1] != b[1]:
+            return _keys(values, a[1], b[1])
+        what = "random numbers were drawn" if a[0] == "drawn" else "calls with a state of their own were made"
+        return _Leaf(f"before {_called(a[1])} other {what}", _unknown(a, b))
+    if a[0] == b[0] == "written" and a[1] == b[1]:
+        return _keys(values, a[2], b[2])
+    if a[0] == b[0] and a[0] in ("call", "collective") and a[1] == b[1]:
+        x, y = _first_unlike(a[2:], b[2:])
+        if isinstance(x, Argument) and isinstance(y, Argument):
+            if x.number != y.number:
+                return values[x.number], values[y.number]
+            return _Leaf(
+                f"{a[1]} reads a tensor of strides {y.strides} instead of {x.strides}", _unknown(a, b)
+            )
+        return _Leaf(f"{a[1]} is given {_plain(y)} instead of {_plain(x)}", _unknown(a, b))
+    return _Leaf(f"{_called(a)} became {_called(b)}", _unknown(a, b))
+
+
+def _unlike(values: Values, one: int, two: int) -> _Leaf:
+    a, b = _operator(values, one), _operator(values, two)
+    reason = f"{a} became {b}" if a != b else f"{a} is another"
+    return _Leaf(
+        reason, _unknown(*(values.key(each)[1] for each in (one, two) if values.key(each)[0] == "result"))
+    )
+
+
+def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:
+    """Returns the innermost first parts in which two keys differ."""
+    if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+        for x, y in zip(a, b, strict=True):
+            if x != y:
+                return _first_unlike(x, y)
+    return a, b
+
+
+def _operator(values: Values, source: int) -> str:
+    """Returns what people call a source."""
+    key = values.key(source)
+    match key[0]:
+        case "result":
+            return _called(key[1])
+        case "constant":
+            return f"the constant {key[2]}"
+        case "remote":
+            return f"an all-gather of {_operator(values, key[-1])}"
+        case "padding":
+            return f"the padding of {key[1]}"
+        case "cast":
+            return f"a cast to {key[2]}"
+        case "sum" | "sum of tensors":
+            return "a sum"
+        case "mul" | "div":
+            return f"a {'product with' if key[0] == 'mul' else 'quotient by'} {key[4]}"
+    return str(key[0])
+
+
+def _called(key: Any) -> str:
+    match key[0]:
+        case "call" | "collective" | "input":
+            return str(key[1])
+        case "drawn" | "hidden":
+            return _called(key[1])
+        case "written":
+            return f"what {_called(key[2])} writes"
+        case "part of memory" | "written in part":
+            return "a part of memory that is written"
+    return str(key[0])
+
+
+def _unknown(*keys: Any) -> str:
+    """Returns the first operator among keys that no rule looks into."""
+    for key in keys:
+        while key[0] in ("drawn", "hidden"):
+            key = key[1]
+        while key[0] == "written":
+            key = key[2]
+        if key[0] == "call" and not str(key[1]).startswith(_FOLLOWED):
+            return str(key[1])
+    return ""
+
+
+def _kind(value: Value) -> str:
+    return "a value" if value.dtype is None else f"a tensor of {value.dtype} and shape {value.shape}"
+
+
+def _plain(key: Any) -> str:
+    if isinstance(key, tuple):
+        return f"({', '.join(map(_plain, key))})"
+    return str(key)

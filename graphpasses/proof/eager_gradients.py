@@ -1,0 +1,193 @@
+"""What a gradient is in eager: autograd's local sum, reduced where eager FSDP2 has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from graphpasses._torch.group_ranks import named_group_ranks
+from graphpasses.analysis.parameter_collectives import GradReduction, added_uses, find_grad_reductions
+from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
+from graphpasses.graph import TrainGraph
+from graphpasses.graph.parameters import ParameterInfo
+from graphpasses.proof import elements, movement
+from graphpasses.proof.evaluate import Argument, Evaluated
+from graphpasses.proof.pieces import concatenated, sliced
+from graphpasses.proof.values import Value, Values
+
+__all__ = ["AXIOM", "EagerGradients"]
+
+AXIOM = (
+    "a reduction's element has bits that its summands, its op, its dtype, its group, the bucket's size and its byte "
+    "offset decide: at eager's place it has eager's"
+)
+_REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+_ALL_REDUCE = "_c10d_functional.all_reduce.default"
+_NAMES = {_REDUCE_SCATTER: "reduce_scatter", _ALL_REDUCE: "all_reduce"}
+
+
+class EagerGradients:
+    """Says whether gradients of a rewritten step are what eager computes, given where eager reduces them.
+
+    Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces what autograd has added up; and
+    ``_fsdp_collectives.py``, ``foreach_reduce``.
+
+    Args:
+        values: where both graphs' values are numbered.
+        before: the step as it was captured.
+        evaluated: its values.
+        layout: eager's.
+    """
+
+    def __init__(self, values: Values, before: TrainGraph, evaluated: Evaluated, layout: Layout) -> None:
+        self._values = values
+        self._graph = before
+        self._of = evaluated.values
+        self._order = {node: index for index, node in enumerate(before.graph.nodes)}
+        self._reductions = find_grad_reductions(before)
+        self._places: dict[str, list[tuple[BucketLayout, LayoutEntry]]] = {}
+        for bucket in layout.buckets:
+            for entry in bucket.entries:
+                self._places.setdefault(entry.fqn, []).append((bucket, entry))
+
+    def difference(self, fqn: str, gradient: Value) -> str | None:
+        """Returns how a gradient differs from eager's; empty where it does not, None where that is not known.
+
+        Args:
+            fqn: canonical FQN of the parameter.
+            gradient: the value of the rewritten step's gradient.
+        """
+        reductions, places = self._reductions.get(fqn, []), self._places.get(fqn, [])
+        if not reductions:
+            return None
+        info = self._graph.parameters[fqn]
+        reduced, found, offset = gradient, [], 0
+        while (place := self._reduced(reduced)) is not None:
+            offset = place.offset = place.offset + offset
+            found.append(place)
+            reduced = place.sent
+            if place.name == "reduce_scatter":
+                break
+        if not found:
+            return "it is not the result of one reduction"
+        for place, (bucket, entry) in zip(found[::-1], places, strict=False):
+            if reason := place.unlike(bucket, entry):
+                return reason
+        if len(found) != len(places):
+            return f"it is reduced {len(found)} times, by eager {len(places)} times"
+        return self._unlike_sum(info, reductions, found[-1], gradient, offset)
+
+    def _unlike_sum(
+        self,
+        info: ParameterInfo,
+        reductions: list[GradReduction],
+        place: _Place,
+        gradient: Value,
+        offset: int,
+    ) -> str:
+        shards = len(info.shard_ranks)
+        entry = self._places[info.fqn][0][1]
+        assert place.sent.pieces is not None
+        cut = sliced(
+            place.sent.pieces,
+            (shards, place.sent.numel // shards),
+            1,
+            [(offset, offset + entry.padded_numel)],
+        )
+        columns = cut and self._values.moved(place.sent.dtype, (shards, entry.padded_numel), cut[0])
+        for total in self._sums(reductions, place.sent.dtype):
+            if total is not None and self._rows(info, total, shards) is columns:
+                return ""
+        return "what is reduced is not autograd's sum of its uses, in order of arrival"
+
+    def _sums(self, reductions: list[GradReduction], dtype: torch.dtype | None) -> Iterator[Value | None]:
+        """Yields what eager may reduce: uses added and then cast; of several backward calls, cast and added."""
+        assert dtype is not None
+        in_order = sorted(reductions, key=lambda each: self._order[each.gradient])
+        uses = sorted(
+            (use for each in in_order for use in added_uses(each.gradient)), key=self._order.__getitem__
+        )
+        total = self._total([self._like(self._of[use], self._of[in_order[0].gradient]) for use in uses])
+        yield None if total is None else elements.cast(self._values, total, dtype, "")
+        whole = [self._of[each.gradient] for each in in_order]
+        yield self._total([elements.cast(self._values, each, dtype, "") for each in whole])
+
+    def _like(self, use: Value, gradient: Value) -> Value:
+        assert gradient.shape is not None
+        assert use.pieces is not None
+        return self._values.moved(use.dtype, gradient.shape, use.pieces)
+
+    def _total(self, summands: list[Value]) -> Value | None:
+        total: Value | None = summands[0]
+        for each in summands[1:]:
+            total = None if total is None else elements.add(self._values, total, each)
+        return total
+
+    def _rows(self, info: ParameterInfo, total: Value, shards: int) -> Value | None:
+        """Returns a gradient in the order of its bucket: one row per rank, padded with zeros."""
+        dim, shape, pieces = info.shard_dim or 0, total.shape, total.pieces
+        assert shape is not None
+        assert pieces is not None
+        if dim:  # the chunks of another dim than 0 are brought to dim 0
+            size = shape[dim] // shards
+            chunk = (*shape[:dim], size, *shape[dim + 1 :])
+            parts = sliced(pieces, shape, dim, [(rank * size, (rank + 1) * size) for rank in range(shards)])
+            joined = parts and concatenated([(part, chunk) for part in parts], 0)
+            if not joined:
+                return None
+            total = self._values.moved(total.dtype, (chunk[0] * shards, *chunk[1:]), joined)
+        return movement.chunk_cat(self._values, [total], shards)
+
+    def _reduced(self, value: Value) -> _Place | None:
+        """Returns the reduction of which a value is a part, if it is one run of its elements, cast."""
+        if value.pieces is None or len(value.pieces) != 1:
+            return None
+        (piece,) = value.pieces
+        if piece.dims and piece.dims != ((value.numel, 1, 1),):
+            return None
+        source = piece.source
+        key = self._values.key(source)
+        if key[0] == "cast":  # once, back to the parameter's dtype
+            source = key[-1]
+            key = self._values.key(source)
+        if key[0] != "result" or key[1][0] != "collective" or key[1][1] not in _NAMES:
+            return None
+        _, operator, args, _ = key[1]
+        sent = args[0][1]  # of (type, value)
+        assert isinstance(sent, Argument)
+        op, group = args[1][1], args[-1][1]
+        return _Place(_NAMES[operator], self._values[sent.number], op, str(group), piece.offset)
+
+
+class _Place:
+    """Where a value lies in a reduction."""
+
+    def __init__(self, name: str, sent: Value, op: str, group: str, offset: int) -> None:
+        self.name, self.sent, self.op, self.offset = name, sent, op, offset
+        self.ranks = named_group_ranks(group)
+
+    def unlike(self, bucket: BucketLayout, entry: LayoutEntry) -> str:
+        """Returns how the place differs from eager's."""
+        assert self.sent.dtype is not None
+        size = self.sent.dtype.itemsize
+        rows = len(self.ranks) if self.name == "reduce_scatter" else 1
+        here = {
+            "collective": self.name,
+            "ranks": self.ranks,
+            "op": self.op,
+            "dtype": str(self.sent.dtype).removeprefix("torch."),
+            "bytes of the bucket": self.sent.numel // rows * size,
+            "byte offset": self.offset * size,
+        }
+        eager = {
+            "collective": bucket.collective,
+            "ranks": bucket.ranks,
+            "op": bucket.op,
+            "dtype": bucket.dtype,
+            "bytes of the bucket": bucket.num_bytes,
+            "byte offset": entry.offset,
+        }
+        return "; ".join(
+            f"{name}: {here[name]}, eager has {eager[name]}" for name in here if here[name] != eager[name]
+        )

@@ -1,0 +1,224 @@
+"""Constants, and exact operators that compute each element alone: they commute with what moves elements."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphpasses.proof.axioms import AXIOMS, RULES, Result, Rule, axiom
+from graphpasses.proof.pieces import Piece
+from graphpasses.proof.values import Value, Values
+
+__all__ = ["add", "cast", "constant", "filled"]
+
+aten = torch.ops.aten
+
+# ---- constants ----------------------------------------------------------------------------------------------------
+
+
+def constant(values: Values, dtype: torch.dtype | None, value: Any) -> int:
+    """Returns the source of a constant.
+
+    Args:
+        values: where sources are numbered.
+        dtype: of the tensor that is filled.
+        value: as it was given.
+    """
+    return values.source(("constant", dtype, *filled(dtype, value)))
+
+
+@functools.cache
+def filled(dtype: torch.dtype, value: Any) -> tuple[str, Any]:
+    """Returns a constant as text, since 0.0 equals -0.0, and as a number if it equals itself.
+
+    Args:
+        dtype: of the tensor that is filled.
+        value: as it was given.
+    """
+    number = torch.full((), value, dtype=dtype, device="cpu").item()
+    return repr(number), number if number == number else None
+
+
+def _fill(number: int) -> Rule:
+    def rule(values: Values, result: Any, *args: Any, **_: Any) -> Result:
+        given = args[number] if number >= 0 else number + 2
+        if not isinstance(given, (int, float, bool)):
+            return None
+        return values.constant(result.dtype, tuple(result.shape), constant(values, result.dtype, given))
+
+    return rule
+
+
+_CONSTANTS = "zeros, ones, full and their like are constant"
+axiom(
+    "constants",
+    _CONSTANTS,
+    aten.zeros.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+)(_fill(-2))
+axiom("constants", _CONSTANTS, aten.ones.default, aten.ones_like.default, aten.new_ones.default)(_fill(-1))
+axiom("constants", _CONSTANTS, aten.full.default, aten.full_like.default)(_fill(1))
+axiom("constants", _CONSTANTS, aten.new_full.default)(_fill(2))
+axiom("constants", _CONSTANTS, aten.scalar_tensor.default)(_fill(0))
+
+
+# ---- exact operators, element by element --------------------------------------------------------------------------
+
+
+_CAST_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
+
+
+@axiom(
+    "casts",
+    "a cast of an element depends on that element alone, so it commutes with all of these",
+    aten._to_copy.default,
+)
+def _to_copy(values: Values, result: Any, x: Value, **kwargs: Any) -> Result:
+    if x.pieces is None or kwargs.keys() - {
+        "dtype",
+        "layout",
+        "device",
+        "pin_memory",
+        "non_blocking",
+        "memory_format",
+    }:
+        return None
+    return cast(values, x, result.dtype, str(result.device))
+
+
+def cast(values: Values, x: Value, dtype: torch.dtype, device: str) -> Value:
+    """Returns a tensor cast to a dtype.
+
+    Args:
+        values: where values are numbered.
+        x: the tensor; its shape is known.
+        dtype: the dtype.
+        device: the device that it is put on.
+    """
+    if x.dtype == dtype:
+        return x
+    return _lifted(values, x, dtype, ("cast", x.dtype, dtype), lambda element: element.to(dtype))
+
+
+AXIOMS["scaling"] = "a product or quotient with a number depends on one element alone, and is rounded once"
+
+
+def _scaled(name: str, target: Any) -> Rule:
+    def rule(values: Values, result: Any, x: Value, number: Any) -> Result:
+        if x.pieces is None or not isinstance(number, (int, float)):
+            return None
+        key = (name, x.dtype, result.dtype, type(number), number)
+        return _lifted(values, x, result.dtype, key, lambda element: target(element, number))
+
+    return rule
+
+
+RULES[aten.div.Scalar] = "scaling", _scaled("div", aten.div.Scalar)
+RULES[aten.mul.Scalar] = "scaling", _scaled("mul", aten.mul.Scalar)
+
+
+def _lifted(
+    values: Values,
+    x: Value,
+    dtype: torch.dtype,
+    key: tuple[Any, ...],
+    apply: Callable[[torch.Tensor], torch.Tensor],
+) -> Value:
+    """Applies to each source what is applied to each element; to a constant at once."""
+    assert x.pieces is not None
+    assert x.shape is not None
+    of: dict[int, int] = {}
+    for piece in x.pieces:
+        if piece.source in of:
+            continue
+        made_of = values.key(piece.source)
+        if made_of[0] == "constant" and made_of[3] is not None:
+            element = apply(torch.full((), made_of[3], dtype=made_of[1], device="cpu"))
+            of[piece.source] = constant(values, dtype, element.item())
+        else:
+            of[piece.source] = values.source((*key, piece.source), values.numel(piece.source))
+    pieces = tuple(sorted(piece._replace(source=of[piece.source]) for piece in x.pieces))
+    return values.moved(dtype, x.shape, pieces)
+
+
+@axiom(
+    "sums",
+    "a sum of two elements depends on these alone, so it commutes with what moves both alike",
+    aten.add.Tensor,
+)
+def _add(values: Values, result: Any, x: Any, y: Any, **kwargs: Any) -> Result:
+    if kwargs or not (isinstance(x, Value) and isinstance(y, Value)):
+        return None
+    return add(values, x, y)
+
+
+def add(values: Values, x: Value, y: Value) -> Value | None:
+    """Returns the sum of two tensors of one shape and dtype; None where they are not.
+
+    Args:
+        values: where values are numbered.
+        x: the first summand.
+        y: the second.
+    """
+    if x.dtype is None or x.dtype != y.dtype or x.shape is None or x.shape != y.shape:
+        return None
+    if x.pieces is not None and y.pieces is not None and len(x.pieces) == len(y.pieces) == 1:
+        (a,), (b,) = x.pieces, y.pieces
+        if a[:2] == b[:2] and a.offset == b.offset and values.numel(a.source) == values.numel(b.source):
+            source = values.source(("sum", x.dtype, a.source, b.source), values.numel(a.source))
+            return values.moved(x.dtype, x.shape, (a._replace(source=source),))
+    return values.tensor(x.dtype, x.shape, values.source(("sum of tensors", x.number, y.number), x.numel))
+
+
+# ---- bytes --------------------------------------------------------------------------------------------------------
+
+
+@axiom("bytes", "view(dtype) keeps a contiguous tensor's bytes", aten.view.dtype)
+def _view_dtype(values: Values, result: Any, x: Value, dtype: torch.dtype) -> Result:
+    if x.pieces is None or x.dtype is None or x.shape is None:
+        return None
+    old, new = x.dtype.itemsize, dtype.itemsize
+    if new == 1 and old > 1:
+        return values.moved(
+            dtype, tuple(result.shape), tuple(_bytes(values, piece, old) for piece in x.pieces)
+        )
+    if old == 1 and new > 1:
+        found = [_of_bytes(values, piece, dtype) for piece in x.pieces]
+        kept = tuple(piece for piece in found if piece is not None)
+        return values.moved(dtype, tuple(result.shape), kept) if len(kept) == len(found) else None
+    return None
+
+
+def _bytes(values: Values, piece: Piece, size: int) -> Piece:
+    source = values.source(("bytes", size, piece.source), values.numel(piece.source) * size)
+    dims = tuple((count, step * size, read * size) for count, step, read in piece.dims)
+    if dims and dims[-1][1:] == (size, size):
+        dims = (*dims[:-1], (dims[-1][0] * size, 1, 1))
+    else:
+        dims = (*dims, (size, 1, 1))
+    return Piece(piece.start * size, dims, source, piece.offset * size)
+
+
+def _of_bytes(values: Values, piece: Piece, dtype: torch.dtype) -> Piece | None:
+    size, key = dtype.itemsize, values.key(piece.source)
+    if key[0] == "remote" and values.key(key[2])[0] == "bytes":
+        kind, group, inner = key
+        _, of, source = values.key(inner)
+        source = values.source((kind, group, source), values.numel(piece.source) // of)
+    elif key[0] == "bytes":
+        _, of, source = key
+    else:
+        return None
+    if of != size or not piece.dims or piece.dims[-1][1:] != (1, 1) or piece.dims[-1][0] % size:
+        return None
+    inner_dim = piece.dims[-1][0] // size
+    steps = [each for count, step, read in piece.dims[:-1] for each in (step, read)]
+    if any(each % size for each in (piece.start, piece.offset, *steps)):
+        return None
+    dims = [(count, step // size, read // size) for count, step, read in piece.dims[:-1]]
+    dims += [(inner_dim, 1, 1)] if inner_dim > 1 else []
+    return Piece(piece.start // size, tuple(dims), source, piece.offset // size)

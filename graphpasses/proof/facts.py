@@ -1,0 +1,138 @@
+"""The fake values of a graph's nodes, as they must be, and which of them share memory."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of
+from graphpasses._torch.schemas import returns_alias
+from graphpasses.analysis.effects import operator_effects
+from graphpasses.graph.nodes import freeze
+from graphpasses.proof.values import geometry
+
+__all__ = ["Facts", "memory_of"]
+
+
+class Facts:
+    """The fake values of a graph's nodes, computed again where the graph is not as one that is known.
+
+    A pass may leave a node whose ``meta["val"]`` is what it was before other strides came in.
+
+    Args:
+        graph: the graph.
+        known: a graph whose fake values are true; None if this one's are.
+    """
+
+    def __init__(self, graph: fx.Graph, known: Facts | None = None) -> None:
+        self._vals: dict[fx.Node, Any] = {}
+        self._geometries: dict[fx.Node, Any] = {}
+        self.alias: dict[fx.Node, fx.Node | None] = {}
+        self._by_name: dict[str, fx.Node] = {}
+        for node in graph.nodes:
+            self._by_name[node.name] = node
+            if node.op == "output":
+                continue
+            twin = known._by_name.get(node.name) if known is not None else None
+            same = known is None or (isinstance(twin, fx.Node) and self._is_same(node, twin, known))
+            self._vals[node] = node.meta.get("val") if same else self._computed(node)
+            self._geometries[node] = _geometry(self._vals[node])
+            self.alias[node] = (
+                self._alias_as(node, twin, known)
+                if same and known is not None and twin
+                else self._alias(node)
+            )
+
+    def __getitem__(self, node: fx.Node) -> Any:
+        return self._vals[node]
+
+    def geometry(self, node: fx.Node) -> Any:
+        """Returns shape, strides and offset of a node's value, or of each value that it has."""
+        return self._geometries[node]
+
+    def _is_same(self, node: fx.Node, twin: fx.Node, known: Facts) -> bool:
+        if (
+            node.op != twin.op
+            or node.target != twin.target
+            or node.meta.get("val") is not twin.meta.get("val")
+        ):
+            return False
+        if node.op != "call_function":
+            return True
+        mine, theirs = node.all_input_nodes, twin.all_input_nodes
+        if len(mine) != len(theirs) or freeze(_plain(node)) != freeze(_plain(twin)):
+            return False
+        return all(
+            self._geometries[a] == known._geometries[b] and _dtypes(self._vals[a]) == _dtypes(known._vals[b])
+            for a, b in zip(mine, theirs, strict=True)
+        )
+
+    def _computed(self, node: fx.Node) -> Any:
+        if node.op != "call_function" or "unbacked_bindings" in node.meta:
+            return node.meta.get("val")
+        args: Any
+        kwargs: Any
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._vals.__getitem__)
+        if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
+            return args[0][args[1]]
+        mode = fake_mode_of(args, kwargs) or fake_mode_of(node.meta.get("val"))
+        if mode is None:
+            return node.meta.get("val")
+        return fake_call(mode, node.target, args, kwargs)
+
+    def _alias(self, node: fx.Node) -> fx.Node | None:
+        """Returns the node in whose memory this one's value lies, if it made none itself."""
+        if node.op != "call_function":
+            return None
+        if node.target is operator.getitem:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            base = self.alias.get(source)
+            return base if base is not None and self._share(node, base) else None
+        if not returns_alias(node.target):
+            return None
+        return next((each for each in operator_effects(node).shares if self._share(node, each)), None)
+
+    def _share(self, node: fx.Node, source: fx.Node) -> bool:
+        return not memory_of(self._vals[node]).isdisjoint(memory_of(self._vals[source]))
+
+    def _alias_as(self, node: fx.Node, twin: fx.Node, known: Facts) -> fx.Node | None:
+        source = known.alias[twin]
+        if source is None:
+            return None
+        if node.target is operator.getitem:
+            return self.alias[node.all_input_nodes[0]]
+        return node.all_input_nodes[twin.all_input_nodes.index(source)]
+
+
+def _plain(node: fx.Node) -> Any:
+    return fx.node.map_arg((node.args, node.kwargs), lambda _: None)
+
+
+def _geometry(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_geometry, value))
+    return geometry(value)
+
+
+def _dtypes(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_dtypes, value))
+    return (value.dtype, value.device) if isinstance(value, torch.Tensor) else None
+
+
+def memory_of(value: Any) -> set[int]:
+    """Returns what tells the memories of a fake value apart from others.
+
+    Args:
+        value: a node's ``meta["val"]``.
+    """
+    return {
+        each.untyped_storage()._cdata
+        for each in pytree.tree_leaves(value)
+        if isinstance(each, torch.Tensor) and each.layout is torch.strided
+    }

@@ -1,0 +1,71 @@
+"""Describe a step's collectives so that every rank describes them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from graphpasses._torch.group_ranks import named_group_ranks
+from graphpasses.graph.nodes import collective_group
+from graphpasses.proof.evaluate import Collective, Evaluated
+from graphpasses.proof.values import Value, Values
+
+__all__ = ["launches_of"]
+
+
+def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[str, ...]:
+    """Returns the launches of a rewritten step, each with what it sends.
+
+    What is sent is told by the inputs, or by the launches of the step as it was captured, that have the same
+    elements: sizes and padding, which differ between ranks, are not.
+
+    Args:
+        values: where both steps are numbered.
+        before: the captured step.
+        after: the rewritten step.
+    """
+    owners: dict[int, list[int]] = {}
+    for index, launch in enumerate(before.collectives):
+        for sent in launch.sent:
+            for source in _sources(values, sent):
+                owners.setdefault(source, []).append(index)
+    return tuple(_description(values, owners, launch) for launch in after.collectives)
+
+
+def _description(values: Values, owners: dict[int, list[int]], launch: Collective) -> str:
+    node = launch.node
+    group = collective_group(node)
+    ranks = ",".join(map(str, named_group_ranks(str(group))))
+    contents: dict[str, None] = {}
+    for sent in launch.sent:
+        for source in _sources(values, sent):
+            key = values.key(source)
+            if key[0] == "padding":
+                contents[str(key[1])] = None
+            elif key[0] == "result" and key[1][0] == "input":
+                contents[str(key[1][1])] = None
+            elif source in owners:
+                contents["launch " + "/".join(map(str, dict.fromkeys(owners[source])))] = None
+    sent_now = node.meta.get("val")
+    dtype = sent_now.dtype if isinstance(sent_now, torch.Tensor) else None
+    return f"{node.target} on ranks {ranks} of {dtype}: {'; '.join(contents) or 'other values'}"
+
+
+def _sources(values: Values, value: Value) -> Iterator[int]:
+    """Yields the sources of a value, without what is done to each element; sums by their summands."""
+    pending = [value.source] if value.pieces is None else [piece.source for piece in value.pieces]
+    while pending:
+        source = pending.pop(0)
+        if source is None:
+            continue
+        key = values.key(source)
+        if key[0] in ("cast", "div", "mul", "remote", "bytes"):
+            pending.insert(0, key[-1])
+        elif key[0] == "sum":
+            pending = [key[2], key[3], *pending]
+        elif key[0] == "sum of tensors":
+            for number in key[1:]:
+                yield from _sources(values, values[number])
+        elif key[0] != "constant":
+            yield source

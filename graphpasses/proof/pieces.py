@@ -1,0 +1,370 @@
+"""Maps of elements: which element of which source each element of a tensor is.
+
+A tensor's elements are numbered in row-major order, whatever its strides are. A map is a tuple of pieces; a piece
+is a box of elements that steps evenly through the tensor and through one source. ``view`` therefore changes
+nothing, and what cuts, joins or transposes a tensor cuts, joins or transposes pieces. Maps are brought to one form
+as far as that is cheap: equal forms are equal maps, unequal forms are not known to differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+__all__ = ["Piece", "concatenated", "expanded", "joined", "permuted", "repeated", "sliced", "whole"]
+
+
+class Piece(NamedTuple):
+    """A box of elements of a tensor, and where they come from.
+
+    Args:
+        start: number of its first element.
+        dims: ``(size, step in the tensor, step in the source)`` of the box, longest steps in the tensor first.
+        source: the source's number.
+        offset: which element of the source the first one is.
+    """
+
+    start: int
+    dims: tuple[tuple[int, int, int], ...]
+    source: int
+    offset: int
+
+
+Pieces = tuple[Piece, ...]
+
+
+class _Box(NamedTuple):
+    """A piece whose dims each lie in one dim of the tensor.
+
+    Args:
+        corner: indices of its first element.
+        dims: ``(size, dim of the tensor, step in that dim, step in the source)``.
+        source: as in :class:`Piece`.
+        offset: as in :class:`Piece`.
+    """
+
+    corner: tuple[int, ...]
+    dims: tuple[tuple[int, int, int, int], ...]
+    source: int
+    offset: int
+
+
+def whole(source: int, numel: int) -> Pieces:
+    """Returns the map of a tensor that is a source.
+
+    Args:
+        source: the source's number.
+        numel: of both.
+
+    Example:
+        >>> whole(7, 6)
+        (Piece(start=0, dims=((6, 1, 1),), source=7, offset=0),)
+    """
+    return (Piece(0, _merged(((numel, 1, 1),)), source, 0),) if numel else ()
+
+
+def repeated(source: int, numel: int) -> Pieces:
+    """Returns the map of a tensor whose elements are all the one element of a source.
+
+    Args:
+        source: the source's number.
+        numel: of the tensor.
+    """
+    return (Piece(0, _merged(((numel, 1, 0),)), source, 0),) if numel else ()
+
+
+def sliced(
+    pieces: Pieces, shape: Sequence[int], dim: int, cuts: Sequence[tuple[int, int]]
+) -> list[Pieces] | None:
+    """Cuts a tensor along one dim.
+
+    Args:
+        pieces: its map.
+        shape: its shape.
+        dim: which dim.
+        cuts: ``(first index, index after the last)`` of each part.
+
+    Returns:
+        The parts' maps; None if a piece cannot be cut so.
+
+    Example:
+        >>> sliced(whole(7, 6), (2, 3), 1, [(0, 1), (1, 3)])
+        ... # doctest: +NORMALIZE_WHITESPACE
+        [(Piece(start=0, dims=((2, 1, 3),), source=7, offset=0),),
+         (Piece(start=0, dims=((2, 2, 3), (2, 1, 1)), source=7, offset=1),)]
+    """
+    boxes = _boxes(pieces, shape)
+    if boxes is None:
+        return None
+    found = []
+    for first, end in cuts:
+        kept: list[_Box] = []
+        for box in boxes:
+            cut = _cut(box, dim, first, end)
+            if cut is None:
+                return None
+            kept += cut
+        found.append(_pieces(kept, (*shape[:dim], end - first, *shape[dim + 1 :])))
+    return found
+
+
+def permuted(pieces: Pieces, shape: Sequence[int], order: Sequence[int]) -> Pieces | None:
+    """Reorders a tensor's dims.
+
+    Args:
+        pieces: its map.
+        shape: its shape.
+        order: the old dim at each place.
+
+    Example:
+        >>> permuted(whole(7, 6), (2, 3), (1, 0))
+        (Piece(start=0, dims=((3, 2, 1), (2, 1, 3)), source=7, offset=0),)
+    """
+    boxes = _boxes(pieces, shape)
+    if boxes is None:
+        return None
+    place = {old: new for new, old in enumerate(order)}
+    moved = [
+        box._replace(
+            corner=tuple(box.corner[old] for old in order),
+            dims=tuple((size, place[dim], step, source) for size, dim, step, source in box.dims),
+        )
+        for box in boxes
+    ]
+    return _pieces(moved, [shape[old] for old in order])
+
+
+def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pieces | None:
+    """Joins tensors along one dim.
+
+    Args:
+        parts: map and shape of each.
+        dim: which dim.
+    """
+    if math.prod(parts[0][1][:dim]) == 1:  # one lies behind the other
+        start, found = 0, []
+        for pieces, shape in parts:
+            found += [piece._replace(start=piece.start + start) for piece in pieces]
+            start += math.prod(shape)
+        return joined(found)
+    boxes: list[_Box] = []
+    index = 0
+    for pieces, shape in parts:
+        of_part = _boxes(pieces, shape)
+        if of_part is None:
+            return None
+        boxes += [
+            box._replace(corner=(*box.corner[:dim], box.corner[dim] + index, *box.corner[dim + 1 :]))
+            for box in of_part
+        ]
+        index += shape[dim]
+    shape = parts[0][1]
+    return _pieces(boxes, (*shape[:dim], index, *shape[dim + 1 :]))
+
+
+def expanded(pieces: Pieces, shape: Sequence[int], wanted: Sequence[int]) -> Pieces | None:
+    """Repeats a tensor along its dims of size one, and along new ones before them.
+
+    Args:
+        pieces: its map.
+        shape: its shape.
+        wanted: the shape that it gets.
+    """
+    shape = (*(1 for _ in range(len(wanted) - len(shape))), *shape)
+    boxes = _boxes(pieces, shape)
+    if boxes is None:
+        return None
+    new = tuple((size, dim, 1, 0) for dim, size in enumerate(wanted) if shape[dim] == 1 and size != 1)
+    return _pieces([box._replace(dims=(*box.dims, *new)) for box in boxes], wanted)
+
+
+def joined(pieces: Iterable[Piece]) -> Pieces:
+    """Brings pieces to one form: those that continue each other become one.
+
+    Args:
+        pieces: of one tensor.
+
+    Example:
+        >>> joined([Piece(4, ((2, 1, 1),), 7, 4), Piece(0, ((4, 1, 1),), 7, 0)])
+        (Piece(start=0, dims=((6, 1, 1),), source=7, offset=0),)
+    """
+    found = [piece._replace(dims=_merged(piece.dims)) for piece in sorted(pieces)]
+    # First what lies side by side, then what repeats.
+    for combine in (_continue, _stack):
+        while len(found) > 1:
+            shorter: list[Piece] = []
+            for piece in found:
+                if shorter and (both := combine(shorter[-1], piece)):
+                    shorter[-1] = both
+                else:
+                    shorter.append(piece)
+            if len(shorter) == len(found):
+                break
+            found = shorter
+    return tuple(found)
+
+
+def _merged(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Leaves out dims of size one and joins those that go on where the next inner one ends."""
+    found: list[tuple[int, int, int]] = []
+    for size, step, source in sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: -dim[1]):
+        if found and found[-1][1:] == (size * step, size * source):
+            found[-1] = (found[-1][0] * size, step, source)
+        else:
+            found.append((size, step, source))
+    return tuple(found)
+
+
+def _continue(one: Piece, two: Piece) -> Piece | None:
+    """Joins two pieces where the second goes on along a dim of the first."""
+    if one.source != two.source:
+        return None
+    gap, moved = two.start - one.start, two.offset - one.offset
+    if len(one.dims) == len(two.dims):
+        unlike = [index for index, (a, b) in enumerate(zip(one.dims, two.dims, strict=True)) if a != b]
+        if len(unlike) > 1 or any(one.dims[i][1:] != two.dims[i][1:] for i in unlike):
+            return None
+        for index in unlike or range(len(one.dims)):
+            size, step, source = one.dims[index]
+            if (gap, moved) == (size * step, size * source):
+                longer = (size + two.dims[index][0], step, source)
+                return one._replace(dims=_merged((*one.dims[:index], longer, *one.dims[index + 1 :])))
+    elif len(one.dims) == len(two.dims) + 1:  # the second is one row more
+        for index, (size, step, source) in enumerate(one.dims):
+            others = (one.dims[:index], one.dims[index + 1 :])
+            if (*others[0], *others[1]) == two.dims and (gap, moved) == (size * step, size * source):
+                return one._replace(dims=_merged((*others[0], (size + 1, step, source), *others[1])))
+    elif len(one.dims) + 1 == len(two.dims):  # the first is one row
+        for index, (size, step, source) in enumerate(two.dims):
+            others = (two.dims[:index], two.dims[index + 1 :])
+            if (*others[0], *others[1]) == one.dims and (gap, moved) == (step, source):
+                return one._replace(dims=_merged((*others[0], (size + 1, step, source), *others[1])))
+    return None
+
+
+def _stack(one: Piece, two: Piece) -> Piece | None:
+    """Joins two pieces of one form, as rows of one with a dim more."""
+    if one.source != two.source:
+        return None
+    gap, moved = two.start - one.start, two.offset - one.offset
+    if one.dims == two.dims:
+        return one._replace(dims=_merged(((2, gap, moved), *one.dims)))
+    return _continue(one, two)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    strides, numel = [], 1
+    for size in reversed(shape):
+        strides.append(numel)
+        numel *= size
+    return strides[::-1]
+
+
+def _boxes(pieces: Pieces, shape: Sequence[int]) -> list[_Box] | None:
+    """Cuts pieces so that each of their dims lies in one dim of the tensor; None where that is not possible."""
+    strides = _strides(shape)
+    found: list[_Box] = []
+    for piece in pieces:
+        pending = [piece]
+        while pending:
+            box = _box(part := pending.pop(), shape, strides)
+            if isinstance(box, _Box):
+                found.append(box)
+            elif box is None:
+                return None
+            else:
+                pending += box
+            if len(pending) > len(part.dims) + 64:
+                return None
+    return found
+
+
+def _box(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> _Box | list[Piece] | None:
+    """Returns a piece as a box; or in smaller pieces, where it crosses the end of a dim; or None."""
+    corner, rest = [], piece.start
+    for stride in strides:
+        corner.append(rest // stride)
+        rest %= stride
+    used = list(corner)  # the highest index in each dim
+    dims = []
+    for index, (size, step, source) in enumerate(piece.dims):
+        dim = next(
+            dim
+            for dim, stride in enumerate(strides)
+            if stride <= step and (shape[dim] > 1 or dim == len(shape) - 1)
+        )
+        stride = strides[dim]
+        if step % stride:
+            return None
+        each = step // stride
+        if used[dim] + (size - 1) * each < shape[dim]:
+            used[dim] += (size - 1) * each
+            dims.append((size, dim, each, source))
+            continue
+        if used[dim] != corner[dim] or shape[dim] % each:
+            return None
+        period = shape[dim] // each
+        others = (piece.dims[:index], piece.dims[index + 1 :])
+
+        def part(first: int, *new: tuple[int, int, int]) -> Piece:
+            return Piece(
+                piece.start + first * step,  # noqa: B023
+                (*others[0], *new, *others[1]),  # noqa: B023
+                piece.source,
+                piece.offset + first * source,  # noqa: B023
+            )
+
+        if head := -(corner[dim] // each) % period:
+            parts = [part(0, (head, step, source)), part(head, (size - head, step, source))]
+        else:
+            num_whole, tail = divmod(size, period)
+            parts = [part(0, (num_whole, period * step, period * source), (period, step, source))] * (
+                num_whole > 0
+            )
+            parts += [part(num_whole * period, (tail, step, source))] * (tail > 0)
+        return [
+            each_part._replace(dims=tuple(dim for dim in each_part.dims if dim[0] != 1))
+            for each_part in parts
+        ]
+    return _Box(tuple(corner), tuple(dims), piece.source, piece.offset)
+
+
+def _cut(box: _Box, dim: int, first: int, end: int) -> list[_Box] | None:
+    """Returns what of a box lies between two indices of a dim."""
+    inside = [each for each in box.dims if each[1] == dim]
+    others = tuple(each for each in box.dims if each[1] != dim)
+    corner = box.corner[dim]
+    if len(inside) > 1:
+        # Take the dim with the longest steps apart; boxes of one dim remain.
+        longest = max(inside, key=lambda each: each[2])
+        if longest[0] > 64:
+            return None
+        rest = tuple(each for each in box.dims if each is not longest)
+        found: list[_Box] = []
+        for index in range(longest[0]):
+            at = (*box.corner[:dim], corner + index * longest[2], *box.corner[dim + 1 :])
+            row = _cut(_Box(at, rest, box.source, box.offset + index * longest[3]), dim, first, end)
+            if row is None:
+                return None
+            found += row
+        return found
+    size, _, step, source = inside[0] if inside else (1, dim, 1, 0)
+    low = max(0, -(-(first - corner) // step))
+    high = min(size, -(-(end - corner) // step))
+    if low >= high:
+        return []
+    at = (*box.corner[:dim], corner + low * step - first, *box.corner[dim + 1 :])
+    return [_Box(at, (*others, (high - low, dim, step, source)), box.source, box.offset + low * source)]
+
+
+def _pieces(boxes: Iterable[_Box], shape: Sequence[int]) -> Pieces:
+    strides = _strides(shape)
+    return joined(_flat(boxes, strides))
+
+
+def _flat(boxes: Iterable[_Box], strides: Sequence[int]) -> Iterator[Piece]:
+    for box in boxes:
+        start = sum(index * stride for index, stride in zip(box.corner, strides, strict=True))
+        dims = ((size, step * strides[dim], source) for size, dim, step, source in box.dims)
+        yield Piece(start, _merged(dims), box.source, box.offset)

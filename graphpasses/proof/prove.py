@@ -1,0 +1,205 @@
+"""Prove, without running anything, that a rewritten step has the bits of the step that it was made from."""
+
+from __future__ import annotations
+
+import time
+
+from torch import fx
+
+from graphpasses.errors import LayoutError, ProofError
+from graphpasses.fsdp.graph_layout import graph_layout
+from graphpasses.fsdp.layout import Layout
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph.certificate import Certificate
+from graphpasses.proof import axioms, eager_gradients
+from graphpasses.proof.difference import Difference, find_difference, place_of
+from graphpasses.proof.eager_gradients import EagerGradients
+from graphpasses.proof.evaluate import Evaluated, evaluate
+from graphpasses.proof.facts import Facts
+from graphpasses.proof.launches import launches_of
+from graphpasses.proof.values import Value, Values
+
+__all__ = ["prove", "prove_as"]
+
+AXIOMS = {
+    **axioms.AXIOMS,
+    "operators": "an operator's result depends on its arguments' values, shapes, dtypes and strides, and no more",
+    "eager's place": eager_gradients.AXIOM,
+}
+
+
+def prove(before: TrainGraph, after: TrainGraph, *, layout: Layout | None = None) -> Certificate:
+    """Proves that a rewritten step computes the bits of the step that it was made from.
+
+    Both are evaluated on numbers of values instead of values: the same operator on the same has the same number, and
+    what only moves elements is followed element by element. Nothing is run, no other rank is asked; every rank proves
+    its own graph, and :attr:`Certificate.launches` must be the same on all.
+
+    Args:
+        before: the step as it was captured, or as it was before a pass.
+        after: the rewritten step.
+        layout: where eager reduces gradients, e.g. ``eager_layout(eager_model)``: then a gradient may also be
+            autograd's local sum of its uses, reduced at eager's place, as that of a SimpleFSDP model is.
+
+    Returns:
+        What is proved, what could not be followed, and what was taken for granted.
+
+    Raises:
+        ProofError: the loss, a gradient or something that the step writes is computed otherwise. It names the first
+            such value, and the smallest part in which the graphs differ.
+
+    Example:
+        >>> model = nn.Linear(4, 1)
+        >>> step = graphpasses.capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+        >>> certificate = prove(step, graphpasses.Pipeline((graphpasses.passes.DeduplicateShared(),)).run(step))
+        >>> certificate.proved
+        ('the loss', "the gradient of 'weight'", "the gradient of 'bias'")
+    """
+    return prove_as("the rewritten step", before, after, layout)
+
+
+def prove_as(subject: str, before: TrainGraph, after: TrainGraph, layout: Layout | None) -> Certificate:
+    """Does what :func:`prove` does, in the name of a pass.
+
+    Args:
+        subject: of the error's sentence.
+        before: as there.
+        after: as there.
+        layout: as there.
+    """
+    start = time.perf_counter()
+    if before.stage is not after.stage or after.stage is Stage.DYNAMO:
+        stages = f"{before.stage.value} and {after.stage.value}"
+        reason = f"graphs of the stages {stages} are not followed"
+        return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
+    values = Values()
+    facts = Facts(before.graph)
+    one = evaluate(before, values, facts)
+    two = evaluate(after, values, Facts(after.graph, facts))
+    _refuse_chance(subject, one, two)
+    proof = _Proof(subject, before, after, values, one, two, layout)
+    proof.compare()
+    names = {"operators", *one.axioms, *two.axioms, *({"eager's place"} if proof.uses_layout else set())}
+    return Certificate(
+        tuple(proof.proved),
+        tuple(proof.unproved),
+        {name: AXIOMS[name] for name in AXIOMS if name in names},
+        launches_of(values, one, two),
+        time.perf_counter() - start,
+    )
+
+
+def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:
+    known = {reason for _, reason in one.broken}
+    for node, reason in two.broken:
+        if reason not in known:
+            raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
+
+
+class _Proof:
+    def __init__(
+        self,
+        subject: str,
+        before: TrainGraph,
+        after: TrainGraph,
+        values: Values,
+        one: Evaluated,
+        two: Evaluated,
+        layout: Layout | None,
+    ) -> None:
+        self._before, self._after = before, after
+        self._values, self._one, self._two = values, one, two
+        self._subject = subject
+        self._is_eagers = layout is not None
+        self._eager = self._eager_gradients(layout)
+        self.uses_layout = False
+        self.proved: list[str] = []
+        self.unproved: list[tuple[str, str]] = []
+        self._found: list[tuple[str, Difference]] = []
+
+    def _eager_gradients(self, layout: Layout | None) -> EagerGradients | None:
+        """Returns what gradients are in eager, in the layout that the graph has where eager's is not known."""
+        if not self._before.gradient_slots() or not self._before.collectives():
+            return None
+        if layout is None:
+            try:
+                layout = graph_layout(self._after)
+            except LayoutError:  # a bucket has a part that is no gradient
+                return None
+        known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
+        layout = layout.without(known & self._before.without_gradient)
+        return EagerGradients(self._values, self._before, self._one, layout)
+
+    def compare(self) -> None:
+        """Compares all outputs and all written tensors.
+
+        Raises:
+            ProofError: some differ.
+        """
+        one = {**self._one.outputs, **self._one.written}
+        two = {**self._two.outputs, **self._two.written}
+        for name in {**one, **two}:
+            self._compare(name, one.get(name), two.get(name), is_known=name in one)
+        if not self._found:
+            return
+        order = {node: index for index, node in enumerate(self._after.graph.nodes)}
+        name, first = min(self._found, key=lambda each: order.get(each[1].after, len(order)))
+        others = [other for other, _ in self._found if other != name]
+        more = (
+            f" (and {len(others)} others: {', '.join(others[:3])}{', …' if len(others) > 3 else ''})"
+            if others
+            else ""
+        )
+        raise ProofError(f"{self._subject} changes {name}{more}: {first}")
+
+    def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
+        if one is two:
+            self.proved.append(name)
+            return
+        reason = self._unlike_eager(name, two)
+        if reason == "":
+            if self._is_eagers:
+                self.uses_layout = True
+                self.proved.append(name)
+            else:
+                self.unproved.append(
+                    (name, "its summands are autograd's, but where eager reduces it was not given")
+                )
+            return
+        if one is None or two is None:
+            if reason is None:
+                self._lost_or_gained(name, two, is_known)
+            else:
+                self._found.append((name, Difference(None, self._two.nodes.get(name), reason)))
+            return
+        found = find_difference(self._values, self._one, self._two, one, two)
+        if reason is not None and self._is_reduction(found):
+            found = Difference(found.before, found.after, reason)
+        if found.unknown:
+            self.unproved.append((name, f"no rule looks into {found.unknown}: {found}"))
+        else:
+            self._found.append((name, found))
+
+    def _lost_or_gained(self, name: str, two: Value | None, is_known: bool) -> None:
+        if is_known and two is None and name.endswith(")") and self._eager is not None:
+            return  # of a tied parameter's outputs one has the total
+        reason = "it is lost" if two is None else "it was not computed, or written, before"
+        self._found.append((name, Difference(self._one.nodes.get(name), self._two.nodes.get(name), reason)))
+
+    def _unlike_eager(self, name: str, two: Value | None) -> str | None:
+        """Returns how a gradient differs from eager's; None where nothing is known of eager's."""
+        if (
+            self._eager is None
+            or two is None
+            or two.pieces is None
+            or not name.startswith("the gradient of ")
+        ):
+            return None
+        return self._eager.difference(name.split("'")[1], two)
+
+    @staticmethod
+    def _is_reduction(found: Difference) -> bool:
+        return any(
+            (isinstance(node, fx.Node) and "_c10d_functional" in str(node.target)) or node is None
+            for node in (found.before, found.after)
+        )

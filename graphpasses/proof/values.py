@@ -1,0 +1,162 @@
+"""Numbers for what the nodes of graphs compute: equal numbers are equal bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpasses.proof.pieces import Pieces, repeated, whole
+
+__all__ = ["Geometry", "Value", "Values", "fills_alike", "geometry"]
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What a node computes; of one :class:`Values` there is one per number.
+
+    Args:
+        number: equal numbers are equal bits.
+        dtype: of a tensor; None for another value.
+        shape: of a tensor; None for another value, and where a size depends on data.
+        pieces: which element of which source each element is; None where the shape is None.
+        source: of a value without pieces, the source that it is.
+    """
+
+    number: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...] | None
+    pieces: Pieces | None
+    source: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of a tensor whose shape is known."""
+        assert self.shape is not None
+        return math.prod(self.shape)
+
+
+class Values:
+    """Gives numbers to values, the same to those that are made in the same way from the same.
+
+    A *source* is what no rule looks into: an input, or what an operator makes of its arguments.
+
+    Example:
+        >>> values = Values()
+        >>> one, two = (values.tensor(torch.float32, (2,), values.source(key, 2)) for key in ("a", "a"))
+        >>> one is two
+        True
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[Hashable, int] = {}
+        self._keys: list[Any] = []
+        self._numels: list[int] = []
+        self._values: dict[Hashable, Value] = {}
+        self._by_number: list[Value] = []
+
+    def __getitem__(self, number: int) -> Value:
+        return self._by_number[number]
+
+    def source(self, key: Hashable, numel: int = 1) -> int:
+        """Returns the number of a source.
+
+        Args:
+            key: says all that its bits depend on.
+            numel: its elements; a repeated source has one.
+        """
+        number = self._sources.get(key)
+        if number is None:
+            number = self._sources[key] = len(self._keys)
+            self._keys.append(key)
+            self._numels.append(numel)
+        return number
+
+    def key(self, source: int) -> Any:
+        """Returns what a source's bits depend on."""
+        return self._keys[source]
+
+    def numel(self, source: int) -> int:
+        """Returns how many elements a source has."""
+        return self._numels[source]
+
+    def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Value:
+        """Returns a tensor that is a source.
+
+        Args:
+            dtype: its dtype.
+            shape: its shape.
+            source: the source, of as many elements.
+        """
+        return self.moved(dtype, shape, whole(source, math.prod(shape)))
+
+    def constant(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Value:
+        """Returns a tensor all whose elements are a source of one element."""
+        return self.moved(dtype, shape, repeated(source, math.prod(shape)))
+
+    def moved(self, dtype: torch.dtype | None, shape: tuple[int, ...], pieces: Pieces) -> Value:
+        """Returns a tensor whose elements are those of sources.
+
+        Args:
+            dtype: its dtype.
+            shape: its shape.
+            pieces: its map.
+        """
+        key = (dtype, shape, pieces)
+        value = self._values.get(key)
+        if value is None:
+            value = self._values[key] = Value(len(self._values), dtype, shape, pieces)
+            self._by_number.append(value)
+        return value
+
+    def other(self, key: Hashable, dtype: torch.dtype | None = None) -> Value:
+        """Returns a value that is no tensor, or whose shape depends on data.
+
+        Args:
+            key: says all that it depends on.
+            dtype: of a tensor.
+        """
+        source = self.source(key)
+        value = self._values.get(("other", source))
+        if value is None:
+            value = self._values["other", source] = Value(len(self._values), dtype, None, None, source)
+            self._by_number.append(value)
+        return value
+
+
+def geometry(value: Any) -> Geometry | None:
+    """Returns shape, strides and offset of a fake tensor; None where they depend on data, or it is no tensor.
+
+    Args:
+        value: a node's ``meta["val"]``.
+    """
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    shape, strides, offset = tuple(value.shape), tuple(value.stride()), value.storage_offset()
+    if all(type(each) is int for each in (*shape, *strides, offset)):
+        return shape, strides, int(offset)
+    return None
+
+
+def fills_alike(a: Geometry, b: Geometry) -> bool:
+    """Whether two views of one memory are contiguous and begin and end alike.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return a[2] == b[2] and _is_contiguous(a) and _is_contiguous(b) and math.prod(a[0]) == math.prod(b[0])
+
+
+def _is_contiguous(seen: Geometry) -> bool:
+    numel = 1
+    for size, stride in zip(reversed(seen[0]), reversed(seen[1]), strict=True):
+        if size != 1 and stride != numel:
+            return False
+        numel *= size
+    return True

@@ -1,0 +1,164 @@
+"""Every axiom, on random data: what a rule says of an operator is what the operator computes, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphpasses.identity import same_bits
+from graphpasses.proof.axioms import AXIOMS, RULES
+from graphpasses.proof.movement import gathered
+from graphpasses.proof.values import Value, Values
+from tests.proof.materialized import materialized
+
+aten = torch.ops.aten
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+ALL = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
+X, Y, Z = "x", "y", "z"  # of shapes (4, 6), (4, 6) and (2, 6)
+
+# Operator, arguments, and the dtypes that the axiom is claimed for.
+CASES = {
+    aten.view.default: [(X, [3, 8])],
+    aten.reshape.default: [(X, [-1])],
+    aten._unsafe_view.default: [(X, [2, 12])],
+    aten.view_copy.default: [(X, [2, 12])],
+    aten.detach.default: [(X,)],
+    aten.alias.default: [(X,)],
+    aten.clone.default: [(X,)],
+    aten.contiguous.default: [(X,)],
+    aten.lift_fresh.default: [(X,)],
+    aten.lift_fresh_copy.default: [(X,)],
+    aten.squeeze.default: [(X,)],
+    aten.squeeze.dim: [(X, 0)],
+    aten.squeeze.dims: [(X, [0])],
+    aten.unsqueeze.default: [(X, 1), (X, -1)],
+    aten.t.default: [(X,)],
+    aten.transpose.int: [(X, 0, -1)],
+    aten.permute.default: [(X, [1, 0]), (X, [-2, -1])],
+    aten.expand.default: [(X, [3, 4, 6]), (X, [3, -1, -1])],
+    aten.slice.Tensor: [(X, 0, 1, 3), (X, 1, -4, 9223372036854775807), (X, -1, 2, 2), (X,)],
+    aten.select.int: [(X, 0, 2), (X, 1, -1)],
+    aten.split.Tensor: [(X, 3), (X, 4, 1), (X, 4, 0)],
+    aten.split_with_sizes.default: [(X, [1, 3]), (X, [2, 4], 1), (X, [2, 4], -1)],
+    aten.split_with_sizes_copy.default: [(X, [1, 3]), (X, [2, 4], 1)],
+    aten.chunk.default: [(X, 3), (X, 4, 1)],
+    aten.unbind.int: [(X,), (X, 1), (X, -1)],
+    aten.cat.default: [([X, Z],), ([X, Y], 1), ([X, Y], -1)],
+    aten.stack.default: [([X, Y],), ([X, Y], 1), ([X, Y], -1)],
+    aten._chunk_cat.default: [([X, Z], 0, 2), ([Z, X], 0, 3), ([X, Z], 0, 5)],
+    aten.constant_pad_nd.default: [(X, [0, 0, 0, 2]), (X, [1, 2, 3, 4], 1.0), (X, [0, 3])],
+    aten.zeros.default: [([2, 3],)],
+    aten.ones.default: [([2, 3],)],
+    aten.full.default: [([2, 3], 1)],
+    aten.zeros_like.default: [(X,)],
+    aten.ones_like.default: [(X,)],
+    aten.full_like.default: [(X, 1)],
+    aten.new_zeros.default: [(X, [2, 3])],
+    aten.new_ones.default: [(X, [2, 3])],
+    aten.new_full.default: [(X, [2, 3], 1)],
+    aten.scalar_tensor.default: [(1.0,)],
+    aten._to_copy.default: [(X,)],
+    aten.div.Scalar: [(X, 3.0), (X, 7)],
+    aten.mul.Scalar: [(X, 0.3), (X, 3)],
+    aten.add.Tensor: [(X, Y), (X, X)],
+    aten.view.dtype: [(X, torch.uint8)],
+}
+DTYPES = {
+    aten.div.Scalar: FLOATS,
+    aten.mul.Scalar: FLOATS,
+    aten.view.dtype: (*FLOATS, torch.int64, torch.int32),
+}
+MAKE = {aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default}
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Returns random bits, but for NaNs; of bools values, since other bytes are none."""
+    if dtype == torch.bool:
+        return torch.rand(shape) < 0.5
+    bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).squeeze(-1)
+    return bits.nan_to_num() if dtype.is_floating_point else bits
+
+
+def inputs_of(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {X: random((4, 6), dtype), Y: random((4, 6), dtype), Z: random((2, 6), dtype)}
+
+
+def replaced(args: object, values: dict[str, object]) -> object:
+    if isinstance(args, (list, tuple)):
+        return type(args)(replaced(each, values) for each in args)
+    return values[args] if isinstance(args, str) else args
+
+
+def test_every_rule_and_every_axiom_has_a_case() -> None:
+    assert CASES.keys() == RULES.keys()
+    assert {name for name, _ in RULES.values()} | {"all-gather"} == AXIOMS.keys()
+
+
+@pytest.mark.parametrize("target", CASES, ids=str)
+def test_rule_says_what_the_operator_computes(target: object) -> None:
+    torch.manual_seed(0)
+    num_compared = 0
+    for dtype in DTYPES.get(target, ALL):
+        inputs = inputs_of(dtype)
+        values = Values()
+        numbers: dict[str, object] = {
+            name: values.tensor(dtype, tuple(x.shape), values.source(("input", name), x.numel()))
+            for name, x in inputs.items()
+        }
+        for args in CASES[target]:  # type: ignore[index]
+            kwargs = {"dtype": dtype} if target in MAKE else {}
+            for kwargs in [{"dtype": each} for each in ALL] if target == aten._to_copy.default else [kwargs]:  # noqa: PLW2901
+                expected = target(*replaced(args, inputs), **kwargs)  # type: ignore[operator]
+                found = RULES[target][1](values, expected, *replaced(args, numbers), **kwargs)
+                num_compared += compared(values, found, expected, inputs)
+    assert num_compared
+
+
+def compared(values: Values, found: object, expected: object, inputs: dict[str, Tensor]) -> int:
+    if isinstance(expected, (list, tuple)):
+        assert isinstance(found, list)
+        return sum(compared(values, x, y, inputs) for x, y in zip(found, expected, strict=True))
+    assert isinstance(found, Value)
+    got = materialized(values, found, inputs)
+    assert got.shape == expected.shape  # type: ignore[attr-defined]
+    assert same_bits(got, expected.contiguous())  # type: ignore[attr-defined]
+    return 1
+
+
+def test_bytes_come_back() -> None:
+    values = Values()
+    x = torch.randn(4, 6)
+    number = values.tensor(x.dtype, (4, 6), values.source(("input", X), 24))
+    rule = RULES[aten.view.dtype][1]
+    some = rule(values, x.view(torch.uint8), number, torch.uint8)
+    assert isinstance(some, Value)
+    assert rule(values, x, some, torch.float32) is number
+    # Of bytes that are none of one element, nothing is said.
+    (part,) = [values.moved(torch.uint8, (4, 8), some.pieces[:1])] if some.pieces else []  # fewer than it has
+    shifted = values.moved(torch.uint8, (4, 24), tuple(p._replace(offset=2) for p in part.pieces or ()))
+    assert rule(values, x, shifted, torch.float32) is None
+
+
+def test_all_gather_keeps_ranks_and_elements_apart() -> None:
+    values = Values()
+    x = values.tensor(torch.float32, (3,), values.source(("input", X), 3))
+    found = gathered(values, x, 2, "0", (6,))
+    assert found is not None
+    (piece,) = found.pieces or ()
+    assert values.key(piece.source) == ("remote", "0", values.source(("input", X), 3))
+    assert piece.dims == ((6, 1, 1),)
+    assert gathered(values, x, 2, "1", (6,)) is not found
+
+
+def test_sums_do_not_commute_with_unlike_moves() -> None:
+    """Control: the sum of a tensor and its transpose is not the sum of what they are made of."""
+    values = Values()
+    x = values.tensor(torch.float32, (3, 3), values.source(("input", X), 9))
+    y = values.tensor(torch.float32, (3, 3), values.source(("input", Y), 9))
+    rule, transpose = RULES[aten.add.Tensor][1], RULES[aten.t.default][1]
+    fake = torch.empty(3, 3)
+    turned = [transpose(values, fake, each) for each in (x, y)]
+    assert rule(values, fake, *turned) is transpose(values, fake, rule(values, fake, x, y))
+    assert rule(values, fake, turned[0], y) is not rule(values, fake, x, y)
+    assert rule(values, fake, x, y) is not rule(values, fake, y, x)
