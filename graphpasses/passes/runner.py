@@ -177,7 +177,7 @@ class Pipeline:
         return hashlib.sha256("\n".join([*parts, str(self.stop_after)]).encode()).hexdigest()
 
     def run(
-        self, graph: Graph, *, dump: Path | str | None = None, excerpts: bool = False, prove: bool = True
+        self, graph: Graph, *, dump: Path | str | None = None, excerpts: bool = False, prove: bool = False
     ) -> Graph:
         """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
 

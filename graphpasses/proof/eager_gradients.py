@@ -37,10 +37,14 @@ class EagerGradients:
         values: where both graphs' values are numbered.
         before: the step as it was captured.
         evaluated: its values.
-        layout: eager's.
+        layout: where gradients are reduced.
+        is_eagers: whether that is eager's layout; else the all-reduce of HSDP may come first, as it is traced.
     """
 
-    def __init__(self, values: Values, before: TrainGraph, evaluated: Evaluated, layout: Layout) -> None:
+    def __init__(
+        self, values: Values, before: TrainGraph, evaluated: Evaluated, layout: Layout, *, is_eagers: bool
+    ) -> None:
+        self._is_eagers = is_eagers
         self._values = values
         self._graph = before
         self._of = evaluated.values
@@ -71,10 +75,10 @@ class EagerGradients:
                 break
         if not found:
             return "it is not the result of one reduction"
-        for place, (bucket, entry) in zip(found[::-1], places, strict=False):
+        for place, (bucket, entry) in zip(found[::-1], places if self._is_eagers else [], strict=False):
             if reason := place.unlike(bucket, entry):
                 return reason
-        if len(found) != len(places):
+        if len(found) != len(places) and self._is_eagers:
             return f"it is reduced {len(found)} times, by eager {len(places)} times"
         return self._unlike_sum(info, reductions, found[-1], gradient, offset)
 
@@ -87,7 +91,9 @@ class EagerGradients:
         offset: int,
     ) -> str:
         shards = len(info.shard_ranks)
-        entry = self._places[info.fqn][0][1]
+        entry = next((e for bucket, e in self._places[info.fqn] if bucket.collective == place.name), None)
+        if entry is None:
+            return f"eager has no {place.name} for it"
         assert place.sent.pieces is not None
         cut = sliced(
             place.sent.pieces,
@@ -96,10 +102,25 @@ class EagerGradients:
             [(offset, offset + entry.padded_numel)],
         )
         columns = cut and self._values.moved(place.sent.dtype, (shards, entry.padded_numel), cut[0])
+        if not columns:
+            return "it cannot be followed into the bucket"
         for total in self._sums(reductions, place.sent.dtype):
-            if total is not None and self._rows(info, total, shards) is columns:
+            if total is not None and any(
+                self._rows(info, each, shards) is columns
+                for each in (total, *self._all_reduced(total, columns))
+            ):
                 return ""
         return "what is reduced is not autograd's sum of its uses, in order of arrival"
+
+    def _all_reduced(self, total: Value, columns: Value) -> Iterator[Value]:
+        """Yields the results of all-reduces of a sum, which HSDP's trace has before the reduce-scatter."""
+        for piece in () if self._is_eagers else columns.pieces or ():
+            key = self._values.key(piece.source)
+            is_all_reduce = key[0] == "result" and key[1][:2] == ("collective", _ALL_REDUCE)
+            if is_all_reduce and self._values[key[1][2][0][1].number] is total:
+                assert total.dtype is not None
+                assert total.shape is not None
+                yield self._values.tensor(total.dtype, total.shape, piece.source)
 
     def _sums(self, reductions: list[GradReduction], dtype: torch.dtype | None) -> Iterator[Value | None]:
         """Yields what eager may reduce: uses added and then cast; of several backward calls, cast and added."""

@@ -384,7 +384,7 @@ def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | Non
 def _name(target: Any) -> Hashable:
     """Returns an operator's name; one that computes in place has that of its twin."""
     if not is_operator(target):
-        return target
+        return id(target), str(target)
     name = str(target)
     twin = name.replace("_.", ".", 1)
     return twin if twin != name and not name.split(".")[1].startswith("_") else name

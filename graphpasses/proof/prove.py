@@ -128,7 +128,7 @@ class _Proof:
                 return None
         known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
         layout = layout.without(known & self._before.without_gradient)
-        return EagerGradients(self._values, self._before, self._one, layout)
+        return EagerGradients(self._values, self._before, self._one, layout, is_eagers=self._is_eagers)
 
     def compare(self) -> None:
         """Compares all outputs and all written tensors.

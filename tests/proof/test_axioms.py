@@ -69,7 +69,13 @@ DTYPES = {
     aten.mul.Scalar: FLOATS,
     aten.view.dtype: (*FLOATS, torch.int64, torch.int32),
 }
-MAKE = {aten.zeros.default, aten.ones.default, aten.full.default, aten.scalar_tensor.default}
+TAKE_DTYPE = {
+    aten._to_copy.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.scalar_tensor.default,
+}
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -107,8 +113,8 @@ def test_rule_says_what_the_operator_computes(target: object) -> None:
             for name, x in inputs.items()
         }
         for args in CASES[target]:  # type: ignore[index]
-            kwargs = {"dtype": dtype} if target in MAKE else {}
-            for kwargs in [{"dtype": each} for each in ALL] if target == aten._to_copy.default else [kwargs]:  # noqa: PLW2901
+            to = ALL if target == aten._to_copy.default else (dtype,)
+            for kwargs in [{"dtype": each} for each in to] if target in TAKE_DTYPE else [{}]:
                 expected = target(*replaced(args, inputs), **kwargs)  # type: ignore[operator]
                 found = RULES[target][1](values, expected, *replaced(args, numbers), **kwargs)
                 num_compared += compared(values, found, expected, inputs)

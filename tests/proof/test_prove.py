@@ -20,7 +20,10 @@ from graphpasses.graph import WAIT, CapturedStep, TrainGraph
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
-REDUCE_SCATTER, ALL_GATHER = collectives.reduce_scatter_tensor.default, collectives.all_gather_into_tensor.default
+REDUCE_SCATTER, ALL_GATHER = (
+    collectives.reduce_scatter_tensor.default,
+    collectives.all_gather_into_tensor.default,
+)
 RANK, NUM_RANKS = 1, 4
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -223,7 +226,7 @@ WRONG: dict[Callable[[TrainGraph], None], str] = {
 def test_wrong_pass_is_refused(step: CapturedStep, change: Callable[[TrainGraph], None]) -> None:
     passes = gp.default_pipeline().passes
     with pytest.raises(gp.GraphPassesError) as caught:
-        Pipeline((*passes, Wrong(change))).run(step)
+        Pipeline((*passes, Wrong(change))).run(step, prove=True)
     assert str(caught.value).startswith("pass 'wrong' (after deduplicate-shared, ")
     assert WRONG[change] in str(caught.value)
 
@@ -233,7 +236,7 @@ def test_prove_alone_refuses_what_the_rules_let_through(step: CapturedStep) -> N
     seen = 0
     for change in WRONG:
         try:
-            Pipeline((Wrong(change),)).run(step, prove=False)
+            Pipeline((Wrong(change),)).run(step)
         except gp.GraphPassesError:
             seen += 1
     assert 0 < seen <= 4
@@ -241,19 +244,21 @@ def test_prove_alone_refuses_what_the_rules_let_through(step: CapturedStep) -> N
 
 def test_error_says_what_and_where(step: CapturedStep) -> None:
     with pytest.raises(ProofError) as caught:
-        Pipeline((Wrong(sum_instead_of_mean),)).run(step)
+        Pipeline((Wrong(sum_instead_of_mean),)).run(step, prove=True)
     lines = str(caught.value).splitlines()
     assert lines[0] == (
         "pass 'wrong' changes the gradient of 'embedding.weight' (and 2 others: the gradient of 'norm.weight', "
         "the gradient of 'norm.bias'): _c10d_functional.reduce_scatter_tensor.default is given sum instead of avg"
     ) or lines[0].startswith("pass 'wrong' changes the gradient of ")
-    assert lines[1].startswith("  before: reduce_scatter_tensor = _c10d_functional.reduce_scatter_tensor.default(")
+    assert lines[1].startswith(
+        "  before: reduce_scatter_tensor = _c10d_functional.reduce_scatter_tensor.default("
+    )
     assert ", avg, 4, " in lines[1]
     assert ", sum, 4, " in lines[2]
 
 
 def test_default_pipeline_is_proved(step: CapturedStep) -> None:
-    report = gp.default_pipeline().run(step).report
+    report = gp.default_pipeline().run(step, prove=True).report
     assert report is not None
     certificate = report.certificate
     assert certificate
@@ -267,7 +272,7 @@ def test_default_pipeline_is_proved(step: CapturedStep) -> None:
 
 
 def test_no_proof_where_none_is_asked_for(step: CapturedStep) -> None:
-    report = gp.default_pipeline().run(step, prove=False).report
+    report = gp.default_pipeline().run(step).report
     assert report is not None
     assert report.certificate is None
     assert "proof" not in str(report)
@@ -306,7 +311,9 @@ def test_uses_added_in_another_order_are_not_autograds(simple: CapturedStep) -> 
         if tuple(node.meta["val"].shape) == (10, 6) and len(node.all_input_nodes) == 2
     )
     total.args = (total.args[1], total.args[0])
-    with pytest.raises(ProofError, match="what is reduced is not autograd's sum of its uses, in order of arrival"):
+    with pytest.raises(
+        ProofError, match="what is reduced is not autograd's sum of its uses, in order of arrival"
+    ):
         gp.prove(simple, rewritten, layout=layout)
 
 

@@ -110,11 +110,17 @@ class DeduplicateShared(GraphPass):
             graph.remove_inputs(repeated_inputs)
 
         repeated = _plan_chains(graph)
-        written = {kept for node, kept in repeated.items() if is_written(node) or is_written(kept)}
+        written: set[fx.Node] = set()
+        for node, kept in repeated.items():
+            sources = {repeated.get(source) for source in node.all_input_nodes}
+            # What is made of written memory may be a view of it, and sees the write, too.
+            if is_written(node) or is_written(kept) or not written.isdisjoint(sources):
+                written.add(kept)
         for node, kept in repeated.items():
             if kept in written:
                 graph.note(
-                    f"{node.name} repeats {kept.name}, but one of them is written in place: left alone"
+                    f"{node.name} repeats {kept.name}, but one of them, or what it is made of, is written in place: "
+                    "left alone"
                 )
                 continue
             num_rewrites += any(source.op == "placeholder" for source in node.all_input_nodes)
