@@ -27,6 +27,7 @@ __all__ = [
     "find_collectives",
     "freeze",
     "is_collective",
+    "memories",
     "source_line",
     "storages",
     "views",
@@ -170,10 +171,19 @@ def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
     Args:
         nodes: nodes of any graph.
     """
+    return memories([node.meta.get("val") for node in nodes])
+
+
+def memories(value: Any) -> set[StorageWeakRef]:
+    """Returns the memory of fake values.
+
+    Args:
+        value: a tree of fake tensors and other values.
+    """
     return {
-        StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
-        for value in pytree.tree_leaves([node.meta.get("val") for node in nodes])
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided
+        StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
+        for each in pytree.tree_leaves(value)
+        if isinstance(each, torch.Tensor) and each.layout is torch.strided
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from graphpasses.graph.nodes import source_line
-from graphpasses.proof.evaluate import Argument, Evaluated
+from graphpasses.proof.evaluated import Argument, Evaluated
 from graphpasses.proof.values import Value, Values
 
 __all__ = ["Difference", "find_difference", "place_of"]

@@ -12,7 +12,7 @@ from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.proof import elements, movement
-from graphpasses.proof.evaluate import Argument, Evaluated
+from graphpasses.proof.evaluated import Argument, Evaluated
 from graphpasses.proof.pieces import concatenated, sliced
 from graphpasses.proof.values import Value, Values
 

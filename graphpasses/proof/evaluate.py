@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,74 +15,18 @@ from graphpasses._torch import pytree
 from graphpasses._torch.schemas import is_operator, is_seeded
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.graph import WAIT, TrainGraph
-from graphpasses.graph.nodes import collective_group, freeze, is_collective
+from graphpasses.graph.nodes import collective_group, freeze, is_collective, memories
 from graphpasses.graph.train_graph import OutputKind
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.proof import elements, movement
 from graphpasses.proof.axioms import RULES
-from graphpasses.proof.facts import Facts, memory_of
+from graphpasses.proof.evaluated import Argument, Collective, Evaluated, Result
+from graphpasses.proof.facts import Facts
 from graphpasses.proof.values import Geometry, Value, Values, fills_alike, geometry
 
-__all__ = ["Argument", "Collective", "Evaluated", "evaluate", "origin_of_padding"]
+__all__ = ["evaluate", "origin_of_padding"]
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-Result = Any  # a Value, a list of such, or None
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A tensor, or another value of a node, that an operator reads.
-
-    Args:
-        number: of the value.
-        strides: of the tensor; None where they do not matter, or depend on data.
-    """
-
-    number: int
-    strides: tuple[int, ...] | None
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One launch.
-
-    Args:
-        node: the launch.
-        sent: what this rank gives.
-        key: operator, group and other arguments.
-    """
-
-    node: fx.Node
-    sent: tuple[Value, ...]
-    key: Hashable
-
-
-@dataclass
-class Evaluated:
-    """What a graph does, in numbers of values.
-
-    Args:
-        values: of each node.
-        outputs: by what people call them: the loss, the gradient of a parameter, what is written into a buffer; of
-            a tied parameter each output that has one.
-        written: by what people call them: the tensors from outside that the graph writes.
-        collectives: the launches, in order.
-        broken: what makes the result depend on chance, such as a write to what a collective still reads.
-        axioms: the names of those that were used.
-        nodes: those of outputs.
-        makers: by the number of a value the first node that has it.
-        made: by the number of a source the first node that made it.
-    """
-
-    values: dict[fx.Node, Result] = field(default_factory=dict)
-    outputs: dict[str, Value | None] = field(default_factory=dict)
-    written: dict[str, Value] = field(default_factory=dict)
-    collectives: list[Collective] = field(default_factory=list)
-    broken: list[tuple[fx.Node, str]] = field(default_factory=list)
-    axioms: set[str] = field(default_factory=set)
-    nodes: dict[str, fx.Node] = field(default_factory=dict)
-    makers: dict[int, fx.Node] = field(default_factory=dict)
-    made: dict[int, fx.Node] = field(default_factory=dict)
 
 
 def evaluate(graph: TrainGraph, values: Values, facts: Facts) -> Evaluated:
@@ -137,9 +81,8 @@ class _Evaluation:
             source = self._facts.alias[node]
             self._roots[node] = node if source is None else self._roots[source]
             if node.op == "placeholder":
-                where = (memory_of(self._facts[node]), geometry(self._facts[node]))
-                key = (*sorted(where[0]), where[1])
-                self._roots[node] = shared.setdefault(key, node) if where[1] and where[0] else node
+                where = frozenset(memories(self._facts[node])), geometry(self._facts[node])
+                self._roots[node] = shared.setdefault(where, node) if all(where) else node
             value = self._evaluate(node)
             done.values[node] = value
             for each in value if isinstance(value, list) else [value]:
@@ -338,7 +281,7 @@ class _Evaluation:
         return ("call", _name(node.target), args, kwargs)
 
     def _argument(self, node: fx.Node) -> Hashable:
-        return self._numbers(self._read(node), self._facts.geometry(node))
+        return self._numbers(self._read(node), self._facts.geometries[node])
 
     def _number(self, node: fx.Node) -> Hashable:
         return self._numbers(self._read(node), None)

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of
 from graphpasses._torch.schemas import returns_alias
 from graphpasses.analysis.effects import operator_effects
-from graphpasses.graph.nodes import freeze
+from graphpasses.graph.nodes import freeze, memories
 from graphpasses.proof.values import geometry
 
-__all__ = ["Facts", "memory_of"]
+__all__ = ["Facts"]
 
 
 class Facts:
@@ -26,21 +25,27 @@ class Facts:
     Args:
         graph: the graph.
         known: a graph whose fake values are true; None if this one's are.
+
+    Attributes:
+        values: the fake value of each node.
+        geometries: shape, strides and offset of each value, or of each of several.
+        alias: the node in whose memory a node's value lies, if it made none itself.
+        by_name: the nodes.
     """
 
     def __init__(self, graph: fx.Graph, known: Facts | None = None) -> None:
-        self._vals: dict[fx.Node, Any] = {}
-        self._geometries: dict[fx.Node, Any] = {}
+        self.values: dict[fx.Node, Any] = {}
+        self.geometries: dict[fx.Node, Any] = {}
         self.alias: dict[fx.Node, fx.Node | None] = {}
-        self._by_name: dict[str, fx.Node] = {}
+        self.by_name: dict[str, fx.Node] = {}
         for node in graph.nodes:
-            self._by_name[node.name] = node
+            self.by_name[node.name] = node
             if node.op == "output":
                 continue
-            twin = known._by_name.get(node.name) if known is not None else None
+            twin = known.by_name.get(node.name) if known is not None else None
             same = known is None or (isinstance(twin, fx.Node) and self._is_same(node, twin, known))
-            self._vals[node] = node.meta.get("val") if same else self._computed(node)
-            self._geometries[node] = _geometry(self._vals[node])
+            self.values[node] = node.meta.get("val") if same else self._computed(node)
+            self.geometries[node] = _geometry(self.values[node])
             self.alias[node] = (
                 self._alias_as(node, twin, known)
                 if same and known is not None and twin
@@ -48,11 +53,7 @@ class Facts:
             )
 
     def __getitem__(self, node: fx.Node) -> Any:
-        return self._vals[node]
-
-    def geometry(self, node: fx.Node) -> Any:
-        """Returns shape, strides and offset of a node's value, or of each value that it has."""
-        return self._geometries[node]
+        return self.values[node]
 
     def _is_same(self, node: fx.Node, twin: fx.Node, known: Facts) -> bool:
         if (
@@ -67,7 +68,7 @@ class Facts:
         if len(mine) != len(theirs) or freeze(_plain(node)) != freeze(_plain(twin)):
             return False
         return all(
-            self._geometries[a] == known._geometries[b] and _dtypes(self._vals[a]) == _dtypes(known._vals[b])
+            self.geometries[a] == known.geometries[b] and _dtypes(self.values[a]) == _dtypes(known.values[b])
             for a, b in zip(mine, theirs, strict=True)
         )
 
@@ -76,7 +77,7 @@ class Facts:
             return node.meta.get("val")
         args: Any
         kwargs: Any
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._vals.__getitem__)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
             return args[0][args[1]]
         mode = fake_mode_of(args, kwargs) or fake_mode_of(node.meta.get("val"))
@@ -98,7 +99,7 @@ class Facts:
         return next((each for each in operator_effects(node).shares if self._share(node, each)), None)
 
     def _share(self, node: fx.Node, source: fx.Node) -> bool:
-        return not memory_of(self._vals[node]).isdisjoint(memory_of(self._vals[source]))
+        return not memories(self.values[node]).isdisjoint(memories(self.values[source]))
 
     def _alias_as(self, node: fx.Node, twin: fx.Node, known: Facts) -> fx.Node | None:
         source = known.alias[twin]
@@ -123,16 +124,3 @@ def _dtypes(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_dtypes, value))
     return (value.dtype, value.device) if isinstance(value, torch.Tensor) else None
-
-
-def memory_of(value: Any) -> set[int]:
-    """Returns what tells the memories of a fake value apart from others.
-
-    Args:
-        value: a node's ``meta["val"]``.
-    """
-    return {
-        each.untyped_storage()._cdata
-        for each in pytree.tree_leaves(value)
-        if isinstance(each, torch.Tensor) and each.layout is torch.strided
-    }

@@ -8,7 +8,7 @@ import torch
 
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.graph.nodes import collective_group
-from graphpasses.proof.evaluate import Collective, Evaluated
+from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.values import Value, Values
 
 __all__ = ["launches_of"]

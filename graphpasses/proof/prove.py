@@ -14,7 +14,8 @@ from graphpasses.graph.certificate import Certificate
 from graphpasses.proof import axioms, eager_gradients
 from graphpasses.proof.difference import Difference, find_difference, place_of
 from graphpasses.proof.eager_gradients import EagerGradients
-from graphpasses.proof.evaluate import Evaluated, evaluate
+from graphpasses.proof.evaluate import evaluate
+from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.facts import Facts
 from graphpasses.proof.launches import launches_of
 from graphpasses.proof.values import Value, Values
