@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 from graphpasses.commands import app
 from graphpasses.errors import RunFileError
 from graphpasses.parity import ParityRecorder, compare_runs, locate_runs, read_run
-from graphpasses.parity.operators import operator_file, read_operators
+from graphpasses.parity.operators import Operator, operator_file, read_operators
+from graphpasses.parity.record_operators import operators_recorded
 from tests.helpers import faults
 from tests.helpers.faults import Fault, gives, optimizes, runs, sets
 
@@ -241,3 +243,15 @@ def test_every_bit_counts(tmp_path: Path) -> None:
         (call,) = read_operators(path, 0, 0).operators
         values[name] = {value.digest for value in call.inputs}
     assert len({frozenset(each) for each in values.values()}) == 4
+
+
+def test_operators_are_written_while_the_step_runs_and_no_tensor_is_held() -> None:
+    found: list[Operator] = []
+    x, held = torch.ones(4), []
+    with operators_recorded(nn.Identity(), found.append):
+        for _ in range(500):
+            x = x + 1
+            held.append(weakref.ref(x))
+        num_written, num_held = len(found), sum(each() is not None for each in held)
+    assert (num_written, len(found)) == (384, 500)
+    assert num_held <= 2  # the last one, and what a frame may still have
