@@ -15,7 +15,8 @@ from rich.table import Table
 
 from experiments.harness.select import Only, select
 from experiments.mutants.graphs import SOURCES, Pair, Source
-from experiments.mutants.judge import CHECKERS, KINDS, Judged, judge, refused_pipelines
+from experiments.mutants.judge import CHECKERS, KINDS, Judged, Verdict, complaints, judge
+from graphpasses.graph import TrainGraph
 from graphpasses.terminal import make_console
 
 RESULTS = ("same bits", "other bits", "hangs", "fails")
@@ -30,7 +31,7 @@ def main(num_of_a_kind: int = 12, only: Only = "", survivors: Path | None = None
     Args:
         num_of_a_kind: of each graph and kind at most so many mutants.
         only: mutate only the graphs of models whose name contains this text.
-        survivors: file for what no checker rejects, one mutant a line, and for refused pipelines.
+        survivors: file for what no checker rejects, one mutant a line, and for correct pipelines that one does.
     """
     sources = select(SOURCES, only)
     if not sources:
@@ -40,34 +41,44 @@ def main(num_of_a_kind: int = 12, only: Only = "", survivors: Path | None = None
     console = make_console()
     start = time.monotonic()
     judged: list[Judged] = []
-    refused: list[str] = []
+    correct: dict[str, Verdict] = {}
     num_graphs = 0
     for source in sources:
-        for pair, name, mutants in _judge(source, num_of_a_kind):
+        for pair, name, graph, mutants in _judge(source, num_of_a_kind):
             judged += mutants
             num_graphs += 1
             missed = sum(each.is_missed for each in mutants)
             seconds = time.monotonic() - start
             console.print(f"{seconds:4.0f} s  {name}: {len(mutants)} mutants, {missed} missed")
-            if name.endswith("rewritten"):
-                refused += refused_pipelines(pair)
+            if pair.before is not pair.after and graph is pair.after:
+                correct |= {f"{name}, {check}": verdict for check, verdict in complaints(pair).items()}
+            if survivors is not None:
+                survivors.write_text("\n".join(_survivors(correct, judged)))
     console.print(make_table(judged))
-    missed = [each for each in judged if each.is_missed]
+    missed = sum(each.is_missed for each in judged)
+    refused = sum(bool(verdict.rejected) for verdict in correct.values())
     console.print(
-        f"{len(judged)} mutants of {num_graphs} graphs: {len(missed)} missed; "
-        f"{len(refused)} correct pipelines refused; {time.monotonic() - start:.0f} s"
+        f"{len(judged)} mutants of {num_graphs} graphs: {missed} missed; correct pipelines: {refused} refused, "
+        f"{len(correct) - refused} not proved; {time.monotonic() - start:.0f} s"
     )
-    if survivors is not None:
-        lines = [f"- {each.edit.kind} | {each.graph} | {each.edit.text} | {each.result}" for each in missed]
-        survivors.write_text("\n".join([*refused, *lines, ""]))
     return int(bool(missed or refused))
 
 
-def _judge(source: Source, num_of_a_kind: int) -> Iterator[tuple[Pair, str, list[Judged]]]:
+def _survivors(correct: dict[str, Verdict], judged: Sequence[Judged]) -> Iterator[str]:
+    for name, verdict in correct.items():
+        yield f"- correct | {name} | {verdict.rejected or 'unproved: ' + verdict.unproved}"
+    for each in sorted(judged, key=lambda each: each.is_unproved):
+        if each.is_harmful and not each.is_rejected:
+            unproved = "; ".join(verdict.unproved for verdict in each.verdicts.values() if verdict.unproved)
+            says = f"unproved: {unproved}" if unproved else "missed"
+            yield f"- {each.edit.kind} | {each.graph} | {each.edit.text} | {each.result} | {says}"
+
+
+def _judge(source: Source, num_of_a_kind: int) -> Iterator[tuple[Pair, str, TrainGraph, list[Judged]]]:
     with source.pairs() as pairs:
         for pair in pairs:
             for name, graph in pair.graphs.items():
-                yield pair, name, list(judge(pair, name, graph, num_of_a_kind))
+                yield pair, name, graph, list(judge(pair, name, graph, num_of_a_kind))
 
 
 def make_table(judged: Sequence[Judged]) -> Table:
@@ -77,7 +88,7 @@ def make_table(judged: Sequence[Judged]) -> Table:
         judged: all mutants.
     """
     table = Table("kind", title="Wrong rewrites, and what rejects those that change bits, hang or fail")
-    for column in ("made", *RESULTS, *CHECKERS, "missed"):
+    for column in ("made", *RESULTS, *CHECKERS, "unproved", "missed"):
         table.add_column(column, justify="right")
     for kind in KINDS:
         table.add_row(kind, *_cells([each for each in judged if each.edit.kind == kind]))
@@ -91,7 +102,8 @@ def _cells(judged: Sequence[Judged]) -> Iterator[str]:
     harmful = [each for each in judged if each.is_harmful]
     yield str(len(judged))
     yield from (str(results[result]) for result in RESULTS)
-    yield from (str(sum(checker in each.rejected for each in harmful)) for checker in CHECKERS)
+    yield from (str(sum(bool(each.verdicts[name].rejected) for each in harmful)) for name in CHECKERS)
+    yield str(sum(each.is_unproved for each in harmful))
     yield str(sum(each.is_missed for each in judged))
 
 

@@ -20,6 +20,7 @@ from experiments.mutants.models import Images, LanguageModel, Scores, ids_and_of
 from experiments.mutants.running import Cluster, Inputs, copy_value, group_names, random_value, saved_values
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import (
@@ -97,7 +98,8 @@ class Source:
         # DTensor's caches take meshes of equal ranks and names for one, though groups and local shapes differ.
         axes = {f"{name} of {self.name}": size for name, size in self.axes.items()}
         num_ranks = torch.Size(axes.values()).numel()
-        with fake_process_group(num_ranks, self.rank):
+        # Fake values of mutants are computed as those of graphs are while they are compiled.
+        with fake_process_group(num_ranks, self.rank), fake_kernels_if_loaded():
             mesh = Cluster(axes).mesh()
             cluster = Cluster(axes, group_names(mesh))
             torch.manual_seed(0)

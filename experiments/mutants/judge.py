@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+import graphpasses
 from experiments.mutants.edits import Edit, MalformedError, WrongPass
 from experiments.mutants.effect_mutators import EFFECT_MUTATORS
 from experiments.mutants.graphs import Pair
@@ -15,9 +16,9 @@ from experiments.mutants.mutators import VALUE_MUTATORS
 from experiments.mutants.running import Outcome, run, run_apart
 from graphpasses.errors import GraphPassesError
 from graphpasses.graph import TrainGraph, find_collectives
-from graphpasses.passes.runner import GraphPass, Pipeline
+from graphpasses.passes.runner import Pipeline
 
-__all__ = ["CHECKERS", "KINDS", "Judged", "Result", "edits_of", "judge", "mutants_of", "refused_pipelines"]
+__all__ = ["CHECKERS", "KINDS", "Judged", "Result", "complaints", "edits_of", "judge", "mutants_of"]
 
 Result = Literal["same bits", "other bits", "hangs", "fails"]
 KINDS = (
@@ -49,13 +50,13 @@ class Judged:
         graph: name of the graph that was mutated.
         edit: what was done to it.
         result: what happened when it ran.
-        rejected: why, by checker; those that accepted it are not in it.
+        verdicts: what each checker says of it.
     """
 
     graph: str
     edit: Edit
     result: Result
-    rejected: Mapping[str, str] = field(default_factory=dict)
+    verdicts: Mapping[str, Verdict]
 
     @property
     def is_harmful(self) -> bool:
@@ -63,40 +64,83 @@ class Judged:
         return self.result != "same bits"
 
     @property
+    def is_rejected(self) -> bool:
+        """Whether a checker rejects it."""
+        return any(verdict.rejected for verdict in self.verdicts.values())
+
+    @property
+    def is_unproved(self) -> bool:
+        """Whether nothing rejects it, and a checker says what it could not follow."""
+        return not self.is_rejected and any(verdict.unproved for verdict in self.verdicts.values())
+
+    @property
     def is_missed(self) -> bool:
-        """Whether it is harmful, and nothing rejects it."""
-        return self.is_harmful and not self.rejected
+        """Whether it is harmful, and nothing is said of it."""
+        return self.is_harmful and not self.is_rejected and not self.is_unproved
 
 
-Checker = Callable[[Pair, TrainGraph, tuple[GraphPass, ...]], object]
-"""Given a pair, a graph of it and passes: raises if they must not rewrite it so."""
+@dataclass(frozen=True)
+class Verdict:
+    """What a checker says.
+
+    Args:
+        rejected: why it rejects a graph; empty if it does not.
+        unproved: what it could not follow; empty if nothing.
+    """
+
+    rejected: str = ""
+    unproved: str = ""
 
 
-def _verify(pair: Pair, graph: TrainGraph, passes: tuple[GraphPass, ...]) -> object:
-    return Pipeline(passes).run(graph)
+Checker = Callable[[Pair, TrainGraph, TrainGraph, Edit | None], Verdict]
+"""Given a pair, a graph of it, a mutant of that, and the edit that made it; or the graph itself, and None."""
 
 
-CHECKERS: dict[str, Checker] = {"verify": _verify}
+def _verify(pair: Pair, graph: TrainGraph, mutant: TrainGraph, edit: Edit | None) -> Verdict:
+    """What is checked after every pass."""
+    Pipeline((WrongPass(edit),) if edit else ()).run(graph, prove=False)
+    return Verdict()
 
 
-def _rejected(pair: Pair, graph: TrainGraph, passes: tuple[GraphPass, ...]) -> dict[str, str]:
-    rejected = {}
+def _prove(pair: Pair, graph: TrainGraph, mutant: TrainGraph, edit: Edit | None) -> Verdict:
+    """What is proved at the end of a pipeline, against the captured graph; all ranks must launch the same."""
+    layout = pair.layout if graph is pair.after else None
+    certificate = graphpasses.prove(pair.before, mutant, layout=layout)
+    if edit is not None and edit.rank is not None:
+        others = graphpasses.prove(pair.before, graph, layout=layout)
+        if certificate.launches != others.launches:
+            return Verdict("ranks launch other collectives")
+    for name, why in certificate.unproved:
+        more = f" (and {len(certificate.unproved) - 1} more)"
+        return Verdict(unproved=f"{name}{more}: {' '.join(why.split())}")
+    return Verdict()
+
+
+CHECKERS: dict[str, Checker] = {"verify": _verify, "prove": _prove}
+
+
+def _verdicts(
+    pair: Pair, graph: TrainGraph, mutant: TrainGraph, edit: Edit | None = None
+) -> dict[str, Verdict]:
+    verdicts = {}
     for name, check in CHECKERS.items():
         try:
-            check(pair, graph, passes)
+            verdicts[name] = check(pair, graph, mutant, edit)
         except GraphPassesError as error:
-            rejected[name] = str(error)
-    return rejected
+            verdicts[name] = Verdict(str(error))
+        except Exception as error:  # a checker's own mistake, which the table counts
+            verdicts[name] = Verdict(unproved=f"{name} failed: {type(error).__name__}: {error}")
+    return verdicts
 
 
-def refused_pipelines(pair: Pair) -> list[str]:
-    """Returns a line for each checker that rejects what the passes, which are correct, made of a graph.
+def complaints(pair: Pair) -> dict[str, Verdict]:
+    """Returns what each checker says against what the passes, which are correct, made of a graph.
 
     Args:
         pair: the graph before and after the passes.
     """
-    rejected = _rejected(pair, pair.after, ())
-    return [f"{pair.name} is refused by {name}: {reason}" for name, reason in rejected.items()]
+    verdicts = _verdicts(pair, pair.after, pair.after)
+    return {name: verdict for name, verdict in verdicts.items() if verdict.rejected or verdict.unproved}
 
 
 def edits_of(graph: TrainGraph) -> dict[str, list[Edit]]:
@@ -147,8 +191,7 @@ def judge(pair: Pair, name: str, graph: TrainGraph, num_of_a_kind: int) -> Itera
     for edit, mutant in mutants_of(name, graph, num_of_a_kind):
         mutated = ranks if edit.rank is None else (edit.rank % len(ranks),)
         played = [mutant if rank in mutated else graph for rank in ranks]
-        rejected = _rejected(pair, graph, (WrongPass(edit),))
-        yield Judged(name, edit, _result(pair, played, expected), rejected)
+        yield Judged(name, edit, _result(pair, played, expected), _verdicts(pair, graph, mutant, edit))
 
 
 def _run(pair: Pair, graphs: list[TrainGraph], *, is_late: bool = False) -> Outcome:
