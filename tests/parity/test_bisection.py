@@ -71,11 +71,6 @@ FAULTS = {
         ("result", "aten.gelu.default", "1.act"),
         "approximate=tanh",
     ),
-    "wrong scale": (
-        "node = calls(graph, torch.ops.aten.div.Scalar)[0]; node.args = (node.args[0], 2.0)",
-        ("result", "aten.div.Scalar", ""),
-        "other=2.0",
-    ),
     "sum for average": (
         f'node = calls(graph, {REDUCE})[1]; node.args = (node.args[0], "sum", *node.args[2:])',
         ("missing", "fsdp.reduce_gradient", "1.up"),
