@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from graphpasses.graph.nodes import source_line
@@ -25,7 +26,7 @@ class Difference:
         before: what computes the value in the first graph; None if nothing there does.
         after: what computes it in the second.
         reason: how they differ.
-        unknown: an operator that no rule looks into, so that both may still have the same bits; else empty.
+        unknown: what no rule looks into, so that both may still have the same bits; else empty.
     """
 
     before: fx.Node | None
@@ -77,10 +78,22 @@ def find_difference(
         if isinstance(found, _Sources):
             made = before.made.get(found.one), after.made.get(found.two)
             nodes = made[0] or nodes[0], made[1] or nodes[1]
+            both_have = found.one in after.made and found.two in before.made
             found = _made_of(values, found)
+            if isinstance(found, _Leaf) and both_have:  # neither stands for the other
+                found = _Leaf(found.reason)
         if isinstance(found, _Leaf):
-            return Difference(*nodes, found.reason, found.unknown)
+            by_data = one.pieces is None or two.pieces is None or any(map(_reads_sizes, nodes))
+            return Difference(*nodes, found.reason, found.unknown or "sizes that depend on data" * by_data)
         one, two = found
+
+
+def _reads_sizes(node: fx.Node | None) -> bool:
+    """Whether a call reads numbers that are known when it runs."""
+    read = [] if node is None else node.all_input_nodes
+    return any(
+        isinstance(each.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in read
+    )
 
 
 @dataclass(frozen=True)
@@ -224,6 +237,10 @@ def _kind(value: Value) -> str:
 
 
 def _plain(key: Any) -> str:
+    if isinstance(key, Argument):
+        return "a value"
+    if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type):
+        return _plain(key[1])
     if isinstance(key, tuple):
         return f"({', '.join(map(_plain, key))})"
     return str(key)

@@ -92,6 +92,7 @@ class _Evaluation:
             done.broken.append((node, f"{node.name} is launched and never waited for"))
             del launched
         self._outputs()
+        done.random_state = self._random
         return done
 
     def _outputs(self) -> None:
@@ -226,6 +227,8 @@ class _Evaluation:
 
     def _moved(self, node: fx.Node, fake: Any) -> Result:
         name, rule = RULES[node.target]
+        if not _is_known(self._facts.geometries[node]):
+            return None
         args = _values(node.args, self._read)
         kwargs = _values(node.kwargs, self._read)
         if node.target == torch.ops.aten.constant_pad_nd.default:
@@ -307,6 +310,11 @@ class _Evaluation:
         )
         self._done.made.setdefault(source, node)
         return self._table.tensor(fake.dtype, seen[0], source)
+
+
+def _is_known(seen: Any) -> bool:
+    """Whether shapes and strides do not depend on data."""
+    return seen is not None and None not in seen
 
 
 def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | None:

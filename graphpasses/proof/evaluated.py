@@ -58,6 +58,7 @@ class Evaluated:
         nodes: those of outputs.
         makers: by the number of a value the first node that has it.
         made: by the number of a source the first node that made it.
+        random_state: the number of the state in which the graph leaves the generator of random numbers.
     """
 
     values: dict[fx.Node, Result] = field(default_factory=dict)
@@ -69,3 +70,4 @@ class Evaluated:
     nodes: dict[str, fx.Node] = field(default_factory=dict)
     makers: dict[int, fx.Node] = field(default_factory=dict)
     made: dict[int, fx.Node] = field(default_factory=dict)
+    random_state: int = 0

@@ -80,7 +80,7 @@ class Facts:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
             return args[0][args[1]]
-        mode = fake_mode_of(args, kwargs) or fake_mode_of(node.meta.get("val"))
+        mode = fake_mode_of(args, kwargs)
         if mode is None:
             return node.meta.get("val")
         return fake_call(mode, node.target, args, kwargs)

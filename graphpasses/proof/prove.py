@@ -141,6 +141,9 @@ class _Proof:
         two = {**self._two.outputs, **self._two.written}
         for name in {**one, **two}:
             self._compare(name, one.get(name), two.get(name), is_known=name in one)
+        if self._one.random_state != self._two.random_state:
+            found = Difference(None, None, "other numbers are drawn, or the state is put back otherwise")
+            self._found.append(("the state of random numbers after the step", found))
         if not self._found:
             return
         order = {node: index for index, node in enumerate(self._after.graph.nodes)}

@@ -194,6 +194,13 @@ def other_random_numbers(graph: TrainGraph) -> None:
         graph.set_output(0, graph.emit(aten.add.Tensor, (loss, zero), like=loss))
 
 
+def numbers_drawn_after_all_others(graph: TrainGraph) -> None:
+    gradient = graph.output_values[-1] or graph.output_values[0]
+    with graph.graph.inserting_before(graph.graph.output_node()):
+        noise = graph.emit(aten.rand.default, ([],), {"device": torch.device("cpu")}, like=gradient)
+        graph.emit(aten.add_.Tensor, (noise, 1), like=gradient)
+
+
 def summands_exchanged_with_another(graph: TrainGraph) -> None:
     total = next(node for node in calls(graph, aten.add.Tensor) if tuple(node.meta["val"].shape) == (6, 6))
     total.args = (total.args[0], total.args[0])
@@ -217,6 +224,7 @@ WRONG: dict[Callable[[TrainGraph], None], str] = {
     launch_without_a_wait: "all_reduce",
     buffer_written_before_it_is_read: "buffer norm.running_mean",
     other_random_numbers: "",
+    numbers_drawn_after_all_others: "the state of random numbers after the step",
     summands_exchanged_with_another: "the gradient of 'two.weight'",
     sent_is_written_before_the_wait: "",
 }
