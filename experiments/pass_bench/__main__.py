@@ -55,6 +55,8 @@ def _table(timings: list[FullSizeTiming]) -> Table:
     for name in timings[0].ours.by_pass:
         row(f"  {name}, fastest round", *(f"{timing.ours.by_pass[name]:.2f}" for timing in timings))
     row("  MB of memory", *(f"{timing.memory / 1e6:.0f}" for timing in timings))
+    row("proof that the rewritten step has eager's bits", *(f"{timing.proof:.2f}" for timing in timings))
+    row("  MB of memory", *(f"{timing.proof_memory / 1e6:.0f}" for timing in timings))
     theirs = [sum(timing.theirs.values()) for timing in timings]
     row("graph_trainer's own: first round, code generated", *(f"{total:.2f}" for total in theirs))
     for name in timings[0].theirs:

@@ -20,9 +20,11 @@ from experiments.harness.pipeline_timing import PipelineTiming, time_pipeline
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
+from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import default_pipeline
+from graphpasses.proof.prove import prove
 
 __all__ = ["NUM_RANKS", "FullSizeTiming", "time_passes"]
 
@@ -43,6 +45,8 @@ class FullSizeTiming:
         code: seconds in which the rewritten step's code is generated, once, when it is first called.
         theirs: seconds of torchtitan's passes, by pass; each generates code.
         memory: bytes that the pipeline holds at once at most, its copy of the graph and reports included.
+        proof: seconds of the first proof of the rewritten step, against the layout that it has.
+        proof_memory: bytes that a proof holds at once at most.
     """
 
     flavor: str
@@ -52,6 +56,8 @@ class FullSizeTiming:
     code: float
     theirs: dict[str, float]
     memory: int
+    proof: float
+    proof_memory: int
 
 
 def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
@@ -71,11 +77,23 @@ def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
         start = time.perf_counter()
         _ = step.module.code
         code = time.perf_counter() - start
-        tracemalloc.start()
-        pipeline.run(captured)
-        memory = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        return FullSizeTiming(flavor, capture, capture_fsdp2, ours, code, _time_theirs(captured), memory)
+        layout = graph_layout(step)
+        proof, certificate = _timed(functools.partial(prove, layout=layout), captured, step)
+        if not certificate:
+            raise RuntimeError(f"the step of Llama 3 {flavor} is not proved\n{certificate}")
+        memory = _peak(lambda: pipeline.run(captured))
+        proof_memory = _peak(lambda: prove(captured, step, layout=layout))
+        theirs = _time_theirs(captured)
+        return FullSizeTiming(flavor, capture, capture_fsdp2, ours, code, theirs, memory, proof, proof_memory)
+
+
+def _peak(function: Callable[[], object]) -> int:
+    """Returns the bytes that a call holds at once at most."""
+    tracemalloc.start()
+    function()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
 
 
 def _timed(function: Callable[..., T], *args: Any) -> tuple[float, T]:

@@ -113,18 +113,20 @@ def wait_of(launch: fx.Node) -> fx.Node:
 def freeze(value: Any) -> Hashable:
     """Returns a key for an argument of a call: equal ones have one key, but ``1``, ``1.0`` and True have three.
 
+    Of numbers the bits count: ``0.0`` and ``-0.0`` have two keys, and NaN has one.
+
     Args:
         value: a node, a value that can be hashed, or lists, tuples and dicts of these.
 
     Example:
-        >>> freeze([2, (1, 1)]) == freeze((2, [1, 1])), freeze(1) == freeze(1.0)
-        (True, False)
+        >>> freeze([2, (1, 1)]) == freeze((2, [1, 1])), freeze(1) == freeze(1.0), freeze(0.0) == freeze(-0.0)
+        (True, False, False)
     """
     if isinstance(value, (list, tuple)):
         return tuple(map(freeze, value))
     if isinstance(value, dict):
         return tuple((key, freeze(item)) for key, item in value.items())
-    return type(value), value
+    return type(value), value.hex() if isinstance(value, float) else value
 
 
 def source_line(node: fx.Node) -> str:

@@ -91,7 +91,9 @@ class EagerGradients:
         offset: int,
     ) -> str:
         shards = len(info.shard_ranks)
-        entry = next((e for bucket, e in self._places.get(info.fqn, ()) if bucket.collective == place.name), None)
+        entry = next(
+            (e for bucket, e in self._places.get(info.fqn, ()) if bucket.collective == place.name), None
+        )
         if entry is None:
             return f"no {place.name} is expected for it"
         assert place.sent.pieces is not None

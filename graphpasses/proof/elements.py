@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphpasses.graph.nodes import freeze
 from graphpasses.proof.axioms import AXIOMS, RULES, Result, Rule, axiom
 from graphpasses.proof.pieces import Piece
 from graphpasses.proof.values import Value, Values
@@ -111,7 +112,7 @@ def _scaled(name: str, target: Any) -> Rule:
     def rule(values: Values, result: Any, x: Value, number: Any) -> Result:
         if x.pieces is None or not isinstance(number, (int, float)):
             return None
-        key = (name, x.dtype, result.dtype, type(number), number)
+        key = (name, x.dtype, result.dtype, freeze(number), number)
         return _lifted(values, x, result.dtype, key, lambda element: target(element, number))
 
     return rule

@@ -66,6 +66,7 @@ class _Evaluation:
         self._roots: dict[fx.Node, fx.Node] = {}
         self._memories: dict[fx.Node, _Memory] = {}
         self._inputs: dict[fx.Node, str] = {}
+        self._outside: dict[object, dict[fx.Node, None]] = {}
 
     def run(self) -> Evaluated:
         done, graph = self._done, self._graph
@@ -80,9 +81,16 @@ class _Evaluation:
                 break
             source = self._facts.alias[node]
             self._roots[node] = node if source is None else self._roots[source]
-            if node.op == "placeholder":
-                where = frozenset(memories(self._facts[node])), geometry(self._facts[node])
-                self._roots[node] = shared.setdefault(where, node) if all(where) else node
+            where: object = None
+            if node.op in ("placeholder", "get_attr"):
+                memory = frozenset(memories(self._facts[node]))
+                where = (memory, geometry(self._facts[node])) if memory else None
+                for each in memory:
+                    self._outside.setdefault(each, {})[node] = None
+            elif node.target is operator.getitem and source is None:
+                where = node.args  # what one call returns at one place is one memory
+            if where is not None:
+                self._roots[node] = shared.setdefault(where, node)
             value = self._evaluate(node)
             done.values[node] = value
             for each in value if isinstance(value, list) else [value]:
@@ -116,9 +124,10 @@ class _Evaluation:
             if isinstance(node, fx.Node):
                 done.nodes[name] = node
         for root, memory in self._memories.items():
-            if root in self._inputs and memory.value is not None:
-                done.written[self._inputs[root]] = memory.value
-                done.nodes[self._inputs[root]] = memory.node
+            if root.op in ("placeholder", "get_attr") and memory.value is not None:
+                name = self._inputs.get(root, f"the attribute {root.target}")
+                done.written[name] = memory.value
+                done.nodes[name] = memory.node
 
     # ---- reading and writing memory -------------------------------------------------------------------------------
 
@@ -160,6 +169,18 @@ class _Evaluation:
                 value = self._opaque(root, self._facts[root], key)
         memory.value = value
         memory.node = by
+        # What else comes from outside in this memory, and lies there otherwise, may have changed, too.
+        for each in memories(self._facts[root]):
+            for other in map(self._roots.__getitem__, self._outside.get(each, ())):
+                if other is not root:
+                    held = self._memories.setdefault(other, _Memory(other, geometry(self._facts[other])))
+                    beside: Hashable = (
+                        "written beside",
+                        self._numbers(held.value or self._done.values[other], None),
+                        value.number,
+                    )
+                    held.value = self._opaque(other, self._facts[other], beside)
+                    held.node = by
 
     # ---- one node -------------------------------------------------------------------------------------------------
 
