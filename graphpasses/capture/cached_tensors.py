@@ -20,21 +20,18 @@ from graphpasses.errors import CaptureError
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
-__all__ = ["CachedFunction", "cached_tensors_refused", "refuse_kept_tensors"]
+__all__ = ["CachedFunction", "caches_emptied_on_error", "refuse_kept_tensors"]
 
 CachedFunction = type(functools.lru_cache(lambda: None))
 _MAX_DEPTH = 6
 
 
 @contextmanager
-def cached_tensors_refused() -> Iterator[None]:
-    """Raises if cached functions, the user's or those of installed packages, keep tensors of the block, a trace.
+def caches_emptied_on_error() -> Iterator[None]:
+    """Empties the cached functions that keep a tensor of the block, a trace, if the block raises.
 
-    Such a tensor has no values: eager, and the next trace, would compute with it. However the block ends, the caches
-    are emptied that have one.
-
-    Raises:
-        CaptureError: one keeps one.
+    Such a tensor has no values: eager, and the next trace, would compute with it. If the block does not raise,
+    :func:`refuse_kept_tensors` looks for it.
     """
     mode = active_fake_mode()
     try:
@@ -42,26 +39,27 @@ def cached_tensors_refused() -> Iterator[None]:
     except BaseException:
         _emptied(mode)
         raise
-    for each in _emptied(mode):
+
+
+def refuse_kept_tensors(traced: TracedResult) -> None:
+    """Raises if something keeps a tensor of a trace that its graph does not have, and empties caches that do.
+
+    Args:
+        traced: the trace.
+
+    Raises:
+        CaptureError: a cached function does, the user's or one of an installed package, or something else.
+    """
+    if not (kept := _kept_elsewhere(traced)):
+        return
+    for each in _emptied(fake_mode_of(kept)):
         name = f"{each.__module__}.{getattr(each, '__qualname__', each.__wrapped__)}"  # that of a partial has no name
         raise CaptureError(
             f"{name} is a cached function (functools.lru_cache), and keeps a tensor that it made while the step was "
             "traced, which has no values. Its cache is empty again: call loss_fn once before the capture, so that it "
             "keeps a real one; a function that is called with tensors must not be cached"
         )
-
-
-def refuse_kept_tensors(traced: TracedResult) -> None:
-    """Raises if something keeps a tensor of a trace that its graph does not have.
-
-    Args:
-        traced: the trace.
-
-    Raises:
-        CaptureError: something does, e.g. a cache that no name in the step's code stands for.
-    """
-    if not _kept_elsewhere(traced):
-        return
+    del kept
     gc.collect()  # cycles that nothing holds
     kept = _kept_elsewhere(traced)
     for holder in _holders(kept, kept):

@@ -17,7 +17,7 @@ from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.operator_facts import Call
 from graphpasses.capture.attributes import trace_and_watch
-from graphpasses.capture.cached_tensors import cached_tensors_refused
+from graphpasses.capture.cached_tensors import caches_emptied_on_error
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.live_state import live_state_restored
@@ -93,7 +93,7 @@ def trace_step(
     random_calls = RandomCalls()
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)))
 
-    @cached_tensors_refused()
+    @caches_emptied_on_error()
     @other_threads_refused()
     @random_state_traced(random_calls)
     @eager_paths()
