@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import fx, nn
@@ -15,6 +13,7 @@ from graphpasses._torch.module_hooks import is_compiled
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.model_facts import check_gradient_hooks
+from graphpasses.graph.nodes import source_line
 from graphpasses.identity import walk_modules
 
 __all__ = [
@@ -167,7 +166,5 @@ def refuse_collectives_in_place(graph: CapturedStep) -> None:
 
 def named_call(node: fx.Node) -> str:
     """Returns the operator of a call, and the line of the user's code that it comes from."""
-    lines = re.findall(r'File "(.+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
-    own = [line for line in lines if not line[0].startswith(str(Path(torch.__file__).parent))]
-    where = " ({}:{} in {})".format(*own[-1]) if own else ""
-    return f"{node.target}{where}"
+    line = source_line(node)
+    return f"{node.target} ({line})" if line else str(node.target)

@@ -130,14 +130,14 @@ def freeze(value: Any) -> Hashable:
 
 
 def source_line(node: fx.Node) -> str:
-    """Returns the line of a program from which a call comes, the user's own if one is; empty if none is known.
+    """Returns the line of the user's program from which a call comes, none of torch's own; empty if none is known.
 
     Args:
         node: a node with ``meta["stack_trace"]``.
     """
     lines = re.findall(r'File "(.+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
     own = [line for line in lines if not line[0].startswith(str(Path(torch.__file__).parent))]
-    return "{}:{} in {}".format(*(own or lines)[-1]) if lines else ""
+    return "{}:{} in {}".format(*own[-1]) if own else ""
 
 
 def fake_value(node: fx.Node) -> Any:

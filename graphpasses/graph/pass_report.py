@@ -129,5 +129,5 @@ class PipelineReport:
         notes = [f"capture: {note}" for note in self.notes]
         notes += [f"{report.name}: {note}" for report in self.passes for note in report.notes]
         if self.certificate is not None:
-            notes += [f"proof: {line.strip()}" for line in self.certificate.summary()]
+            notes += [f"proof: {line}" for line in self.certificate.summary()]
         return "\n".join(aligned(rows) + notes)

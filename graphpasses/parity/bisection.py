@@ -142,7 +142,7 @@ class _Trials:
 
         def rewrite(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
             pipeline = self.task.pipeline(plan, layout)
-            passes = tuple(p for p in pipeline.at(captured.stage).passes)
+            passes = pipeline.at(captured.stage).passes
             self.passes = [p.name for p in passes]
             # What a proof refuses is to be run here.
             graph = Pipeline(passes[:num_passes]).run(captured, prove=False)

@@ -222,18 +222,18 @@ class Pipeline:
         layout = next((found for p in passes if (found := getattr(p, "expected_layout", None))), None)
         try:
             return prove_as("the pipeline", captured, graph, layout)
-        except ProofError as error:
+        except ProofError:
             self._blame(captured, passes)
-            raise error
+            raise
 
     def _blame(self, captured: TrainGraph, passes: Sequence[GraphPass]) -> None:
         """Raises for the first pass after which the step cannot be proved, if it is one pass alone."""
         graph = captured.copy()
         verifier = Verifier(graph)
+        names = tuple(p.name for p in passes)
         for index, p in enumerate(passes):
-            history = _history(p, tuple(before.name for before in passes[:index]))
-            _run_pass(p, graph, verifier, tuple(before.name for before in passes[:index]), False)
-            prove_as(history, captured, graph, None)
+            _run_pass(p, graph, verifier, names[:index], False)
+            prove_as(_history(p, names[:index]), captured, graph, None)
 
 
 def _run_pass(

@@ -80,14 +80,13 @@ class EagerGradients:
                 return reason
         if len(found) != len(places) and self._is_eagers:
             return f"it is reduced {len(found)} times, by eager {len(places)} times"
-        return self._unlike_sum(info, reductions, found[-1], gradient, offset)
+        return self._unlike_sum(info, reductions, found[-1], offset)
 
     def _unlike_sum(
         self,
         info: ParameterInfo,
         reductions: list[GradReduction],
         place: _Place,
-        gradient: Value,
         offset: int,
     ) -> str:
         shards = len(info.shard_ranks)
@@ -132,9 +131,9 @@ class EagerGradients:
             (use for each in in_order for use in added_uses(each.gradient)), key=self._order.__getitem__
         )
         total = self._total([self._like(self._of[use], self._of[in_order[0].gradient]) for use in uses])
-        yield None if total is None else elements.cast(self._values, total, dtype, "")
+        yield None if total is None else elements.cast(self._values, total, dtype)
         whole = [self._of[each.gradient] for each in in_order]
-        yield self._total([elements.cast(self._values, each, dtype, "") for each in whole])
+        yield self._total([elements.cast(self._values, each, dtype) for each in whole])
 
     def _like(self, use: Value, gradient: Value) -> Value:
         assert gradient.shape is not None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from graphpasses.graph.nodes import freeze
-from graphpasses.proof.axioms import AXIOMS, RULES, Result, Rule, axiom
+from graphpasses.proof.axioms import Result, Rule, axiom
 from graphpasses.proof.pieces import Piece
 from graphpasses.proof.values import Value, Values
 
@@ -79,33 +79,22 @@ _CAST_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "m
     aten._to_copy.default,
 )
 def _to_copy(values: Values, result: Any, x: Value, **kwargs: Any) -> Result:
-    if x.pieces is None or kwargs.keys() - {
-        "dtype",
-        "layout",
-        "device",
-        "pin_memory",
-        "non_blocking",
-        "memory_format",
-    }:
+    if x.pieces is None or kwargs.keys() - _CAST_ARGUMENTS:
         return None
-    return cast(values, x, result.dtype, str(result.device))
+    return cast(values, x, result.dtype)
 
 
-def cast(values: Values, x: Value, dtype: torch.dtype, device: str) -> Value:
+def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
     """Returns a tensor cast to a dtype.
 
     Args:
         values: where values are numbered.
         x: the tensor; its shape is known.
         dtype: the dtype.
-        device: the device that it is put on.
     """
     if x.dtype == dtype:
         return x
     return _lifted(values, x, dtype, ("cast", x.dtype, dtype), lambda element: element.to(dtype))
-
-
-AXIOMS["scaling"] = "a product or quotient with a number depends on one element alone, and is rounded once"
 
 
 def _scaled(name: str, target: Any) -> Rule:
@@ -118,8 +107,9 @@ def _scaled(name: str, target: Any) -> Rule:
     return rule
 
 
-RULES[aten.div.Scalar] = "scaling", _scaled("div", aten.div.Scalar)
-RULES[aten.mul.Scalar] = "scaling", _scaled("mul", aten.mul.Scalar)
+_SCALING = "a product or quotient with a number depends on one element alone, and is rounded once"
+axiom("scaling", _SCALING, aten.div.Scalar)(_scaled("div", aten.div.Scalar))
+axiom("scaling", _SCALING, aten.mul.Scalar)(_scaled("mul", aten.mul.Scalar))
 
 
 def _lifted(

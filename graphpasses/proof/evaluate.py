@@ -96,9 +96,7 @@ class _Evaluation:
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Value):
                     done.makers.setdefault(each.number, node)
-        for node, launched in self._waiting.items():
-            done.broken.append((node, f"{node.name} is launched and never waited for"))
-            del launched
+        done.broken += [(node, f"{node.name} is launched and never waited for") for node in self._waiting]
         self._outputs()
         done.random_state = self._random
         return done
@@ -238,7 +236,7 @@ class _Evaluation:
         if not isinstance(source, Value) or source.pieces is None or source.shape != tuple(target.shape):
             return None
         self._done.axioms.add("casts")
-        return elements.cast(self._table, source, target.dtype, str(target.device))
+        return elements.cast(self._table, source, target.dtype)
 
     def _added(self, node: fx.Node) -> Value | None:
         if node.kwargs or len(node.args) != 2 or not all(isinstance(each, fx.Node) for each in node.args):
