@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
 
 __all__ = ["addresses", "is_movable", "move_storage"]
+
+_PIECE = 32 << 20  # bytes
 
 
 def addresses(value: Any) -> Iterator[int]:
@@ -37,7 +40,7 @@ def is_movable(tensor: Tensor) -> bool:
     return storage.resizable() and not storage.is_shared()
 
 
-def move_storage(tensor: Tensor, place: Tensor) -> None:
+def move_storage(tensor: Tensor, place: Tensor, moved: Callable[[Tensor], None]) -> None:
     """Moves the whole storage of a tensor; every tensor that aliases it, seen or unseen, moves along.
 
     The storage stays the same object; only its address changes. ``place`` lives as long as the storage.
@@ -45,9 +48,18 @@ def move_storage(tensor: Tensor, place: Tensor) -> None:
     Args:
         tensor: a movable tensor.
         place: 1-D, contiguous, without gradient, on the same device, of as many bytes as the tensor's storage.
+        moved: called with each piece of the old memory, as bytes, when nothing reads it any more.
     """
-    storage = tensor.untyped_storage()
+    # In a thread, which no signal reaches: an interrupted move would leave a part of the table in each place.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(_move, tensor.untyped_storage(), place, moved).result()
+
+
+def _move(storage: torch.UntypedStorage, place: Tensor, moved: Callable[[Tensor], None]) -> None:
     # A storage of its own, which begins at `place` and keeps it alive.
     target = from_dlpack(place).untyped_storage()
-    target.copy_(storage)
+    old, new = (torch.empty(0, dtype=torch.uint8, device=place.device).set_(s) for s in (storage, target))
+    for old_piece, new_piece in zip(torch.split(old, _PIECE), torch.split(new, _PIECE), strict=True):
+        new_piece.copy_(old_piece)
+        moved(old_piece)
     storage._swap_data_ptr_(target)  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpasses._torch.storage import is_movable, move_storage
-from graphpasses.embedding.huge_pages import prefer_huge_pages
+from graphpasses.embedding.pages import give_back_pages, prefer_huge_pages
 from graphpasses.errors import ArenaError
 
 __all__ = ["Arena"]
@@ -73,7 +73,8 @@ class Arena:
     def of(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> Arena:
         """Returns the arena that holds ``tensors``; moves them into a new one unless they lie in one.
 
-        One storage moves at a time and its old memory is freed at once, so that the peak is that of the largest.
+        On the CPU a storage's old memory is given back while it moves, piece by piece, so that nothing lies twice;
+        on a GPU the largest does.
 
         Args:
             tensors: of one dtype and device, contiguous; they must not overlap.
@@ -120,7 +121,7 @@ class Arena:
         _CONTAINING[flat] = (None, 0)
         prefer_huge_pages(flat)
         for tensor, start, size in zip(tensors, starts, sizes, strict=False):
-            move_storage(tensor, flat[start : start + size])
+            move_storage(tensor, flat[start : start + size], give_back_pages)
             _CONTAINING[tensor] = (flat, _offset(tensor, flat))
         return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
 

@@ -1,14 +1,15 @@
-"""Huge pages for tables."""
+"""Pages of memory: large ones on request, and none where nothing is read again."""
 
 from __future__ import annotations
 
+import mmap
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from graphpasses.embedding.huge_pages import prefer_huge_pages
+from graphpasses.embedding.pages import give_back_pages, prefer_huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -35,3 +36,16 @@ def test_memory_is_backed_by_huge_pages() -> None:
 def test_small_and_empty_tensors_are_left_alone() -> None:
     for tensor in (torch.empty(0), torch.ones(3), torch.empty(3, device="meta")):
         prefer_huge_pages(tensor)
+        give_back_pages(tensor)
+        assert tensor.is_meta or tensor.eq(1).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the pages until the tensor is freed")
+def test_whole_pages_of_the_tensor_alone_are_given_back() -> None:
+    page = mmap.PAGESIZE // 4
+    memory = torch.ones(4 * page + 64)
+    start = -memory.data_ptr() % mmap.PAGESIZE // 4
+    give_back_pages(memory[start + page - 1 : start + 3 * page - 1])
+    kept = memory != 0
+    assert (~kept).sum() == page
+    assert not kept[start + page : start + 2 * page].any()
