@@ -78,9 +78,15 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def fake_tensors_of(mode: FakeTensorMode) -> list[FakeTensor]:
-    """Returns all tensors of a mode that are alive."""
-    return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode]
+def fake_tensors_of(mode: FakeTensorMode, generation: int | None = None) -> list[FakeTensor]:
+    """Returns the tensors of a mode that are alive.
+
+    Args:
+        mode: theirs.
+        generation: of Python's garbage collector, where they are known to be; None for all.
+    """
+    objects = gc.get_objects(generation)
+    return [each for each in objects if type(each) is FakeTensor and each.fake_mode is mode]
 
 
 def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from graphpasses.errors import CaptureError
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
-__all__ = ["CachedFunction", "caches_emptied_on_error", "refuse_kept_tensors"]
+__all__ = ["CachedFunction", "caches_emptied_on_error", "new_objects_together", "refuse_kept_tensors"]
 
 CachedFunction = type(functools.lru_cache(lambda: None))
 _MAX_DEPTH = 6
@@ -41,16 +41,39 @@ def caches_emptied_on_error() -> Iterator[None]:
         raise
 
 
-def refuse_kept_tensors(traced: TracedResult) -> None:
+@contextmanager
+def new_objects_together() -> Iterator[Callable[[], int | None]]:
+    """Pauses Python's garbage collector, which else moves what the block makes to where all older objects are.
+
+    Yields:
+        What returns the collector's generation that holds all objects that the block made: the youngest; None, which
+        stands for all generations, if something in the block collected all the same.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    before = _num_collections()
+    try:
+        yield lambda: 0 if _num_collections() == before else None
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+def _num_collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
+def refuse_kept_tensors(traced: TracedResult, generation: int | None) -> None:
     """Raises if something keeps a tensor of a trace that its graph does not have, and empties caches that do.
 
     Args:
         traced: the trace.
+        generation: of the garbage collector, that holds what the trace made; None for all.
 
     Raises:
         CaptureError: a cached function does, the user's or one of an installed package, or something else.
     """
-    if not (kept := _kept_elsewhere(traced)):
+    if not (kept := _kept_elsewhere(traced, generation)):
         return
     for each in _emptied(fake_mode_of(kept)):
         name = f"{each.__module__}.{getattr(each, '__qualname__', each.__wrapped__)}"  # that of a partial has no name
@@ -61,7 +84,7 @@ def refuse_kept_tensors(traced: TracedResult) -> None:
         )
     del kept
     gc.collect()  # cycles that nothing holds
-    kept = _kept_elsewhere(traced)
+    kept = _kept_elsewhere(traced, None)
     for holder in _holders(kept, kept):
         tensor = next(each for each in gc.get_referents(holder) if any(each is one for one in kept))
         raise CaptureError(
@@ -71,14 +94,14 @@ def refuse_kept_tensors(traced: TracedResult) -> None:
         )
 
 
-def _kept_elsewhere(traced: TracedResult) -> list[torch.Tensor]:
+def _kept_elsewhere(traced: TracedResult, generation: int | None) -> list[torch.Tensor]:
     graphs = [module.graph for module in traced.gm.modules() if isinstance(module, fx.GraphModule)]
     meta = [list(node.meta.values()) for graph in graphs for node in graph.nodes]
     inputs = [each for each in traced.example_inputs if isinstance(each, torch.Tensor)]
     gradients = [each.grad for each in inputs if each.is_leaf]
     own = {id(leaf) for leaf in (*pytree.tree_leaves(meta), *inputs, *gradients)}
     mode = fake_mode_of(inputs)
-    return [] if mode is None else [each for each in fake_tensors_of(mode) if id(each) not in own]
+    return [] if mode is None else [each for each in fake_tensors_of(mode, generation) if id(each) not in own]
 
 
 def _holders(held: list[Any], but: list[Any]) -> list[Any]:
@@ -105,15 +128,19 @@ def _described(holder: Any, kept: list[torch.Tensor]) -> str:
 def _emptied(mode: Any) -> list[Any]:
     """Empties the caches that keep tensors of a mode, and returns their functions."""
     functions = [each for each in gc.get_objects() if type(each) is CachedFunction]
-    kept = [each for each in functions if _keeps_tensor_of(mode, each)]
+    if not _keep_tensor_of(mode, functions):  # in one walk, since many caches have the same objects
+        return []
+    kept = [each for each in functions if _keep_tensor_of(mode, [each])]
     for each in kept:
         each.cache_clear()
     return kept
 
 
-def _keeps_tensor_of(mode: Any, function: Any) -> bool:
+def _keep_tensor_of(mode: Any, functions: list[Any]) -> bool:
     # Of a cached function these are the keys and values of its cache, or the dict that has them.
-    entries = [each for each in gc.get_referents(function) if each is not function.__dict__]
+    entries = [
+        each for function in functions for each in gc.get_referents(function) if each is not function.__dict__
+    ]
     seen = {id(each): each for each in entries}
     for _ in range(_MAX_DEPTH):
         tensors = [
@@ -121,8 +148,11 @@ def _keeps_tensor_of(mode: Any, function: Any) -> bool:
         ]
         if any(fake_mode_of(tensor) is mode for tensor in tensors):
             return True
-        entries = [item for each in entries for item in _items(each) if id(item) not in seen]
-        seen |= {id(each): each for each in entries}
+        # What Python's collector need not know of holds nothing.
+        found = (item for each in entries for item in _items(each) if gc.is_tracked(item))
+        new = {id(item): item for item in found if id(item) not in seen}
+        seen |= new
+        entries = [*new.values()]
     return False
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
-from graphpasses.capture.cached_tensors import refuse_kept_tensors
+from graphpasses.capture.cached_tensors import new_objects_together, refuse_kept_tensors
 from graphpasses.capture.oracle import check_step, why_unchecked
 from graphpasses.capture.outside_tensors import check_outside_tensors
 from graphpasses.capture.outside_values import find_outside_values, outside_values_kept
@@ -105,9 +105,10 @@ def _capture(
     prepare_for_tracing(model)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
     outside = find_outside_values(loss_fn, model)
-    with outside_values_kept(outside):
-        trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None)
-    refuse_kept_tensors(trace.result)
+    with new_objects_together() as generation:
+        with outside_values_kept(outside):
+            trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None)
+        refuse_kept_tensors(trace.result, generation())
     graph = read_traced_result(trace.result, model=model, read=trace.read)
     graph.fixed_signature = False
     graph.outside = outside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,17 @@ def transposed(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(x.T.shape)
 
 
+@functools.cache
+def one_object() -> SimpleNamespace:
+    return SimpleNamespace()
+
+
+def kept_in_an_old_object(y: torch.Tensor) -> torch.Tensor:
+    one_object().mask = torch.tril(torch.ones(3, 3))
+    gc.collect()  # moves the tensor to where Python's collector has the oldest objects
+    return one_object().mask @ y
+
+
 @functools.lru_cache
 def width(n: int) -> tuple[int, str]:
     return 2 * n, "wide"
@@ -52,13 +64,14 @@ CACHED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any]] = {
     "in_containers": (lambda y: in_containers(3)["masks"][0].causal @ y, in_containers),
     "Masks.causal": (lambda y: MASKS.causal(3) @ y, Masks.causal),
     "transposed": (lambda y: y * transposed(y)[0], transposed),
+    "one_object": (kept_in_an_old_object, one_object),
 }
 
 
 @pytest.fixture(autouse=True)
 def caches_empty() -> Iterator[None]:
     yield
-    for cached in (causal, in_containers, transposed, width, Masks.causal):
+    for cached in (causal, in_containers, transposed, one_object, width, Masks.causal):
         cached.cache_clear()
     globals()["DIAGONAL"] = 0
 
@@ -76,6 +89,7 @@ def loss_of(compute: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., to
 @pytest.mark.parametrize("check", [True, False])
 def test_a_tensor_of_the_trace_is_refused_and_forgotten(name: str, check: bool) -> None:
     compute, cached = CACHED[name]
+    one_object()
     with pytest.raises(CaptureError) as error:
         capture_train_step(loss_of(compute), build(), X, check=check)
     assert str(error.value) == (
