@@ -5,6 +5,7 @@ A round runs one step of every variant, so that a machine that slows down slows 
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from rich.table import Table
 
-__all__ = ["Row", "Step", "Timing", "time_rounds", "timing_table"]
+__all__ = ["Row", "Step", "Timing", "time_on_ranks", "time_rounds", "timing_table"]
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,9 @@ def time_rounds(
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for index in range(num_warm_ups + num_rounds):
         for name, step in variants.items():
-            if on_ranks:
-                dist.barrier()
             with _paused_gc() if pause_gc else nullcontext():
-                start = time.perf_counter()
-                step(index)
-                own = time.perf_counter() - start
-            seconds[name].append(_slowest(own) if on_ranks else own)
+                clock = time_on_ranks if on_ranks else _seconds
+                seconds[name].append(clock(functools.partial(step, index)))
     return {name: Timing(found[0], tuple(found[num_warm_ups:])) for name, found in seconds.items()}
 
 
@@ -103,9 +100,22 @@ def _paused_gc() -> Iterator[None]:
         gc.enable()
 
 
-def _slowest(seconds: float) -> float:
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def time_on_ranks(work: Callable[[], object]) -> float:
+    """Returns the seconds that the slowest rank of the default process group takes; all begin together.
+
+    Args:
+        work: returns when it is done.
+    """
+    dist.barrier()
+    own = _seconds(work)
     everyone = [0.0] * dist.get_world_size()
-    dist.all_gather_object(everyone, seconds)
+    dist.all_gather_object(everyone, own)
     return max(everyone)
 
 

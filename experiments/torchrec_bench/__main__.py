@@ -11,7 +11,7 @@ import tyro
 
 from experiments.harness.select import Only, select
 from experiments.torchrec_bench.ranks import measure
-from experiments.torchrec_bench.results import Results, goals_table, results_table, to_json
+from experiments.torchrec_bench.results import Results, floors_table, goals_table, results_table, to_json
 from experiments.torchrec_bench.workloads import Workload, workloads
 from graphpasses.terminal import make_console
 
@@ -51,7 +51,7 @@ def main(
                 say(f"{variant} failed: {result}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(to_json(measured), indent=1) + "\n")
-    console.print(results_table(measured), goals_table(measured), sep="\n")
+    console.print(results_table(measured), floors_table(measured), goals_table(measured), sep="\n")
     say(f"all numbers are in {out}")
     return int(any(isinstance(result, str) for _, results in measured for result in results.values()))
 

@@ -19,7 +19,7 @@ from torchrec.optim import RowWiseAdagrad
 
 from experiments.torchrec_bench.workloads import Variant, Workload
 
-__all__ = ["Batch", "build", "make_batch"]
+__all__ = ["Batch", "build", "make_batch", "table_configs", "with_dense_layers"]
 
 NUM_DENSE_FEATURES, LR = 13, 0.01
 _OPTIMIZERS = {"sgd": torch.optim.SGD, "row-wise adagrad": RowWiseAdagrad}
@@ -44,7 +44,7 @@ class Lookups(nn.Module):
 class DLRMLoss(nn.Module):
     """TorchRec's DLRM with the layers that TorchRec's own training script has by default."""
 
-    def __init__(self, collection: EmbeddingBagCollection) -> None:
+    def __init__(self, collection: nn.Module) -> None:
         super().__init__()
         dim = collection.embedding_bag_configs()[0].embedding_dim
         self.dlrm = DLRM(collection, NUM_DENSE_FEATURES, [512, 256, dim], [512, 512, 256, 1])
@@ -66,24 +66,32 @@ def build(workload: Workload, variant: Variant) -> nn.Module:
     """
     torch.manual_seed(0)
     optimizer = _OPTIMIZERS[workload.optimizer]
-    tables = [
-        EmbeddingBagConfig(
-            name=f"t{i}", embedding_dim=workload.dim, num_embeddings=rows, feature_names=[f"f{i}"]
-        )
-        for i, rows in enumerate(workload.num_rows)
-    ]
+    tables = table_configs(workload)
     if variant.layout == "fused EBC":
-        return Lookups([FusedEmbeddingBagCollection(tables, optimizer, {"lr": LR})])
+        return with_dense_layers(workload, [FusedEmbeddingBagCollection(tables, optimizer, {"lr": LR})])
     # Tables that are to be sharded get memory when they are.
     device = torch.device("cpu" if variant.layout == "plain EBC" else "meta")
     groups = [[table] for table in tables] if variant.layout == "26 EBCs" else [tables]
     collections = [EmbeddingBagCollection(tables=group, device=device) for group in groups]
     for collection in collections:
         apply_optimizer_in_backward(optimizer, collection.parameters(), {"lr": LR})
-    if variant.layout == "plain EBC":
-        return Lookups(collections)
-    model = DLRMLoss(collections[0]) if variant.layout == "one EBC, mixed" else Lookups(collections)
-    return _shard(workload, variant, model)
+    model = with_dense_layers(workload, collections)
+    return model if variant.layout == "plain EBC" else _shard(workload, variant, model)
+
+
+def table_configs(workload: Workload) -> list[EmbeddingBagConfig]:
+    """Returns the tables of a workload, one per feature."""
+    return [
+        EmbeddingBagConfig(
+            name=f"t{i}", embedding_dim=workload.dim, num_embeddings=rows, feature_names=[f"f{i}"]
+        )
+        for i, rows in enumerate(workload.num_rows)
+    ]
+
+
+def with_dense_layers(workload: Workload, collections: list[nn.Module]) -> nn.Module:
+    """Returns a workload's model on top of its collections."""
+    return DLRMLoss(collections[0]) if workload.has_dense_layers else Lookups(collections)
 
 
 def _shard(workload: Workload, variant: Variant, model: nn.Module) -> nn.Module:

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 
 from experiments.harness.interleaved import Rounds, interleave
-from experiments.torchrec_bench.results import Measured, Results
+from experiments.torchrec_bench.results import Floor, Measured, Results
 from experiments.torchrec_bench.workloads import Variant, Workload
 
 __all__ = ["measure"]
@@ -29,7 +29,7 @@ def measure(workload: Workload, num_rounds: int, say: Callable[[str], None]) -> 
     return interleave(_on_rank, workload.num_ranks, variants, say, _PRELOAD)
 
 
-def _on_rank(rounds: Rounds, workload: Workload, variant: Variant, num_rounds: int) -> Measured:
+def _on_rank(rounds: Rounds, workload: Workload, variant: Variant, num_rounds: int) -> Measured | Floor:
     warnings.simplefilter("ignore")  # TorchRec and FBGEMM warn of their own code
     from experiments.torchrec_bench.train import train_on_rank
 

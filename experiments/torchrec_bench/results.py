@@ -13,9 +13,15 @@ from experiments.harness.bench import Row, Timing, timing_table
 from experiments.torchrec_bench.workloads import Variant, Workload
 from experiments.torchrec_parity.results import Calls
 
-__all__ = ["Goal", "Measured", "Results", "goals", "goals_table", "results_table", "to_json"]
+__all__ = [
+    *("DENSE", "Floor", "Goal", "Measured", "Results"),
+    *("floors_table", "goals", "goals_table", "results_table", "to_json"),
+]
 
-PEAK_GOAL = 1.1
+FLOOR_GOAL = 1.15  # what a step may take, in floors
+# What compiling may keep beyond eager's peak, MiB: 5 % of tables of 8 GiB. It does not depend on their size.
+PEAK_GOAL = 0.05 * 8 * 1024
+DENSE = ("dense layers", "dense layers, compiled")  # the same part of a floor twice
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,25 @@ class Measured:
     calls: Calls
 
 
-Results = Mapping[Variant, Measured | str]
+@dataclass(frozen=True)
+class Floor:
+    """What a step must take in any case.
+
+    Args:
+        parts: by name what a part takes alone, on the slowest rank.
+    """
+
+    parts: Mapping[str, Timing]
+
+    @property
+    def seconds(self) -> float:
+        """The parts' fastest rounds, added; of the dense layers the faster way counts."""
+        fastest = {name: timing.fastest for name, timing in self.parts.items()}
+        dense = [fastest.pop(name) for name in DENSE if name in fastest]
+        return sum(fastest.values()) + min(dense, default=0.0)
+
+
+Results = Mapping[Variant, Measured | Floor | str]
 
 
 @dataclass(frozen=True)
@@ -67,21 +91,41 @@ def goals(workload: Workload, results: Results) -> list[Goal]:
         Its goals; where a variant failed, that every one runs is the only goal.
     """
     costs = {variant: result for variant, result in results.items() if isinstance(result, Measured)}
-    if failed := [variant for variant in results if variant not in costs]:
+    if failed := [variant for variant, result in results.items() if isinstance(result, str)]:
         return [Goal("every variant runs", "", f"{', '.join(map(str, failed))}: failed", False)]
     ours = {variant: measured for variant, measured in costs.items() if variant.is_ours}
     best = min(ours, key=lambda variant: ours[variant].timing.median)
     found = []
-    for other, must in workload.speed_goals.items():
-        ratio = ours[best].timing.times_as_fast_as(costs[other].timing)
-        found.append(Goal(f"speed of {best.how} : {other}", f"≥ {must:.2f}", f"{ratio:.2f}", ratio >= must))
-    peak = max(measured.peak_mib for measured in ours.values()) / costs[workload.variants[0]].peak_mib
-    found.append(Goal("steps' peak memory : eager", f"≤ {PEAK_GOAL:.2f}", f"{peak:.2f}", peak <= PEAK_GOAL))
+    if (floor := _floor(results)) is not None:
+        ratio = ours[best].timing.median / floor.seconds
+        found.append(
+            Goal(f"{best.how}'s step : floor", f"≤ {FLOOR_GOAL}", f"{ratio:.2f}", ratio <= FLOOR_GOAL)
+        )
+    eager = costs[workload.variants[0]]
+    most_mib = max(measured.peak_mib for measured in ours.values()) - eager.peak_mib
+    found.append(
+        Goal(
+            "steps' peak beyond eager's, MiB", f"≤ {PEAK_GOAL:.0f}", f"{most_mib:,.0f}", most_mib <= PEAK_GOAL
+        )
+    )
+    most_mib = max(measured.first_peak_mib for measured in ours.values()) - eager.first_peak_mib
+    found.append(
+        Goal(
+            "first steps' peak beyond eager's, MiB",
+            f"≤ {PEAK_GOAL:.0f}",
+            f"{most_mib:,.0f}",
+            most_mib <= PEAK_GOAL,
+        )
+    )
     if (most := workload.collectives_goal) is not None:
         counts = max(map(_collectives, ours.values()))
         ok = all(count <= limit for count, limit in zip(counts, most, strict=True))
         found.append(Goal("collectives per step", f"≤ {_sum(most)}", _sum(counts), ok))
     return found
+
+
+def _floor(results: Results) -> Floor | None:
+    return next((result for result in results.values() if isinstance(result, Floor)), None)
 
 
 def _collectives(measured: Measured) -> tuple[int, int]:
@@ -102,20 +146,43 @@ def results_table(measured: Sequence[tuple[Workload, Results]]) -> Table:
         measured: workloads, and what each of their variants cost.
     """
     rows = [
-        Row(str(workload), str(variant), result.timing, _cells(result))
+        Row(str(workload), str(variant), result.timing, _cells(result, _floor(results)))
         if isinstance(result, Measured)
         else Row(str(workload), str(variant), None)
         for workload, results in measured
         for variant, result in results.items()
+        if not isinstance(result, Floor)
     ]
     title = "Steps; memory of all ranks, calls of a step's forward + backward"
     return timing_table(
-        title, rows, ("first steps' peak, MiB", "steps' peak, MiB", "collectives", "TBE calls")
+        title, rows, ("floors", "first steps' peak, MiB", "steps' peak, MiB", "collectives", "TBE calls")
     )
 
 
-def _cells(measured: Measured) -> tuple[str, ...]:
+def floors_table(measured: Sequence[tuple[Workload, Results]]) -> Table:
+    """Makes the table of all floors, part by part, in milliseconds.
+
+    Args:
+        measured: workloads, and what each of their variants cost.
+    """
+    floors = {
+        str(workload): floor for workload, results in measured if (floor := _floor(results)) is not None
+    }
+    parts = list(dict.fromkeys(name for floor in floors.values() for name in floor.parts))
+    table = Table(
+        "workload", title="Floors: the fastest round of each part, ms; the faster dense layers count"
+    )
+    for column in (*parts, "floor"):
+        table.add_column(column, justify="right")
+    for workload, floor in floors.items():
+        cells = [f"{1e3 * floor.parts[name].fastest:,.1f}" if name in floor.parts else "" for name in parts]
+        table.add_row(workload, *cells, f"{1e3 * floor.seconds:,.1f}")
+    return table
+
+
+def _cells(measured: Measured, floor: Floor | None) -> tuple[str, ...]:
     return (
+        "" if floor is None else f"{measured.timing.median / floor.seconds:.2f}",
         f"{measured.first_peak_mib:,.0f}",
         f"{measured.peak_mib:,.0f}",
         _sum(_collectives(measured)),
@@ -159,7 +226,7 @@ def to_json(measured: Sequence[tuple[Workload, Results]]) -> list[dict[str, Any]
             "workload": str(workload),
             "variants": {
                 str(variant): dataclasses.asdict(result)
-                if isinstance(result, Measured)
+                if not isinstance(result, str)
                 else {"failed": result}
                 for variant, result in results.items()
             },
