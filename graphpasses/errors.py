@@ -17,7 +17,6 @@ __all__ = [
     "IdentityError",
     "KeyOrderError",
     "LayoutError",
-    "OptimizerError",
     "PipelineError",
     "PlanError",
     "ProofError",
@@ -121,7 +120,3 @@ class ArenaError(GraphPassesError, ValueError):
 
 class IdError(GraphPassesError, IndexError):
     """A table was looked up with an id that is not one of its rows, or with offsets that make no bags."""
-
-
-class OptimizerError(GraphPassesError, ValueError):
-    """Optimizers in backward were changed to what the fused update that a step compiled cannot do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.guards import GuardBuilder, install_guard
 
-__all__ = ["BackendCompilerFailed", "guard_identity", "live_inputs"]
+__all__ = ["BackendCompilerFailed", "guard_condition", "guard_identity", "live_inputs"]
 
 
 def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
@@ -44,3 +45,19 @@ def guard_identity(placeholder: fx.Node) -> None:
         placeholder: a placeholder of the graph that Dynamo traced.
     """
     install_guard(placeholder.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def guard_condition(placeholder: fx.Node, holds: Callable[[], bool], text: str) -> None:
+    """Has Dynamo compile again where something does not hold that it does not look at. To be called as above.
+
+    Args:
+        placeholder: a placeholder of the graph that Dynamo traced.
+        holds: whether it does; asked before each call, so it should be quick, and keep no tensor alive.
+        text: what holds, for ``TORCH_LOGS=recompiles``.
+    """
+
+    def guard(builder: GuardBuilder, _: Any) -> None:
+        # At the root, since guards below it rest while no attribute of a module is set.
+        builder.guard_manager.root.add_lambda_guard(lambda _: holds(), [text], None)
+
+    install_guard(placeholder.meta["grapharg"].source.make_guard(guard))

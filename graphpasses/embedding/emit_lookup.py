@@ -92,8 +92,10 @@ def emit_lookup(
     states = [weights]
     if update.arenas:
         states.append(graph.add_input(update.arenas["sum"].flat, f"{name}.sum"))
-        steps = graph.add_input(update.arenas["step"].flat, f"{name}.step")
-        trigger = graph.emit(count_steps, (trigger, steps), like=like)
+        arena = update.arenas["step"]
+        steps = graph.add_input(arena.flat, f"{name}.step")
+        places = graph.add_input(torch.tensor(arena.offsets), f"{name}.step_offsets")
+        trigger = graph.emit(count_steps, (trigger, steps, places), like=like)
     no_cache = graph.add_input(torch.empty(0, dtype=torch.int32), f"{name}.cache_locations")
     # The lists as FBGEMM 1.8.0's `lookup_sgd.py` and its siblings fill them.
     arguments = {

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from graphpasses._torch.optimizer_in_backward import (
+    has_gradient_hooks,
     has_step_hooks,
     optimizers_in_backward,
     steps_in_backward,
 )
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.torchrec.names import ROWWISE_ADAGRAD
-from graphpasses.errors import OptimizerError
 
 __all__ = ["FusedForm", "FusedUpdate", "learning_rate", "optimizer_states"]
 
@@ -123,27 +123,22 @@ class FusedUpdate:
         }
         return cls(form, tables, torch.tensor(0.0), states, arenas)
 
+    def is_current(self) -> bool:
+        """Whether the optimizers still are one update; with another option, rate or hook they may not be."""
+        rates = set()
+        for table in self.tables.values():
+            if FusedForm.of(table) != self.form or has_gradient_hooks(table):
+                return False
+            rates.add(learning_rate(table))
+        return len(rates) == 1
+
     def refresh(self) -> None:
         """Takes over what the user changed since the last step: the learning rate, and states that were loaded.
 
         Raises:
-            OptimizerError: learning rates differ, or an optimizer was changed to what the update cannot do.
             ArenaError: a state tensor was moved.
         """
-        rates = {fqn: learning_rate(table) for fqn, table in self.tables.items()}
-        (first, rate), *_ = rates.items()
-        for fqn, table in self.tables.items():
-            if FusedForm.of(table) != self.form:
-                raise OptimizerError(
-                    f"the optimizer in backward of {fqn} was changed after the model was compiled; call "
-                    "torch.compiler.reset() to compile again"
-                )
-            if rates[fqn] != rate:
-                raise OptimizerError(
-                    f"the optimizers in backward of {first} and {fqn} have the learning rates {rate} and "
-                    f"{rates[fqn]}, but are one fused update; give them one, or call torch.compiler.reset() to "
-                    "compile again with an update for each"
-                )
+        rate = learning_rate(next(iter(self.tables.values())))
         self.learning_rate.fill_(rate)
         for name, tensors in self.states.items():
             for table, tensor in zip(self.tables.values(), tensors, strict=True):

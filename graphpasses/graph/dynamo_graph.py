@@ -62,19 +62,19 @@ class DynamoGraph(TrainGraph):
         return copy
 
     def add_input(self, tensor: torch.Tensor, fqn: str) -> fx.Node:
-        """Adds a placeholder that every call gives ``tensor``, after the others.
+        """Returns a placeholder that every call gives ``tensor``: the one that was added for it, or a new last one.
 
         Args:
             tensor: a live tensor that the compiled model keeps, e.g. an arena that several tables share.
             fqn: what it is, for messages.
 
-        Returns:
-            The placeholder.
-
         Raises:
             PipelineError: the graph reads no tensor, so nothing says how its values are made.
         """
         placeholders = self.placeholders
+        for node, given in zip(placeholders, self.live, strict=True):
+            if given is tensor and "grapharg" not in node.meta:  # which the batch or the model gives
+                return node
         mode = fake_mode_of([node.meta.get("val") for node in placeholders])
         if mode is None:
             raise PipelineError(f"the graph has no tensor among its inputs; {fqn} cannot be added to them")

@@ -12,28 +12,29 @@ __all__ = ["count_steps"]
 
 class _CountSteps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, trigger: Tensor, steps: Tensor) -> Tensor:
-        ctx.steps = steps
+    def forward(ctx: Any, trigger: Tensor, steps: Tensor, places: Tensor) -> Tensor:
+        ctx.steps, ctx.places = steps, places
         return trigger.view_as(trigger)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.steps.add_(1)
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.steps[ctx.places] += 1
+        return gradients[0], None, None
 
 
-def count_steps(trigger: Tensor, steps: Tensor) -> Tensor:
-    """Returns ``trigger``; a backward that reaches it adds one to each of ``steps``.
+def count_steps(trigger: Tensor, steps: Tensor, places: Tensor) -> Tensor:
+    """Returns ``trigger``; a backward that reaches it adds one to some of ``steps``.
 
     Args:
         trigger: the empty tensor whose gradient makes a fused lookup part of backward.
-        steps: the steps that optimizers count, [tables], float32.
+        steps: the steps that optimizers count, 1-D, float32.
+        places: where in ``steps`` those of the lookup's tables are, [tables], int64.
 
     Example:
-        >>> trigger, steps = torch.empty(0, requires_grad=True), torch.zeros(2)
-        >>> count_steps(trigger, steps).sum().backward()
+        >>> trigger, steps = torch.empty(0, requires_grad=True), torch.zeros(3)
+        >>> count_steps(trigger, steps, torch.tensor([0, 2])).sum().backward()
         >>> steps
-        tensor([1., 1.])
+        tensor([1., 0., 1.])
     """
-    counted: Tensor = _CountSteps.apply(trigger, steps)  # type: ignore[no-untyped-call]
+    counted: Tensor = _CountSteps.apply(trigger, steps, places)  # type: ignore[no-untyped-call]
     return counted

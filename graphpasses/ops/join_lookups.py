@@ -48,7 +48,7 @@ def join_bags(
         names: per lookup: its module's name, for messages.
 
     Returns:
-        All ids; the lengths of their bags, [sum(num_features), B], where B is the largest batch.
+        All ids, int64; the lengths of their bags, int64 [sum(num_features), B], where B is the largest batch.
 
     Raises:
         IdError: some ids of a lookup are in none of its bags.
@@ -64,7 +64,7 @@ def join_bags(
     batch_size = max(batch_sizes)
     # Between the lengths of two members stands the difference of the one's last offset and the other's first.
     sizes = [size for ends in offsets for size in (ends.numel() - 1, 1)][:-1]
-    parts = torch.cat(list(offsets)).diff().split_with_sizes(sizes)[::2]
+    parts = torch.cat(list(offsets)).long().diff().split_with_sizes(sizes)[::2]
     if min(batch_sizes) == batch_size:
         lengths = torch.cat(parts).view(sum(num_features), batch_size)
     else:
@@ -72,7 +72,7 @@ def join_bags(
         rows = lengths.split_with_sizes(list(num_features))
         for row, part, size in zip(rows, parts, batch_sizes, strict=True):
             row[:, :size] = part.view(-1, size) if size else 0
-    joined = torch.cat(list(ids))
+    joined = torch.cat(list(ids)).long()
     if int(lengths.sum()) != joined.numel():
         _refuse(ids, offsets, names)
     return joined, lengths
@@ -106,7 +106,8 @@ def _fake_join_bags(
     else:
         batch_size = reduce(torch.sym_max, others, first)
     num_ids = torch.sym_sum([part.numel() for part in ids])  # type: ignore[no-untyped-call]
-    return ids[0].new_empty(num_ids), offsets[0].new_empty(sum(num_features), batch_size)
+    lengths = offsets[0].new_empty(sum(num_features), batch_size, dtype=torch.int64)
+    return ids[0].new_empty(num_ids, dtype=torch.int64), lengths
 
 
 JOIN_BAGS = define_operator(

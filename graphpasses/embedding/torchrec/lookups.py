@@ -179,8 +179,6 @@ class LookupCall:
             return "it uses FBGEMM's feature_requires_grad, a cache, or statistics"
         if arguments["aux_bool"][_GLOBAL_WEIGHT_DECAY]:
             return "its optimizer decays all rows, looked up or not"
-        if {arguments[name].meta["val"].dtype for name in ("indices", "offsets")} != {torch.int64}:
-            return "its ids are not int64"
         if self.inputs[arguments["weights"][1]].tensor.ne(HOST).any():
             return "its tables lie in several memories"
         if self.inputs[arguments["hash_size_cumsum"]].tensor.diff()[-1] == 0:

@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import fx
 
-from graphpasses._torch.dynamo import guard_identity
+from graphpasses._torch.dynamo import guard_condition, guard_identity
 from graphpasses._torch.storage import addresses
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.effects import has_gradient, launches_collective
@@ -20,7 +21,6 @@ from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.emit_lookup import emit_lookup_like
 from graphpasses.embedding.torchrec.lookups import LookupCall, TableLayout
 from graphpasses.embedding.torchrec.names import complete_cumsum
-from graphpasses.errors import OptimizerError
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -28,6 +28,9 @@ from graphpasses.passes.runner import GraphPass, Numerics
 __all__ = ["FuseTBE"]
 
 aten = torch.ops.aten
+
+# What a lookup reads of the batch.
+_BAGS = ("indices", "offsets", "indice_weights")
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,26 @@ def _plan(graph: DynamoGraph) -> _Plan:
     groups = [
         tuple(candidates[node] for node in group) for group in independent_groups(candidates, levels, key)
     ]
-    for call, *others in groups:
-        arena = Arena.containing(call.state_tensors[0])
-        if not others and len(calls) > 1 and arena is not None and arena is not call.state_tensors[0]:
+    tables = Counter(id(arena) for call in candidates.values() if (arena := _arena(call)) is not None)
+    rewritten = []
+    for group in groups:
+        number = tables[id(_arena(group[0]))]
+        # Lookups in one arena write one tensor, those that are alone, too, so that their writes stay in order.
+        if len(group) > 1 or number > 1:
+            rewritten.append(group)
+        elif number == 1 and len(calls) > 1:
             graph.note(
-                f"the lookup of {call.module} is left alone: a model compiled before fused it with others"
+                f"the lookup of {group[0].module} is left alone: a model compiled before fused it with others"
             )
     order = sort_by_level(graph.graph, levels, candidates.__contains__)
-    return _Plan(tuple(group for group in groups if len(group) > 1), order)
+    return _Plan(tuple(rewritten), order)
+
+
+def _arena(call: LookupCall) -> torch.Tensor | None:
+    """Returns the memory in which a lookup's tables lie together with others; None if in none."""
+    table = call.state_tensors[0]
+    arena = Arena.containing(table)
+    return None if arena is table else arena
 
 
 def _reject_reason(call: LookupCall, memories: Mapping[int, int]) -> str | None:
@@ -93,13 +108,12 @@ def _with_gradient(graph: DynamoGraph) -> set[fx.Node]:
 
 def _apply(graph: DynamoGraph, plan: _Plan) -> int:
     place_nodes(graph.graph, plan.order)
-    arenas: dict[int, fx.Node] = {}
     for calls in plan.groups:
-        _fuse(graph, calls, arenas)
+        _fuse(graph, calls)
     return sum(map(len, plan.groups))
 
 
-def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.Node]) -> None:
+def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall]) -> None:
     """Emits one call after the last of ``calls``, which no longer depend on anything that comes after them."""
     first, last = calls[0], calls[-1]
     for state in (state for call in calls for state in call.states):
@@ -110,35 +124,32 @@ def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall], arenas: dict[int, fx.
     tensors_by_state = zip(*(call.state_tensors for call in calls), strict=True)
     for key, tensors in zip(("weights", "momentum1"), tensors_by_state, strict=False):
         arena = Arena.of(tensors, [f"{module}.{key}_host" for module in modules])
-        if id(arena.flat) not in arenas:
-            arenas[id(arena.flat)] = graph.add_input(arena.flat, f"{name}.{key}")
-        states.append(arenas[id(arena.flat)])
+        states.append(graph.add_input(arena.flat, f"{name}.{key}"))
         starts.append(arena.offsets)
         positions = [call.inputs[call.arguments[key][0]].position for call in calls]
         graph.input_checks.append(_arena_check(arena, positions))
-    graph.input_checks.append(_rate_check(calls))
+    _guard_rates(calls)
 
-    def inputs(key: str) -> list[fx.Node]:
-        return [call.arguments[key] for call in calls]
-
+    layout = TableLayout.join([call.layout() for call in calls], *starts)
     with graph.graph.inserting_before(last.node.next):
-        num_features = [call.num_features for call in calls]
-        joined = graph.emit(
-            JOIN_BAGS, (inputs("indices"), inputs("offsets"), num_features, modules), like=last.node
-        )
-        indices, lengths = [graph.emit(operator.getitem, (joined, i), like=last.node) for i in range(2)]
-        lengths = graph.emit(aten.view.default, (lengths, [-1]), like=last.node)
-        offsets = graph.emit(complete_cumsum(), (lengths,), like=last.node)
-        weights = None
-        if first.arguments["indice_weights"] is not None:
-            weights = graph.emit(aten.cat.default, (inputs("indice_weights"),), like=last.node)
-        layout = TableLayout.join([call.layout() for call in calls], *starts)
-        fused = emit_lookup_like(
-            graph, first, layout, states, indices=indices, offsets=offsets, indice_weights=weights, name=name
-        )
-        outputs = _split(graph, calls, fused)
+        bags = _join(graph, calls) if len(calls) > 1 else {key: first.arguments[key] for key in _BAGS}
+        fused = emit_lookup_like(graph, first, layout, states, **bags, name=name)
+        outputs = _split(graph, calls, fused) if len(calls) > 1 else [fused]
     for call, output in zip(calls, outputs, strict=True):
         graph.replace(call.node, output)
+
+
+def _join(graph: DynamoGraph, calls: Sequence[LookupCall]) -> dict[str, fx.Node | None]:
+    """Emits what the lookup reads of the batch; returns it by the names of the lookup's arguments."""
+    like = calls[-1].node
+    indices, offsets, weights = ([call.arguments[key] for call in calls] for key in _BAGS)
+    num_features, modules = [call.num_features for call in calls], [call.module for call in calls]
+    joined = graph.emit(JOIN_BAGS, (indices, offsets, num_features, modules), like=like)
+    ids, lengths = [graph.emit(operator.getitem, (joined, i), like=like) for i in range(2)]
+    lengths = graph.emit(aten.view.default, (lengths, [-1]), like=like)
+    ends = graph.emit(complete_cumsum(), (lengths,), like=like)
+    joint_weights = None if weights[0] is None else graph.emit(aten.cat.default, (weights,), like=like)
+    return dict(zip(_BAGS, (ids, ends, joint_weights), strict=True))
 
 
 def _split(graph: DynamoGraph, calls: Sequence[LookupCall], fused: fx.Node) -> list[fx.Node]:
@@ -164,21 +175,18 @@ def _arena_check(arena: Arena, positions: Sequence[int]) -> Callable[[Sequence[A
     return lambda values: arena.check([values[position] for position in positions])
 
 
-def _rate_check(calls: Sequence[LookupCall]) -> Callable[[Sequence[Any]], None]:
-    modules = [call.module for call in calls]
-    positions = [call.inputs[call.arguments["learning_rate_tensor"]].position for call in calls]
+def _guard_rates(calls: Sequence[LookupCall]) -> None:
+    """Has Dynamo compile again when the learning rates part: a fused lookup's backward knows one."""
+    rates = [call.arguments["learning_rate_tensor"] for call in calls]
+    for rate in rates:
+        guard_identity(rate)
+    tensors = [ref(call.inputs[rate].tensor) for call, rate in zip(calls, rates, strict=True)]
 
-    def check(values: Sequence[Any]) -> None:
-        rates = [values[position].item() for position in positions]
-        for rate, module in zip(rates, modules, strict=True):
-            if rate != rates[0]:
-                raise OptimizerError(
-                    f"{modules[0]} and {module} have learning rates {rates[0]} and {rate}, but one lookup stands for "
-                    "both, and its backward knows one rate: set both to one rate, call torch.compiler.reset() to "
-                    "compile again, or disable the pass 'fuse-tbe'"
-                )
+    def agree() -> bool:
+        return len({None if (rate := get()) is None else rate.item() for get in tensors}) == 1
 
-    return check
+    modules = ", ".join(call.module for call in calls)
+    guard_condition(rates[0], agree, f"{modules} have one learning rate")
 
 
 @dataclass(frozen=True)

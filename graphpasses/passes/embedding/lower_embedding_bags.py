@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
+from weakref import WeakMethod
 
 import torch
 from torch import fx
 
-from graphpasses._torch.dynamo import guard_identity
+from graphpasses._torch.dynamo import guard_condition, guard_identity
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
 from graphpasses.embedding.arena import Arena
@@ -100,8 +101,15 @@ def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall]) -> fx.Node:
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
     arena = Arena.of(list(tables.values()), list(tables))
     update = FusedUpdate.of(calls[0].kind.form, tables)
-    _check_tables(graph, arena, list({call.fqn: call.weight for call in calls}.values()))
+    placeholders = {call.fqn: call.weight for call in calls}
+    _check_tables(graph, arena, list(placeholders.values()))
     graph.checks.append(update.refresh)
+    is_current = WeakMethod(update.is_current)
+    guard_condition(
+        calls[0].weight,
+        lambda: (method := is_current()) is not None and method(),
+        f"the optimizers in backward of {', '.join(tables)} are one {update.form.name}",
+    )
     weights = graph.add_input(arena.flat, f"{name}.weights_host")
     bags, layout = _emit_bags(graph, calls), _layout(calls, arena, update)
     return emit_lookup(graph, layout, weights, bags, update, name=name, like=calls[0].node)
