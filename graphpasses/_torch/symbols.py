@@ -12,12 +12,28 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, resolve
 
 from graphpasses._torch import pytree
 
-__all__ = ["can_unify_sizes", "expression", "unify_sizes"]
+__all__ = ["can_unify_sizes", "example_size", "expression", "unify_sizes"]
 
 
 def expression(size: int | torch.SymInt) -> Any:
     """Returns what stands for a size in arithmetic: a number, or an expression of symbols."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def example_size(size: int | torch.SymInt) -> tuple[int, int]:
+    """Returns what a size was for the batch that was traced, and how many of its parts only running tells.
+
+    Args:
+        size: a size, e.g. the sum of this rank's number of samples, ``s0``, and of the other ranks', ``u1 + u2``.
+
+    Returns:
+        The size without those parts, and their number: for 5 samples here ``(5, 2)``.
+    """
+    if not isinstance(size, torch.SymInt):
+        return size, 0
+    unbacked = free_unbacked_symbols(size)
+    known = size.node.expr.xreplace(size.node.shape_env.backed_var_to_val | dict.fromkeys(unbacked, 0))
+    return int(known), len(unbacked)
 
 
 def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:

@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -19,6 +20,7 @@ from graphpasses.analysis.effects import has_gradient, launches_collective
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.emit_lookup import emit_lookup_like
+from graphpasses.embedding.join_cost import padding_cost, plan_joins
 from graphpasses.embedding.torchrec.lookups import LookupCall, TableLayout
 from graphpasses.embedding.torchrec.names import complete_cumsum
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
@@ -60,7 +62,9 @@ def _plan(graph: DynamoGraph) -> _Plan:
         return modes[node], node in trained, arenas, call.settings()
 
     groups = [
-        tuple(candidates[node] for node in group) for group in independent_groups(candidates, levels, key)
+        part
+        for group in independent_groups(candidates, levels, key)
+        for part in _worth_joining(graph, [candidates[node] for node in group])
     ]
     tables = Counter(id(arena) for call in candidates.values() if (arena := _arena(call)) is not None)
     rewritten = []
@@ -75,6 +79,26 @@ def _plan(graph: DynamoGraph) -> _Plan:
             )
     order = sort_by_level(graph.graph, levels, candidates.__contains__)
     return _Plan(tuple(rewritten), order)
+
+
+def _worth_joining(graph: DynamoGraph, calls: Sequence[LookupCall]) -> list[tuple[LookupCall, ...]]:
+    """Returns which of some lookups become one, of those that can; notes which do not, and why."""
+    bags = [call.bags() for call in calls]
+    parts = plan_joins(bags)
+    for larger, smaller in pairwise(parts):
+        names = " and ".join(_name([calls[index] for index in part]) for part in (smaller, larger))
+        padded = [bags[index] for index in smaller]
+        before, after = (max(bags[index].batch_size or 0 for index in part) for part in (smaller, larger))
+        cost = f"{padding_cost(padded, after) / 1e3:,.1f} ms or more per step"
+        reason = f"padding {before:,} samples to {after:,} would take {cost}"
+        if padded[0].batch_size is None:
+            reason = "the batch size of the first is not known"
+        graph.note(f"{names} stay apart: {reason}")
+    return [tuple(calls[index] for index in part) for part in parts]
+
+
+def _name(calls: Sequence[LookupCall]) -> str:
+    return " to ".join(dict.fromkeys((calls[0].module, calls[-1].module)))
 
 
 def _arena(call: LookupCall) -> torch.Tensor | None:
@@ -119,7 +143,7 @@ def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall]) -> None:
     for state in (state for call in calls for state in call.states):
         guard_identity(state)  # other tables do not lie in the arenas: for them it is another graph
     modules = [call.module for call in calls]
-    name = f"{modules[0]} to {modules[-1]}"
+    name = _name(calls)
     states, starts = [], []
     tensors_by_state = zip(*(call.state_tensors for call in calls), strict=True)
     for key, tensors in zip(("weights", "momentum1"), tensors_by_state, strict=False):
@@ -264,10 +288,15 @@ class FuseTBE(GraphPass):
         return cat, cpu, cpu_1  # output 0, output 1, output 2
 
     Lookups become one that agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
-    embedding dimension, too) and do not depend on each other. Their tables and optimizer states move into one memory
-    (:class:`~graphpasses.embedding.arena.Arena`); every tensor that aliases them follows. Each call checks
-    that they still lie there, and that the learning rates still agree; for other tables, those of another instance of
-    the model or ones that were put in their place, Dynamo compiles again.
+    embedding dimension, too) and do not depend on each other, if their batches are equal, or padding the smaller
+    ones costs less than a lookup (:mod:`graphpasses.embedding.join_cost`). Sizes are those of the batch that was
+    traced; of samples that ranks send each other, all are taken to have as many as this one. A rank decides for
+    itself: no collective changes.
+
+    The tables and optimizer states of a lookup move into one memory (:class:`~graphpasses.embedding.arena.Arena`);
+    every tensor that aliases them follows. Each call checks that they still lie there. Dynamo compiles again for
+    other tables, those of another instance of the model or ones that were put in their place; and where learning
+    rates part, for lookups that have one. A rank may do so alone.
 
     A table that the model looks up twice is left alone: its optimizer would see one gradient where it sees two.
     Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.

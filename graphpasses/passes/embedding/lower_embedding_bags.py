@@ -230,8 +230,8 @@ class LowerEmbeddingBags(GraphPass):
     It lowers tables whose SGD, Adagrad or RowWiseAdagrad was put into backward by ``apply_optimizer_in_backward``:
     they get a fused update in place of a gradient. There is one lookup per optimizer and its options, pooling, and
     batch size, weighted or not. The optimizers stay true: the update reads their learning rate at each step and
-    writes their state. Parameters stay the objects that they were; their memory moves, see
-    :class:`~graphpasses.embedding.arena.Arena`.
+    writes their state; where rates part, options change or a hook comes, Dynamo compiles again. Parameters stay the
+    objects that they were; their memory moves, see :class:`~graphpasses.embedding.arena.Arena`.
 
     Against eager, what is looked up has the same bits if bags are summed, weighted or not, and is rounded otherwise
     if they are averaged. A row to which several ids of a batch point adds their gradients in another order. Where ids
@@ -247,7 +247,6 @@ class LowerEmbeddingBags(GraphPass):
 
     Raises, at a step:
         IdError: an id is not a row of its table, or offsets make no bags.
-        OptimizerError: optimizers of one lookup were given different learning rates, or other options.
         ArenaError: a table was moved or replaced.
 
     Example:

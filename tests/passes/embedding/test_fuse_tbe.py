@@ -21,6 +21,7 @@ from graphpasses.embedding.torchrec.lookups import LookupCall
 from graphpasses.errors import ArenaError, IdError
 from graphpasses.passes import FuseTBE
 from graphpasses.passes.runner import PassReport, Pipeline
+
 from tests.helpers.tables import BOUNDS_CHECKS, NUM_ROWS, Bags, Look, Lookups, bags, tables  # isort: skip
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
@@ -131,6 +132,23 @@ def test_batch_sizes_may_differ() -> None:
     for seed in range(3):
         twins.step(seed)
     assert {report.num_rewrites for report in twins.compiled.passes} == {3}
+
+
+class Towers(Lookups):
+    """Two lookups for few users beside one for many items."""
+
+    def batch(self, seed: int, **options: Any) -> list[Bags]:
+        return [bags(n, 10 * seed + i, (3, 3, 3000)[i]) for i, n in enumerate(self.num_features())]
+
+
+def test_padding_that_costs_more_than_a_lookup() -> None:
+    twins = Twins.of(lambda: Towers([tables((dim,) * 4, "adagrad") for dim in (64, 64, 4)]))
+    for seed in range(2):
+        twins.step(seed)
+    names = "tables.0 to tables.1 and tables.2"
+    note = f"{names} stay apart: padding 3 samples to 3,000 would take 0.9 ms or more per step"
+    assert [report.num_rewrites for report in twins.compiled.passes] == [2, 2]
+    assert twins.compiled.passes[0].notes == (note,)
 
 
 class Fused(Lookups):
