@@ -2,13 +2,17 @@
 
 - Examples in docstrings have the names of their module, and those that :func:`_names_of_examples` adds.
 - A test marked ``gpu`` runs where there is a CUDA device.
-- A test marked ``multiprocess`` may start ranks, with ``run_ranks`` or ``torch.distributed.run``; others may not.
+- A test marked ``multiprocess`` may start ranks, with ``run_ranks`` or ``torch.distributed.run``; others may not. The
+  ranks of ``run_ranks`` are forked from a process that has imported all modules with such tests.
 """
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import subprocess
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest import mock
@@ -43,6 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Covers fixtures, too: those of a module are set up by its first test."""
     if item.get_closest_marker("multiprocess"):
+        _start_fork_server(item.session)
         return (yield)
 
     def refuse(*args: Any) -> None:
@@ -56,6 +61,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
     with mock.patch.object(BaseProcess, "start", refuse), mock.patch.object(subprocess, "Popen", Popen):
         return (yield)
+
+
+@functools.cache
+def _start_fork_server(session: pytest.Session) -> None:
+    """Imports once what ranks need, which ``run_ranks`` forks from one server, the first that was started."""
+    tests = {item.module.__name__ for item in session.items if item.get_closest_marker("multiprocess")}
+    compiler = ("torch._inductor.compile_fx", "graphpasses.capture.torch_compile")
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*sorted(tests), *compiler])
+    forkserver.ensure_running()
 
 
 @pytest.fixture

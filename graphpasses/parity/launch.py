@@ -94,7 +94,8 @@ def run_ranks(
         num_ranks: number of processes.
         args: arguments of ``fn``, picklable.
         backend: backend of the default process group, ``"gloo"`` or ``"nccl_sim"``.
-        preload: modules that the fork server imports before it forks the ranks.
+        preload: modules that the fork server imports before it forks the ranks. One server forks those of all
+            calls: it imports what the first call says.
         timeout: seconds after which the ranks are ended.
 
     Returns:

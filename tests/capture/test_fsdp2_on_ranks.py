@@ -16,7 +16,6 @@ from tests.helpers.models import next_token_loss, parallelize
 from tests.helpers.step_cases import (
     CASES,
     NUM_RANKS,
-    PRELOAD,
     Batch,
     Case,
     Outcome,
@@ -79,7 +78,7 @@ def train_all() -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Outcome]]:
-    return run_ranks(train_all, NUM_RANKS, preload=PRELOAD, timeout=300.0)
+    return run_ranks(train_all, NUM_RANKS, timeout=300.0)
 
 
 @pytest.mark.multiprocess

@@ -15,7 +15,7 @@ from graphpasses.capture import capture_train_step
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.models import NUM_TOKENS, LanguageModel, make_mesh, next_token_loss, token_batch
-from tests.helpers.step_cases import NUM_RANKS, PRELOAD, Batch, Outcome, each_outcome, train_both
+from tests.helpers.step_cases import NUM_RANKS, Batch, Outcome, each_outcome, train_both
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
@@ -136,7 +136,7 @@ def train_all() -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Outcome]]:
-    return run_ranks(train_all, NUM_RANKS, preload=PRELOAD, timeout=300.0)
+    return run_ranks(train_all, NUM_RANKS, timeout=300.0)
 
 
 @pytest.mark.multiprocess

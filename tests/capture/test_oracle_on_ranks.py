@@ -13,8 +13,6 @@ from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.parity.launch import run_ranks
 
-PRELOAD = ("torch", "torch.distributed.fsdp", "graphpasses.capture", __name__)
-
 
 class Layer(nn.Module):
     """Computes otherwise when it is traced, on some ranks."""
@@ -69,7 +67,7 @@ def all_checks() -> list[str]:
 
 @pytest.mark.multiprocess
 def test_ranks_raise_together() -> None:
-    first, second = run_ranks(all_checks, 2, preload=PRELOAD, timeout=120.0)
+    first, second = run_ranks(all_checks, 2, timeout=120.0)
     assert first[0] == second[0] == first[4] == second[4] == "equal"
     begin = "eager and the captured step part at operator 2, in forward of module '0'"
     end = (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 
-from tests.helpers.recommenders import PRELOAD, CPU, bags, same, sequences, state_of  # isort: skip
+from tests.helpers.recommenders import CPU, bags, same, sequences, state_of  # isort: skip
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDMP
 from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -134,7 +134,7 @@ def test_training(num_ranks: int) -> None:
         f"{pattern.__name__}, {sharding}": expected_facts(pattern)
         for pattern, sharding in itertools.product(PATTERNS, SHARDINGS)
     }
-    for facts in run_ranks(trained, num_ranks, preload=PRELOAD):
+    for facts in run_ranks(trained, num_ranks):
         assert facts == expected
 
 
@@ -177,7 +177,7 @@ def sequences_trained() -> dict[str, list[bool]]:
 
 @pytest.mark.multiprocess
 def test_sequences() -> None:
-    for facts in run_ranks(sequences_trained, 2, preload=PRELOAD):
+    for facts in run_ranks(sequences_trained, 2):
         assert facts == {
             f"{pattern}, {sharding}": [True, True]
             for pattern, sharding in itertools.product(("same_parent", "wrapper"), SHARDINGS)
@@ -229,9 +229,9 @@ def one_tower(sharding: str) -> nn.Module:
 @pytest.mark.multiprocess
 def test_distributed_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
-    (keys, saved), _ = run_ranks(save, 2, folder, preload=PRELOAD)
+    (keys, saved), _ = run_ranks(save, 2, folder)
     tables = [f"model.user.ebc.embedding_bags.t{index}.weight" for index in range(NUM_TABLES)]
     assert keys == ["model.score.bias", "model.score.weight", *tables]
     assert len(saved) == 6  # and a state of each table
-    for restored in run_ranks(restore, 4, folder, "row-wise", preload=PRELOAD)[0]:
+    for restored in run_ranks(restore, 4, folder, "row-wise")[0]:
         assert restored == saved

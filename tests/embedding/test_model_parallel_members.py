@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers.recommenders import PRELOAD, CPU, bags, same, state_of  # isort: skip
+from tests.helpers.recommenders import CPU, bags, same, state_of  # isort: skip
 from torchrec.distributed import sharding_plan as plans
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDMP
@@ -187,7 +187,7 @@ def resharded() -> dict[str, Any]:
 
 @pytest.mark.multiprocess
 def test_reshard() -> None:
-    for facts in run_ranks(resharded, 2, preload=PRELOAD):
+    for facts in run_ranks(resharded, 2):
         assert facts == {"volume": 1.5, "plan": [[1], [1]], "one module": True, "weights": True}
 
 
@@ -217,9 +217,7 @@ def test_members() -> None:
         ["score.weight", "score.bias"],
     )
     by_parent = [f"{tower}.ebc.{table}" for tower in ("user", "item") for table in tables]
-    for rank, (members, checkpoints, refusals, fails) in enumerate(
-        run_ranks(on_two_ranks, 2, preload=PRELOAD)
-    ):
+    for rank, (members, checkpoints, refusals, fails) in enumerate(run_ranks(on_two_ranks, 2)):
         own = [*of_user, *score]
         assert members == {
             "names": own,

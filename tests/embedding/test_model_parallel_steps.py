@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from tests.helpers.recommenders import PRELOAD, CPU, bags, same, state_of  # isort: skip
+from tests.helpers.recommenders import CPU, bags, same, state_of  # isort: skip
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDMP
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -79,7 +79,7 @@ def compiled() -> dict[str, list[object]]:
 
 @pytest.mark.multiprocess
 def test_in_a_graph() -> None:
-    for facts in run_ranks(compiled, 2, preload=PRELOAD):
+    for facts in run_ranks(compiled, 2):
         # Bits, and lookups and all-to-alls in eager and in the graph.
         assert facts == {
             "TwoTowers": [[True] * 3, (2, 10), (2, 4)],
@@ -153,7 +153,7 @@ def pipelined() -> list[object]:
 
 @pytest.mark.multiprocess
 def test_pipelines() -> None:
-    for facts in run_ranks(pipelined, 2, preload=PRELOAD):
+    for facts in run_ranks(pipelined, 2):
         assert facts == [
             (
                 "the model calls 'inner.user.ebc' and 'inner.item.ebc', which is one module, more than once "

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.recommenders import PRELOAD  # isort: skip
 from tests.helpers.shared_towers import PATTERNS, SAME_PARENT, TwoTowers, same_parent, two_parents  # isort: skip
 
 with warnings.catch_warnings():
@@ -85,7 +84,7 @@ def test_ranks() -> None:
         both = sorted([first, "tower.ebc" if second == "tower" else second])
         torchrec = [first] if pattern in SAME_PARENT else "insufficient_storage"
         expected[pattern.__name__] = [both, torchrec, "insufficient_storage", True]
-    for facts, types, is_one in run_ranks(counted, 2, preload=PRELOAD):
+    for facts, types, is_one in run_ranks(counted, 2):
         assert facts == expected
         assert (types, is_one) == ({"user.ebc": "column_wise", "item.ebc": "column_wise"}, True)
 

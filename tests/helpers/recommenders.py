@@ -46,7 +46,6 @@ from graphpasses.embedding.torchrec.tracing_scope import (
 
 DIM, NUM_ROWS, BATCH_SIZE = 16, 40, 5
 CPU = torch.device("cpu")
-PRELOAD = ("torch", "tests.helpers.recommenders")  # what the fork server of ranks imports once
 
 
 def bags(

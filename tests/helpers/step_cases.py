@@ -44,11 +44,6 @@ from tests.helpers.models import (
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 NUM_RANKS = 4
-PRELOAD = (
-    "torch.distributed.fsdp",
-    "torchtitan.experiments.graph_trainer.make_fx_tracer",
-    "graphpasses.simulate",
-)
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 Wide = partial(LanguageModel, width=64, hidden=255, num_blocks=1)
 LAYERS = (("layers.0",), ("layers.1",))

@@ -25,7 +25,7 @@ from torchrec.distributed import sharding_plan as plans
 import graphpasses
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.parity.launch import run_ranks
-from tests.helpers.recommenders import DIM, PRELOAD, bags, differences, ids, sequences
+from tests.helpers.recommenders import DIM, bags, differences, ids, sequences
 
 TW0, TW1 = plans.table_wise(rank=0), plans.table_wise(rank=1)
 RW, CW, DP = plans.row_wise(), plans.column_wise(ranks=[0, 1]), plans.data_parallel()
@@ -113,7 +113,7 @@ def check_all() -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def on_2_ranks() -> list[dict[str, list[str]]]:
-    return run_ranks(check_all, 2, preload=PRELOAD)
+    return run_ranks(check_all, 2)
 
 
 @pytest.mark.multiprocess

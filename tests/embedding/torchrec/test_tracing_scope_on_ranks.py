@@ -30,7 +30,6 @@ from tests.helpers.recommenders import (
     BATCH_SIZE,
     DIM,
     NUM_ROWS,
-    PRELOAD,
     Compiled,
     Scored,
     bags,
@@ -327,7 +326,7 @@ def check_all(cases: str, checks: tuple[str, ...] = ()) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def on_2_ranks() -> list[dict[str, list[str]]]:
-    return run_ranks(check_all, 2, "ON_2_RANKS", tuple(CHECKS), preload=PRELOAD)
+    return run_ranks(check_all, 2, "ON_2_RANKS", tuple(CHECKS))
 
 
 @pytest.mark.multiprocess

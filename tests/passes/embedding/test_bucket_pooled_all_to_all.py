@@ -209,9 +209,7 @@ def check_on_ranks() -> tuple[dict[str, Any], str]:
 
 @pytest.mark.multiprocess
 def test_ranks() -> None:
-    for rank, (results, message) in enumerate(
-        run_ranks(check_on_ranks, 2, preload=("torch", "tests.helpers.recommenders"))
-    ):
+    for rank, (results, message) in enumerate(run_ranks(check_on_ranks, 2)):
         assert results == {
             # One exchange each way; what the lookup returns and what is joined stay whole, and are divided at once.
             # One module has no tables on this rank: its empty tensor is divided on its own.

@@ -48,7 +48,6 @@ from tests.helpers.recommenders import (
 from tests.helpers.tables import Look, model_graph
 
 c10d = torch.ops._c10d_functional
-PRELOAD = ("torch", "tests.helpers.recommenders")
 TW0, TW1 = plans.table_wise(rank=0), plans.table_wise(rank=1)
 RW, CW = plans.row_wise(), plans.column_wise(ranks=[0, 1])
 
@@ -214,7 +213,7 @@ add""",
 
 @pytest.mark.multiprocess
 def test_ranks_agree_and_bits_stay() -> None:
-    ranks = run_ranks(check_cases, 2, preload=PRELOAD)
+    ranks = run_ranks(check_cases, 2)
     for name in CASES:
         (wrong, order, _), (wrong_1, order_1, _) = [found[name] for found in ranks]
         assert wrong == wrong_1 == [], name
