@@ -45,6 +45,10 @@ class CompiledCall:
         self._is_checked = False
         self._torchrec: ModelCall | None = None
 
+    def in_order(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a compiled graph, so that the model's gradients are reduced in one order on all ranks."""
+        return compiled if self._torchrec is None else self._torchrec.ddp.in_order(compiled)
+
     @staticmethod
     def running() -> CompiledCall | None:
         """Returns the innermost call that runs now."""

@@ -98,7 +98,7 @@ def graphpasses(
     call = CompiledCall.running()
     if call is None:
         return _compile(module, inputs, CompileOptions.of(options), nn.Module(), {})
-    return _compile(module, inputs, call.options, call.model, call.remembered)
+    return call.in_order(_compile(module, inputs, call.options, call.model, call.remembered))
 
 
 def _compile(

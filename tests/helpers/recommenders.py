@@ -6,16 +6,12 @@ import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import Tensor, fx, nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config as functorch_config
+from torch import Tensor, nn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -34,15 +30,8 @@ with warnings.catch_warnings():
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from graphpasses.embedding.torchrec.fake_kernels import fake_kernels
-from graphpasses.embedding.torchrec.tracing_scope import (
-    DDPCalls,
-    ddp_calls,
-    keep_optimizer_steps,
-    needs_eager_call,
-    prepare_inputs,
-    tracing_scope,
-)
+import graphpasses
+from graphpasses.capture.compile_report import CompileReport
 
 DIM, NUM_ROWS, BATCH_SIZE = 16, 40, 5
 CPU = torch.device("cpu")
@@ -191,59 +180,18 @@ def _collections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _partition(*args: Any, **kwargs: Any) -> Any:
-    """As the backend does: with ``cse`` a rank launches once what it sees is equal, and another rank twice."""
-    with functorch_config.patch(cse=False):
-        return min_cut_rematerialization_partition(*args, **kwargs)
-
-
-class CountGraphs:
-    """A backend that runs what AOTAutograd makes, operator by operator."""
-
-    def __init__(self, ddp: DDPCalls) -> None:
-        self.ddp = ddp
-        self.num_graphs = 0
-
-    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        self.num_graphs += 1
-
-        def run(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            return make_boxed_func(graph.forward)
-
-        compiled = aot_autograd(
-            fw_compiler=run,
-            bw_compiler=run,
-            partition_fn=_partition,
-            keep_inference_input_mutations=True,
-        )(module, inputs)
-        return self.ddp.in_order(compiled)
-
-
 class Compiled:
-    """A model compiled into one graph, called as graphpasses calls it."""
+    """A model compiled as users do; ``backend`` counts its graphs."""
 
-    def __init__(self, model: nn.Module) -> None:
-        torch._dynamo.reset()
-        self.kernels = ExitStack()
-        self.kernels.enter_context(fake_kernels())
-        self.model = model
-        self.ddp = ddp_calls([model])
-        self.backend = CountGraphs(self.ddp)
-        self.compiled = torch.compile(model, backend=self.backend, fullgraph=True)
-        self.tells_ddp = True
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        torch.compiler.reset()
+        self.model, self.backend = model, CompileReport()
+        self.call = graphpasses.compile(
+            model, inner="aot_eager", fullgraph=True, report=self.backend, **options
+        )
 
     def __call__(self, *args: Any) -> Any:
-        with tracing_scope():
-            if needs_eager_call([self.model]):
-                with keep_optimizer_steps([self.model]), torch.no_grad():
-                    self.model(*prepare_inputs(args, {})[0])  # It may change what it is given.
-            if self.ddp.needs_eager_step():
-                return self.model(*args)
-            args, _ = prepare_inputs(args, {})
-            if not self.tells_ddp:
-                return self.compiled(*args)
-            self.ddp.before()
-            return self.ddp.after(self.compiled(*args))
+        return self.call(*args)
 
 
 def tbes(model: nn.Module) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,30 @@ from torch import Tensor
 from graphpasses._torch.dynamo_settings import mark_any_length, mark_varying
 from graphpasses.ops.alias_tensors import alias_tensors
 
-__all__ = ["prepare_inputs"]
+__all__ = ["PreparedInputs", "check_inputs", "prepare_inputs"]
 
 
-def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+@dataclasses.dataclass(frozen=True)
+class PreparedInputs:
+    """What to call a compiled function with, instead of what the user gave.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        changes: what replaced the user's containers, in the order in which it was done.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    changes: tuple[_Prepare, ...] = ()
+
+    def write_back(self) -> None:
+        """Does to the user's containers what the call did to those that replaced them."""
+        for prepare in reversed(self.changes):
+            prepare.write_back()
+
+
+def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedInputs:
     """Replaces (key-)jagged tensors by ones without caches, whose numbers of values and samples may vary.
 
     They are found in tuples, lists, dicts, dataclasses and TorchRec's ``Pipelineable`` objects. Tensors beside them
@@ -36,12 +56,12 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tupl
         What to call the compiled function with; where no jagged tensor is, everything is the same object.
 
     Example:
-        >>> prepare_inputs((torch.ones(2), [1, 2]), {})
-        ((tensor([1., 1.]), [1, 2]), {})
+        >>> prepare_inputs((torch.ones(2), [1, 2]), {}).args
+        (tensor([1., 1.]), [1, 2])
     """
     module = sys.modules.get("torchrec.sparse.jagged_tensor")
     if module is None:
-        return tuple(args), dict(kwargs)
+        return PreparedInputs(tuple(args), dict(kwargs))
     jagged: Any = module
     batch_sizes: set[int] = set()
 
@@ -55,16 +75,47 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tupl
         is_per_sample = type(tensor) is Tensor and tensor.dim() > 0 and tensor.size(0) in batch_sizes
         return _alias(tensor, mark_varying) if is_per_sample else tensor
 
-    def keep(value: Any) -> Any:
-        return value
-
     keyed, other = jagged.KeyedJaggedTensor, jagged.JaggedTensor
     value = (tuple(args), dict(kwargs))
+    changes = []
     for kinds in (
-        {Tensor: keep, keyed: prepare_keyed, other: _prepare_jagged},
-        {Tensor: prepare_dense, keyed: keep, other: keep},
+        {Tensor: _keep, keyed: prepare_keyed, other: _prepare_jagged},
+        {Tensor: prepare_dense, keyed: _keep, other: _keep},
     ):
-        value = _Prepare(kinds, jagged.Pipelineable)(value)
+        changes.append(_Prepare(kinds, jagged.Pipelineable))
+        value = changes[-1](value)
+    return PreparedInputs(*value, tuple(changes))
+
+
+def check_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Checks the key-jagged tensors of a model's first batch, as its sharded modules do in their first eager call.
+
+    Args:
+        args: positional arguments of a model.
+        kwargs: its keyword arguments.
+
+    Raises:
+        ValueError: of TorchRec: lengths, offsets, weights and values do not fit, or a key comes twice.
+
+    Example:
+        >>> check_inputs((torch.ones(2),), {})
+    """
+    module = sys.modules.get("torchrec.sparse.jagged_tensor")
+    if module is None:
+        return
+    from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
+
+    jagged: Any = module
+
+    def check(features: Any) -> Any:
+        validate_keyed_jagged_tensor(features)
+        return features
+
+    kinds = {Tensor: _keep, jagged.KeyedJaggedTensor: check, jagged.JaggedTensor: _keep}
+    _Prepare(kinds, jagged.Pipelineable)((tuple(args), dict(kwargs)))
+
+
+def _keep(value: Any) -> Any:
     return value
 
 
@@ -75,23 +126,37 @@ class _Prepare:
         self._kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             *leaves.items(),
             (tuple, self._prepare_tuple),
-            (list, lambda items: self._replace(items, enumerate(items), list.__setitem__)),
-            (dict, lambda items: self._replace(items, items.items(), dict.__setitem__)),
-            (pipelineable, self._prepare_attributes),
+            (list, self._prepare_container),
+            (dict, self._prepare_container),
+            (pipelineable, self._prepare_container),
         )
         self._done: dict[int, Any] = {}
+        self._replaced: list[
+            tuple[Any, Any, dict[Any, Any]]
+        ] = []  # the user's, the new one, and its contents
+        self._old: dict[int, Any] = {}  # what the user gave, by id of what replaced it
 
     def __call__(self, value: Any) -> Any:
         if id(value) not in self._done:
-            self._done[id(value)] = self._prepare(value)
+            self._done[id(value)] = new = self._prepare(value)
+            if new is not value:
+                self._old[id(new)] = value
         return self._done[id(value)]
+
+    def write_back(self) -> None:
+        """Does to what was replaced what was since done to what replaced it: items added, removed or set."""
+        for old, new, before in self._replaced:
+            after = _contents(new)
+            if [*before] == [*after] and all(after[key] is before[key] for key in after):
+                continue
+            _set_contents(old, {key: self._old.get(id(item), item) for key, item in after.items()})
 
     def _prepare(self, value: Any) -> Any:
         for kind, prepare in self._kinds:
             if isinstance(value, kind):
                 return prepare(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return self._prepare_attributes(value)
+            return self._prepare_container(value)
         return value
 
     def _prepare_tuple(self, value: Any) -> Any:
@@ -100,20 +165,43 @@ class _Prepare:
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
-    def _prepare_attributes(self, value: Any) -> Any:
-        names = (
-            vars(value) if hasattr(value, "__dict__") else [item.name for item in dataclasses.fields(value)]
-        )
-        items = [(name, getattr(value, name)) for name in names]
-        return self._replace(value, items, object.__setattr__)
+    def _prepare_container(self, value: Any) -> Any:
+        old = _contents(value)
+        items = {key: self(item) for key, item in old.items()}
+        if all(items[key] is old[key] for key in items):
+            return value
+        new = copy.copy(value)
+        _set_contents(new, items)
+        self._replaced.append((value, new, items))
+        return new
 
-    def _replace(self, value: Any, items: Iterable[tuple[Any, Any]], set_item: Callable[..., None]) -> Any:
-        changes = [(key, new) for key, old in items if (new := self(old)) is not old]
-        if changes:
-            value = copy.copy(value)
-        for key, new in changes:
-            set_item(value, key, new)
-        return value
+
+def _contents(value: Any) -> dict[Any, Any]:
+    """Returns the items of a list or dict, by index or key, or the attributes of an object."""
+    if isinstance(value, list):
+        return dict(enumerate(value))
+    if isinstance(value, dict):
+        return dict(value)
+    if hasattr(value, "__dict__"):
+        return dict(vars(value))
+    return {
+        item.name: getattr(value, item.name)
+        for item in dataclasses.fields(value)
+        if hasattr(value, item.name)
+    }
+
+
+def _set_contents(value: Any, items: dict[Any, Any]) -> None:
+    if isinstance(value, list):
+        value[:] = items.values()
+    elif isinstance(value, dict):
+        value.clear()
+        value.update(items)
+    else:
+        for name in _contents(value).keys() - items.keys():
+            object.__delattr__(value, name)
+        for name, item in items.items():
+            object.__setattr__(value, name, item)
 
 
 def _alias(tensor: Tensor, mark: Callable[[Tensor], None]) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from graphpasses.embedding.torchrec.ddp_calls import DDPCalls, ddp_calls
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
-from graphpasses.embedding.torchrec.inputs import prepare_inputs
-from graphpasses.embedding.torchrec.tracing_scope import needs_eager_call, tracing_scope
+from graphpasses.embedding.torchrec.input_dists import needs_eager_call
+from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
+from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 
 __all__ = ["ModelCall"]
 
@@ -19,9 +19,9 @@ __all__ = ["ModelCall"]
 class ModelCall:
     """Calls a compiled TorchRec model in the scope in which Dynamo can trace it.
 
-    TorchRec makes a model's input dists from the first batch, which Dynamo cannot trace: the first call of such a
-    model runs forward once without gradients before it compiles, and puts random state and buffers back. Every call
-    gives Dynamo key-jagged tensors without caches, so that batch lengths may vary.
+    Every call gives Dynamo key-jagged tensors without caches, so that batch lengths may vary. Calls that decide
+    something for the later ones run as in eager: those from which DistributedDataParallel takes the order of its
+    buckets, and the first of a model with modules whose input dists nothing else can make.
 
     Args:
         modules: those that the call runs.
@@ -33,7 +33,18 @@ class ModelCall:
         self, modules: Sequence[nn.Module], compiled: Callable[..., Any], eager: Callable[..., Any]
     ) -> None:
         self._modules, self._compiled, self._eager = modules, compiled, eager
-        self._ddp: DDPCalls | None = None  # known once the model's input dists are made
+        self._ddp: DDPCalls | None = None
+
+    @property
+    def ddp(self) -> DDPCalls:
+        """What the model's DistributedDataParallel modules do.
+
+        Raises:
+            UnsupportedError: a module of the model is unsupported.
+        """
+        if self._ddp is None:
+            self._ddp = ddp_calls(self._modules)
+        return self._ddp
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the compiled function.
@@ -41,30 +52,19 @@ class ModelCall:
         Raises:
             CaptureError: in the first call: FBGEMM cannot be loaded.
             UnsupportedError: in the first call: this version of TorchRec, or a module of the model, is unsupported.
+            ValueError: in the first call: the lengths of a key-jagged tensor do not fit its values.
         """
-        if self._ddp is None:
-            if needs_eager_call(self._modules):
-                self._run_dry(args, kwargs)
+        is_first = self._ddp is None
+        if is_first:
             load_fbgemm()
-            self._ddp = ddp_calls(self._modules)
-        args, kwargs = prepare_inputs(args, kwargs)
-        self._ddp.before()
+        if self.ddp.needs_eager_step() or (is_first and needs_eager_call(self._modules)):
+            with tracing_scope():
+                return self._eager(*args, **kwargs)
+        if is_first:
+            check_inputs(args, kwargs)
+        inputs = prepare_inputs(args, kwargs)
+        self.ddp.before()
         with tracing_scope():
-            outputs = self._compiled(*args, **kwargs)
-        return self._ddp.after(outputs)
-
-    def _run_dry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        buffers = [(buffer, buffer.clone()) for module in self._modules for buffer in _own_buffers(module)]
-        devices = {buffer.device for buffer, _ in buffers if buffer.device.type != "cpu"}
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            self._eager(*args, **kwargs)
-        for buffer, value in buffers:
-            buffer.copy_(value)
-
-
-def _own_buffers(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields the buffers that a forward pass may change, TorchRec's sharded modules apart: they are what it makes."""
-    if not hasattr(module, "_has_uninitialized_input_dist"):
-        yield from (buffer for buffer in module.buffers(recurse=False))
-        for child in module.children():
-            yield from _own_buffers(child)
+            outputs = self._compiled(*inputs.args, **inputs.kwargs)
+        inputs.write_back()
+        return self.ddp.after(outputs)

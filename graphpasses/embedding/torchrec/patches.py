@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphpasses.embedding.torchrec.input_dists import make_input_dist
 from graphpasses.embedding.torchrec.key_order import check_key_order
 from graphpasses.embedding.torchrec.patching import Patch, PatchSet
 from graphpasses.errors import UnsupportedError
@@ -76,6 +77,7 @@ def _on_copies(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
+            self._graphpasses_load_steps()
             indices = indices.clone()
             per_sample_weights = None if per_sample_weights is None else per_sample_weights.clone()
         return original(self, indices, offsets, per_sample_weights, *args, **kwargs)
@@ -106,6 +108,17 @@ def _without_caches(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return maybe_td_to_kjt
+
+
+def _load_steps(original: None) -> Callable[..., Any]:
+    """A new method. In its first eager forward a TBE takes the number of steps that was loaded to the host."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _graphpasses_load_steps(self: Any) -> None:
+        if hasattr(self, "iter") and self.iter_cpu.item() == 0:
+            self.iter_cpu.copy_(self.iter)
+
+    return _graphpasses_load_steps  # type: ignore[no-any-return]
 
 
 def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,11 +321,30 @@ def _check_features(original: None) -> Callable[..., Any]:
     return _graphpasses_check_features  # type: ignore[no-any-return]
 
 
+def _make_input_dist(original: None) -> Callable[..., Any]:
+    """A new method. In the first call, the original makes the input dist and checks values, neither traceable."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _graphpasses_make_input_dist(
+        self: nn.Module, keys: tuple[str, ...], inverse_keys: tuple[str, ...] | None, device: torch.device
+    ) -> None:
+        make_input_dist(self, keys, inverse_keys, device)
+
+    return _graphpasses_make_input_dist  # type: ignore[no-any-return]
+
+
 def _with_checked_features(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original takes features by position and does not look at their names. Dynamo guards the names."""
 
     def input_dist(self: Any, ctx: Any, features: Any) -> Any:
-        self._graphpasses_check_features(tuple(features.keys()))
+        keys = tuple(features.keys())
+        self._graphpasses_check_features(keys)
+        if torch.compiler.is_dynamo_compiling():
+            inverse, device = None, features.device()
+            if features.variable_stride_per_key():
+                names, indices = features.inverse_indices()
+                inverse, device = tuple(names), indices.device
+            self._graphpasses_make_input_dist(keys, inverse, device)
         return original(self, ctx, features)
 
     return input_dist
@@ -339,6 +371,7 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.embedding_lookup:GroupedPooledEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.embedding_lookup:GroupedEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
+    Patch(f"{_TBE}._graphpasses_load_steps", _load_steps),
     Patch(f"{_TBE}.prepare_inputs", _on_copies),
     Patch(f"{_TBE}.log", _silent),
     Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.permute", _permute_no_samples),
@@ -356,6 +389,7 @@ TORCHREC_PATCHES = PatchSet(
         for module in ("embeddingbag:ShardedEmbeddingBagCollection", "embedding:ShardedEmbeddingCollection")
         for name, wrap in (
             ("_graphpasses_check_features", _check_features),
+            ("_graphpasses_make_input_dist", _make_input_dist),
             ("input_dist", _with_checked_features),
         )
     ),

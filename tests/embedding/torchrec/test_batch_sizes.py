@@ -22,8 +22,6 @@ from torchrec import KeyedJaggedTensor
 from torchrec.datasets.utils import Batch
 from torchrec.distributed import sharding_plan as plans
 
-import graphpasses
-from graphpasses.capture.compile_report import CompileReport
 from graphpasses.parity.launch import run_ranks
 from tests.helpers.recommenders import DIM, bags, differences, ids, sequences
 
@@ -95,20 +93,8 @@ CASES = {
 }
 
 
-class Compiled:
-    """A model compiled with all passes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        torch.compiler.reset()
-        self.backend = CompileReport()  # counts the graphs
-        self.call = graphpasses.compile(model, inner="aot_eager", fullgraph=True, report=self.backend)
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
-
-
 def check_all() -> dict[str, list[str]]:
-    return {name: differences(make(), Compiled) for name, make in CASES.items()}
+    return {name: differences(make()) for name, make in CASES.items()}
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ class Slotted:
 
 
 def prepared(value: Any) -> Any:
-    (result,), _ = prepare_inputs((value,), {})
+    (result,) = prepare_inputs((value,), {}).args
     return result
 
 
@@ -130,3 +130,28 @@ def test_batch_sizes_per_feature_stay() -> None:
     assert result.variable_stride_per_key()
     assert result.stride_per_key() == features.stride_per_key()
     assert result.inverse_indices() is features.inverse_indices()
+
+
+@dataclass
+class Mutable:
+    features: KeyedJaggedTensor
+    other: Any = 1
+
+
+def test_what_a_call_does_to_containers_it_does_to_the_users() -> None:
+    features, dense = ids(0, 0, 2), torch.ones(BATCH_SIZE, 1)
+    dictionary, items, untouched = {"a": features, "b": dense, "c": 1}, [features, dense], [features]
+    value = Mutable(features, [dictionary])
+    inputs = prepare_inputs((value, items), {"more": untouched})
+    new, new_items = inputs.args
+    new.other[0].pop("a")
+    new.other[0]["d"] = new_items[0]
+    new_items.append(new_items.pop(0))
+    new.features, new.added = None, new_items[0]
+    inputs.write_back()
+    assert {**dictionary} == {"b": dense, "c": 1, "d": features}
+    assert list(map(id, items)) == [id(dense), id(features)]
+    assert value.features is None
+    assert value.other[0] is dictionary
+    assert value.added is dense
+    assert untouched[0] is features

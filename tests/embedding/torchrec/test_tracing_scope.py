@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("torchrec")
@@ -19,7 +19,7 @@ from torchrec import PoolingType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
-from graphpasses.embedding.torchrec.tracing_scope import keep_optimizer_steps, needs_eager_call, tracing_scope
+from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -90,12 +90,15 @@ def test_scope_needs_no_torchrec() -> None:
     code = """
 import sys, torch
 sys.modules["torchrec"] = None  # not installed
-from graphpasses.embedding.torchrec.tracing_scope import *
+from graphpasses.embedding.torchrec.input_dists import needs_eager_call
+from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
+from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 model = torch.compile(torch.nn.Linear(2, 2), backend="eager", fullgraph=True)
 assert not needs_eager_call([model])
-args, kwargs = prepare_inputs((torch.ones(2, 2),), {})
+check_inputs((torch.ones(2, 2),), {})
+inputs = prepare_inputs((torch.ones(2, 2),), {})
 with tracing_scope():
-    print(model(*args, **kwargs).shape)
+    print(model(*inputs.args, **inputs.kwargs).shape)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "torch.Size([2, 2])\n"
@@ -112,32 +115,3 @@ def test_graph_breaks_are_named_by_line() -> None:
     line = breaks.__code__.co_firstlineno + 1
     what = "Call to `torch._dynamo.graph_break()`. User-inserted graph break. Message: None"
     assert found == [f"{__file__}:{line} in breaks: {what}"]
-
-
-class Flag(nn.Module):
-    def __init__(self, has_no_input_dist: bool) -> None:
-        super().__init__()
-        self._has_uninitialized_input_dist = has_no_input_dist
-
-
-@pytest.mark.parametrize(("flags", "expected"), [((False,), False), ((False, True), True), ((), False)])
-def test_eager_call_is_needed_for_input_dists(flags: tuple[bool, ...], expected: bool) -> None:
-    assert needs_eager_call([nn.Sequential(*map(Flag, flags)), nn.Linear(1, 1)]) is expected
-
-
-class Steps(nn.Module):
-    """The counters of a TBE."""
-
-    def __init__(self, on_device: int, on_host: int) -> None:
-        super().__init__()
-        self.register_buffer("iter", torch.tensor([on_device]))
-        self.iter_cpu = torch.tensor([on_host])
-
-
-@pytest.mark.parametrize(("on_host", "expected"), [(0, 7), (4, 4)], ids=["loaded", "running"])
-def test_optimizer_steps_are_kept(on_host: int, expected: int) -> None:
-    module = Steps(7, on_host)
-    with keep_optimizer_steps([module]):
-        module.iter.add_(1)
-        module.iter_cpu.add_(1)
-    assert (int(module.iter), int(module.iter_cpu)) == (7, expected)

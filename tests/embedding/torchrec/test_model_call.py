@@ -1,0 +1,177 @@
+"""What surrounds a compiled call of a TorchRec model: eager's bits, and nothing done twice, on real ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+pytest.importorskip("torchrec")
+
+from tests.helpers.recommenders import Case  # loads TorchRec without its warnings  # isort: skip
+
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import sharding_plan as plans
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingPlan
+
+import graphpasses
+from graphpasses.embedding.torchrec.ddp_calls import DDPCalls
+from graphpasses.parity.launch import run_ranks
+from tests.helpers.recommenders import (
+    CPU,
+    DIM,
+    PRELOAD,
+    Compiled,
+    Scored,
+    bags,
+    differences,
+    ids,
+    same,
+    state_of,
+    tbes,
+)
+
+TW0, TW1, DP = plans.table_wise(rank=0), plans.table_wise(rank=1), plans.data_parallel()
+
+
+class Deep(nn.Module):
+    """Dense layers, whose gradients come in another order than a graph's, behind tables."""
+
+    def __init__(self, num_tables: int, num_layers: int) -> None:
+        super().__init__()
+        self.embeddings = bags(num_tables)
+        width = DIM * num_tables
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.layers(self.embeddings(features).values()).square().mean()
+
+
+def one(num_features: int, rank: int, step: int) -> tuple[KeyedJaggedTensor]:
+    return (ids(rank, step, num_features),)
+
+
+def deep(num_layers: int, *shardings: Any, **options: Any) -> Case:
+    return Case(partial(Deep, len(shardings), num_layers), shardings, partial(one, len(shardings)), **options)
+
+
+# ---- side effects of a forward -------------------------------------------------------------------------
+
+
+class Impure(nn.Module):
+    """Counts its calls, and changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scored = Scored(bags(1), DIM)
+        self.num_calls = 0
+
+    def forward(self, batch: dict[str, Any]) -> Tensor:
+        self.num_calls += 1
+        batch["dense"].add_(1)
+        return self.scored(batch.pop("sparse")) * batch["dense"].sum()
+
+
+def side_effects() -> list[str]:
+    """Returns where a first call does more, or less, than in eager."""
+    seen = []
+    case = Case(Impure, (TW0,), partial(one, 1))
+    for compile_model in (lambda model: model, Compiled):
+        model = case.sharded()
+        call = compile_model(model)
+        for step in range(2):
+            batch = {"dense": torch.zeros(2), "sparse": ids(dist.get_rank(), step, 1)}
+            loss = call(batch).item()
+            seen.append((loss, model.module.num_calls, sorted(batch), batch["dense"].tolist()))
+    return [] if seen[:2] == seen[2:] else [str(seen)]
+
+
+def moving_averages() -> list[str]:
+    """Returns where tables part whose optimizer acts in every second step."""
+    states = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = Scored(bags(1), DIM)
+        sharder = EmbeddingBagCollectionSharder(
+            fused_params={
+                "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+                "learning_rate": 0.1,
+                "emainplace_mode": EmainplaceModeDefinition(step_ema=2, step_start=0, step_ema_coef=0.6),
+            }
+        )
+        plan = plans.construct_module_sharding_plan(
+            model.embeddings, {"t0": TW0}, local_size=2, world_size=2, device_type="cpu"
+        )
+        model = DistributedModelParallel(
+            model, device=CPU, plan=ShardingPlan({"embeddings": plan}), sharders=[sharder]
+        )
+        torch.compiler.reset()
+        call = graphpasses.compile(model, inner="aot_eager") if is_compiled else model
+        for step in range(3):
+            call(ids(dist.get_rank(), step, 1)).backward()
+        states.append((state_of(model), [(int(tbe.iter), int(tbe.iter_cpu)) for tbe in tbes(model)]))
+    (eager, eager_steps), (compiled, steps) = states
+    parted = [] if same(eager, compiled) else ["tables"]
+    return parted + ([] if eager_steps == steps else [f"steps {steps}, in eager {eager_steps}"])
+
+
+class Equal(nn.Module):
+    """A data-parallel table and a dense layer of as many numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = bags(2, dim=8)
+        self.score = nn.Linear(16, 20, bias=False)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.score(self.embeddings(features).values()).square().mean()
+
+
+def orders_of_reductions() -> list[str]:
+    """Returns no problem if replicas part where each rank reduces in an order of its own."""
+    with mock.patch.object(DDPCalls, "in_order", lambda _, compiled: compiled):
+        return [] if differences(CASES["reductions of one size"]()) else ["equal all the same"]
+
+
+def no_eager_steps() -> list[str]:
+    """Returns no problem if dense layers part where buckets keep the order in which a graph's gradients come."""
+    with mock.patch.object(DDPCalls, "needs_eager_step", return_value=False):
+        return [] if differences(CASES["buckets rebuilt"]()) else ["equal all the same"]
+
+
+CASES = {
+    "a rank without lookups": lambda: deep(1, DP, TW0),
+    # Two all-reduces of 320 numbers each: gloo sees no mismatch.
+    "reductions of one size": lambda: Case(Equal, (DP, TW0), partial(one, 2)),
+    "buckets rebuilt": lambda: deep(4, TW0, TW1),
+}
+CHECKS = {
+    check.__name__: check for check in (orders_of_reductions, side_effects, moving_averages, no_eager_steps)
+}
+ON_3_RANKS = ("buckets rebuilt", "no_eager_steps")
+
+
+def check_all() -> dict[str, list[str]]:
+    checks = {name: partial(_differences_of, name) for name in CASES} | CHECKS
+    on_3_ranks = dist.get_world_size() == 3
+    return {name: check() for name, check in checks.items() if (name in ON_3_RANKS) == on_3_ranks}
+
+
+def _differences_of(name: str) -> list[str]:
+    return differences(CASES[name]())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_on_ranks(num_ranks: int) -> None:
+    found = run_ranks(check_all, num_ranks, preload=PRELOAD)
+    assert found == [{name: [] for name in found[0]}] * num_ranks
