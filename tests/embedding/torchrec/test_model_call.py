@@ -29,7 +29,6 @@ from graphpasses.parity.launch import run_ranks
 from tests.helpers.recommenders import (
     CPU,
     DIM,
-    PRELOAD,
     Compiled,
     Scored,
     bags,
@@ -173,5 +172,5 @@ def _differences_of(name: str) -> list[str]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_on_ranks(num_ranks: int) -> None:
-    found = run_ranks(check_all, num_ranks, preload=PRELOAD)
+    found = run_ranks(check_all, num_ranks)
     assert found == [{name: [] for name in found[0]}] * num_ranks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("torchrec")
 
-from tests.helpers.recommenders import DIM, PRELOAD, Case, bags, ids, same, state_of  # isort: skip
+from tests.helpers.recommenders import DIM, Case, bags, ids, same, state_of  # isort: skip
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import sharding_plan as plans
 
@@ -69,7 +69,7 @@ def checks() -> tuple[list[bool], int, list[int], tuple[str, ...]]:
 @pytest.mark.multiprocess
 def test_each_rank_decides_by_itself() -> None:
     """A rank that compiles again is alone: its collectives stay those on which all ranks agreed."""
-    first, second = run_ranks(checks, num_ranks=2, preload=PRELOAD)
+    first, second = run_ranks(checks, num_ranks=2)
     users, items = ([f"module.towers.{tower}._lookups[{index}]" for index in range(2)] for tower in range(2))
     names = f"{' to '.join(users)} and {' to '.join(items)}"
     note = f"{names} stay apart: padding 6 samples to 8,000 would take 0.2 ms or more per step"
