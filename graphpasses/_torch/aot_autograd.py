@@ -16,6 +16,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from graphpasses._torch.decompose import decompose
 from graphpasses._torch.interpret import make_cheap_to_run
+from graphpasses._torch.symbols import guessed_sizes
 
 __all__ = ["compile_aot_eager", "compile_inductor", "describe_input", "describe_output", "is_tangent"]
 
@@ -49,7 +50,7 @@ def compile_aot_eager(
         gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         joint(gm)
-        with functorch_config.patch(cse=False):
+        with functorch_config.patch(cse=False), guessed_sizes(joint_inputs):
             return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
     def compiler(*rewrites: Rewrite) -> Callable[..., Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, resolve_unbacked_bindings
 
 from graphpasses._torch import pytree
@@ -34,6 +36,32 @@ def example_size(size: int | torch.SymInt) -> tuple[int, int]:
     unbacked = free_unbacked_symbols(size)
     known = size.node.expr.xreplace(size.node.shape_env.backed_var_to_val | dict.fromkeys(unbacked, 0))
     return int(known), len(unbacked)
+
+
+@contextmanager
+def guessed_sizes(values: Sequence[Any], guess: int = 4096) -> Iterator[None]:
+    """Gives sizes that only running tells one guess, where torch weighs tensors by their sizes.
+
+    Else torch derives a guess for each expression by factoring it, which is most of what splitting a graph into
+    forward and backward takes, and comes to the same numbers.
+
+    Args:
+        values: fake values of one trace.
+        guess: torch's own where it knows nothing (``torch/_functorch/partitioners.py``, ``_size_of``).
+    """
+    fake_mode = detect_fake_mode(values)
+    shape_env = None if fake_mode is None else fake_mode.shape_env
+    if shape_env is None:
+        yield
+        return
+    hints = shape_env.var_to_hint_override
+    added = [s for s in shape_env.var_to_range if s not in hints and shape_env.is_unbacked_symint(s)]
+    hints.update(dict.fromkeys(added, guess))
+    try:
+        yield
+    finally:
+        for symbol in added:
+            del hints[symbol]
 
 
 def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:
