@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 __all__ = [
     "active_fake_mode",
+    "facts_of_fake",
     "fake_call",
     "fake_mode_of",
     "fake_tensors_of",
@@ -76,6 +77,33 @@ def fake_mode_of(*values: Any) -> FakeTensorMode | None:
 def is_fake(value: Any) -> bool:
     """Whether a value is a tensor without values."""
     return isinstance(value, FakeTensor)
+
+
+def facts_of_fake(value: Any) -> tuple[Any, ...] | None:
+    """Returns what operators can see of a fake value; None if that is not all here, as of symbolic sizes.
+
+    Args:
+        value: a fake tensor, a tuple or a list of some, or anything else.
+    """
+    if isinstance(value, (list, tuple)):
+        facts = tuple(map(facts_of_fake, value))
+        return None if None in facts else facts
+    if type(value) is not FakeTensor or not _is_plain(value) or value.layout is not torch.strided:
+        return None
+    if value.constant is not None or value.real_tensor is not None:
+        return None
+    return (
+        value.shape,
+        value.stride(),
+        value.storage_offset(),
+        value.untyped_storage().nbytes(),
+        value.dtype,
+        value.device,
+        value.requires_grad,
+        value.is_conj(),
+        value.is_neg(),
+        value.is_inference(),
+    )
 
 
 def fake_tensors_of(mode: FakeTensorMode, generation: int | None = None) -> list[FakeTensor]:

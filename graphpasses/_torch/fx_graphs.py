@@ -1,4 +1,4 @@
-"""Copies of large FX graphs, and modules that generate their code when it is first run."""
+"""Large FX graphs: their nodes, copies and code, and modules that generate it when it is first run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,61 @@ from torch import fx
 # torch's own GraphModule whose code is generated at the first call, which Inductor's passes use; a step is rewritten
 # several times before it runs, and generating its code takes longer than a pass. Tested: 2.13.
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.graph import PythonCode
 
-__all__ = ["copy_graph", "lazy_module"]
+from graphpasses._torch.fx_code import quick_code
+
+__all__ = ["LargeGraph", "copy_graph", "lazy_module"]
+
+_PLAIN = frozenset({bool, float, int, str, torch.dtype, type(None), fx.Node})
+
+
+class LargeGraph(fx.Graph):
+    """A graph whose nodes and code are torch's own, and take a third of its time. Tested: 2.13."""
+
+    def create_node(
+        self, op: str, target: Any, args: Any = None, kwargs: Any = None, *rest: Any, **names: Any
+    ) -> fx.Node:
+        """Makes a node at the insertion point; torch looks through its arguments for raw symbols, which warn.
+
+        Args:
+            op: kind of the node.
+            target: what it calls.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            rest: name and type; names likewise.
+            names: name and type.
+        """
+        hooks = getattr(self.owning_module, "_create_node_hooks", None)
+        if op != "call_function" or hooks or any(rest) or any(names.values()) or not _are_plain(args, kwargs):
+            return super().create_node(op, target, args, kwargs, *rest, **names)
+        graph: Any = self
+        namespace = graph._graph_namespace
+        name = namespace.create_name(self._target_to_str(target), None)
+        node = fx.Node(self, name, op, target, args or (), kwargs or {})
+        namespace.associate_name_with_obj(name, node)
+        graph._insert(node)
+        graph._find_nodes_lookup_table.insert(node)
+        graph._len += 1
+        return node
+
+    def python_code(self, root_module: str, **options: Any) -> PythonCode:
+        """Returns the code.
+
+        Args:
+            root_module: what it calls its module.
+            options: torch's own.
+        """
+        code = None if any(options.values()) else quick_code(self, root_module)
+        return super().python_code(root_module, **options) if code is None else code
+
+
+def _are_plain(args: Any, kwargs: Any) -> bool:
+    """Whether arguments of a call hold nothing but nodes and plain values."""
+    return (not args or type(args) is tuple) and all(
+        type(value) in _PLAIN or (isinstance(value, list) and all(type(each) in _PLAIN for each in value))
+        for value in (*(args or ()), *(kwargs or {}).values())
+    )
 
 
 def copy_graph(source: fx.Graph) -> fx.Graph:
@@ -23,13 +76,13 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
     Args:
         source: the graph; metadata values are shared.
     """
-    result = fx.Graph()
+    result = LargeGraph()
     graph: Any = result
     values: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         new = fx.Node(graph, node.name, node.op, node.target, args, kwargs, node.type)
-        new.meta = dict(node.meta)
+        new.meta.update(node.meta)  # to set an attribute of a node looks it up in two tables
         graph._insert(new)
         graph._find_nodes_lookup_table.insert(new)
         values[node] = new

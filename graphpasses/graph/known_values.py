@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpasses._torch.fake_mode import facts_of_fake
+from graphpasses._torch.schemas import writes_arguments
+
 __all__ = ["KnownValues", "summary"]
 
 
@@ -16,7 +19,8 @@ class KnownValues:
     """The calls of a graph whose ``meta["val"]`` is known to be what they compute.
 
     The check between passes owns it, so that it computes new and changed calls only. A graph that is watched
-    (:meth:`TrainGraph.watch_values`) tells it what ``emit``, ``emit_copy``, ``replace`` and ``merge`` do.
+    (:meth:`TrainGraph.watch_values`) tells it what ``emit``, ``emit_copy``, ``replace`` and ``merge`` do. A call that
+    reads other nodes, whose fake values no operator could tell from those that it read, computes what it did.
 
     Args:
         nodes: calls whose values, as they stand now, are taken as true.
@@ -57,16 +61,56 @@ class KnownValues:
         Args:
             graph: the graph.
         """
+        changed = [
+            node
+            for node in graph.nodes
+            # As is_known, which takes as long again to be called.
+            if (record := self._records.get(node)) is None
+            or record[1] is not node.args
+            or record[3] is not node.meta.get("val")
+            or record[0] is not node.target
+            or record[2] is not node.kwargs
+        ]
         found: dict[fx.Node, None] = {}
-        for node in graph.nodes:
-            if self.is_known(node):
-                continue
-            found[node] = None
+        for node in changed:
+            if not self._reads_alike(node):
+                found[node] = None
             *_, before = self._records.get(node, (None,))
             now = node.meta.get("val")
-            if before is not None and before is not now and summary(before) != summary(now):
+            if before is not None and before is not now and not _are_alike(before, now):
                 found.update(dict.fromkeys(node.users))
+        for node in changed:
+            if node not in found:
+                self.record(node)
         return [node for node in found if node.op == "call_function"]
+
+    def _reads_alike(self, node: fx.Node) -> bool:
+        """Whether a call differs from its record by nodes alone, whose values are those that it read."""
+        if node not in self._records or writes_arguments(node.target) or "unbacked_bindings" in node.meta:
+            return False
+        target, args, kwargs, value = self._records[node]
+        return (
+            target is node.target
+            and value is not None
+            and value is node.meta.get("val")
+            and self._are_arguments_alike(args, node.args)
+            and self._are_arguments_alike(kwargs, node.kwargs)
+        )
+
+    def _are_arguments_alike(self, before: Any, now: Any) -> bool:
+        if isinstance(before, fx.Node) and isinstance(now, fx.Node):
+            return before is now or (
+                before in self._records and _are_alike(self._records[before][-1], now.meta.get("val"))
+            )
+        if type(before) is not type(now):
+            return False
+        if isinstance(before, (list, tuple)):
+            return len(before) == len(now) and all(map(self._are_arguments_alike, before, now))
+        if isinstance(before, dict):
+            return before.keys() == now.keys() and all(
+                self._are_arguments_alike(before[key], now[key]) for key in now
+            )
+        return bool(before == now)
 
     @contextmanager
     def kept(self, nodes: Iterable[fx.Node]) -> Iterator[None]:
@@ -79,6 +123,12 @@ class KnownValues:
         yield
         for node in known:
             self.record(node)
+
+
+def _are_alike(one: Any, two: Any) -> bool:
+    """Whether no operator could tell two fake values apart; False if that is not known."""
+    facts = facts_of_fake(one)
+    return facts is not None and facts == facts_of_fake(two)
 
 
 def summary(value: Any) -> Any:

@@ -104,16 +104,15 @@ def _well_formed(checked: Checked) -> Iterator[Broken]:
 
 
 def _is_well_formed(graph: fx.Graph) -> bool:
+    nodes = [*graph.nodes]
+    if [*reversed(graph.nodes)] != nodes[::-1] or len({node.name for node in nodes}) < len(nodes):
+        return False
     seen: set[fx.Node] = set()
-    names: set[str] = set()
-    last = None
-    for node in graph.nodes:
-        if not seen.issuperset(node.all_input_nodes) or (last is not None and node.prev is not last):
+    for node in nodes:
+        if not seen.issuperset(node.all_input_nodes):
             return False
         seen.add(node)
-        names.add(node.name)
-        last = node
-    return len(names) == len(seen)
+    return True
 
 
 def _described(checked: Checked) -> Iterator[Broken]:

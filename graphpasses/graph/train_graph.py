@@ -274,7 +274,7 @@ class TrainGraph:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: values.get(read, read))
         # Not node_copy, which searches for a free name from the copied one's number on: quadratic.
         copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        copy.meta = dict(node.meta)
+        copy.meta.update(node.meta)
         if self._known.is_known(node):
             self._known.record(copy)
         return copy

@@ -283,9 +283,13 @@ def _history(p: GraphPass, before: Sequence[str]) -> str:
 
 def _eliminate_dead_code(graph: fx.Graph) -> None:
     """Erases calls that nobody reads; as torch's own, but asks for side effects only where nobody reads."""
-    for node in reversed(graph.nodes):
-        if not node.users and not _is_kept(node):
+    unread = [node for node in graph.nodes if not node.users]
+    while unread:
+        node = unread.pop()
+        if not _is_kept(node):
+            sources = node.all_input_nodes
             graph.erase_node(node)
+            unread += [source for source in sources if not source.users]
 
 
 def _is_kept(node: fx.Node) -> bool:

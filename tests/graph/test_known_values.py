@@ -34,10 +34,48 @@ def test_changed_calls_and_readers_of_changed_values_are_unknown(step: CapturedS
     known = step.watch_values()
     relu = step.graph.find_nodes(op="call_function", target=aten.relu.default)[0]
     addmm = relu.args[0]
-    relu.args = (addmm,)  # the same again, but fx makes other objects of it
+    relu.target = aten.sigmoid.default
     assert unknown(step, known) == ["relu"]
+    known.record(relu)
     addmm.meta["val"] = addmm.meta["val"][:1]
     assert unknown(step, known) == ["addmm", "relu"]
+
+
+def test_a_call_that_reads_another_node_is_known_if_no_operator_can_tell(step: CapturedStep) -> None:
+    known = step.watch_values()
+    relu = step.graph.find_nodes(op="call_function", target=aten.relu.default)[0]
+    addmm = relu.args[0]
+    relu.args = (addmm,)  # the same again, but fx makes other objects of it
+    assert unknown(step, known) == []
+    with step.graph.inserting_after(addmm):
+        clone = step.emit(aten.clone.default, (addmm,), like=addmm)
+        cast = step.emit(aten._to_copy.default, (addmm,), {"dtype": torch.bfloat16}, like=addmm)
+        transposed = step.emit(aten.t.default, (addmm,), like=addmm)
+    with step.graph.inserting_after(transposed):
+        dense = step.emit(
+            aten.clone.default, (transposed,), {"memory_format": torch.contiguous_format}, like=addmm
+        )
+    with step.graph.inserting_after(dense):
+        other_strides = step.emit(aten.t.default, (dense,), like=addmm)
+    assert other_strides.meta["val"].shape == addmm.meta["val"].shape
+    relu.args = (clone,)
+    assert unknown(step, known) == []
+    for other in (cast, other_strides):
+        relu.args = (other,)
+        assert unknown(step, known) == ["relu"]
+    relu.args = (clone,)
+    relu.kwargs = {"x": 1}
+    assert unknown(step, known) == ["relu"]
+
+
+def test_a_call_that_writes_what_it_reads_is_looked_at_again(step: CapturedStep) -> None:
+    relu = step.graph.find_nodes(op="call_function", target=aten.relu.default)[0]
+    with step.graph.inserting_before(relu):
+        clone = step.emit(aten.clone.default, relu.args, like=relu)
+        written = step.emit(aten.relu_.default, relu.args, like=relu)
+    known = step.watch_values()
+    written.args = (clone,)
+    assert unknown(step, known) == [written.name]
 
 
 def test_a_copy_of_a_call_is_known_if_the_call_is(step: CapturedStep) -> None:
@@ -51,7 +89,7 @@ def test_a_copy_of_a_call_is_known_if_the_call_is(step: CapturedStep) -> None:
     assert copy.meta["val"] is relu.meta["val"]
     assert copy.meta.keys() == relu.meta.keys()
     assert unknown(step, known) == []
-    relu.args = (addmm,)
+    relu.target = aten.sigmoid.default
     with step.graph.inserting_before(relu.next):
         another = step.emit_copy(relu, {})
     assert unknown(step, known) == [relu.name, another.name]
