@@ -35,7 +35,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.guards import Decision, Guards, Symbol, run_nodes
 
-__all__ = ["Decisions"]
+__all__ = ["Decisions", "user_line"]
 
 
 class Decisions:
@@ -74,7 +74,7 @@ class Decisions:
                 yield
                 self.guards = self._make_guards(traced)
         except UNDECIDED as error:
-            where = self._refusal or f"{_user_line()}, and that value cannot be computed before the step"
+            where = self._refusal or f"{user_line()}, and that value cannot be computed before the step"
             raise CaptureError(
                 f"loss_fn decides by a tensor's value (.item(), bool(tensor), tolist()) at {where}. A captured step "
                 "decides by values of the batch, of buffers and of constants alone; compute with torch.where, or "
@@ -105,11 +105,11 @@ class Decisions:
                 self._values[symbol] = value
                 return value
             reason = f"is {value}"
-        self._refusal = f"{_user_line()}, and that value {reason}"
+        self._refusal = f"{user_line()}, and that value {reason}"
         return None
 
     def _decided(self, condition: sympy.Basic) -> None:
-        self._decisions.append(Decision(condition, _user_line()))
+        self._decisions.append(Decision(condition, user_line()))
 
     def _make_guards(self, traced: Any) -> Guards | None:
         self._slices.follow(traced.graph)
@@ -153,13 +153,18 @@ class Decisions:
         )
         values = dict(self._inputs)
         with outside_tracing():
-            difference = guards.difference(values.__getitem__)
-        if difference is not None:
-            raise CaptureError(f"{difference}: a captured step cannot decide by it")
+            changed = guards.first_changed(values.__getitem__)
+        if changed is not None:
+            where, before, now = changed
+            raise CaptureError(
+                f"loss_fn decides by a tensor's value at {where}, and changes that value itself: it was {before}, "
+                f"and is {now} after it ran. A captured step reads and writes such a tensor as eager does only where "
+                "it is a buffer of the model: make it one (register_buffer), or update it after the step"
+            )
         return guards
 
 
-def _user_line() -> str:
+def user_line() -> str:
     """Returns the innermost line of code that runs now and is no library's that traces."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_TRACING):

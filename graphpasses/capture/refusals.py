@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.module_hooks import is_compiled
+from graphpasses.capture.guards import user_line
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.model_facts import check_gradient_hooks
@@ -19,8 +24,11 @@ from graphpasses.identity import walk_modules
 __all__ = [
     "kept_tensors_refused",
     "named_call",
+    "other_memory_refused",
     "refuse_collectives_in_place",
     "refuse_model",
+    "refuse_other_memory",
+    "refuse_recurrent_kernel",
     "refuse_sparse_gradients",
 ]
 
@@ -99,6 +107,47 @@ def kept_tensors_refused(model: nn.Module) -> Iterator[None]:
                 f"forward keeps a tensor in the attribute {fqn!r}, and a captured step would not: what reads it "
                 "later would find an old one. Compute it in forward, or register it as a buffer and write it in place"
             )
+
+
+@contextmanager
+def other_memory_refused(model: nn.Module) -> Iterator[None]:
+    """Raises if the block, which is traced, assigns to the ``data`` of a tensor, which is no operator of a graph."""
+    names = {id(tensor): fqn for fqn, tensor in (*model.named_parameters(), *model.named_buffers())}
+    data: Any = torch.Tensor.data
+    thread = threading.get_ident()
+
+    def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if threading.get_ident() != thread and not is_fake(tensor):
+            data.__set__(tensor, value)  # code that has nothing to do with the step
+            return
+        name = names.get(id(tensor))
+        what = f"{name!r}" if name else f"a tensor of shape {list(tensor.shape)}, {tensor.dtype},"
+        raise CaptureError(f"{what} {_OTHER_MEMORY}, with .data = ... at {user_line()}{_IN_PLACE}")
+
+    replace: Any = mock.patch.object
+    with replace(torch.Tensor, "data", property(data.__get__, assign)):
+        yield
+
+
+_OTHER_MEMORY = "gets other memory while loss_fn runs"
+_IN_PLACE = (
+    ". A captured step would not follow: it would read and write the old memory. Write the tensor in place, e.g. "
+    "with tensor.copy_(...) under torch.no_grad()"
+)
+
+
+def refuse_other_memory(graph: CapturedStep) -> None:
+    """Raises if the step gives a tensor another's memory, as ``Tensor.set_`` does.
+
+    Args:
+        graph: the captured step.
+
+    Raises:
+        CaptureError: it does.
+    """
+    for node in graph.graph.nodes:
+        if getattr(node.target, "overloadpacket", None) is torch.ops.aten.set_:
+            raise CaptureError(f"a tensor {_OTHER_MEMORY}, with {named_call(node)}{_IN_PLACE}")
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,7 +25,7 @@ from graphpasses.capture.loss import check_loss
 from graphpasses.capture.module_names import module_names_traced
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
-from graphpasses.capture.refusals import kept_tensors_refused
+from graphpasses.capture.refusals import kept_tensors_refused, other_memory_refused
 from graphpasses.capture.threads import nested_backward_refused, other_threads_refused
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch_structure import BatchStructure
@@ -107,7 +107,7 @@ def trace_step(
         }
         gradients_before = [parameter.grad for parameter in named.values()]
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
-        with decisions.watched(), communication_traced(model) as reduced:
+        with decisions.watched(), other_memory_refused(model), communication_traced(model) as reduced:
             with (
                 _autocast_refused(),
                 kept_tensors_refused(model),

@@ -20,6 +20,7 @@ from graphpasses.capture.random_state import check_random_state
 from graphpasses.capture.refusals import (
     refuse_collectives_in_place,
     refuse_model,
+    refuse_other_memory,
     refuse_recurrent_kernel,
     refuse_sparse_gradients,
 )
@@ -114,6 +115,7 @@ def _capture(
     graph.outside = outside
     refuse_recurrent_kernel(graph)
     refuse_collectives_in_place(graph)
+    refuse_other_memory(graph)
     refuse_sparse_gradients(graph)
     check_random_state(graph, trace.random_calls)
     check_outside_tensors(graph)

@@ -52,7 +52,21 @@ class Guards:
     captured: Mapping[Symbol, Any]
 
     def difference(self, value_of: Callable[[GraphInput], Any]) -> str | None:
-        """Returns the first decision that falls otherwise now, with its line and both values; None if there is none.
+        """Says which decision, the first one, falls otherwise now; None if there is none.
+
+        Args:
+            value_of: returns what an input carries now.
+        """
+        if (changed := self.first_changed(value_of)) is None:
+            return None
+        where, before, now = changed
+        return (
+            f"loss_fn decided by a tensor's value at {where}: it was {before} when the step was captured, and is "
+            f"{now} for this batch"
+        )
+
+    def first_changed(self, value_of: Callable[[GraphInput], Any]) -> tuple[str, str, str] | None:
+        """Returns line, value then and value now of the first decision that falls otherwise; None if there is none.
 
         Args:
             value_of: returns what an input carries now.
@@ -81,13 +95,10 @@ class Guards:
             return True
         return bool(condition.xreplace({symbol: as_number(values[symbol]) for symbol in symbols}))
 
-    def _describe(self, decision: Decision, values: Mapping[Symbol, Any]) -> str:
+    def _describe(self, decision: Decision, values: Mapping[Symbol, Any]) -> tuple[str, str, str]:
         symbols = sorted(decision.condition.free_symbols, key=str)
         before, now = (", ".join(str(each[symbol]) for symbol in symbols) for each in (self.captured, values))
-        return (
-            f"loss_fn decided by a tensor's value at {decision.where}: it was {before} when the step was captured, "
-            f"and is {now} for this batch"
-        )
+        return decision.where, before, now
 
 
 def run_nodes(

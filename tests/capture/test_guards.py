@@ -166,6 +166,49 @@ def test_what_decides_by_a_tensor_that_is_no_buffer() -> None:
     assert len(step.variants) == 2
 
 
+def test_what_decides_by_a_tensor_that_the_step_writes() -> None:
+    """As a moving average does that begins with a copy; that of a buffer is followed."""
+
+    def average(module: Any, args: Any, out: torch.Tensor) -> None:
+        if module.num_calls == 0:
+            module.ema.copy_(out.detach())
+        else:
+            module.ema.lerp_(out.detach(), 0.1)
+        module.num_calls.add_(1)
+
+    def build(is_buffer: bool) -> Any:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(2, 2)
+        model.register_buffer("ema", torch.zeros(3, 2))
+        num_calls = torch.tensor(0)
+        if is_buffer:
+            model.register_buffer("num_calls", num_calls)
+        else:
+            model.num_calls = num_calls
+        model.register_forward_hook(average)
+        return model
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    x = torch.arange(6.0).view(3, 2)
+    with pytest.raises(CaptureError) as error:
+        capture_train_step(loss_fn, build(False), x)
+    line = average.__code__.co_firstlineno + 1
+    assert str(error.value) == (
+        f"loss_fn decides by a tensor's value at {__file__}:{line} in average, and changes that value itself: it was "
+        "True, and is False after it ran. A captured step reads and writes such a tensor as eager does only where it "
+        "is a buffer of the model: make it one (register_buffer), or update it after the step"
+    )
+    model, eager = build(True), build(True)
+    step = capture_train_step(loss_fn, model, x)
+    for number in range(3):
+        step(x * number)
+        loss_fn(eager, x * number)
+    assert same_bits(model.ema, eager.ema)
+    assert model.num_calls == eager.num_calls == 3
+
+
 # ---- what decides nothing ------------------------------------------------------------------------------------
 
 

@@ -226,6 +226,72 @@ def test_a_tensor_that_forward_keeps() -> None:
     assert model[0].num_calls == 0
 
 
+class Averaging(nn.Linear):
+    """Keeps a moving average of its weight, or of another tensor's values, in a way that a hook is given."""
+
+    def __init__(self, average: Callable[[Any, torch.Tensor], None]) -> None:
+        torch.manual_seed(0)
+        super().__init__(4, 4)
+        self.register_buffer("ema", self.weight.detach().clone())
+        self.register_forward_hook(lambda module, args, out: average(module, out))
+
+
+def assign(module: Any, out: torch.Tensor) -> None:
+    module.ema.data = 0.9 * module.ema + 0.1 * module.weight.data
+
+
+def assign_result(module: Any, out: torch.Tensor) -> None:
+    out.data = out.data * 2
+
+
+def set_memory(module: Any, out: torch.Tensor) -> None:
+    with torch.no_grad():
+        module.ema.set_(module.ema * 2)
+
+
+def write(module: Any, out: torch.Tensor) -> None:
+    module.ema.data.mul_(0.9).add_(module.weight.data, alpha=0.1)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("average", "what", "how"),
+    [
+        (assign, "'0.ema'", "with .data = ... at {file}:{line} in assign"),
+        (
+            assign_result,
+            "a tensor of shape [2, 4], torch.float32,",
+            "with .data = ... at {file}:{line} in assign_result",
+        ),
+        (set_memory, "a tensor", "with aten.set_.source_Tensor"),
+    ],
+)
+def test_a_tensor_that_gets_other_memory(
+    average: Callable[[Any, torch.Tensor], None], what: str, how: str, check: bool
+) -> None:
+    line = average.__code__.co_firstlineno + 1
+    with pytest.raises(CaptureError) as error:
+        capture_train_step(loss_fn, nn.Sequential(Averaging(average)), X, check=check)
+    assert str(error.value) == (
+        f"{what} gets other memory while loss_fn runs, {how.format(file=__file__, line=line)}. A captured step would "
+        "not follow: it would read and write the old memory. Write the tensor in place, e.g. with tensor.copy_(...) "
+        "under torch.no_grad()"
+    )
+    torch.ones(1).data = torch.ones(2)  # as ever
+
+
+def test_an_average_in_place_is_eagers() -> None:
+    model, eager = (nn.Sequential(Averaging(write)) for _ in range(2))
+    step = captured(model)
+    for _ in range(2):
+        loss_fn(eager, X).backward()
+        step(X)
+        for each in (model, eager):
+            torch.optim.SGD(each.parameters(), 0.1).step()
+    assert torch.equal(model[0].ema, eager[0].ema)
+    assert not torch.equal(model[0].ema, Averaging(write).ema)
+
+
 class Converting(nn.Linear):
     """Converts itself, to what it is already."""
 
