@@ -15,7 +15,7 @@ from torch import Tensor
 from graphpasses._torch.group_ranks import named_group
 from graphpasses.ops.define import define_operator
 
-__all__ = ["REDUCE_SCATTER_V", "reduce_scatter_v"]
+__all__ = ["REDUCE_SCATTER_V", "gather_parts", "reduce_scatter_v"]
 
 
 def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int) -> Tensor:
@@ -55,14 +55,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.splits, ctx.rank, ctx.group, ctx.divisor = inputs
 
 
-def _gather(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-    num_ranks = len(ctx.splits)
-    copies = gradient.unsqueeze(0).expand(num_ranks, *gradient.shape).reshape(-1, *gradient.shape[1:])
+def gather_parts(part: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
+    """Returns all ranks' parts, [sum(splits), ...], on every rank.
+
+    Args:
+        part: this rank's, [splits[rank], ...].
+        splits: rows of each rank's part.
+        rank: this rank in the group.
+        group: the group's name.
+    """
+    num_ranks = len(splits)
+    copies = part.unsqueeze(0).expand(num_ranks, *part.shape).reshape(-1, *part.shape[1:])
     # There is no functional all-gather of parts of different lengths; to send everyone a copy is one.
-    gathered = torch.ops._c10d_functional.all_to_all_single(
-        copies, ctx.splits, [ctx.splits[ctx.rank]] * num_ranks, ctx.group
-    )
-    return torch.ops._c10d_functional.wait_tensor(gathered) / ctx.divisor, None, None, None, None
+    gathered = torch.ops._c10d_functional.all_to_all_single(copies, splits, [splits[rank]] * num_ranks, group)
+    output: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return output
+
+
+def _gather(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    gathered = gather_parts(gradient, ctx.splits, ctx.rank, ctx.group)
+    return gathered / ctx.divisor, None, None, None, None
 
 
 REDUCE_SCATTER_V = define_operator(

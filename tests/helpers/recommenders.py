@@ -139,6 +139,7 @@ class Case:
     num_local_ranks: int | None = None
     num_steps: int = 4
     max_graphs: int = 1
+    sharders: Sequence[Any] | None = None
 
     def sharded(self) -> nn.Module:
         """Returns the model, from one seed, sharded over all ranks."""
@@ -166,6 +167,7 @@ class Case:
             ShardingEnv.from_process_group(dist.group.WORLD),
             CPU,
             ShardingPlan(plan),
+            None if self.sharders is None else list(self.sharders),
             data_parallel_wrapper=self.wrapper,
         )
 

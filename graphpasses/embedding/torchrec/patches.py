@@ -16,6 +16,12 @@ from torch import Tensor, nn
 from graphpasses.embedding.torchrec.input_dists import make_input_dist
 from graphpasses.embedding.torchrec.key_order import check_key_order
 from graphpasses.embedding.torchrec.patching import Patch, PatchSet
+from graphpasses.embedding.torchrec.traced_comms import (
+    all_to_all_single,
+    carry_codecs,
+    check_codecs,
+    reduce_as_eager,
+)
 from graphpasses.errors import UnsupportedError
 
 __all__ = ["DDP_PATCHES", "TORCHREC_PATCHES"]
@@ -249,7 +255,8 @@ def _permute_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _flatten_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original flattens embeddings only where it permutes them."""
+    """The original flattens embeddings only where it permutes them; and see ``carry_codecs``."""
+    original = carry_codecs(original)
 
     def all2all_sequence_sync(pg: Any, a2ai: Any, sharded_input_embeddings: Tensor) -> Tensor:
         if torch.compiler.is_dynamo_compiling():
@@ -257,27 +264,6 @@ def _flatten_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(pg, a2ai, sharded_input_embeddings)  # type: ignore[no-any-return]
 
     return all2all_sequence_sync
-
-
-def _reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original, traced, adds what an all-to-all brought, in another order than eager's reduce-scatter.
-
-    Two numbers have but one sum, so between two ranks the all-to-all stays, which a pass can merge with others.
-    """
-    from torchrec.distributed.comm_ops import get_gradient_division, pg_name
-
-    from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V
-
-    def reduce_scatter_v_sync(pg: Any, rsi: Any, input: Tensor) -> Tensor:
-        if pg.size() <= 2 or not torch.compiler.is_dynamo_compiling():
-            return original(pg, rsi, input)  # type: ignore[no-any-return]
-        if rsi.codecs is not None:
-            input = rsi.codecs.forward.encode(input)
-        divisor = pg.size() if get_gradient_division() else 1
-        output: Tensor = REDUCE_SCATTER_V(input, rsi.input_splits, pg.rank(), pg_name(pg), divisor)
-        return output if rsi.codecs is None else rsi.codecs.forward.decode(output)
-
-    return reduce_scatter_v_sync
 
 
 # ---- order of columns ----------------------------------------------------------------------------------
@@ -328,6 +314,7 @@ def _make_input_dist(original: None) -> Callable[..., Any]:
     def _graphpasses_make_input_dist(
         self: nn.Module, keys: tuple[str, ...], inverse_keys: tuple[str, ...] | None, device: torch.device
     ) -> None:
+        check_codecs(self)
         make_input_dist(self, keys, inverse_keys, device)
 
     return _graphpasses_make_input_dist  # type: ignore[no-any-return]
@@ -383,7 +370,10 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_PERMUTE}.forward", _permute_columns),
     Patch(f"{_DIST}.dist_data:SequenceEmbeddingsAllToAll.forward", _permute_sequences),
     Patch(f"{_DIST}.comm_ops:all2all_sequence_sync", _flatten_sequences),
-    Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", _reduce_as_eager),
+    Patch(f"{_DIST}.comm_ops:all2all_pooled_sync", carry_codecs),
+    Patch(f"{_DIST}.comm_ops:variable_batch_all2all_pooled_sync", carry_codecs),
+    Patch(f"{_DIST}.comm_ops:AllToAllSingle", all_to_all_single),
+    Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", reduce_as_eager),
     *(
         Patch(f"{_DIST}.{module}.{name}", wrap)
         for module in ("embeddingbag:ShardedEmbeddingBagCollection", "embedding:ShardedEmbeddingCollection")

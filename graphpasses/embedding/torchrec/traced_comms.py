@@ -1,0 +1,194 @@
+"""TorchRec's communications of embeddings and gradients, traced, with the bits that they have in eager.
+
+Quantized ones encode embeddings with one codec and gradients with another. Traced, TorchRec encodes embeddings, and
+autograd derives the rest: gradients travel in the precision of embeddings, and are divided before they are decoded.
+Here one function of autograd encodes and decodes both ways, so that what it takes and gives is not encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphpasses.errors import UnsupportedError
+from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V, gather_parts
+
+__all__ = ["all_to_all_single", "carry_codecs", "check_codecs", "reduce_as_eager"]
+
+_PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_codecs(module: nn.Module) -> None:
+    """Checks that all codecs of a sharded module keep the number of elements, as casts do.
+
+    Args:
+        module: TorchRec's.
+
+    Raises:
+        UnsupportedError: it names the module, the precision and the direction.
+    """
+    sharded: Any = module
+    for codecs in (sharded.qcomm_codecs_registry or {}).values():
+        for direction in ("forward", "backward"):
+            precision = getattr(codecs, direction).quantized_dtype
+            if precision not in _PRECISIONS:
+                raise UnsupportedError(
+                    f"{(sharded._module_fqn or type(module).__name__)!r}: quantized communications whose {direction} "
+                    f"precision is {precision} cannot be compiled, since scales travel among the numbers; use FP32, "
+                    "FP16 or BF16 in QCommsConfig, or leave the model uncompiled"
+                )
+
+
+class _Carried:
+    """Numbers that are yet to be encoded, and how; in the place of what a codec made of them."""
+
+    def __init__(self, tensor: Tensor, codecs: Any) -> None:
+        self.tensor, self.codecs = tensor, codecs
+
+
+class _CarryingCodec:
+    """In the place of the codec for embeddings: hands all on to the all-to-all, which encodes and decodes."""
+
+    def __init__(self, codecs: Any) -> None:
+        self.codecs = codecs
+
+    def create_context(self) -> None:
+        """Casts need none."""
+
+    def padded_size(self, tensor: Tensor, dims: list[int], rank: int, context: None) -> tuple[int, int]:
+        return tensor.shape[-1], 0
+
+    def calc_quantized_size(self, size: int, context: None = None) -> int:
+        return size
+
+    def encode(self, tensor: Tensor, context: None = None) -> _Carried:
+        return _Carried(tensor, self.codecs)
+
+    def decode(self, tensor: Tensor, context: None = None) -> Tensor:
+        return tensor
+
+
+class _CarryingCodecs:
+    def __init__(self, codecs: Any) -> None:
+        self.forward = _CarryingCodec(codecs)
+
+
+def carry_codecs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original encodes before its all-to-all and decodes after it; traced, the all-to-all does both."""
+
+    def sync(pg: Any, info: Any, tensor: Tensor) -> Tensor:
+        if info.codecs is not None and torch.compiler.is_dynamo_compiling():
+            info.codecs = _CarryingCodecs(info.codecs)
+        return original(pg, info, tensor)  # type: ignore[no-any-return]
+
+    return sync
+
+
+def all_to_all_single(original: Any) -> Any:
+    """The original knows nothing of codecs."""
+
+    class AllToAllSingle:
+        @staticmethod
+        def apply(
+            tensor: Tensor | _Carried,
+            output_splits: Sequence[int],
+            input_splits: Sequence[int],
+            group: str,
+            group_size: int,
+            gradient_division: bool,
+        ) -> Tensor:
+            if not isinstance(tensor, _Carried):
+                return original.apply(  # type: ignore[no-any-return]
+                    tensor, output_splits, input_splits, group, group_size, gradient_division
+                )
+            divisor = group_size if gradient_division else 1
+            codecs = tensor.codecs
+            return _AllToAll.apply(  # type: ignore[no-any-return, no-untyped-call]
+                tensor.tensor, output_splits, input_splits, group, divisor, codecs.forward, codecs.backward
+            )
+
+    return AllToAllSingle
+
+
+def _exchange(
+    tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str, codec: Any
+) -> Tensor:
+    received = torch.ops._c10d_functional.all_to_all_single(
+        codec.encode(tensor, codec.create_context()), output_splits, input_splits, group
+    )
+    decoded: Tensor = codec.decode(torch.ops._c10d_functional.wait_tensor(received), codec.create_context())
+    return decoded
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        group: str,
+        divisor: int,
+        codec: Any,
+        gradient_codec: Any,
+    ) -> Tensor:
+        ctx.splits = input_splits, output_splits
+        ctx.group, ctx.divisor, ctx.codec = group, divisor, gradient_codec
+        return _exchange(tensor, output_splits, input_splits, group, codec)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        output_splits, input_splits = ctx.splits
+        gradient = _exchange(gradients[0], output_splits, input_splits, ctx.group, ctx.codec) / ctx.divisor
+        return gradient, None, None, None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        splits: Sequence[int],
+        rank: int,
+        group: str,
+        divisor: int,
+        codec: Any,
+        gradient_codec: Any,
+    ) -> Tensor:
+        ctx.splits, ctx.rank, ctx.group = splits, rank, group
+        ctx.divisor, ctx.codec = divisor, gradient_codec
+        encoded = codec.encode(tensor, codec.create_context())
+        decoded: Tensor = codec.decode(
+            REDUCE_SCATTER_V(encoded, splits, rank, group, divisor), codec.create_context()
+        )
+        return decoded
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        encoded = ctx.codec.encode(gradients[0], ctx.codec.create_context())
+        gathered = gather_parts(encoded, ctx.splits, ctx.rank, ctx.group)
+        gradient = ctx.codec.decode(gathered, ctx.codec.create_context()) / ctx.divisor
+        return gradient, None, None, None, None, None, None
+
+
+def reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, traced, adds what an all-to-all brought, in another order than eager's reduce-scatter.
+
+    Two numbers have but one sum, so between two ranks the all-to-all stays, which a pass can merge with others, if
+    nothing is encoded.
+    """
+    from torchrec.distributed.comm_ops import get_gradient_division, pg_name
+
+    def reduce_scatter_v_sync(pg: Any, rsi: Any, input: Tensor) -> Tensor:
+        if not torch.compiler.is_dynamo_compiling() or (pg.size() <= 2 and rsi.codecs is None):
+            return original(pg, rsi, input)  # type: ignore[no-any-return]
+        arguments = rsi.input_splits, pg.rank(), pg_name(pg), pg.size() if get_gradient_division() else 1
+        if rsi.codecs is None:
+            return REDUCE_SCATTER_V(input, *arguments)  # type: ignore[no-any-return]
+        codecs = rsi.codecs.forward, rsi.codecs.backward
+        return _ReduceScatter.apply(input, *arguments, *codecs)  # type: ignore[no-any-return, no-untyped-call]
+
+    return reduce_scatter_v_sync
