@@ -84,6 +84,7 @@ def carry_codecs(original: Callable[..., Any]) -> Callable[..., Any]:
             info.codecs = _CarryingCodecs(info.codecs)
         return original(pg, info, tensor)  # type: ignore[no-any-return]
 
+    sync.__name__ = original.__name__
     return sync
 
 
