@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-
-# OptimizedModule is what torch.compile makes of a module; `module.compile()` sets `_compiled_call_impl` instead.
-from torch._dynamo.eval_frame import OptimizedModule
 
 __all__ = ["hook_ids", "hooks", "is_compiled"]
 
@@ -35,4 +33,8 @@ def hooks(module: nn.Module) -> Iterator[Any]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of a module runs what ``torch.compile`` made of it."""
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    # OptimizedModule is what torch.compile makes of a module; `module.compile()` sets `_compiled_call_impl` instead.
+    # Where its home was not imported, which takes long, there is none.
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    is_optimized = eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
+    return is_optimized or module._compiled_call_impl is not None
