@@ -11,6 +11,7 @@ import torch
 import torch.distributed._functional_collectives  # registers an operator that is named below. Tested: 2.13.
 
 from graphpasses._torch.operator_facts import Call, leaves
+from graphpasses._torch.schemas import written_names
 
 __all__ = [
     "LEFT_OUT",
@@ -173,9 +174,7 @@ def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(func._schema.arguments)
-        if getattr(argument.alias_info, "is_write", False)
-        or argument.name.startswith("running_")  # batch norms do not say that they write these
-        or "Generator" in str(argument.type)
+        if argument.name in written_names(func) or "Generator" in str(argument.type)
     )
 
 

@@ -19,6 +19,7 @@ from graphpasses._torch.group_ranks import group_ranks, named_group_ranks
 from graphpasses._torch.node_origins import NodesOfFrames, origin_of
 from graphpasses._torch.operator_facts import Where, facts_of_value, leaves, memory_of
 from graphpasses._torch.operator_rules import computes_nothing, copies_nothing
+from graphpasses._torch.schemas import written_names
 
 __all__ = ["OperatorStream", "SeenCall", "SeenTensor"]
 
@@ -253,11 +254,7 @@ def _texts(func: Any, given: list[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _written(func: Any, given: list[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
-    names = {
-        argument.name
-        for argument in func._schema.arguments
-        if getattr(argument.alias_info, "is_write", False) or argument.name.startswith("running_")
-    }
+    names = written_names(func)
     if func.namespace == "c10d":  # their schemas do not say what they write
         names |= {argument.name for argument in func._schema.arguments}
     return [(name, each) for name, each in given if isinstance(each, Tensor) and name.split("[")[0] in names]

@@ -24,9 +24,25 @@ __all__ = [
     "returns_alias",
     "schemas",
     "writes_arguments",
+    "written_names",
 ]
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
+# Their schemas do not say that they write the running statistics that they are given. Source: ATen's kernels.
+_WRITE_RUNNING_STATISTICS = frozenset(
+    {
+        "aten::_batch_norm_impl_index",
+        "aten::batch_norm",
+        "aten::batch_norm_gather_stats",
+        "aten::batch_norm_gather_stats_with_counts",
+        "aten::batch_norm_update_stats",
+        "aten::cudnn_batch_norm",
+        "aten::instance_norm",
+        "aten::miopen_batch_norm",
+        "aten::native_batch_norm",
+    }
+)
 
 
 def is_operator(target: Any) -> bool:
@@ -112,6 +128,22 @@ def returns_alias(target: Any) -> bool:
 def writes_arguments(target: Any) -> bool:
     """Whether an operator says that it writes an argument."""
     return any(schema.is_mutable for schema in schemas(target))
+
+
+@cache
+def written_names(target: Any) -> frozenset[str]:
+    """Returns the names of the arguments that an operator writes, also where its schema does not say so.
+
+    Args:
+        target: the target of a call.
+    """
+    return frozenset(
+        argument.name
+        for schema in schemas(target)
+        for argument in schema.arguments
+        if argument.is_write
+        or (argument.name.startswith("running_") and schema.name in _WRITE_RUNNING_STATISTICS)
+    )
 
 
 def is_seeded(target: Any) -> bool:

@@ -28,6 +28,7 @@ from graphpasses._torch.schemas import (
     returns_alias,
     schemas,
     writes_arguments,
+    written_names,
 )
 from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import GROUP_ARGUMENTS, collective_group, storages
@@ -53,11 +54,6 @@ UNKNOWN_GROUP = "unknown"
 _FUNCTIONALIZED = (
     torch.ops.higher_order.auto_functionalized,
     torch.ops.higher_order.auto_functionalized_v2,
-)
-
-# Their schemas do not say that they write the running statistics that they are given.
-_WRITE_RUNNING_STATISTICS = frozenset(
-    {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
 )
 
 # These read a tensor's shape, not its values.
@@ -194,14 +190,8 @@ def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
         if node.target not in _FUNCTIONALIZED:
             yield from node.all_input_nodes  # it does not say
     elif schemas(node.target):
-        silent = node.target in _WRITE_RUNNING_STATISTICS
-        yield from _nodes(
-            [
-                value
-                for argument, value in given_arguments(node)
-                if argument.is_write or (silent and argument.name.startswith("running_"))
-            ]
-        )
+        written = written_names(node.target)
+        yield from _nodes([value for argument, value in given_arguments(node) if argument.name in written])
     elif node.op in ("call_function", "call_method"):
         yield from _nodes(node.kwargs.get("out"))
         if _is_in_place(node.target) or _named_argument(node, "inplace"):

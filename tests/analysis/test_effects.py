@@ -136,6 +136,35 @@ def test_memory_of_operators(target: Any, reads: str, writes: str, shares: str) 
     assert found == [reads, writes, shares]
 
 
+@pytest.mark.parametrize(
+    ("target", "writes"),
+    [
+        (aten.native_batch_norm.default, True),
+        (aten.batch_norm_update_stats.default, True),
+        (aten.batch_norm_gather_stats_with_counts.default, True),  # of SyncBatchNorm
+        (aten._native_batch_norm_legit.default, True),  # says so
+        (aten._native_batch_norm_legit_functional.default, False),
+        (aten.native_batch_norm_backward.default, False),
+    ],
+)
+def test_running_statistics(target: Any, writes: bool) -> None:
+    graph = fx.Graph()
+    node = graph.call_function(
+        target, tuple(graph.placeholder(each.name) for each in target._schema.arguments)
+    )
+    written = [str(each) for each in operator_effects(node).writes]
+    assert written == ["running_mean", "running_var"] * writes
+
+
+def test_batch_norms_write_what_their_schemas_do_not_say() -> None:
+    """What the test above says, by running the kernels."""
+    x, mean, variance = torch.arange(8.0).view(4, 2), torch.zeros(2), torch.ones(2)
+    aten.batch_norm_update_stats(x, mean, variance, 0.5)
+    assert mean.tolist() == [1.5, 2.0]
+    aten.native_batch_norm(x, None, None, mean, variance, True, 0.5, 1e-5)
+    assert mean.tolist() == [2.25, 3.0]
+
+
 def test_hidden_state_of_operators() -> None:
     assert operator_effects(call(aten.bernoulli.default)).has_hidden_state
     assert operator_effects(call(torch.ops.higher_order.cond)).has_hidden_state
