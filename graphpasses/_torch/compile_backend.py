@@ -4,6 +4,9 @@
 that compiles functions for it (torch's ``OptimizeContext``) gets a subclass of its own. To reach that object, which
 ``torch.compile`` makes and calls at once, ``OptimizeContext.__call__`` is replaced from the moment in which torch
 looks the backend up to that call. Between calls of ``torch.compile`` nothing of torch is replaced.
+
+Dynamo keeps what it compiled with the code of a function, which all instances of a class share. Each call of
+``torch.compile`` for a :class:`Backend` gets entries of its own there, which go with what it returned.
 """
 
 from __future__ import annotations
@@ -11,15 +14,20 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from types import CodeType
 from typing import Any
 from weakref import WeakSet
 
 from torch import nn
-from torch._dynamo import eval_frame
+from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, _get_total_cache_entry_count
+from torch._dynamo import config, eval_frame
 from torch._dynamo.backends import registry
+from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.utils import CleanupManager, get_metrics_context
 
 __all__ = ["Backend", "uncompiled"]
 
@@ -140,26 +148,100 @@ def _compile_first(self: Any, fn: Any) -> Any:
     return self(fn)
 
 
+class _Region:
+    """What Dynamo keeps for one call of ``torch.compile``, apart from what it keeps for others.
+
+    Args:
+        owner: what ``torch.compile`` returned lives as long as it.
+    """
+
+    def __init__(self, owner: object) -> None:
+        self.number = next(eval_frame._next_isolate_recompiles_id)
+        # By identity of code, which is equal to its copies: it, what Dynamo knows of it, and what of it here.
+        self._codes: dict[int, tuple[CodeType, dict[str, Any], dict[str, Any]]] = {}
+        weakref.finalize(owner, self._forget).atexit = False
+
+    def enter(self, code: CodeType, shared: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
+        """Lets Dynamo compile a function as if no other call of ``torch.compile`` had.
+
+        Args:
+            code: of the function.
+            shared: what Dynamo knows of it, as how often it was compiled; new after ``torch.compiler.reset()``.
+
+        Returns:
+            What it shall know instead, and a function to call after.
+        """
+        known = self._codes.get(id(code))
+        if known is None or known[1] is not shared:
+            self._codes[id(code)] = known = code, shared, {}
+        num_others = _get_total_cache_entry_count(code) - len(
+            _get_cache_entries_for_region(code, self.number)
+        )
+        limit = config.accumulated_recompile_limit + num_others
+        return known[2], config._make_closure_patcher(accumulated_recompile_limit=limit)()
+
+    def _forget(self) -> None:
+        """Lets Dynamo forget what it compiled: entries hold what they ran, and with it the model."""
+        entries = [
+            entry
+            for code, *_ in self._codes.values()
+            for entry in _get_cache_entries_for_region(code, self.number)
+        ]
+        for entry in entries:
+            guards: Any = entry.guard_manager
+            if isinstance(guards, DeletedGuardManagerWrapper):  # something that they guard is gone already
+                continue
+            for hook in CleanupManager.instance.get(entry.code, ()):
+                hook.scope.setdefault(hook.name, None)  # which it deletes; a module's names may be gone
+            guards.extra_state.invalidate(entry, DeletedGuardManagerWrapper("its model is gone"))
+            # Dynamo keeps them for the end of the types that they guard.
+            guards.root = guards.diff_guard_root = guards.closure_vars = guards.global_scope = None
+        self._codes.clear()
+
+
 class _Converter:
     """Dynamo's conversion of frames, in a context."""
 
     def __init__(self, convert: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
         functools.update_wrapper(self, convert)  # also its `_torchdynamo_orig_backend`
         self._convert, self._context = convert, context
+        self.region: _Region | None = None
 
     def __call__(self, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, skip: int = 0) -> Any:
-        with self._context():
-            return self._convert(frame, cache_entry, hooks, frame_state, skip=skip + 1)
+        assert self.region is not None
+        frame_state, leave = self.region.enter(frame.f_code, frame_state)
+        try:
+            with self._context():
+                return self._convert(frame, cache_entry, hooks, frame_state, skip=skip + 1)
+        finally:
+            leave()
+            metrics = get_metrics_context()
+            if not metrics.in_progress():
+                metrics._edits.clear()  # stacks, which hold what was compiled and called this
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "region": None}  # copies get their own
 
     @property
     def _clone_with_backend(self) -> Callable[[Any], _Converter]:  # for Dynamo's DDPOptimizer
-        return lambda backend: _Converter(self._convert._clone_with_backend(backend), self._context)
+        def clone(backend: Any) -> _Converter:
+            converter = _Converter(self._convert._clone_with_backend(backend), self._context)
+            converter.region = self.region
+            return converter
+
+        return clone
 
 
 class _Context(eval_frame.OptimizeContext):
     """What compiles functions for a backend, also for copies of a compiled module."""
 
     def __call__(self, fn: Any) -> Any:
+        backend: Any = eval_frame.innermost_backend(self.callback)  # type: ignore[arg-type]
+        if self._isolate_recompiles_id < 0:  # so it is of copies, too
+            frames: Any = self.callback
+            frames._torchdynamo_orig_backend.region = region = _Region(self)
+            self._isolate_recompiles_id = region.number
+            weakref.finalize(self, eval_frame.cached_backends.pop, id(backend), None).atexit = False
         if isinstance(fn, nn.Module):  # makes an OptimizedModule, which calls this again with a function
             token = _ROOT.set(fn)
             try:
@@ -169,8 +251,7 @@ class _Context(eval_frame.OptimizeContext):
         compiled = super().__call__(fn)
         if isinstance(fn, type):
             return compiled
-        user: Any = eval_frame.innermost_backend(self.callback)  # type: ignore[arg-type]
-        backend = getattr(user, "compiler_fn", user)
         root = _ROOT.get()
-        call = backend.wrap(fn if root is None else root, compiled, getattr(user, "kwargs", {}))
+        wrap = getattr(backend, "compiler_fn", backend).wrap
+        call = wrap(fn if root is None else root, compiled, getattr(backend, "kwargs", {}))
         return functools.wraps(compiled)(call)

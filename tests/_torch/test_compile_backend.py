@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import eval_frame, lookup_backend
 
 import graphpasses
@@ -128,3 +132,67 @@ def test_every_traced_function_has_its_context() -> None:
     assert double(torch.ones(2)).tolist() == [2, 2]
     assert double(torch.ones(2)).tolist() == [2, 2]
     assert entered == ["in", "out"]
+
+
+class Doubled(nn.Linear):
+    is_broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = 2 * x
+        if self.is_broken:
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Broken(Doubled):
+    is_broken = True
+
+
+@torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=4)
+@pytest.mark.parametrize("kind", [Doubled, Broken])
+def test_every_instance_is_compiled_and_freed(kind: type[Doubled]) -> None:
+    graphs: list[str] = []
+    compiling: list[nn.Module] = []
+
+    def keep(graph: fx.GraphModule, inputs: object) -> Any:
+        (model,) = compiling
+        graphs.append(graph.code)
+        return lambda *args: (model, graph.forward(*args))[1]  # what is compiled may keep its model
+
+    def freed(backend: Any) -> list[bool]:
+        """Compiles, calls and drops instances of a class."""
+        weights = []
+        for _ in range(6):
+            model = kind(4, 2)
+            with backend.expected() if isinstance(backend, Backend) else nullcontext():
+                compiled = torch.compile(model, backend=backend)
+            compiling.append(model)
+            compiled(torch.ones(3, 4)).sum().backward()
+            compiling.clear()
+            weights.append(weakref.ref(model.weight))
+        del model, compiled
+        gc.collect()
+        return [weight() is None for weight in weights]
+
+    num_graphs = 2 if kind.is_broken else 1
+    assert freed(Backend(keep, lambda root, compiled, _: compiled)) == [True] * 6
+    assert len(graphs) == 6 * num_graphs
+    graphs.clear()
+    torch._dynamo.reset()
+    assert freed(keep)[0] is False  # so it is without
+    assert len(graphs) < 6 * num_graphs
+
+
+def test_copies_are_compiled_for_themselves() -> None:
+    compiled = graphpasses.compile(Doubled(4, 2), inner="aot_eager")
+    x = torch.ones(3, 4)
+    compiled(x)
+    copied, pickled = copy.deepcopy(compiled), pickle.loads(pickle.dumps(compiled))
+    weight = weakref.ref(copied.weight)
+    assert torch.equal(copied(x), compiled(x))
+    assert torch.equal(pickled(x), compiled(x))
+    del copied
+    gc.collect()
+    assert weight() is None
+    with mock.patch.object(torch._dynamo.config, "error_on_recompile", True):
+        compiled(x), pickled(x)  # they kept what is theirs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,8 +25,10 @@ with warnings.catch_warnings():
     )
 
 import graphpasses
+from graphpasses.capture.compile_report import CompileReport
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+from graphpasses.passes import FuseTBE
+from graphpasses.passes.runner import GraphPass, Numerics, PassReport, Pipeline
 
 NUM_ROWS = 20
 OPTIMIZERS = {
@@ -127,3 +129,68 @@ def model_graph(model: nn.Module, *inputs: Any) -> TrainGraph:
     )
     (graph,) = look.seen
     return graph
+
+
+# ---- eager and fused, side by side ----
+
+PIPELINE = Pipeline((FuseTBE(),))
+
+
+class Compiled:
+    """A compiled model, and what the pass did to each of its graphs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        torch.compiler.reset()
+        self.report = CompileReport()
+        self.call = graphpasses.compile(
+            model, pipeline=PIPELINE, inner="aot_eager", fullgraph=True, report=self.report
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        return self.call(*args)
+
+    @property
+    def passes(self) -> list[PassReport]:
+        return [report["fuse-tbe"] for _, _, report in self.report.stages]
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    """Returns copies of all weights, optimizer states and gradients."""
+    values = [*model.parameters(), *model.buffers()]
+    return [value.detach().clone() for value in values + [p.grad for p in values if p.grad is not None]]
+
+
+def assert_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def step(call: Callable[..., Tensor], model: nn.Module, batch: Sequence[Bags]) -> list[Tensor]:
+    """Returns the loss, the gradients of the weights of ids, and the model's state behind a step."""
+    loss = call(batch)
+    loss.backward()
+    return [loss.detach(), *(weights.grad for *_, weights in batch if weights is not None), *state(model)]
+
+
+@dataclass
+class Twins:
+    """A model, and its equal that is compiled."""
+
+    eager: nn.Module
+    model: nn.Module
+    compiled: Compiled
+
+    @classmethod
+    def of(cls, build: Callable[[], nn.Module]) -> Twins:
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(build())
+        return cls(*models, Compiled(models[1]))
+
+    def step(self, seed: int, **options: Any) -> None:
+        """Trains both one step and compares them."""
+        batches = [self.eager.batch(seed, **options) for _ in range(2)]
+        expected = step(self.eager, self.eager, batches[0])
+        assert_same(step(self.compiled, self.model, batches[1]), expected)

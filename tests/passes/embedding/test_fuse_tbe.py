@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,77 +21,30 @@ from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.torchrec.lookups import LookupCall
 from graphpasses.errors import ArenaError, IdError
 from graphpasses.passes import FuseTBE
-from graphpasses.passes.runner import PassReport, Pipeline
+from graphpasses.passes.runner import Pipeline
 
-from tests.helpers.tables import BOUNDS_CHECKS, NUM_ROWS, Bags, Look, Lookups, bags, tables  # isort: skip
+from tests.helpers.tables import (  # isort: skip
+    BOUNDS_CHECKS,
+    NUM_ROWS,
+    PIPELINE,
+    Bags,
+    Compiled,
+    Look,
+    Lookups,
+    Twins,
+    assert_same,
+    bags,
+    state,
+    step,
+    tables,
+)
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-PIPELINE = Pipeline((FuseTBE(),))
 ELSEWHERE = (
     "is left alone: the model also reads its tables elsewhere; joint updates of a row change the result"
 )
 FOREIGN = "is left alone: its memory is not its own: NumPy, a file or another process uses it"
-
-
-class Compiled:
-    """A compiled model, and what the pass did to each of its graphs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        torch.compiler.reset()
-        self.report = CompileReport()
-        self.call = graphpasses.compile(
-            model, pipeline=PIPELINE, inner="aot_eager", fullgraph=True, report=self.report
-        )
-
-    def __call__(self, *args: Any) -> Any:
-        return self.call(*args)
-
-    @property
-    def passes(self) -> list[PassReport]:
-        return [report["fuse-tbe"] for _, _, report in self.report.stages]
-
-
-def state(model: nn.Module) -> list[Tensor]:
-    """Returns copies of all weights, optimizer states and gradients."""
-    values = [*model.parameters(), *model.buffers()]
-    return [value.detach().clone() for value in values + [p.grad for p in values if p.grad is not None]]
-
-
-def assert_same(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
-    assert len(left) == len(right)
-    for a, b in zip(left, right, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-def step(call: Callable[..., Tensor], model: nn.Module, batch: Sequence[Bags]) -> list[Tensor]:
-    """Returns the loss, the gradients of the weights of ids, and the model's state behind a step."""
-    loss = call(batch)
-    loss.backward()
-    return [loss.detach(), *(weights.grad for *_, weights in batch if weights is not None), *state(model)]
-
-
-@dataclass
-class Twins:
-    """A model, and its equal that is compiled."""
-
-    eager: nn.Module
-    model: nn.Module
-    compiled: Compiled
-
-    @classmethod
-    def of(cls, build: Callable[[], nn.Module]) -> Twins:
-        models = []
-        for _ in range(2):
-            torch.manual_seed(0)
-            models.append(build())
-        return cls(*models, Compiled(models[1]))
-
-    def step(self, seed: int, **options: Any) -> None:
-        """Trains both one step and compares them."""
-        batches = [self.eager.batch(seed, **options) for _ in range(2)]
-        expected = step(self.eager, self.eager, batches[0])
-        assert_same(step(self.compiled, self.model, batches[1]), expected)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +255,17 @@ def test_each_instance_of_a_model_has_its_own_graph() -> None:
     assert (
         len({id(Arena.containing(module.weights_host)) for model in models for module in model.tables}) == 2
     )
+
+
+def test_a_dropped_model_is_freed() -> None:
+    twins = Twins.of(lookups)
+    twins.step(0)
+    tensors = [*twins.model.parameters(), *twins.model.buffers()]
+    arenas = [Arena.containing(module.weights_host) for module in twins.model.tables]
+    kept = [weakref.ref(tensor) for tensor in tensors + arenas]
+    del twins, tensors, arenas
+    gc.collect()
+    assert {reference() for reference in kept} == {None}
 
 
 def test_replaced_tables_are_compiled_again() -> None:
