@@ -106,26 +106,23 @@ class Source:
             yield [replace(pair, name=f"{self.name}{pair.name}", cluster=cluster) for pair in self.make(mesh)]
 
 
-def _fully_sharded(
-    build: Callable[[], nn.Module], batch: Callable[[], tuple[Tensor, ...]], policy: MixedPrecisionPolicy
+def _captured(
+    build: Callable[[], nn.Module],
+    batch: Callable[[], tuple[Tensor, ...]],
+    policy: MixedPrecisionPolicy,
+    *,
+    simply: bool = False,
 ) -> Callable[[DeviceMesh], Iterator[Pair]]:
-    """The captured step of a model on which ``fully_shard`` was called."""
+    """The captured step of a model on which ``fully_shard`` was called.
+
+    Or, if it is sharded ``simply``, of one of SimpleFSDP, which the passes give the layout of its twin.
+    """
 
     def make(mesh: DeviceMesh) -> Iterator[Pair]:
-        model = _shard(build(), mesh, policy)
-        captured = capture_train_step(_call, model, *batch(), check=False)
-        yield Pair("", captured, default_pipeline().run(captured))
-
-    return make
-
-
-def _simply_sharded(
-    build: Callable[[], nn.Module], batch: Callable[[], tuple[Tensor, ...]], policy: MixedPrecisionPolicy
-) -> Callable[[DeviceMesh], Iterator[Pair]]:
-    """The captured step of a model of SimpleFSDP, which the passes give the layout of its ``fully_shard``ed twin."""
-
-    def make(mesh: DeviceMesh) -> Iterator[Pair]:
-        plan, layout, model = _twins(build, mesh, policy)
+        if simply:
+            plan, layout, model = _twins(build, mesh, policy)
+        else:
+            plan, layout, model = None, None, _shard(build(), mesh, policy)
         captured = capture_train_step(_call, model, *batch(), check=False)
         yield Pair("", captured, default_pipeline(plan, expected_layout=layout).run(captured), layout=layout)
 
@@ -266,14 +263,12 @@ def _twins(
 
 
 SOURCES = (
-    Source("FSDP2, tied", FSDP, _fully_sharded(partial(LanguageModel, tied=True), tokens, BF16)),
-    Source(
-        "FSDP2, HSDP, a layer twice", HSDP, _fully_sharded(partial(LanguageModel, reused=True), tokens, BF16)
-    ),
+    Source("FSDP2, tied", FSDP, _captured(partial(LanguageModel, tied=True), tokens, BF16)),
+    Source("FSDP2, HSDP, a layer twice", HSDP, _captured(partial(LanguageModel, reused=True), tokens, BF16)),
     Source(
         "FSDP2, reduced in fp32, uneven",
         FSDP,
-        _fully_sharded(
+        _captured(
             partial(LanguageModel, hidden=7), tokens, MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         ),
         rank=3,
@@ -281,15 +276,15 @@ SOURCES = (
     Source(
         "FSDP2, recomputed dropout",
         FSDP,
-        _fully_sharded(partial(LanguageModel, recomputed=True, dropout=0.5), tokens, BF16),
+        _captured(partial(LanguageModel, recomputed=True, dropout=0.5), tokens, BF16),
     ),
-    Source("FSDP2, BatchNorm, fp32", FSDP, _fully_sharded(Images, images, MixedPrecisionPolicy())),
-    Source("FSDP2, wide", FSDP, _fully_sharded(partial(LanguageModel, 128, 128), tokens, BF16)),
-    Source("SimpleFSDP, tied", FSDP, _simply_sharded(partial(LanguageModel, tied=True), tokens, BF16)),
+    Source("FSDP2, BatchNorm, fp32", FSDP, _captured(Images, images, MixedPrecisionPolicy())),
+    Source("FSDP2, wide", FSDP, _captured(partial(LanguageModel, 128, 128), tokens, BF16)),
+    Source("SimpleFSDP, tied", FSDP, _captured(partial(LanguageModel, tied=True), tokens, BF16, simply=True)),
     Source(
         "SimpleFSDP, HSDP, a layer twice",
         HSDP,
-        _simply_sharded(partial(LanguageModel, reused=True), tokens, BF16),
+        _captured(partial(LanguageModel, reused=True), tokens, BF16, simply=True),
     ),
     Source("torch.compile, SimpleFSDP", FSDP, _compiled(LanguageModel, tokens, BF16)),
     Source("embedding exchange", {"ranks": 2}, _exchanged),
