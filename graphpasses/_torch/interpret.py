@@ -42,8 +42,9 @@ def make_cheap_to_run(module: fx.GraphModule) -> None:
             values = graph.call_method("tolist", (source,))
         for node, path in elements:
             value = values
+            rest = (0,) * (source.meta["val"].dim() - len(path))  # a tensor of one element is read as it is
             with graph.inserting_before(node):
-                for index in path:
+                for index in path + rest:
                     value = graph.call_function(operator.getitem, (value, index))
             selected: Any = node.args[0]
             node.replace_all_uses_with(value)
@@ -55,7 +56,7 @@ def make_cheap_to_run(module: fx.GraphModule) -> None:
 
 
 def _element(node: Any) -> tuple[fx.Node, tuple[int, ...]]:
-    """Returns the tensor that a 0-d tensor was selected from, and where in it."""
+    """Returns the tensor that a number was selected from, and where in it."""
     path: tuple[int, ...] = ()
     while node.target is aten.select.int and node.args[1] == 0 and isinstance(node.args[2], int):
         node, path = node.args[0], (node.args[2], *path)

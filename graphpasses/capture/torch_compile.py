@@ -17,8 +17,10 @@ from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
+from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.graph import Stage
+from graphpasses.ops.alias_tensors import alias_tensors
 from graphpasses.passes.runner import Graph, Pipeline
 
 __all__ = ["compile", "graphpasses"]
@@ -120,6 +122,7 @@ def _compile(
         return result
 
     captured = read_model_graph(module, model, remembered)
+    check_lookups(captured)
     rewritten = run(captured)
     kept = [
         index
@@ -151,12 +154,37 @@ def _compile(
         digest = hashlib.sha256(facts.encode()).hexdigest()
         compiled = compile_inductor(rewritten.module, fakes, **stages, digest=digest)
     checks, input_checks = tuple(rewritten.checks), tuple(rewritten.input_checks)
+    backward_checks = tuple(rewritten.backward_checks)
 
     def call(*values: Any) -> Any:
         for check in checks:
             check()
         for check_inputs in input_checks:
             check_inputs(values)
-        return compiled(*[values[index] for index in given], *added)
+        outputs = compiled(*[values[index] for index in given], *added)
+        return _checked(outputs, backward_checks) if backward_checks else outputs
 
     return call
+
+
+def _checked(outputs: Sequence[Any], backward_checks: Sequence[Callable[[], Callable[..., None]]]) -> Any:
+    """Lets the backward of what a compiled graph returned begin with checks."""
+    trained = [
+        index
+        for index, value in enumerate(outputs)
+        if isinstance(value, torch.Tensor) and value.requires_grad
+    ]
+    if not trained:
+        return outputs
+    checks = [begin() for begin in backward_checks]
+
+    def check(gradients: Sequence[torch.Tensor | None]) -> None:
+        given = dict(zip(trained, gradients, strict=True))
+        for check_gradients in checks:
+            check_gradients([given.get(index) for index in range(len(outputs))])
+
+    aliases = alias_tensors(*(outputs[index] for index in trained), before_backward=check)
+    changed = list(outputs)
+    for index, alias in zip(trained, aliases, strict=True):
+        changed[index] = alias
+    return tuple(changed)

@@ -31,12 +31,17 @@ class DynamoGraph(TrainGraph):
         checks: what every call of the compiled model asks first, e.g. that tables still are where a pass put them;
             each raises if not.
         input_checks: likewise, given what the call passes for each captured input.
+        backward_checks: called after each forward with gradients; what each returns is called when its backward
+            begins, with the gradients of the outputs, None for those that the loss does not depend on.
     """
 
     stage: Stage = Stage.DYNAMO
     live: tuple[Any, ...]
     checks: list[Callable[[], None]] = field(default_factory=list)
     input_checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
+    backward_checks: list[Callable[[], Callable[[Sequence[torch.Tensor | None]], None]]] = field(
+        default_factory=list
+    )
 
     @classmethod
     def of(cls, graph: TrainGraph) -> Self:
@@ -59,6 +64,7 @@ class DynamoGraph(TrainGraph):
         """Returns a graph that can be rewritten without changing this one; tensors and model are shared."""
         copy = super().copy()
         copy.checks, copy.input_checks = [*self.checks], [*self.input_checks]
+        copy.backward_checks = [*self.backward_checks]
         return copy
 
     def add_input(self, tensor: torch.Tensor, fqn: str) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +13,28 @@ __all__ = ["alias_tensors"]
 
 class _Aliases(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, before_backward: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.before_backward = before_backward
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return gradients
+        if ctx.before_backward is not None:
+            ctx.before_backward(gradients)
+        return None, *gradients
 
 
-def alias_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
+def alias_tensors(
+    *tensors: Tensor, before_backward: Callable[[Sequence[Tensor | None]], None] | None = None
+) -> tuple[Tensor, ...]:
     """Returns tensors with the same memory, whose gradients go to the given ones through one node of autograd.
 
     They are no views: Dynamo would look at a view's base, too.
+
+    Args:
+        tensors: of any shapes and dtypes.
+        before_backward: called with the gradients, None where none came, before they go on.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -32,5 +42,5 @@ def alias_tensors(*tensors: Tensor) -> tuple[Tensor, ...]:
         >>> alias is weight, alias.data_ptr() == weight.data_ptr(), alias.requires_grad
         (False, True, True)
     """
-    aliases: tuple[Tensor, ...] = _Aliases.apply(*tensors)  # type: ignore[no-untyped-call]
+    aliases: tuple[Tensor, ...] = _Aliases.apply(before_backward, *tensors)  # type: ignore[no-untyped-call]
     return aliases

@@ -44,6 +44,14 @@ def test_one_read_per_tensor() -> None:
     assert module.code == before
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_tensor_of_one_element_is_a_number(shape: tuple[int, ...]) -> None:
+    module = trace(lambda x: torch.ones(x.item() * 2), torch.full(shape, 3))
+    make_cheap_to_run(module)
+    assert module(torch.full(shape, 2)).tolist() == [1.0] * 4
+    assert calls(module).count("tolist") == 1
+
+
 def test_checks_stay() -> None:
     module = trace(sizes, torch.arange(6))
     make_cheap_to_run(module)

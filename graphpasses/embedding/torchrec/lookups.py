@@ -197,6 +197,15 @@ class LookupCall:
             return "its last table has no rows"
         return None
 
+    def effect_without_gradient(self) -> str | None:
+        """Returns what an update whose gradient is zero does to rows that were looked up; None if nothing."""
+        options = self.arguments.get("optim_float", ())
+        if any(isinstance(value, fx.Node) for value in options):
+            return "may change rows, as its hyperparameters are inputs of the graph"
+        effects = ("divides zero by eps=0", "decays rows", "limits the norm of rows")
+        acts = (value == 0 if index == 0 else value != 0 for index, value in enumerate(options))
+        return next((effect for effect, does in zip(effects, acts, strict=False) if does), None)
+
     def layout(self) -> TableLayout:
         """Returns where the tables lie; for a call that :meth:`reject_reason` accepts."""
 

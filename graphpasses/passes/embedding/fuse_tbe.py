@@ -18,6 +18,7 @@ from graphpasses._torch.storage import addresses
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.effects import has_gradient, launches_collective
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
+from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.emit_lookup import emit_lookup_like
 from graphpasses.embedding.join_cost import padding_cost, plan_joins
@@ -54,12 +55,15 @@ def _plan(graph: DynamoGraph) -> _Plan:
         elif len(calls) > 1:
             graph.note(f"the lookup of {call.module} is left alone: {reason}")
     levels = call_levels(graph.graph, candidates.__contains__, in_turn=launches_collective)
-    modes, trained = grad_modes(graph.graph), _with_gradient(graph)
+    modes, reached = grad_modes(graph.graph), reached_outputs(graph.graph)
 
     def key(node: fx.Node) -> Hashable:
         call = candidates[node]
         arenas = tuple(map(id, map(Arena.containing, call.state_tensors)))  # two arenas cannot become one
-        return modes[node], node in trained, arenas, call.settings()
+        outputs = reached.get(node, frozenset())
+        # With one gradient of several, eager updates some of the tables.
+        trained_by = bool(outputs) if call.effect_without_gradient() is None else outputs
+        return modes[node], trained_by, arenas, call.settings()
 
     groups = [
         part
@@ -119,15 +123,6 @@ def _reject_reason(call: LookupCall, memories: Mapping[int, int]) -> str | None:
     if weights is not None and has_gradient(weights) and sum(map(has_gradient, weights.users)) > 1:
         return "the weights of its ids get gradients from elsewhere, too, which are added in an order"
     return next(filter(None, map(Arena.reject_reason, call.state_tensors)), None)
-
-
-def _with_gradient(graph: DynamoGraph) -> set[fx.Node]:
-    """Returns the nodes whose gradient the outputs of the graph may ask for."""
-    nodes: set[fx.Node] = set()
-    for node in reversed(graph.graph.nodes):
-        if node.op == "output" or node in nodes:
-            nodes.update(filter(has_gradient, node.all_input_nodes))
-    return nodes
 
 
 def _apply(graph: DynamoGraph, plan: _Plan) -> int:

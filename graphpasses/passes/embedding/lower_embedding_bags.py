@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
@@ -16,7 +16,9 @@ from torch import fx
 from graphpasses._torch.dynamo import guard_condition, guard_identity
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
+from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.embedding.arena import Arena
+from graphpasses.embedding.backward_checks import OneBackwardPerForward, check_gradient_arrives
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.emit_lookup import emit_lookup
 from graphpasses.embedding.fused_update import FusedUpdate
@@ -55,8 +57,14 @@ def _is_float(node: fx.Node) -> bool:
 def _plan(graph: DynamoGraph) -> LoweringPlan:
     calls, left_alone = read_bag_calls(graph)
     levels = call_levels(graph.graph, calls.__contains__)
-    modes = grad_modes(graph.graph)
-    groups = independent_groups(calls, levels, lambda node: (calls[node].kind, modes[node]))
+    modes, reached = grad_modes(graph.graph), reached_outputs(graph.graph)
+
+    def key(node: fx.Node) -> tuple[object, ...]:
+        # Each table's optimizer counts the steps in which its gradient came.
+        outputs = reached.get(node, frozenset()) if calls[node].kind.form.states else None
+        return calls[node].kind, modes[node], outputs
+
+    groups = independent_groups(calls, levels, key)
     num_groups = Counter(fqn for group in groups for fqn in {calls[node].fqn for node in group})
     scattered = {fqn for fqn, number in num_groups.items() if number > 1}
     lookups = []
@@ -95,8 +103,14 @@ def _check_tables(graph: DynamoGraph, arena: Arena, weights: Sequence[fx.Node]) 
     graph.input_checks.append(lambda values: arena.check([values[position] for position in positions]))
 
 
-def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall]) -> fx.Node:
-    """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D]."""
+def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collection[int]) -> fx.Node:
+    """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D].
+
+    Args:
+        graph: as Dynamo traced it.
+        calls: of tables of one update.
+        outputs: positions of the graph's outputs that depend on them.
+    """
     tables = {call.fqn: call.table for call in calls}
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
     arena = Arena.of(list(tables.values()), list(tables))
@@ -110,6 +124,13 @@ def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall]) -> fx.Node:
         lambda: (method := is_current()) is not None and method(),
         f"the optimizers in backward of {', '.join(tables)} are one {update.form.name}",
     )
+    if outputs:
+        graph.backward_checks.append(
+            OneBackwardPerForward(name, outputs, graph.remembered.setdefault(arena, [0]))
+        )
+        if update.form.states:
+            check = check_gradient_arrives(name, outputs, "counts a step")
+            graph.backward_checks.append(lambda: check)
     weights = graph.add_input(arena.flat, f"{name}.weights_host")
     bags, layout = _emit_bags(graph, calls), _layout(calls, arena, update)
     return emit_lookup(graph, layout, weights, bags, update, name=name, like=calls[0].node)
@@ -192,11 +213,13 @@ def _join_columns(
 
 
 def _apply(graph: DynamoGraph, plan: LoweringPlan) -> None:
+    reached = reached_outputs(graph.graph)
     place_nodes(graph.graph, plan.order)
     for calls in plan.lookups:
+        outputs = frozenset().union(*(reached.get(call.node, ()) for call in calls))
         first = next(node for node in graph.graph.nodes if node in {call.node for call in calls})
         with graph.graph.inserting_before(first):
-            output = _emit_lookup(graph, calls)
+            output = _emit_lookup(graph, calls, outputs)
         _replace_calls(graph, calls, output)
 
 

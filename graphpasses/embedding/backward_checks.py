@@ -1,0 +1,84 @@
+"""What a compiled backward would do to tables and eager's would not: found when it begins, and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from torch import Tensor
+
+from graphpasses.analysis.reached_outputs import reached_outputs
+from graphpasses.embedding.torchrec.lookups import LookupCall
+from graphpasses.errors import UnsupportedError
+from graphpasses.graph import DynamoGraph
+
+__all__ = ["OneBackwardPerForward", "check_gradient_arrives", "check_lookups"]
+
+Gradients = Sequence[Tensor | None]
+
+
+def check_gradient_arrives(name: str, outputs: Collection[int], effect: str) -> Callable[[Gradients], None]:
+    """Returns a check that a table gets a gradient, where an update by a gradient of zero is not none at all.
+
+    In eager a table is not updated if the loss does not depend on what was looked up; compiled, its gradient is zero.
+
+    Args:
+        name: the table, for the message.
+        outputs: positions of the model's outputs that depend on it.
+        effect: what the update does, e.g. ``"decays its rows"``.
+    """
+
+    def check(gradients: Gradients) -> None:
+        if all(gradients[position] is None for position in outputs):
+            raise UnsupportedError(
+                f"the loss does not depend on what {name} looked up: eager leaves its tables as they are, the "
+                f"compiled update, with a gradient of zero, {effect}; use those outputs in the loss, or return them "
+                "detached"
+            )
+
+    return check
+
+
+def check_lookups(graph: DynamoGraph) -> None:
+    """Lets each backward check that gradients arrive at lookups whose updates do something without.
+
+    Args:
+        graph: as Dynamo traced it.
+    """
+    reached = reached_outputs(graph.graph)
+    for call in LookupCall.all(graph):
+        effect, outputs = call.effect_without_gradient(), reached.get(call.node)
+        if effect is not None and outputs:
+            check = check_gradient_arrives(call.module, outputs, effect)
+            graph.backward_checks.append(lambda check=check: check)  # type: ignore[misc]
+
+
+class OneBackwardPerForward:
+    """Checks that tables were not updated between a forward and its backward.
+
+    Two forwards before one backward are two updates in a compiled model, and one in eager, which adds the gradients.
+
+    Args:
+        name: the tables, for the message.
+        outputs: positions of the model's outputs that depend on them.
+        num_updates: one number, the updates until now, which all graphs that update the tables share.
+    """
+
+    def __init__(self, name: str, outputs: Collection[int], num_updates: list[int]) -> None:
+        self._name, self._outputs, self._num_updates = name, outputs, num_updates
+
+    def __call__(self) -> Callable[[Gradients], None]:
+        """To be called after a forward; returns what to call before its backward."""
+        (num_updates,) = self._num_updates
+
+        def check(gradients: Gradients) -> None:
+            if all(gradients[position] is None for position in self._outputs):
+                return
+            if self._num_updates != [num_updates]:
+                raise UnsupportedError(
+                    f"{self._name}: another backward updated the tables since this forward; a lowered table is "
+                    "updated by each backward, where eager adds the gradients of several forwards: run backward "
+                    "after each forward, look up all batches in one call, or leave out 'lower-embedding-bags'"
+                )
+            self._num_updates[0] += 1
+
+        return check
