@@ -1,0 +1,1 @@
+"""Which of TorchRec's features keep their bits when the model is compiled?"""
