@@ -65,7 +65,7 @@ def _python_code(graph: fx.Graph, root_module: str) -> PythonCode:
     outline = empty.python_code(root_module)  # has the global names that all code has
     _check_names(nodes, {root_module, *outline.globals, *keyword.kwlist, *dir(builtins)})
     freed = _freed_after(nodes)
-    calls: dict[Any, str] = {}
+    calls: dict[int, str] = {}  # by id: operators' hashes take as long as all else
     parameters: list[str] = []
     lines: list[str] = []
     indices: list[int] = []
@@ -76,9 +76,9 @@ def _python_code(graph: fx.Graph, root_module: str) -> PythonCode:
             parameters.append(node.name)
             continue
         if node.op == "call_function" and "is_wrapped" not in node.meta:
-            if node.target not in calls:
-                calls[node.target] = _call(node.target)
-            line = f"{node.name} = {_call_text(calls[node.target], node)}"
+            if (call := calls.get(id(node.target))) is None:
+                call = calls[id(node.target)] = _call(node.target)
+            line = f"{node.name} = {_call_text(call, node)}"
         elif node.op == "get_attr" and all(map(str.isidentifier, node.target.split("."))):
             line = f"{node.name} = {root_module}.{node.target}"
         elif node.op == "output":
@@ -127,7 +127,7 @@ def _call(target: Any) -> str:
 
 
 def _call_text(call: str, node: fx.Node) -> str:
-    args = [_text(value) for value in node.args]
+    args = [value.name if type(value) is fx.Node else _text(value) for value in node.args]
     if call in _OPERATORS:
         return call.format(*args)
     if node.kwargs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.fx.graph import PythonCode
 
 from graphpasses._torch.fx_code import quick_code
 
-__all__ = ["LargeGraph", "copy_graph", "lazy_module"]
+__all__ = ["LargeGraph", "changed_nodes", "copy_graph", "is_in_order", "lazy_module"]
 
 _PLAIN = frozenset({bool, float, int, str, torch.dtype, type(None), fx.Node})
 
@@ -65,6 +66,40 @@ def _are_plain(args: Any, kwargs: Any) -> bool:
         type(value) in _PLAIN or (isinstance(value, list) and all(type(each) in _PLAIN for each in value))
         for value in (*(args or ()), *(kwargs or {}).values())
     )
+
+
+def is_in_order(nodes: Iterable[fx.Node]) -> bool:
+    """Whether each node comes after those that it reads.
+
+    Args:
+        nodes: of a graph; its public accessors take as long again.
+    """
+    seen: set[fx.Node] = set()
+    for node in nodes:
+        if not seen.issuperset(node._input_nodes):
+            return False
+        seen.add(node)
+    return True
+
+
+def changed_nodes(
+    graph: fx.Graph, records: Mapping[fx.Node, tuple[object, object, object, object]]
+) -> list[fx.Node]:
+    """Returns the nodes that are not as recorded.
+
+    Args:
+        graph: the graph.
+        records: by node its ``target``, ``args``, ``kwargs`` and ``meta["val"]``; compared by identity.
+    """
+    return [
+        node
+        for node in graph.nodes
+        if (record := records.get(node)) is None
+        or record[1] is not node._args
+        or record[3] is not node.meta.get("val")
+        or record[0] is not node.target
+        or record[2] is not node._kwargs
+    ]
 
 
 def copy_graph(source: fx.Graph) -> fx.Graph:

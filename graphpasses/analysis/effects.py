@@ -177,10 +177,11 @@ def is_written(node: fx.Node) -> bool:
     while pending:
         value = pending.pop()
         for user in value.users:
-            effects = operator_effects(user)
-            if value in effects.writes:
+            if user.op != "call_function":
+                continue
+            if value in _written_inputs(user):
                 return True
-            if value in effects.shares:
+            if value in _shared_inputs(user):
                 pending.append(user)
     return False
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.fake_mode import facts_of_fake
+from graphpasses._torch.fx_graphs import changed_nodes
 from graphpasses._torch.schemas import writes_arguments
 
 __all__ = ["KnownValues", "summary"]
@@ -27,9 +28,9 @@ class KnownValues:
     """
 
     def __init__(self, nodes: Iterable[fx.Node] = ()) -> None:
-        self._records: dict[fx.Node, tuple[object, ...]] = {}
-        for node in nodes:
-            self.record(node)
+        self._records: dict[fx.Node, tuple[object, object, object, object]] = {
+            node: (node.target, node.args, node.kwargs, node.meta.get("val")) for node in nodes
+        }
 
     def record(self, node: fx.Node) -> None:
         """Takes the value of a call as true, as it stands now.
@@ -61,16 +62,7 @@ class KnownValues:
         Args:
             graph: the graph.
         """
-        changed = [
-            node
-            for node in graph.nodes
-            # As is_known, which takes as long again to be called.
-            if (record := self._records.get(node)) is None
-            or record[1] is not node.args
-            or record[3] is not node.meta.get("val")
-            or record[0] is not node.target
-            or record[2] is not node.kwargs
-        ]
+        changed = changed_nodes(graph, self._records)
         found: dict[fx.Node, None] = {}
         for node in changed:
             if not self._reads_alike(node):
@@ -137,6 +129,8 @@ def summary(value: Any) -> Any:
     Args:
         value: a fake tensor, a symbolic or plain number, or a tree of them.
     """
+    if type(value) is int:
+        return value
     if isinstance(value, torch.Tensor):
         return (summary(value.shape), value.dtype, value.device)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from torch import fx
 
+from graphpasses._torch.fx_graphs import is_in_order
 from graphpasses.graph.contract import Contract
 from graphpasses.graph.dynamo_graph import DynamoGraph
 from graphpasses.graph.known_values import KnownValues, summary
@@ -107,12 +108,7 @@ def _is_well_formed(graph: fx.Graph) -> bool:
     nodes = [*graph.nodes]
     if [*reversed(graph.nodes)] != nodes[::-1] or len({node.name for node in nodes}) < len(nodes):
         return False
-    seen: set[fx.Node] = set()
-    for node in nodes:
-        if not seen.issuperset(node.all_input_nodes):
-            return False
-        seen.add(node)
-    return True
+    return is_in_order(nodes)
 
 
 def _described(checked: Checked) -> Iterator[Broken]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
@@ -59,6 +59,7 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
         reductions.setdefault(name, []).append(reduction)
     gathers: list[_Gather] = []
     reduces: list[_Reduce] = []
+    without_gradient = graph.without_gradient
     for bucket in buckets:
         # FSDP2 splits a group by process group, in first-seen order (shard_placement_fn can choose one).
         for backward in (False, True):
@@ -66,7 +67,7 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
             for members in _by_group(found, lambda unshard: unshard.all_gather.args[1:]):
                 if len(members) > 1:
                     gathers.append(_Gather(members))
-        _refuse_zeros(graph, bucket)
+        _refuse_zeros(graph, bucket, without_gradient)
         reduced = [reductions[fqn][0] for fqn in bucket.fqns if len(reductions.get(fqn, ())) == 1]
         for together in _by_group(reduced, _reduce_group):
             captured = _captured_reduction(together[0])
@@ -77,11 +78,16 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
     return gathers, reduces, _notes(graph, buckets, unshards, reductions)
 
 
-def _refuse_zeros(graph: TrainGraph, bucket: Bucket) -> None:
-    parameters, canonical = graph.parameters, graph.identity.canonical
-    without = graph.without_gradient
-    missing = [f for f in bucket.fqns if parameters[canonical(f)].requires_grad and canonical(f) in without]
-    if bucket.reduces_unused and missing:
+def _refuse_zeros(graph: TrainGraph, bucket: Bucket, without_gradient: Set[str]) -> None:
+    if not bucket.reduces_unused:
+        return
+    names = {fqn: graph.identity.canonical(fqn) for fqn in bucket.fqns}
+    missing = [
+        fqn
+        for fqn, name in names.items()
+        if graph.parameters[name].requires_grad and name in without_gradient
+    ]
+    if missing:
         raise UnsupportedError(
             f"eager reduces zeros for {missing[0]!r} of bucket {bucket.name!r}, which this step leaves without a "
             "gradient (set_reduce_scatter_unused_params); the graph has no gradient to pack. Turn it off in eager, "
