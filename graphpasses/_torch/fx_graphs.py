@@ -14,6 +14,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import PythonCode
 
 from graphpasses._torch.fx_code import quick_code
+from graphpasses.collector import paused_collector
 
 __all__ = ["LargeGraph", "changed_nodes", "copy_graph", "is_in_order", "lazy_module"]
 
@@ -135,4 +136,10 @@ def lazy_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.G
         root: holds what the graph's ``get_attr`` nodes name.
         graph: the graph.
     """
-    return _LazyGraphModule(root, graph)
+    return _LazyModule(root, graph)
+
+
+class _LazyModule(_LazyGraphModule):
+    def _real_recompile(self) -> PythonCode:
+        with paused_collector():
+            return super()._real_recompile()

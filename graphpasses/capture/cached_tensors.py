@@ -15,6 +15,7 @@ from torch import fx, nn
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import active_fake_mode, fake_mode_of, fake_tensors_of
 from graphpasses._torch.operator_facts import read_tensors
+from graphpasses.collector import paused_collector
 from graphpasses.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -49,14 +50,9 @@ def new_objects_together() -> Iterator[Callable[[], int | None]]:
         What returns the collector's generation that holds all objects that the block made: the youngest; None, which
         stands for all generations, if something in the block collected all the same.
     """
-    is_enabled = gc.isenabled()
-    gc.disable()
-    before = _num_collections()
-    try:
+    with paused_collector():
+        before = _num_collections()
         yield lambda: 0 if _num_collections() == before else None
-    finally:
-        if is_enabled:
-            gc.enable()
 
 
 def _num_collections() -> int:

@@ -17,6 +17,7 @@ from typing import ClassVar, TypeVar
 
 from torch import fx
 
+from graphpasses.collector import paused_collector
 from graphpasses.errors import GraphPassesError, PipelineError, ProofError, UnknownPassError
 from graphpasses.graph import ALL_TO_ALL, WAIT, DynamoGraph, Stage, TrainGraph, argument
 from graphpasses.graph.certificate import Certificate
@@ -199,10 +200,18 @@ class Pipeline:
             GraphPassesError: what the passes themselves refuse.
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
-        captured, graph = graph, graph.copy()
+        captured = graph
+        with paused_collector():
+            graph = graph.copy()
+            reports = self._rewrite(graph, Path(dump) if dump is not None else None, excerpts)
+        certificate = self._prove(captured, graph) if prove else None
+        graph.report = PipelineReport(tuple(reports), notes, certificate)
+        graph.record_rewrite(functools.partial(self.run, excerpts=excerpts, prove=prove))
+        return graph
+
+    def _rewrite(self, graph: TrainGraph, folder: Path | None, excerpts: bool) -> list[PassReport]:
         verifier = Verifier(graph)
         reports: list[PassReport] = []
-        folder = Path(dump) if dump is not None else None
         _write(folder, 0, "captured", graph)
         for p in self.passes:
             if p.name not in self.disable:
@@ -212,10 +221,7 @@ class Pipeline:
             if p.name == self.stop_after:
                 break
         graph.module.recompile()
-        certificate = self._prove(captured, graph) if prove else None
-        graph.report = PipelineReport(tuple(reports), notes, certificate)
-        graph.record_rewrite(functools.partial(self.run, excerpts=excerpts, prove=prove))
-        return graph
+        return reports
 
     def _prove(self, captured: TrainGraph, graph: TrainGraph) -> Certificate:
         passes = self.at(graph.stage).passes

@@ -1,0 +1,63 @@
+"""The garbage collector is as it was after it was paused."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses.capture import capture_train_step
+from graphpasses.collector import paused_collector
+from graphpasses.graph import TrainGraph
+from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+
+
+@pytest.fixture(params=[True, False])
+def is_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
+    if not request.param:
+        gc.disable()
+    yield request.param
+    gc.enable()
+
+
+def test_it_is_as_it_was(is_enabled: bool) -> None:
+    with paused_collector():
+        with paused_collector():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled() is is_enabled
+    with pytest.raises(ZeroDivisionError), paused_collector():
+        raise ZeroDivisionError
+    assert gc.isenabled() is is_enabled
+
+
+class Look(GraphPass):
+    name = "look"
+    numerics = Numerics.BITWISE
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        graph.note(f"the collector is {'on' if gc.isenabled() else 'off'}")
+        return 0
+
+
+def test_it_is_paused_while_passes_run_and_code_is_generated(
+    is_enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = capture_train_step(lambda model, x: model(x).sum(), nn.Linear(3, 2), torch.ones(4, 3))
+    step = Pipeline((Look(),)).run(captured)
+    assert gc.isenabled() is is_enabled
+    assert step.report is not None
+    assert step.report["look"].notes == ("the collector is off",)
+    seen: list[bool] = []
+    compile_code = torch.fx.graph_module._forward_from_src
+    monkeypatch.setattr(
+        torch.fx.graph_module,
+        "_forward_from_src",
+        lambda *args: seen.append(gc.isenabled()) or compile_code(*args),  # type: ignore[func-returns-value]
+    )
+    step(torch.ones(4, 3))
+    assert seen == [False]
+    assert gc.isenabled() is is_enabled
