@@ -62,6 +62,7 @@ def time_rounds(
     num_warm_ups: int = 1,
     on_ranks: bool = False,
     pause_gc: bool = False,
+    cpu_time: bool = False,
 ) -> dict[str, Timing]:
     """Times interleaved rounds.
 
@@ -72,6 +73,7 @@ def time_rounds(
         on_ranks: whether all ranks of the default process group call this together; they then begin each step
             together, and the slowest counts.
         pause_gc: whether Python collects garbage between the steps instead of in them, as ``timeit`` does.
+        cpu_time: whether CPU seconds of this process count, which other work on the machine changes little.
 
     Returns:
         What each took.
@@ -85,7 +87,7 @@ def time_rounds(
     for index in range(num_warm_ups + num_rounds):
         for name, step in variants.items():
             with _paused_gc() if pause_gc else nullcontext():
-                clock = time_on_ranks if on_ranks else _seconds
+                clock = time_on_ranks if on_ranks else _cpu_seconds if cpu_time else _seconds
                 seconds[name].append(clock(functools.partial(step, index)))
     return {name: Timing(found[0], tuple(found[num_warm_ups:])) for name, found in seconds.items()}
 
@@ -104,6 +106,12 @@ def _seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
 
 
 def time_on_ranks(work: Callable[[], object]) -> float:

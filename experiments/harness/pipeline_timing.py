@@ -33,13 +33,16 @@ class PipelineTiming:
         return self.timing.fastest - sum(self.by_pass.values())
 
 
-def time_pipeline(pipeline: Pipeline, captured: TrainGraph, num_rounds: int) -> PipelineTiming:
+def time_pipeline(
+    pipeline: Pipeline, captured: TrainGraph, num_rounds: int, *, cpu_time: bool = False
+) -> PipelineTiming:
     """Runs a pipeline several times over the same captured step.
 
     Args:
         pipeline: what to time.
         captured: what it rewrites; it stays as it is.
         num_rounds: how often it runs.
+        cpu_time: whether the whole pipeline is timed in CPU seconds; its passes are in seconds.
     """
     reports: list[PipelineReport] = []
 
@@ -48,7 +51,9 @@ def time_pipeline(pipeline: Pipeline, captured: TrainGraph, num_rounds: int) -> 
         assert report is not None
         reports.append(report)
 
-    timing = time_rounds({"pipeline": run}, num_rounds, num_warm_ups=0, pause_gc=True)["pipeline"]
+    timing = time_rounds({"pipeline": run}, num_rounds, num_warm_ups=0, pause_gc=True, cpu_time=cpu_time)[
+        "pipeline"
+    ]
     fastest = reports[timing.seconds.index(timing.fastest)]
     by_pass = {report.name: report.seconds for report in fastest}
     return PipelineTiming(len(captured.graph.nodes), timing, by_pass)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from experiments.harness.bench import time_rounds
 from experiments.harness.pipeline_timing import PipelineTiming, time_pipeline
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.collector import paused_collector
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.plan import BucketPlan
@@ -35,26 +37,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FullSizeTiming:
-    """What one model took.
+    """What one model took, in CPU seconds, which other work on the machine changes little.
 
     Args:
         flavor: of Llama 3.
-        capture: seconds to build SimpleFSDP's model and to trace its step.
+        capture: to build SimpleFSDP's model and to trace its step.
         capture_fsdp2: the same of the FSDP2 model.
-        ours: the default pipeline.
-        code: seconds in which the rewritten step's code is generated, once, when it is first called.
-        theirs: seconds of torchtitan's passes, by pass; each generates code.
+        first: of the default pipeline's first run in the process, and of generating the rewritten step's code, once,
+            when it is first called; Python's garbage collector is on, as it is when a process starts.
+        theirs_first: of torchtitan's passes' first run likewise, by pass; each generates code.
+        ours: the default pipeline's further runs, garbage collector off.
+        code: generating its code likewise.
+        theirs: torchtitan's passes likewise.
+        floor: of a copy of the captured graph and its code, collector off: what any pipeline takes that leaves the
+            captured graph as it is.
         memory: bytes that the pipeline holds at once at most, its copy of the graph and reports included.
-        proof: seconds of the first proof of the rewritten step, against the layout that it has.
+        proof: of the first proof of the rewritten step, against the layout that it has.
         proof_memory: bytes that a proof holds at once at most.
     """
 
     flavor: str
     capture: float
     capture_fsdp2: float
+    first: tuple[float, float]
+    theirs_first: dict[str, float]
     ours: PipelineTiming
     code: float
     theirs: dict[str, float]
+    floor: float
     memory: int
     proof: float
     proof_memory: int
@@ -65,26 +75,43 @@ def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
 
     Args:
         flavor: of torchtitan's Llama 3, e.g. ``"405B"``.
-        num_rounds: how often ours runs; theirs runs once, since it takes so long.
+        num_rounds: how often ours runs with the garbage collector off; theirs runs once, since it takes so long.
     """
     use_cpu("gloo")
     with fake_process_group(NUM_RANKS):
         capture_fsdp2 = _timed(_capture, flavor, _fully_shard)[0]
         capture, captured = _timed(_capture, flavor, _simple_fsdp)
         pipeline = default_pipeline(BucketPlan.per_block(captured.model))
-        ours = time_pipeline(pipeline, captured, num_rounds)
+        gc.collect()
+        seconds, step = _timed(pipeline.run, captured)
+        first = seconds, _timed(lambda: step.module.code)[0]
+        theirs_first = _time_theirs(captured, pause_gc=False)
+        ours = time_pipeline(pipeline, captured, num_rounds, cpu_time=True)
+        theirs = _time_theirs(captured, pause_gc=True)
         step = pipeline.run(captured)
-        start = time.perf_counter()
-        _ = step.module.code
-        code = time.perf_counter() - start
+        with paused_collector():
+            code = _timed(lambda: step.module.code)[0]
+            floor = _timed(lambda: captured.copy().module.code)[0]
         layout = graph_layout(step)
         proof, certificate = _timed(functools.partial(prove, layout=layout), captured, step)
         if not certificate:
             raise RuntimeError(f"the step of Llama 3 {flavor} is not proved\n{certificate}")
         memory = _peak(lambda: pipeline.run(captured))
         proof_memory = _peak(lambda: prove(captured, step, layout=layout))
-        theirs = _time_theirs(captured)
-        return FullSizeTiming(flavor, capture, capture_fsdp2, ours, code, theirs, memory, proof, proof_memory)
+        return FullSizeTiming(
+            flavor,
+            capture,
+            capture_fsdp2,
+            first,
+            theirs_first,
+            ours,
+            code,
+            theirs,
+            floor,
+            memory,
+            proof,
+            proof_memory,
+        )
 
 
 def _peak(function: Callable[[], object]) -> int:
@@ -97,9 +124,9 @@ def _peak(function: Callable[[], object]) -> int:
 
 
 def _timed(function: Callable[..., T], *args: Any) -> tuple[float, T]:
-    start = time.perf_counter()
+    start = time.process_time()
     result = function(*args)
-    return time.perf_counter() - start, result
+    return time.process_time() - start, result
 
 
 def _simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -133,7 +160,7 @@ def _loss_fn(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
-def _time_theirs(captured: TrainGraph) -> dict[str, float]:
+def _time_theirs(captured: TrainGraph, *, pause_gc: bool) -> dict[str, float]:
     """torchtitan's passes for the same work, in the order of its default pipeline."""
     from torchtitan.experiments.graph_trainer import passes as titan
     from torchtitan.experiments.graph_trainer.common_utils import get_default_transformer_block_buckets
@@ -160,6 +187,7 @@ def _time_theirs(captured: TrainGraph) -> dict[str, float]:
     module = torch.fx.GraphModule(copy, copy.graph)
     inputs = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     seconds = {}
+    gc.collect()
     for each in passes:
 
         def run(index: int, each: Callable[..., torch.fx.GraphModule] = each) -> None:
@@ -167,5 +195,7 @@ def _time_theirs(captured: TrainGraph) -> dict[str, float]:
             module = each(module, inputs)
 
         name = getattr(each, "func", each).__name__
-        seconds[name] = time_rounds({name: run}, 1, num_warm_ups=0, pause_gc=True)[name].first
+        seconds[name] = time_rounds({name: run}, 1, num_warm_ups=0, pause_gc=pause_gc, cpu_time=True)[
+            name
+        ].first
     return seconds
