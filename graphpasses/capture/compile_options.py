@@ -41,6 +41,10 @@ class CompileOptions:
             object.__setattr__(self, "pipeline", replace(self.pipeline, disable=disable))
         if not isinstance(self.report, CompileReport):
             path = Path(self.report) if self.report is not None else None
+            if path is not None and not path.parent.is_dir():
+                raise PipelineError(
+                    f"option 'report' names a file in {path.parent}, which is no folder; make it first"
+                )
             object.__setattr__(self, "report", CompileReport(path))
         assert isinstance(self.report, CompileReport)
         self.report.notes += [

@@ -61,7 +61,6 @@ class CompileReport:
     def write(self) -> None:
         """Writes the report to its path, if it has one."""
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(f"{self}\n")
 
     def __str__(self) -> str:

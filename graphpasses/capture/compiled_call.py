@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Hashable, Iterable
 from contextvars import ContextVar
@@ -14,6 +13,7 @@ from graphpasses._torch.compile_backend import uncompiled
 from graphpasses._torch.dynamo import BackendCompilerFailed
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
+from graphpasses.capture.held_modules import held_modules
 from graphpasses.errors import CaptureError, GraphPassesError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class CompiledCall:
         assert isinstance(options.report, CompileReport)
         self._report = options.report
         self._compiled = compiled
-        self._modules = _modules(root)
+        self._modules = held_modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
         self.remembered: dict[Hashable, Any] = {}  # from one compilation to the next
         self._is_checked = False
@@ -96,15 +96,3 @@ def _check_materialised(modules: Iterable[nn.Module]) -> None:
                     f"parameter or buffer {fqn!r} is on the meta device; materialise the model (to_empty, then "
                     "initialise it) before the first call of what torch.compile returned"
                 )
-
-
-def _modules(root: Any) -> list[nn.Module]:
-    """Returns the modules that a compiled function calls, as far as its names show them."""
-    if isinstance(getattr(root, "__self__", None), nn.Module):
-        return [root.__self__]
-    root = inspect.unwrap(root)
-    if isinstance(root, nn.Module):
-        return [root]
-    names = inspect.getclosurevars(root) if inspect.isfunction(root) else None
-    values = [] if names is None else [*names.nonlocals.values(), *names.globals.values()]
-    return [value for value in values if isinstance(value, nn.Module)]

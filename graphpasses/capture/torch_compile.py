@@ -19,6 +19,7 @@ from graphpasses.capture.compiled_call import CompiledCall
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
+from graphpasses.errors import PipelineError
 from graphpasses.graph import Stage
 from graphpasses.ops.alias_tensors import alias_tensors
 from graphpasses.passes.runner import Graph, Pipeline
@@ -75,6 +76,11 @@ def compile(
 
 
 def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) -> Callable[..., Any]:
+    if keywords.get("mode") is not None:
+        raise PipelineError(
+            f"backend 'graphpasses' has no mode={keywords['mode']!r}; what modes of Inductor set can be set in "
+            "torch._inductor.config"
+        )
     run = CompiledCall(CompileOptions.of(keywords.get("options")), root, compiled)
 
     def call(*args: Any, **kwargs: Any) -> Any:

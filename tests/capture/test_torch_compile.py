@@ -227,7 +227,7 @@ def test_an_error_of_a_pass_arrives_as_it_is() -> None:
 
 
 def test_report(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "report.txt"
+    path = tmp_path / "report.txt"
     model = Net()
     train(model, graphpasses.compile(model, pipeline=Pipeline((Look(),)), inner="aot_eager", report=path), 1)
     lines = path.read_text().splitlines()
@@ -315,6 +315,24 @@ def test_wrong_options_are_refused_where_they_are_written() -> None:
         graphpasses.compile(model, disable="look")
     with pytest.raises(UnknownPassError, match="unknown pass 'fuse'"):
         graphpasses.compile(model, disable=["fuse"])
+
+
+def test_a_report_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError) as error:
+        graphpasses.compile(Net(), report=tmp_path / "none" / "report.txt")
+    assert str(error.value) == (
+        f"option 'report' names a file in {tmp_path / 'none'}, which is no folder; make it first"
+    )
+    assert not (tmp_path / "none").exists()
+
+
+def test_modes_are_refused() -> None:
+    with pytest.raises(PipelineError) as error:
+        torch.compile(Net(), backend="graphpasses", mode="max-autotune")
+    assert str(error.value) == (
+        "backend 'graphpasses' has no mode='max-autotune'; what modes of Inductor set can be set in "
+        "torch._inductor.config"
+    )
 
 
 def test_a_model_on_meta_is_refused_until_it_is_materialised() -> None:

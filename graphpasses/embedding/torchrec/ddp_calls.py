@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,10 +15,9 @@ from graphpasses._torch.ddp import after_forward, before_forward, will_rebuild_b
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.alias_tensors import alias_tensors
 
-__all__ = ["DDPCalls", "ddp_calls", "modules_and_lookups"]
+__all__ = ["DDPCall", "DDPCalls", "ddp_calls", "modules_and_lookups", "running_call"]
 
 
-@dataclass(frozen=True)
 class DDPCalls:
     """What DistributedDataParallel modules do around their forward, to be done around a compiled call.
 
@@ -25,10 +25,12 @@ class DDPCalls:
     the graph, and reduce gradients as in eager if the reducer was told of the forward.
 
     Args:
-        modules: the DistributedDataParallel modules that the call runs, outer ones first.
+        modules: the DistributedDataParallel modules that the call may run, outer ones first.
     """
 
-    modules: tuple[DistributedDataParallel, ...]
+    def __init__(self, modules: tuple[DistributedDataParallel, ...]) -> None:
+        self.modules = modules
+        self._used: set[DistributedDataParallel] | None = None  # of the modules, by calls until now
 
     def needs_eager_step(self) -> bool:
         """Returns whether the next step must run eager for its bits, which is so in the first two or three.
@@ -36,18 +38,20 @@ class DDPCalls:
         DistributedDataParallel packs gradients in the order in which they came in an early step. An element's place
         decides the order in which more than two ranks' gradients are added.
         """
-        return any(ddp.process_group.size() > 2 and will_rebuild_buckets(ddp) for ddp in self.modules)
+        modules = self.modules if self._used is None else self._used
+        return any(ddp.process_group.size() > 2 and will_rebuild_buckets(ddp) for ddp in modules)
 
-    def before(self) -> None:
-        """To be called before the compiled function."""
-        for ddp in self.modules:
-            before_forward(ddp)
-
-    def after(self, outputs: Any) -> Any:
-        """To be called with what the compiled function returned; returns what to give to the user instead."""
-        for ddp in reversed(self.modules):
-            outputs = after_forward(ddp, outputs)
-        return outputs
+    @contextmanager
+    def call(self) -> Iterator[DDPCall]:
+        """Surrounds a call; yields what its DistributedDataParallel modules are told by."""
+        self._used, used = self._used or set(), self._used or set()
+        call = DDPCall(self.modules, used)
+        token = _CALL.set(call)
+        try:
+            yield call
+        finally:
+            _CALL.reset(token)
+            self._used |= call.used
 
     def in_order(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps what a backend made of a graph, so that the modules' all-reduces start in one order on all ranks.
@@ -75,6 +79,62 @@ class DDPCalls:
         return run
 
 
+class DDPCall:
+    """One call of a compiled model, as its DistributedDataParallel modules see it.
+
+    Args:
+        modules: those that may run, outer ones first.
+        used: those that ran in earlier calls.
+    """
+
+    def __init__(
+        self, modules: tuple[DistributedDataParallel, ...], used: Collection[DistributedDataParallel]
+    ) -> None:
+        self._modules, self.used = modules, set(used)
+        self._begun: set[DistributedDataParallel] = set()
+
+    def begin(self) -> None:
+        """To be called before the compiled function."""
+        for ddp in self._modules:
+            if ddp in self.used:
+                self._tell(ddp)
+
+    def end(self, outputs: Any) -> Any:
+        """To be called with what the compiled function returned; returns what to give to the user instead."""
+        for ddp in reversed(self._modules):
+            if ddp in self._begun:
+                outputs = after_forward(ddp, outputs)
+        return outputs
+
+    def traced(self, ddp: DistributedDataParallel) -> None:
+        """To be called where a module's forward is traced.
+
+        Raises:
+            UnsupportedError: nothing that the compiled function holds leads to the module.
+        """
+        if ddp not in self._modules:
+            raise UnsupportedError(
+                f"the compiled function calls a DistributedDataParallel around {type(ddp.module).__name__} that "
+                "nothing it holds leads to, so that its gradients would not be reduced; compile the module itself, "
+                "or a method or closure of what holds it"
+            )
+        self.used.add(ddp)
+        self._tell(ddp)
+
+    def _tell(self, ddp: DistributedDataParallel) -> None:
+        if ddp not in self._begun:
+            self._begun.add(ddp)
+            before_forward(ddp)
+
+
+_CALL: ContextVar[DDPCall | None] = ContextVar("_CALL", default=None)
+
+
+def running_call() -> DDPCall | None:
+    """Returns the call of a compiled model that runs now."""
+    return _CALL.get()
+
+
 def ddp_calls(modules: Iterable[nn.Module]) -> DDPCalls:
     """Finds the DistributedDataParallel modules in ``modules``, themselves and data-parallel tables included.
 
@@ -85,9 +145,9 @@ def ddp_calls(modules: Iterable[nn.Module]) -> DDPCalls:
         >>> from graphpasses._torch.fake_process_group import fake_process_group
         >>> with fake_process_group(2):
         ...     model = DistributedDataParallel(nn.Linear(2, 1))
-        ...     calls = ddp_calls([model])
-        ...     calls.before()
-        ...     calls.after(model.module(torch.ones(3, 2))).shape
+        ...     with ddp_calls([model]).call() as call:
+        ...         call.traced(model)
+        ...         call.end(model.module(torch.ones(3, 2))).shape
         torch.Size([3, 1])
     """
     found = (module for root in modules for module in modules_and_lookups(root))

@@ -58,13 +58,13 @@ class ModelCall:
         if is_first:
             load_fbgemm()
         if self.ddp.needs_eager_step() or (is_first and needs_eager_call(self._modules)):
-            with tracing_scope():
+            with tracing_scope(), self.ddp.call():
                 return self._eager(*args, **kwargs)
         if is_first:
             check_inputs(args, kwargs)
         inputs = prepare_inputs(args, kwargs)
-        self.ddp.before()
-        with tracing_scope():
+        with tracing_scope(), self.ddp.call() as call:
+            call.begin()
             outputs = self._compiled(*inputs.args, **inputs.kwargs)
         inputs.write_back()
-        return self.ddp.after(outputs)
+        return call.end(outputs)

@@ -1,4 +1,4 @@
-"""Every patch of TorchRec and of DistributedDataParallel: what keeps Dynamo from tracing them whole and right.
+"""Every patch of TorchRec: what keeps Dynamo from tracing it whole and right.
 
 Patches are in place while a compiled model is called: see ``tracing_scope``. What is not traced meanwhile, in other
 threads, too, does what it did before, but for the check of the order of features.
@@ -24,23 +24,9 @@ from graphpasses.embedding.torchrec.traced_comms import (
 )
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["DDP_PATCHES", "TORCHREC_PATCHES"]
+__all__ = ["TORCHREC_PATCHES"]
 
 TORCHREC_VERSIONS = ("1.8.0",)
-
-
-# ---- DistributedDataParallel ---------------------------------------------------------------------------
-
-
-def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP calls its C++ reducer and logger in its forward. ``DDPCalls`` does so around the graph."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return self.module(*args, **kwargs)
-        return original(self, *args, **kwargs)
-
-    return forward
 
 
 # ---- Python that Dynamo does not know ------------------------------------------------------------------
@@ -348,8 +334,6 @@ def _check_version() -> None:
             f"install torchrec {' or '.join(TORCHREC_VERSIONS)}"
         )
 
-
-DDP_PATCHES = PatchSet(Patch("torch.nn.parallel:DistributedDataParallel.forward", _call_module))
 
 _DIST = "torchrec.distributed"
 _TBE = "fbgemm_gpu.split_table_batched_embeddings_ops_training:SplitTableBatchedEmbeddingBagsCodegen"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from graphpasses._torch.dynamo_settings import InternalTorchDynamoError, change_settings
-from graphpasses.embedding.torchrec.patches import DDP_PATCHES, TORCHREC_PATCHES
+from graphpasses.embedding.torchrec.ddp_patches import DDP_PATCHES
+from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
 from graphpasses.errors import GraphPassesError
 
 __all__ = ["tracing_scope"]

@@ -32,10 +32,28 @@ def test_ddp_calls_nest() -> None:
     log: list[str] = []
     sharded = nn.Linear(1, 1)
     sharded._lookups = [FakeDDP(log, "table", nn.Linear(1, 1))]  # type: ignore[assignment]
-    calls = ddp_calls([FakeDDP(log, "outer", nn.Sequential(sharded, sharded))])
-    calls.before()
-    assert calls.after(()) == ("table", "outer")
-    assert log == ["before outer", "before table", "after table", "after outer"]
+    table, outer = sharded._lookups[0], FakeDDP(log, "outer", nn.Sequential(sharded, sharded))
+    unused = FakeDDP(log, "unused", nn.Linear(1, 1))
+    calls = ddp_calls([outer, unused])
+    with calls.call() as call:
+        call.begin()  # nothing is known to run yet
+        call.traced(outer)
+        call.traced(table)
+        call.traced(table)
+    assert call.end(()) == ("table", "outer")
+    with calls.call() as call:
+        call.begin()
+    assert call.end(()) == ("table", "outer")
+    assert log == ["before outer", "before table", "after table", "after outer"] * 2
+
+
+def test_a_module_that_nothing_leads_to_is_refused() -> None:
+    with ddp_calls([]).call() as call, pytest.raises(UnsupportedError) as error:
+        call.traced(FakeDDP([], "hidden", nn.Linear(1, 1)))
+    assert str(error.value) == (
+        "the compiled function calls a DistributedDataParallel around Linear that nothing it holds leads to, so that "
+        "its gradients would not be reduced; compile the module itself, or a method or closure of what holds it"
+    )
 
 
 def test_mixed_precision_ddp_is_refused() -> None:

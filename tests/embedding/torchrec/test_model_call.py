@@ -147,6 +147,38 @@ def no_eager_steps() -> list[str]:
         return [] if differences(CASES["buckets rebuilt"]()) else ["equal all the same"]
 
 
+class Trainer:
+    """Holds the model in a list, and another that its step does not run."""
+
+    def __init__(self, model: nn.Module, unused: nn.Module) -> None:
+        self.models, self.unused = [model], unused
+
+    def step(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.models[0](features)
+
+
+class Roots(Compiled):
+    """A model that several kinds of functions call."""
+
+    def __init__(self, kind: str, model: nn.Module) -> None:
+        trainer = Trainer(model, CASES["reductions of one size"]().sharded())
+        models = {"closure": model}
+        roots: dict[str, Any] = {
+            "method": trainer.step,
+            "closure": lambda features: models["closure"](features),
+        }
+        super().__init__(roots[kind])
+
+
+def roots() -> list[str]:
+    """Returns where a function that holds a model is not compiled as the model is."""
+    found = []
+    for kind in ("method", "closure"):
+        compiled = partial(Roots, kind)
+        found += [f"{kind}: {line}" for line in differences(CASES["reductions of one size"](), compiled)]
+    return found
+
+
 CASES = {
     "a rank without lookups": lambda: deep(1, DP, TW0),
     # Two all-reduces of 320 numbers each: gloo sees no mismatch.
@@ -154,7 +186,8 @@ CASES = {
     "buckets rebuilt": lambda: deep(4, TW0, TW1),
 }
 CHECKS = {
-    check.__name__: check for check in (orders_of_reductions, side_effects, moving_averages, no_eager_steps)
+    check.__name__: check
+    for check in (orders_of_reductions, side_effects, moving_averages, no_eager_steps, roots)
 }
 ON_3_RANKS = ("buckets rebuilt", "no_eager_steps")
 

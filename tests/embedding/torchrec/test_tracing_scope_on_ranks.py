@@ -24,7 +24,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec.optim import RowWiseAdagrad
 
 import graphpasses
-from graphpasses.embedding.torchrec.ddp_calls import DDPCalls
+from graphpasses.embedding.torchrec.ddp_calls import DDPCall
 from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 from graphpasses.errors import CaptureError, KeyOrderError
 from graphpasses.parity.launch import run_ranks
@@ -179,8 +179,8 @@ def untold_reducer() -> list[str]:
     """Returns no problem if gradients go wrong when the reducer is not told of the forward."""
     case = small()
     eager, compiled = case.sharded(), Compiled(case.sharded())
-    untold = {"before": lambda _: None, "after": lambda _, outputs: outputs}
-    with mock.patch.multiple(DDPCalls, **untold):
+    untold = {"_tell": lambda *_: None, "end": lambda _, outputs: outputs}
+    with mock.patch.multiple(DDPCall, **untold):
         for model in (eager, compiled):
             for step in range(2):
                 model(*case.batch(dist.get_rank(), step)).backward()
