@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import fx, nn
@@ -23,7 +24,7 @@ from graphpasses.graph import (
     TrainGraph,
     argument,
 )
-from graphpasses.graph.parameters import parameter_infos
+from graphpasses.graph.parameters import ParameterInfo, parameter_infos
 from graphpasses.identity import IdentityMap
 
 __all__ = ["ModelInputs", "read_aot_graph", "read_model_graph"]
@@ -35,14 +36,19 @@ _SIZE = torch.ops.aten.sym_size.int
 class ModelInputs:
     """What the inputs of a compiled model are; every graph made from it is described by them.
 
+    It outlives the model where the model's backward is compiled later, and does not keep it: Dynamo keeps what was
+    compiled until its model is gone.
+
     Args:
         model: the module that the user compiles.
+        parameters: what passes may know of its parameters.
         identity: who is who in it.
         inputs: what each placeholder of the ``DYNAMO`` graph carries.
         remembered: what passes remember from one compilation of the model to the next.
     """
 
-    model: nn.Module
+    model: ref[nn.Module]
+    parameters: Mapping[str, ParameterInfo]
     identity: IdentityMap
     inputs: tuple[GraphInput, ...]
     remembered: dict[Hashable, Any]
@@ -116,13 +122,14 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
             if is_gradient and index is not None
             else GraphOutput(OutputKind.VALUE, text)
         )
+    model = origin.model()
     return TrainGraph(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         identity=origin.identity,
-        parameters=parameter_infos(origin.model, origin.identity),
-        model=origin.model,
+        parameters=origin.parameters,
+        model=nn.Module() if model is None else model,
         stage=stage,
         remembered=origin.remembered,
         fixed_signature=True,

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import fx, nn
@@ -137,7 +138,7 @@ def _compile(
         if node.users or isinstance(node.meta.get("val"), torch.SymInt)  # a symbol may be part of other sizes
     ]
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
-    origin = ModelInputs(model, rewritten.identity, rewritten.inputs, remembered)
+    origin = ModelInputs(ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered)
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
         gm.graph = run(read_aot_graph(gm, stage, origin)).graph

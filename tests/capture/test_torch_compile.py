@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
+from weakref import ref
 
 import pytest
 import torch
@@ -362,3 +364,23 @@ def test_an_aot_graph_is_not_a_step() -> None:
     graphpasses.compile(Net(), pipeline=Pipeline((look,)), inner="aot_eager")(torch.ones(2, 4))
     with pytest.raises(CaptureError, match="a dynamo graph is run by the compiled model, not by itself"):
         look.seen[0](torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_dropped_model_is_freed(in_place: bool) -> None:
+    model, x = Net(), torch.ones(2, 4)
+    compiled: Any = model
+    options = {"inner": "aot_eager"}
+    if in_place:
+        model.compile(backend="graphpasses", options=options)
+    else:
+        compiled = torch.compile(model, backend="graphpasses", options=options)
+    weight, module = model.out.weight, ref(model)
+    loss = compiled(x).sum()
+    del model, compiled
+    gc.collect()
+    assert module() is None
+    loss.backward()  # which compiles the backward
+    eager = Net()
+    eager(x).sum().backward()
+    assert torch.equal(weight.grad, eager.out.weight.grad)
