@@ -106,6 +106,10 @@ class DDPCall:
                 outputs = after_forward(ddp, outputs)
         return outputs
 
+    def is_told(self, ddp: DistributedDataParallel) -> bool:
+        """Whether a module's reducer was told of its forward in this call."""
+        return ddp in self._begun
+
     def traced(self, ddp: DistributedDataParallel) -> None:
         """To be called where a module's forward is traced.
 

@@ -20,7 +20,10 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_dynamo_compiling():
             self._graphpasses_traced()
             return self.module(*args, **kwargs)
-        if (call := running_call()) is not None:
+        call = running_call()
+        if call is not None and call.is_told(self):  # where the graph breaks
+            return self.module(*args, **kwargs)
+        if call is not None:
             call.used.add(self)
         return original(self, *args, **kwargs)
 

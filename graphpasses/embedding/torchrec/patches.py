@@ -123,6 +123,17 @@ def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
     return log
 
 
+def _run_eagerly(original: None) -> Callable[..., Any]:
+    """Managed collisions replace the memory of their buffers, which no graph can: the forward runs eagerly."""
+    from torchrec.distributed.types import ShardedModule
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ShardedModule.forward(self, *args, **kwargs)
+
+    reason = "zero-collision hashing replaces the memory of its buffers, which no graph can: it runs eagerly"
+    return torch.compiler.disable(forward, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
+
+
 # ---- batch sizes that differ between ranks -------------------------------------------------------------
 # A graph does not know the batch sizes of other ranks. Traced, TorchRec either compares them, at which tracing ends,
 # or takes them to be equal, which gives wrong results where a rank's last batch is smaller.
@@ -342,6 +353,9 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.embedding_lookup:GroupedPooledEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.embedding_lookup:GroupedEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
+    Patch(
+        f"{_DIST}.mc_embedding_modules:BaseShardedManagedCollisionEmbeddingCollection.forward", _run_eagerly
+    ),
     Patch(f"{_TBE}._graphpasses_load_steps", _load_steps),
     Patch(f"{_TBE}.prepare_inputs", _on_copies),
     Patch(f"{_TBE}.log", _silent),

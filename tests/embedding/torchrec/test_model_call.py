@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -16,12 +17,24 @@ pytest.importorskip("torchrec")
 from tests.helpers.recommenders import Case  # loads TorchRec without its warnings  # isort: skip
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    CounterBasedRegularizationDefinition,
+    EmainplaceModeDefinition,
+    WeightDecayMode,
+)
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import sharding_plan as plans
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 import graphpasses
 from graphpasses.embedding.torchrec.ddp_calls import DDPCalls
@@ -29,6 +42,7 @@ from graphpasses.parity.launch import run_ranks
 from tests.helpers.recommenders import (
     CPU,
     DIM,
+    NUM_ROWS,
     Compiled,
     Scored,
     bags,
@@ -94,33 +108,89 @@ def side_effects() -> list[str]:
     return [] if seen[:2] == seen[2:] else [str(seen)]
 
 
-def moving_averages() -> list[str]:
-    """Returns where tables part whose optimizer acts in every second step."""
-    states = []
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "moving averages": {  # acts in every second step
+        "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
+        "emainplace_mode": EmainplaceModeDefinition(step_ema=2, step_start=0, step_ema_coef=0.6),
+    },
+    "counters": {
+        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "weight_decay": 0.01,
+        "weight_decay_mode": WeightDecayMode.COUNTER,
+        "counter_based_regularization": CounterBasedRegularizationDefinition(),
+    },
+}
+
+
+def sharded(model: nn.Module, name: str, kind: Any, sharder: Any) -> nn.Module:
+    plan = plans.construct_module_sharding_plan(
+        getattr(model, name), {"t0": kind}, sharder=sharder, local_size=2, world_size=2, device_type="cpu"
+    )
+    return DistributedModelParallel(model, device=CPU, plan=ShardingPlan({name: plan}), sharders=[sharder])
+
+
+def parted(build: Callable[[], nn.Module], num_steps: int = 3) -> list[str]:
+    """Returns where a model parts from eager, its losses, its state or its optimizers' steps."""
+    seen = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
-        model = Scored(bags(1), DIM)
-        sharder = EmbeddingBagCollectionSharder(
-            fused_params={
-                "optimizer": EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD,
-                "learning_rate": 0.1,
-                "emainplace_mode": EmainplaceModeDefinition(step_ema=2, step_start=0, step_ema_coef=0.6),
-            }
-        )
-        plan = plans.construct_module_sharding_plan(
-            model.embeddings, {"t0": TW0}, local_size=2, world_size=2, device_type="cpu"
-        )
-        model = DistributedModelParallel(
-            model, device=CPU, plan=ShardingPlan({"embeddings": plan}), sharders=[sharder]
-        )
         torch.compiler.reset()
+        model = build()
         call = graphpasses.compile(model, inner="aot_eager") if is_compiled else model
-        for step in range(3):
-            call(ids(dist.get_rank(), step, 1)).backward()
-        states.append((state_of(model), [(int(tbe.iter), int(tbe.iter_cpu)) for tbe in tbes(model)]))
-    (eager, eager_steps), (compiled, steps) = states
-    parted = [] if same(eager, compiled) else ["tables"]
-    return parted + ([] if eager_steps == steps else [f"steps {steps}, in eager {eager_steps}"])
+        losses = []
+        for step in range(num_steps):
+            losses.append(call(ids(dist.get_rank(), step, 1)))
+            losses[-1].backward()
+        steps = [(int(tbe.iter), int(tbe.iter_cpu)) for tbe in tbes(model) if hasattr(tbe, "iter")]
+        seen.append((torch.stack(losses).tolist(), steps, state_of(model)))
+    (eager, compiled) = seen
+    return (
+        [] if eager[:2] == compiled[:2] and same(eager[2], compiled[2]) else [f"{eager[:2]}, {compiled[:2]}"]
+    )
+
+
+def other_optimizers() -> list[str]:
+    """Returns where models with optimizers that act by their number of steps part from eager."""
+
+    def build(options: dict[str, Any]) -> nn.Module:
+        sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1} | options)
+        return sharded(Scored(bags(1), DIM), "embeddings", TW0, sharder)
+
+    return [f"{name}: {line}" for name in OPTIMIZERS for line in parted(partial(build, OPTIMIZERS[name]))]
+
+
+class Hashed(nn.Module):
+    """Ids of which each gets a row when it first comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = bags(1)
+        module = MCHManagedCollisionModule(
+            zch_size=NUM_ROWS,
+            device=CPU,
+            eviction_interval=2,
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            input_hash_size=1000,
+        )
+        collisions = ManagedCollisionCollection({"t0": module}, tables.embedding_bag_configs())
+        self.embeddings = ManagedCollisionEmbeddingBagCollection(tables, collisions)
+        self.score = nn.Linear(DIM, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return self.score(self.embeddings(features)[0].values()).mean()
+
+
+def zero_collision_hashing() -> list[str]:
+    """Returns where a model whose ids get rows as they come parts from eager."""
+
+    def build() -> nn.Module:
+        model = Hashed()
+        tables = model.embeddings._embedding_module
+        apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.1})
+        sharder = ManagedCollisionEmbeddingBagCollectionSharder()
+        return sharded(model, "embeddings", plans.row_wise(), sharder)
+
+    return parted(build, num_steps=4)
 
 
 class Equal(nn.Module):
@@ -157,26 +227,16 @@ class Trainer:
         return self.models[0](features)
 
 
-class Roots(Compiled):
-    """A model that several kinds of functions call."""
+class Method(Compiled):
+    """A model that a method of a trainer calls."""
 
-    def __init__(self, kind: str, model: nn.Module) -> None:
-        trainer = Trainer(model, CASES["reductions of one size"]().sharded())
-        models = {"closure": model}
-        roots: dict[str, Any] = {
-            "method": trainer.step,
-            "closure": lambda features: models["closure"](features),
-        }
-        super().__init__(roots[kind])
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(Trainer(model, CASES["reductions of one size"]().sharded()).step)
 
 
-def roots() -> list[str]:
-    """Returns where a function that holds a model is not compiled as the model is."""
-    found = []
-    for kind in ("method", "closure"):
-        compiled = partial(Roots, kind)
-        found += [f"{kind}: {line}" for line in differences(CASES["reductions of one size"](), compiled)]
-    return found
+def trainers() -> list[str]:
+    """Returns where a method of what holds a model is not compiled as the model is."""
+    return differences(CASES["reductions of one size"](), Method)
 
 
 CASES = {
@@ -187,7 +247,14 @@ CASES = {
 }
 CHECKS = {
     check.__name__: check
-    for check in (orders_of_reductions, side_effects, moving_averages, no_eager_steps, roots)
+    for check in (
+        orders_of_reductions,
+        side_effects,
+        other_optimizers,
+        zero_collision_hashing,
+        no_eager_steps,
+        roots,
+    )
 }
 ON_3_RANKS = ("buckets rebuilt", "no_eager_steps")
 
