@@ -253,7 +253,7 @@ CHECKS = {
         other_optimizers,
         zero_collision_hashing,
         no_eager_steps,
-        roots,
+        trainers,
     )
 }
 ON_3_RANKS = ("buckets rebuilt", "no_eager_steps")
