@@ -16,6 +16,7 @@ from experiments.mutants.mutators import VALUE_MUTATORS
 from experiments.mutants.running import Outcome, run, run_apart
 from graphpasses.errors import GraphPassesError
 from graphpasses.graph import TrainGraph, find_collectives
+from graphpasses.graph.certificate import find_unlike_launch
 from graphpasses.passes.runner import Pipeline
 
 __all__ = ["CHECKERS", "KINDS", "Judged", "Result", "complaints", "edits_of", "judge", "mutants_of"]
@@ -108,7 +109,7 @@ def _prove(pair: Pair, graph: TrainGraph, mutant: TrainGraph, edit: Edit | None)
     certificate = graphpasses.prove(pair.before, mutant, layout=layout)
     if edit is not None and edit.rank is not None:
         others = graphpasses.prove(pair.before, graph, layout=layout)
-        if certificate.launches != others.launches:
+        if find_unlike_launch(certificate.launches, others.launches) is not None:
             return Verdict("ranks launch other collectives")
     for name, why in certificate.unproved:
         more = f" (and {len(certificate.unproved) - 1} more)"

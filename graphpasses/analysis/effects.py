@@ -34,6 +34,7 @@ from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import GROUP_ARGUMENTS, collective_group, storages
 
 __all__ = [
+    "METADATA_OPS",
     "UNKNOWN_GROUP",
     "Effects",
     "collective_group",
@@ -56,8 +57,7 @@ _FUNCTIONALIZED = (
     torch.ops.higher_order.auto_functionalized_v2,
 )
 
-# These read a tensor's shape, not its values.
-_METADATA_OPS = frozenset(
+METADATA_OPS = frozenset(
     {
         aten.sym_size.int,
         aten.sym_stride.int,
@@ -65,6 +65,7 @@ _METADATA_OPS = frozenset(
         aten.sym_storage_offset.default,
     }
 )
+"""What reads a tensor's shape, not its values."""
 
 _IN_PLACE_OPERATORS = frozenset(
     {"setitem", "delitem"}
@@ -209,7 +210,7 @@ def _shared_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _read_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    if node.target in _METADATA_OPS or _is_view(node):
+    if node.target in METADATA_OPS or _is_view(node):
         return ()
     if node.target is aten.copy_.default:
         return tuple(_nodes(node.args[1]))

@@ -27,6 +27,7 @@ class CompileOptions:
     inner: Inner = "inductor"
     disable: Collection[str] = ()
     report: CompileReport | Path | str | None = None
+    prove: bool | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.pipeline, Pipeline):
@@ -36,6 +37,8 @@ class CompileOptions:
             )
         if self.inner not in ("inductor", "aot_eager"):
             raise PipelineError(f"option 'inner' is 'inductor' or 'aot_eager', got {self.inner!r}")
+        if self.prove not in (None, True, False):
+            raise PipelineError(f"option 'prove' is None, True or False, got {self.prove!r}")
         if self.disable:
             disable = (*self.pipeline.disable, *_names(self.disable))
             object.__setattr__(self, "pipeline", replace(self.pipeline, disable=disable))

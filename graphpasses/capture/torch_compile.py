@@ -20,7 +20,6 @@ from graphpasses.capture.compiled_call import CompiledCall
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
-from graphpasses.embedding.torchrec.pipelines import check_pipeline
 from graphpasses.errors import PipelineError
 from graphpasses.graph import Stage
 from graphpasses.ops.alias_tensors import alias_tensors
@@ -36,6 +35,7 @@ def compile(
     inner: Inner = "inductor",
     disable: Collection[str] = (),
     report: CompileReport | Path | str | None = None,
+    prove: bool | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
 ) -> Any:
@@ -51,6 +51,8 @@ def compile(
             operator and so keeps eager's bits in dense layers, too.
         disable: names of passes to leave out.
         report: a :class:`~graphpasses.capture.compile_report.CompileReport` to fill, or a file to write it to.
+        prove: whether each rewritten graph is proved to have the bits of the one it was made from, as
+            :meth:`Pipeline.run` has it.
         fullgraph: raise where the model cannot be one graph, as ``torch.compile`` does.
         dynamic: as ``torch.compile`` has it.
 
@@ -60,6 +62,7 @@ def compile(
     Raises:
         PipelineError: an option is unknown or has a wrong value.
         UnknownPassError: ``disable`` names a pass that the pipeline does not have.
+        ProofError: (in the first call) a pass changes bits.
 
     Example:
         >>> import graphpasses as gp
@@ -68,7 +71,7 @@ def compile(
         >>> bool((compiled(torch.ones(2, 4)) == model(torch.ones(2, 4))).all())
         True
     """
-    options: dict[str, Any] = {"inner": inner, "disable": disable, "report": report}
+    options: dict[str, Any] = {"inner": inner, "disable": disable, "report": report, "prove": prove}
     if pipeline is not None:
         options["pipeline"] = pipeline
     with graphpasses.expected():
@@ -91,7 +94,7 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
     return call
 
 
-@functools.partial(Backend, wrap=_wrap, while_tracing=fake_kernels_if_loaded, when_recorded=check_pipeline)
+@functools.partial(Backend, wrap=_wrap, while_tracing=fake_kernels_if_loaded)
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -124,7 +127,7 @@ def _compile(
     report.num_graphs += 1
 
     def run(graph: Graph) -> Graph:
-        result = options.pipeline.at(graph.stage).run(graph, excerpts=report.excerpts)
+        result = options.pipeline.at(graph.stage).run(graph, excerpts=report.excerpts, prove=options.prove)
         assert result.report is not None
         report.add(number, graph.stage, result.report)
         return result

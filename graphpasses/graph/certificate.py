@@ -2,10 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
-__all__ = ["Certificate"]
+from graphpasses.text import some
+
+__all__ = ["Certificate", "Launch", "find_unlike_launch"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A collective, as every rank of its group must have it.
+
+    Args:
+        call: operator, arguments and dtype; and size, where ranks send as much.
+        group: number of its process group, in the order in which a rank first launches in each.
+        contents: what is sent, as far as that is known: inputs, and launches of the captured step.
+    """
+
+    call: str
+    group: int
+    contents: tuple[str, ...]
+
+    def may_meet(self, other: Launch) -> bool:
+        """Whether another rank may launch ``other`` where this one launches this."""
+        contents, others = set(self.contents), set(other.contents)
+        known = bool(contents and others)  # a rank may have a part of nothing
+        return (self.call, self.group) == (other.call, other.group) and not (
+            known and contents.isdisjoint(others)
+        )
+
+    def __str__(self) -> str:
+        return f"{self.call} of {'; '.join(self.contents) or 'other values'}"
+
+
+def find_unlike_launch(one: Sequence[Launch], two: Sequence[Launch]) -> int | None:
+    """Returns the first place at which two ranks launch what cannot be one collective; None if there is none.
+
+    Args:
+        one: the launches of one rank, in order.
+        two: those of the other.
+
+    Example:
+        >>> a, b = Launch("all_reduce", 0, ("a",)), Launch("all_reduce", 0, ("b",))
+        >>> find_unlike_launch([a, b], [a, b]), find_unlike_launch([a, b], [b, a]), find_unlike_launch([a, b], [a])
+        (None, 0, 1)
+    """
+    for index, (a, b) in enumerate(zip_longest(one, two)):
+        if a is None or b is None or not a.may_meet(b):
+            return index
+    return None
 
 
 @dataclass(frozen=True)
@@ -17,28 +64,34 @@ class Certificate:
             buffers.
         unproved: what no rule could follow, and why.
         axioms: what the proof takes for granted, by name.
-        launches: the collectives, in order, as all ranks must have them: operator, group, dtype, size and what is
-            sent.
+        launches: the collectives, in order, as all ranks must have them; a captured step compares them when it is
+            first called.
         seconds: that it took.
     """
 
     proved: tuple[str, ...]
     unproved: tuple[tuple[str, str], ...]
     axioms: Mapping[str, str]
-    launches: tuple[str, ...]
+    launches: tuple[Launch, ...]
     seconds: float
 
     def __bool__(self) -> bool:
         return not self.unproved
 
-    def summary(self) -> list[str]:
-        """Returns what is proved and what is not, without what is taken for granted."""
-        count = f"{len(self.proved)} values proved equal in bits, {len(self.unproved)} not proved"
-        return [
-            f"{count} ({self.seconds * 1e3:.0f} ms)",
-            *(f"not proved: {n}: {why}" for n, why in self.unproved),
-        ]
+    @property
+    def summary(self) -> str:
+        """How much is proved and how much is not, in a line."""
+        counts = f"{len(self.proved)} values proved equal in bits, {len(self.unproved)} not proved"
+        return f"{counts}; ms: {self.seconds * 1e3:.1f}"
+
+    def not_proved(self) -> list[str]:
+        """Returns a line for each reason why something is not proved, with what it is."""
+        names: dict[str, list[str]] = {}
+        for name, why in self.unproved:
+            names.setdefault(why.splitlines()[0], []).append(name)
+        return [f"not proved: {some(its, limit=3)}: {why}" for why, its in names.items()]
 
     def __str__(self) -> str:
+        unproved = [f"not proved: {name}: {why}" for name, why in self.unproved]
         granted = [f"taken for granted: {name}: {statement}" for name, statement in self.axioms.items()]
-        return "\n  ".join([*self.summary(), *granted])
+        return "\n  ".join([self.summary, *unproved, *granted])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphpasses.graph.certificate import Certificate
@@ -100,12 +100,15 @@ class PipelineReport:
     Args:
         passes: one report each, in order.
         notes: what the capture had to say.
-        certificate: what is proved of the result; None if no proof was asked for.
+        certificate: what is proved of the result; None if nothing was to be, or if the report comes from a file,
+            which keeps ``proof`` alone.
+        proof: the same in a line; empty if it is not known.
     """
 
     passes: tuple[PassReport, ...]
     notes: tuple[str, ...] = ()
-    certificate: Certificate | None = None
+    certificate: Certificate | None = field(default=None, compare=False)
+    proof: str = ""
 
     def __iter__(self) -> Iterator[PassReport]:
         return iter(self.passes)
@@ -128,6 +131,6 @@ class PipelineReport:
         ]
         notes = [f"capture: {note}" for note in self.notes]
         notes += [f"{report.name}: {note}" for report in self.passes for note in report.notes]
-        if self.certificate is not None:
-            notes += [f"proof: {line}" for line in self.certificate.summary()]
+        notes += [f"proof: {self.proof}"] if self.proof else []
+        notes += [] if self.certificate is None else self.certificate.not_proved()
         return "\n".join(aligned(rows) + notes)

@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from graphpasses.errors import CaptureError
 from graphpasses.graph.guards import Guards
+from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.graph.train_graph import GraphInput
 from graphpasses.graph.votes import Votes
 
@@ -25,6 +26,7 @@ class Step(Protocol):
     model: nn.Module
     guards: Guards | None
     recipe: Recipe | None
+    report: PipelineReport | None
 
     @property
     def graph(self) -> fx.Graph:
@@ -74,6 +76,7 @@ class Variants(Generic[S]):
         self.steps = [first]
         self._device = next(first.model.parameters()).device
         self._votes = Votes.of_graph(first.graph, self._device)
+        self._is_checked = False
         self._is_guarded = None if self._votes.groups else first.guards is not None
 
     def fitting(self, batch: tuple[Any, ...], value_of: Callable[[GraphInput], Any]) -> S:
@@ -85,7 +88,11 @@ class Variants(Generic[S]):
 
         Raises:
             CaptureError: there is none, and none may be captured: the message names the line and both values.
+            AgreementError: at the first call: ranks launch different collectives.
         """
+        if not self._is_checked:
+            self._check_launches(self.steps[0])
+            self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
             self._is_guarded = not self._votes.all_ranks([self.steps[0].guards is None])[0]
         if not self._is_guarded:
@@ -121,7 +128,12 @@ class Variants(Generic[S]):
         self._meet()
         for rewrite in first.recipe.rewrites:
             step = rewrite(step)
+        self._check_launches(step)
         return step
+
+    def _check_launches(self, step: S) -> None:
+        certificate = None if step.report is None else step.report.certificate
+        self._votes.check_launches(None if certificate is None else certificate.launches)
 
     def _meet(self) -> None:
         """Returns once all ranks came here; raises if one failed before."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.group_ranks import mesh_group_names, named_group
+from graphpasses.errors import AgreementError
+from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
 
 __all__ = ["Votes"]
@@ -69,6 +73,47 @@ class Votes:
         for group in self.groups:
             dist.all_reduce(votes, dist.ReduceOp.MIN, group=named_group(group))
         return [bool(vote) for vote in votes.tolist()]
+
+    def check_launches(self, launches: Sequence[Launch] | None) -> None:
+        """Raises if ranks launch different collectives, which would make them wait for each other for ever.
+
+        Args:
+            launches: this rank's, in order; None if they are not known: then no rank's are checked.
+
+        Raises:
+            AgreementError: on all ranks; on those that share a group with two that differ it names both.
+        """
+        if not self.groups or not self.all_ranks([launches is not None])[0]:
+            return
+        assert launches is not None
+        digest = zlib.crc32("\n".join(map(repr, launches)).encode())
+        extremes = torch.tensor([digest, -digest], device=self._device)
+        for group in self.groups:
+            dist.all_reduce(extremes, dist.ReduceOp.MIN, group=named_group(group))
+        if extremes[0] == -extremes[1]:
+            return
+        found = next(filter(None, (self._unlike_launches(launches, group) for group in self.groups)), None)
+        if not self.all_ranks([found is None])[0]:
+            raise AgreementError(
+                found or "other ranks launch different collectives; their messages say which"
+            )
+
+    def _unlike_launches(self, launches: Sequence[Launch], group: str) -> str | None:
+        ranks = dist.get_process_group_ranks(named_group(group))
+        everyone: list[Any] = [None for _ in ranks]
+        dist.all_gather_object(everyone, launches, group=named_group(group))
+        for rank, others in zip(ranks, everyone, strict=True):
+            place = find_unlike_launch(everyone[0], others)
+            if place is not None:
+                mine, theirs = (
+                    str(each[place]) if place < len(each) else "nothing" for each in (everyone[0], others)
+                )
+                return (
+                    f"ranks {ranks[0]} and {rank} would wait for each other: as collective {place} of the step, rank "
+                    f"{ranks[0]} launches {mine}, rank {rank} {theirs}. Run the same passes on all ranks; a pass "
+                    "must not decide by what only its rank knows"
+                )
+        return None
 
     @contextmanager
     def raised_together(self, error: Exception) -> Iterator[None]:

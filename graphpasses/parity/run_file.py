@@ -144,7 +144,8 @@ def layouts_line(layouts: Layout) -> bytes:
 
 def passes_line(passes: Mapping[str, PipelineReport]) -> bytes:
     """Returns the line of what passes did."""
-    return _line({"passes": {name: [each.to_json() for each in report] for name, report in passes.items()}})
+    reports = {name: [each.to_json() for each in report] for name, report in passes.items()}
+    return _line({"passes": reports, "proofs": {name: report.proof for name, report in passes.items()}})
 
 
 def end_line(num_steps: int) -> bytes:
@@ -202,7 +203,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 header = replace(header, layouts=_layout_from(record["layouts"]))
                 continue
             if "passes" in record:
-                passes = _passes_from(record["passes"])
+                passes = _passes_from(record["passes"], record.get("proofs", {}))
                 continue
             step = _step_from(record)
             if steps and step.step <= steps[-1].step:
@@ -276,9 +277,11 @@ def _step_from(record: dict[str, JSON]) -> StepRecord:
     )
 
 
-def _passes_from(data: JSON) -> Mapping[str, PipelineReport]:
+def _passes_from(data: JSON, proofs: Mapping[str, str]) -> Mapping[str, PipelineReport]:
     return {
-        name: PipelineReport(tuple(PassReport.from_json(each) for each in reports))
+        name: PipelineReport(
+            tuple(PassReport.from_json(each) for each in reports), proof=proofs.get(name, "")
+        )
         for name, reports in data.items()
     }
 

@@ -178,7 +178,12 @@ class Pipeline:
         return hashlib.sha256("\n".join([*parts, str(self.stop_after)]).encode()).hexdigest()
 
     def run(
-        self, graph: Graph, *, dump: Path | str | None = None, excerpts: bool = False, prove: bool = False
+        self,
+        graph: Graph,
+        *,
+        dump: Path | str | None = None,
+        excerpts: bool = False,
+        prove: bool | None = None,
     ) -> Graph:
         """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
 
@@ -187,8 +192,9 @@ class Pipeline:
             dump: folder for the readable code of the graph after every pass; None writes nothing.
             excerpts: whether the report shows the places that each pass changed, which takes about as long as the
                 passes.
-            prove: whether the result is proved to have the bits that ``graph`` has, see :func:`graphpasses.prove`;
-                what could not be followed is in the report.
+            prove: whether the result is proved to have the bits that ``graph`` has, see :func:`graphpasses.prove`.
+                None does so, and reports what could not be followed; True raises for that, too; False does not. Of a
+                pass that may round the result is taken as it is. A proof takes about a fifth of the capture's time.
 
         Returns:
             The rewritten step; its ``report`` says what each pass did.
@@ -196,20 +202,28 @@ class Pipeline:
         Raises:
             VerificationError: a pass left a malformed graph; it names the pass and the ones before it.
             PipelineError: a pass raised something else; its own exception is the cause.
-            ProofError: a pass changes bits; it names the pass, the first value that it changes, and where.
+            ProofError: a pass changes bits; it names the pass, the first value that it changes, and where. Or, with
+                ``prove=True``, something could not be followed, or a pass may round.
             GraphPassesError: what the passes themselves refuse.
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
-        captured = graph
         with paused_collector():
-            graph = graph.copy()
-            reports = self._rewrite(graph, Path(dump) if dump is not None else None, excerpts)
-        certificate = self._prove(captured, graph) if prove else None
-        graph.report = PipelineReport(tuple(reports), notes, certificate)
-        graph.record_rewrite(functools.partial(self.run, excerpts=excerpts, prove=prove))
-        return graph
+            rewritten = graph.copy()
+            folder = Path(dump) if dump is not None else None
+            reports, rounded = self._rewrite(rewritten, folder, excerpts, keeps_rounded=prove is not False)
+        original, rounding = (graph, None) if rounded is None else rounded
+        certificate = None if prove is False else self._prove(original, rewritten, rounding)
+        if prove and (why := _why_not_proved(certificate, rounding)):
+            raise ProofError(f"prove=True: {why}")
+        rewritten.report = PipelineReport(tuple(reports), notes, certificate, _proof(certificate, rounding))
+        rewritten.record_rewrite(functools.partial(self.run, excerpts=excerpts, prove=prove))
+        return rewritten
 
-    def _rewrite(self, graph: TrainGraph, folder: Path | None, excerpts: bool) -> list[PassReport]:
+    def _rewrite(
+        self, graph: TrainGraph, folder: Path | None, excerpts: bool, *, keeps_rounded: bool
+    ) -> tuple[list[PassReport], tuple[TrainGraph, str] | None]:
+        """Runs the passes; returns their reports, and what the last one that may round has left, if asked for."""
+        rounded: tuple[TrainGraph, str] | None = None
         verifier = Verifier(graph)
         reports: list[PassReport] = []
         _write(folder, 0, "captured", graph)
@@ -218,28 +232,48 @@ class Pipeline:
                 before = tuple(report.name for report in reports)
                 reports.append(_run_pass(p, graph, verifier, before, excerpts))
                 _write(folder, len(reports), p.name, graph)
+                if keeps_rounded and p.numerics is Numerics.ROUNDING and reports[-1].num_rewrites:
+                    rounded = graph.copy(), p.name
             if p.name == self.stop_after:
                 break
         graph.module.recompile()
-        return reports
+        return reports, rounded
 
-    def _prove(self, captured: TrainGraph, graph: TrainGraph) -> Certificate:
+    def _prove(self, original: TrainGraph, graph: TrainGraph, rounding: str | None) -> Certificate:
         passes = self.at(graph.stage).passes
         layout = next((found for p in passes if (found := getattr(p, "expected_layout", None))), None)
+        is_planned = any(getattr(p, "plan", None) is not None for p in passes)
         try:
-            return prove_as("the pipeline", captured, graph, layout)
+            return prove_as("the pipeline", original, graph, layout, is_planned=is_planned)
         except ProofError:
-            self._blame(captured, passes)
+            names = [p.name for p in passes]
+            self._blame(
+                original, passes[names.index(rounding) + 1 if rounding else 0 :], is_planned=is_planned
+            )
             raise
 
-    def _blame(self, captured: TrainGraph, passes: Sequence[GraphPass]) -> None:
+    def _blame(self, original: TrainGraph, passes: Sequence[GraphPass], *, is_planned: bool) -> None:
         """Raises for the first pass after which the step cannot be proved, if it is one pass alone."""
-        graph = captured.copy()
+        graph = original.copy()
         verifier = Verifier(graph)
         names = tuple(p.name for p in passes)
         for index, p in enumerate(passes):
             _run_pass(p, graph, verifier, names[:index], False)
-            prove_as(_history(p, names[:index]), captured, graph, None)
+            prove_as(_history(p, names[:index]), original, graph, None, is_planned=is_planned)
+
+
+def _why_not_proved(certificate: Certificate | None, rounding: str | None) -> str:
+    if rounding is not None:
+        return f"pass {rounding!r} may round; without it, or with prove=None, the rest is proved"
+    first = next(iter(() if certificate is None else certificate.unproved), None)
+    return "" if first is None else f"{first[0]} is not proved: {first[1]}"
+
+
+def _proof(certificate: Certificate | None, rounding: str | None) -> str:
+    if certificate is None:
+        return "off (prove=False)"
+    since = f"from what {rounding!r} made, which may round: " if rounding else ""
+    return since + certificate.summary
 
 
 def _run_pass(

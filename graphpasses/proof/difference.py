@@ -5,16 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
+from graphpasses.embedding.torchrec.names import BOUNDS_CHECK
 from graphpasses.graph.nodes import source_line
 from graphpasses.proof.evaluated import Argument, Evaluated
 from graphpasses.proof.values import Value, Values
 
 __all__ = ["Difference", "find_difference", "place_of"]
 
-_FOLLOWED = ("aten.", "_c10d_functional.", "prims.")
+# What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.
+_FOLLOWED = (
+    "aten.",
+    "_c10d_functional.",
+    "prims.",
+    "torch.",
+    "_operator.",
+    "fbgemm.split_embedding",
+    "graphpasses.pack_all_to_all.",
+    "graphpasses.unpack_all_to_all.",
+    "graphpasses.pack_bags.",
+)
+_ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
 _ELEMENTWISE = ("cast", "div", "mul", "remote", "bytes")
 
 
@@ -80,20 +92,17 @@ def find_difference(
             nodes = made[0] or nodes[0], made[1] or nodes[1]
             both_have = found.one in after.made and found.two in before.made
             found = _made_of(values, found)
-            if isinstance(found, _Leaf) and both_have:  # neither stands for the other
+            is_count = isinstance(found, _Leaf) and found.unknown == BOUNDS_CHECK
+            if isinstance(found, _Leaf) and both_have and not is_count:  # neither stands for the other
                 found = _Leaf(found.reason)
         if isinstance(found, _Leaf):
-            by_data = one.pieces is None or two.pieces is None or any(map(_reads_sizes, nodes))
+            by_data = _has_unknown_shape(one) or _has_unknown_shape(two)
             return Difference(*nodes, found.reason, found.unknown or "sizes that depend on data" * by_data)
         one, two = found
 
 
-def _reads_sizes(node: fx.Node | None) -> bool:
-    """Whether a call reads numbers that are known when it runs."""
-    read = [] if node is None else node.all_input_nodes
-    return any(
-        isinstance(each.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)) for each in read
-    )
+def _has_unknown_shape(value: Value) -> bool:
+    return value.dtype is not None and value.shape is None
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,8 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
     if a[0] == b[0] == "written" and a[1] == b[1]:
         return _keys(values, a[2], b[2])
     if a[0] == b[0] and a[0] in ("call", "collective") and a[1] == b[1]:
+        if a[1] == _ALL_TO_ALL and a[2][1:] != b[2][1:]:  # what ranks send may be cut otherwise
+            return _Leaf(f"{a[1]} is given {_plain(b[2][1:])} instead of {_plain(a[2][1:])}", a[1])
         x, y = _first_unlike(a[2:], b[2:])
         if isinstance(x, Argument) and isinstance(y, Argument):
             if x.number != y.number:
@@ -210,7 +221,7 @@ def _operator(values: Values, source: int) -> str:
 def _called(key: Any) -> str:
     match key[0]:
         case "call" | "collective" | "input":
-            return str(key[1])
+            return str(key[1] if isinstance(key[1], str) else key[1][0])
         case "drawn" | "hidden":
             return _called(key[1])
         case "written":
@@ -222,14 +233,19 @@ def _called(key: Any) -> str:
 
 def _unknown(*keys: Any) -> str:
     """Returns the first operator among keys that no rule looks into."""
+    kinds = {key[0] for key in keys}
+    if len(kinds) > 1 and kinds <= {"written", "written in part", "part of memory"}:
+        return "writes to parts of memory"
     for key in keys:
-        while key[0] in ("drawn", "hidden"):
-            key = key[1]
-        while key[0] == "written":
-            key = key[2]
-        if key[0] == "call" and not str(key[1]).startswith(_FOLLOWED):
-            return str(key[1])
+        while key[0] in ("drawn", "hidden", "written"):
+            key = key[2 if key[0] == "written" else 1]
+        if key[0] == "call" and not _is_followed(_called(key)):
+            return _called(key)
     return ""
+
+
+def _is_followed(name: str) -> bool:
+    return (name.startswith(_FOLLOWED) and not name.startswith("torch.ops.")) or "." not in name  # a method
 
 
 def _kind(value: Value) -> str:
@@ -242,5 +258,5 @@ def _plain(key: Any) -> str:
     if isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], type):
         return _plain(key[1])
     if isinstance(key, tuple):
-        return f"({', '.join(map(_plain, key))})"
+        return f"({', '.join(map(_plain, key[:4]))}{', …' if len(key) > 4 else ''})"
     return str(key)

@@ -13,7 +13,7 @@ from graphpasses.graph import TrainGraph
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.proof import elements, movement
 from graphpasses.proof.evaluated import Argument, Evaluated
-from graphpasses.proof.pieces import concatenated, sliced
+from graphpasses.proof.pieces import Pieces, concatenated, sliced
 from graphpasses.proof.values import Value, Values
 
 __all__ = ["AXIOM", "EagerGradients"]
@@ -39,12 +39,22 @@ class EagerGradients:
         evaluated: its values.
         layout: where gradients are reduced.
         is_eagers: whether that is eager's layout; else the all-reduce of HSDP may come first, as it is traced.
+        may_scale: whether gradients may be divided before and after they are reduced.
     """
 
     def __init__(
-        self, values: Values, before: TrainGraph, evaluated: Evaluated, layout: Layout, *, is_eagers: bool
+        self,
+        values: Values,
+        before: TrainGraph,
+        evaluated: Evaluated,
+        layout: Layout,
+        *,
+        is_eagers: bool,
+        may_scale: bool,
     ) -> None:
         self._is_eagers = is_eagers
+        self._may_scale = may_scale
+        self.is_scaled = False  # whether the gradient that was looked at last is
         self._values = values
         self._graph = before
         self._of = evaluated.values
@@ -55,6 +65,15 @@ class EagerGradients:
             for entry in bucket.entries:
                 self._places.setdefault(entry.fqn, []).append((bucket, entry))
 
+    def is_apart(self, fqn: str) -> bool:
+        """Whether uses of a parameter are reduced in several buckets.
+
+        Args:
+            fqn: its canonical FQN.
+        """
+        names = [bucket.collective for bucket, _ in self._places.get(fqn, ())]
+        return len(names) > len(set(names))
+
     def difference(self, fqn: str, gradient: Value) -> str | None:
         """Returns how a gradient differs from eager's; empty where it does not, None where that is not known.
 
@@ -62,6 +81,7 @@ class EagerGradients:
             fqn: canonical FQN of the parameter.
             gradient: the value of the rewritten step's gradient.
         """
+        self.is_scaled = False
         reductions, places = self._reductions.get(fqn, []), self._places.get(fqn, [])
         if not reductions:
             return None
@@ -102,7 +122,8 @@ class EagerGradients:
             1,
             [(offset, offset + entry.padded_numel)],
         )
-        columns = cut and self._values.moved(place.sent.dtype, (shards, entry.padded_numel), cut[0])
+        pieces = cut and self._unscaled(cut[0])
+        columns = pieces and self._values.moved(place.sent.dtype, (shards, entry.padded_numel), pieces)
         if not columns:
             return "it cannot be followed into the bucket"
         for total in self._sums(reductions, place.sent.dtype):
@@ -161,6 +182,18 @@ class EagerGradients:
             total = self._values.moved(total.dtype, (chunk[0] * shards, *chunk[1:]), joined)
         return movement.chunk_cat(self._values, [total], shards)
 
+    def _unscaled(self, pieces: Pieces) -> Pieces:
+        """Returns pieces of what a plan divides before it is reduced."""
+        if not self._may_scale:
+            return pieces
+        return tuple(sorted(each._replace(source=self._unscaled_source(each.source)) for each in pieces))
+
+    def _unscaled_source(self, source: int) -> int:
+        while self._may_scale and self._values.key(source)[0] == "div":
+            source = self._values.key(source)[-1]
+            self.is_scaled = True
+        return source
+
     def _reduced(self, value: Value) -> _Place | None:
         """Returns the reduction of which a value is a part, if it is one run of its elements, cast."""
         if value.pieces is None or len(value.pieces) != 1:
@@ -172,7 +205,8 @@ class EagerGradients:
         key = self._values.key(source)
         if key[0] == "cast":  # once, back to the parameter's dtype
             source = key[-1]
-            key = self._values.key(source)
+        source = self._unscaled_source(source)
+        key = self._values.key(source)
         if key[0] != "result" or key[1][0] != "collective" or key[1][1] not in _NAMES:
             return None
         _, operator, args, _ = key[1]

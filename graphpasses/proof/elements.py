@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphpasses._torch.tracing import outside_tracing
 from graphpasses.graph.nodes import freeze
 from graphpasses.proof.axioms import Result, Rule, axiom
 from graphpasses.proof.pieces import Piece
@@ -39,7 +40,8 @@ def filled(dtype: torch.dtype, value: Any) -> tuple[str, Any]:
         dtype: of the tensor that is filled.
         value: as it was given.
     """
-    number = torch.full((), value, dtype=dtype, device="cpu").item()
+    with outside_tracing():
+        number = torch.full((), value, dtype=dtype, device="cpu").item()
     return repr(number), number if number == number else None
 
 
@@ -128,8 +130,9 @@ def _lifted(
             continue
         made_of = values.key(piece.source)
         if made_of[0] == "constant" and made_of[3] is not None:
-            element = apply(torch.full((), made_of[3], dtype=made_of[1], device="cpu"))
-            of[piece.source] = constant(values, dtype, element.item())
+            with outside_tracing():
+                element = apply(torch.full((), made_of[3], dtype=made_of[1], device="cpu")).item()
+            of[piece.source] = constant(values, dtype, element)
         else:
             of[piece.source] = values.source((*key, piece.source), values.numel(piece.source))
     pieces = tuple(sorted(piece._replace(source=of[piece.source]) for piece in x.pieces))

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch import pytree
-from graphpasses._torch.schemas import is_operator, is_seeded
-from graphpasses.analysis.effects import operator_effects
-from graphpasses.graph import WAIT, TrainGraph
-from graphpasses.graph.nodes import collective_group, freeze, is_collective, memories
+from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
+from graphpasses._torch.schemas import bind_named, is_seeded
+from graphpasses._torch.tracing import outside_tracing
+from graphpasses.analysis.effects import METADATA_OPS, operator_effects
+from graphpasses.embedding.torchrec.names import BOUNDS_CHECK, TRACED_LOOKUP
+from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
+from graphpasses.graph.nodes import collective_group, freeze, is_collective
 from graphpasses.graph.train_graph import OutputKind
+from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
+from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.proof import elements, movement
 from graphpasses.proof.axioms import RULES
-from graphpasses.proof.evaluated import Argument, Collective, Evaluated, Result
+from graphpasses.proof.evaluated import Collective, Evaluated, Result
+from graphpasses.proof.exchanges import AXIOM as EXCHANGED
+from graphpasses.proof.exchanges import Exchanges
 from graphpasses.proof.facts import Facts
-from graphpasses.proof.values import Geometry, Value, Values, fills_alike, geometry
+from graphpasses.proof.memory import Memory, evaluated, warning_of
+from graphpasses.proof.values import Value, Values, geometry
 
 __all__ = ["evaluate", "origin_of_padding"]
 
@@ -37,61 +44,30 @@ def evaluate(graph: TrainGraph, values: Values, facts: Facts) -> Evaluated:
         values: gives the numbers; two graphs that share it can be compared.
         facts: the fake values of the graph's nodes.
     """
-    return _Evaluation(graph, values, facts).run()
+    return Evaluation(graph, values, facts).run()
 
 
-@dataclass
-class _Memory:
-    """What a piece of memory that the graph writes holds.
+class Evaluation(Memory):
+    """Evaluates a graph of ATen operators, node by node; see :func:`evaluate`."""
 
-    Args:
-        node: the one whose value fills it.
-        geometry: of that value.
-        value: what it holds now; None while no one wrote.
-    """
-
-    node: fx.Node
-    geometry: Geometry | None
-    value: Value | None = None
-
-
-class _Evaluation:
     def __init__(self, graph: TrainGraph, values: Values, facts: Facts) -> None:
-        self._graph = graph
-        self._table = values
-        self._facts = facts
-        self._done = Evaluated()
-        self._random = self._hidden = 0
-        self._waiting: dict[fx.Node, Any] = {}
-        self._roots: dict[fx.Node, fx.Node] = {}
-        self._memories: dict[fx.Node, _Memory] = {}
+        super().__init__(graph, values, facts)
+        self._random = values.source(("random state",))
+        self._hidden = values.source(("hidden state",))
         self._inputs: dict[fx.Node, str] = {}
-        self._outside: dict[object, dict[fx.Node, None]] = {}
+        self._exchanges = Exchanges(facts)
 
     def run(self) -> Evaluated:
+        """Returns what the graph does."""
         done, graph = self._done, self._graph
-        self._random = self._table.source(("random state",))
-        self._hidden = self._table.source(("hidden state",))
         for item, node in zip(graph.inputs, graph.placeholders, strict=True):
             fqn = graph.identity.canonical(item.fqn) if item.is_state else item.fqn
             self._inputs[node] = f"{item.kind.value} {fqn}{f' ({item.attr})' if item.attr else ''}"
-        shared: dict[object, fx.Node] = {}
         for node in graph.graph.nodes:
             if node.op == "output":
                 break
-            source = self._facts.alias[node]
-            self._roots[node] = node if source is None else self._roots[source]
-            where: object = None
-            if node.op in ("placeholder", "get_attr"):
-                memory = frozenset(memories(self._facts[node]))
-                where = (memory, geometry(self._facts[node])) if memory else None
-                for each in memory:
-                    self._outside.setdefault(each, {})[node] = None
-            elif node.target is operator.getitem and source is None:
-                where = node.args  # what one call returns at one place is one memory
-            if where is not None:
-                self._roots[node] = shared.setdefault(where, node)
-            value = self._evaluate(node)
+            self._place(node)
+            value = self.evaluate_node(node)
             done.values[node] = value
             for each in value if isinstance(value, list) else [value]:
                 if isinstance(each, Value):
@@ -121,73 +97,25 @@ class _Evaluation:
             done.outputs[name] = self._read(node) if isinstance(node, fx.Node) else None
             if isinstance(node, fx.Node):
                 done.nodes[name] = node
-        for root, memory in self._memories.items():
+        for root, memory in self._held.items():
             if root.op in ("placeholder", "get_attr") and memory.value is not None:
                 name = self._inputs.get(root, f"the attribute {root.target}")
                 done.written[name] = memory.value
                 done.nodes[name] = memory.node
 
-    # ---- reading and writing memory -------------------------------------------------------------------------------
-
-    def _read(self, node: fx.Node) -> Result:
-        value = self._done.values[node]
-        memory = self._memories.get(self._roots[node])
-        if memory is None or memory.value is None or not isinstance(value, Value):
-            return value
-        seen = geometry(self._facts[node])
-        if seen == memory.geometry and memory.value.dtype == value.dtype:
-            return memory.value
-        is_alike = seen and memory.geometry and fills_alike(seen, memory.geometry)
-        if is_alike and memory.value.dtype == value.dtype and memory.value.pieces is not None:
-            return self._table.moved(value.dtype, seen[0], memory.value.pieces)  # type: ignore[index]
-        key = ("part of memory", memory.value.number, memory.geometry, seen, value.dtype)
-        return self._opaque(node, self._facts[node], key)
-
-    def _write(self, node: fx.Node, value: Value | None, by: fx.Node) -> None:
-        """Notes that an operator writes the memory of a node; what, if the node is all of it."""
-        root = self._roots[node]
-        for launch in self._waiting:
-            if any(self._roots[source] is root for source in launch.all_input_nodes):
-                self._done.broken.append(
-                    (by, f"{by.name} writes what {launch.name} sends, before anyone has waited for it")
-                )
-        memory = self._memories.get(root)
-        if memory is None:
-            memory = self._memories[root] = _Memory(root, geometry(self._facts[root]))
-        seen = geometry(self._facts[node])
-        old = self._read(root)
-        if value is None or not isinstance(old, Value):
-            old_number = old.number if isinstance(old, Value) else -1
-            value = self._opaque(root, self._facts[root], ("written", self._key(by), old_number, seen))
-        elif seen != memory.geometry:
-            if seen and memory.geometry and fills_alike(seen, memory.geometry) and value.pieces is not None:
-                value = self._table.moved(value.dtype, memory.geometry[0], value.pieces)
-            else:
-                key = ("written in part", old.number, memory.geometry, seen, value.number)
-                value = self._opaque(root, self._facts[root], key)
-        memory.value = value
-        memory.node = by
-        # What else comes from outside in this memory, and lies there otherwise, may have changed, too.
-        for each in memories(self._facts[root]):
-            for other in map(self._roots.__getitem__, self._outside.get(each, ())):
-                if other is not root:
-                    held = self._memories.setdefault(other, _Memory(other, geometry(self._facts[other])))
-                    beside: Hashable = (
-                        "written beside",
-                        self._numbers(held.value or self._done.values[other], None),
-                        value.number,
-                    )
-                    held.value = self._opaque(other, self._facts[other], beside)
-                    held.node = by
-
     # ---- one node -------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, node: fx.Node) -> Result:
+    def evaluate_node(self, node: fx.Node) -> Result:
+        """Returns the value of a node, after those before it.
+
+        Args:
+            node: the node.
+        """
         fake = self._facts[node]
         if node.op == "placeholder":
-            return self._opaque(node, fake, ("input", self._inputs[node]))
+            return self.opaque(node, fake, ("input", self._inputs[node]))
         if node.op == "get_attr":
-            return self._opaque(node, fake, ("attribute", _attribute(node)))
+            return self.opaque(node, fake, ("attribute", _attribute(node)))
         if node.target is operator.getitem:
             source, index = node.args
             of = self._done.values[source]  # type: ignore[index]
@@ -197,6 +125,10 @@ class _Evaluation:
             return self._launch(node)
         if node.target == WAIT and node.args[0] in self._waiting:
             return self._waiting.pop(node.args[0])  # type: ignore[arg-type]
+        if node.target == UNPACK and (unpacked := self._unpacked(node, fake)) is not None:
+            return unpacked
+        if node.target in METADATA_OPS and type(fake) is int:
+            return self.opaque(node, fake, ("size", fake))
         effects = operator_effects(node)
         if not effects.writes and effects.group is None and node.target in RULES:
             found = self._moved(node, fake)
@@ -204,17 +136,49 @@ class _Evaluation:
                 return found
         if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
             return self._random_state(node, fake)
-        key = self._key(node)
-        if is_seeded(node.target):
-            key = ("drawn", key, self._random)
-            self._random = self._table.source(("random state after", key))
-        elif effects.has_hidden_state or effects.group is not None:
-            key = ("hidden", key, self._hidden)
-            self._hidden = self._table.source(("hidden state after", key))
-        result = self._opaque(node, fake, key)
+        call = read_functionalized_call(node)
+        if call is not None and all(
+            isinstance(each, WrittenView) and each.view is None for each in _views(call)
+        ):
+            return self._functionalized(node, call)
+        key: Hashable = self._after_others(node.target, effects.has_hidden_state, self._key(node))
+        result = self.opaque(node, fake, key)
+        if node.target == PACK and isinstance(result, Value):
+            inputs, splits = node.args
+            numbers = evaluated(inputs, self._number), evaluated(splits, self._number)
+            self._exchanges.pack(result.number, node, *numbers)
         if effects.writes:
             return self._written(node, effects.writes, key, result)
         return result
+
+    def _after_others(self, target: Any, has_hidden_state: bool, key: Hashable) -> Hashable:
+        """Returns what a call depends on that may draw random numbers, or have a state of its own."""
+        if is_seeded(target):
+            key = ("drawn", key, self._random)
+            self._random = self._table.source(("random state after", key))
+        elif has_hidden_state and not _is_function(target):
+            key = ("hidden", key, self._hidden)
+            self._hidden = self._table.source(("hidden state after", key))
+        return key
+
+    def _functionalized(self, node: fx.Node, call: FunctionalizedCall) -> list[Any]:
+        """Evaluates a call that writes copies as the one that writes in place; it returns the copies, too."""
+        written = [view.base for view in _views(call)]
+        values = {name: _written_bases(view, call.bases) for name, view in call.writes.items()}
+        args, kwargs = bind_named(call.op, {**call.reads, **values})
+        key = self._after_others(call.op, True, self._call(call.op, args, kwargs))
+        fakes = list(self._facts[node])
+        results = [
+            self.opaque(node, fake, key, index if call.num_results > 1 else None)
+            for index, fake in enumerate(fakes[: call.num_results])
+        ]
+        for index, fake in enumerate(fakes[call.num_results :]):
+            number = max(place for place, base in enumerate(written) if base == index)
+            results.append(self.opaque(node, fake, ("written", number, key)))
+        if str(call.op) == BOUNDS_CHECK:
+            count = args[warning_of(call.op)]
+            self._note_count(self._read(count), results[call.num_results + call.bases.index(count)])
+        return results
 
     def _written(self, node: fx.Node, writes: tuple[fx.Node, ...], key: Hashable, result: Result) -> Result:
         """Evaluates an operator that writes arguments."""
@@ -227,13 +191,26 @@ class _Evaluation:
             self._write(first, result, node)
             return result
         for index, each in enumerate(writes):
-            written = self._opaque(each, self._facts[each], ("written", index, key))
+            written = self.opaque(each, self._facts[each], ("written", index, key))
+            if str(node.target) == BOUNDS_CHECK and each is node.args[warning_of(node.target)]:
+                self._note_count(self._read(each), written)
             self._write(each, written, node)
         return result
 
+    def _note_count(self, old: Result, new: Result) -> None:
+        """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""
+        if isinstance(old, Value) and isinstance(new, Value):
+            self._counts[new.number] = self._counts.get(old.number, old.number)
+
     def _copied(self, node: fx.Node) -> Value | None:
         target, source = self._facts[node.args[0]], self._read(node.args[1])  # type: ignore[index, arg-type]
-        if not isinstance(source, Value) or source.pieces is None or source.shape != tuple(target.shape):
+        if not isinstance(source, Value):
+            return None
+        if source.pieces is None:  # its sizes depend on data
+            given = self._facts[node.args[1]]  # type: ignore[index]
+            alike = source.dtype == target.dtype and statically_known_true(sym_eq(given.shape, target.shape))
+            return source if alike else None
+        if source.shape != tuple(target.shape):
             return None
         self._done.axioms.add("casts")
         return elements.cast(self._table, source, target.dtype)
@@ -246,10 +223,13 @@ class _Evaluation:
 
     def _moved(self, node: fx.Node, fake: Any) -> Result:
         name, rule = RULES[node.target]
+        if node.target in movement.IDENTITIES and isinstance(x := self._read(argument(node)), Value):
+            self._done.axioms.add(name)
+            return x
         if not _is_known(self._facts.geometries[node]):
             return None
-        args = _values(node.args, self._read)
-        kwargs = _values(node.kwargs, self._read)
+        args = evaluated(node.args, self._read)
+        kwargs = evaluated(node.kwargs, self._read)
         if node.target == torch.ops.aten.constant_pad_nd.default:
             kwargs["origin"] = origin_of_padding(node, self._inputs)
         if any(
@@ -263,12 +243,8 @@ class _Evaluation:
 
     def _launch(self, node: fx.Node) -> Value:
         sent = self._read(node.all_input_nodes[0])
-        key = (
-            "collective",
-            str(node.target),
-            freeze(_values(node.args, self._number)),
-            freeze(_values(node.kwargs, self._number)),
-        )
+        args, kwargs = evaluated((node.args, node.kwargs), self._number)
+        key = ("collective", str(node.target), freeze(args), freeze(kwargs))
         fake = self._facts[node]
         result: Result = None
         if node.target == ALL_GATHER and isinstance(sent, Value) and geometry(fake) is not None:
@@ -277,17 +253,47 @@ class _Evaluation:
             if result is not None:
                 self._done.axioms.add("all-gather")
         if result is None:
-            result = self._opaque(node, fake, key)
+            result = self.opaque(node, fake, key)
+        if isinstance(sent, Value) and isinstance(result, Value) and node.target == ALL_TO_ALL:
+            self._exchanges.send(
+                sent.number,
+                result.number,
+                node,
+                str(collective_group(node)),
+                is_made_of_sizes=argument(node).target == SIZE_TENSOR,
+            )
         self._waiting[node] = result
         given = tuple(
             each for each in (self._read(x) for x in node.all_input_nodes) if isinstance(each, Value)
         )
-        self._done.collectives.append(Collective(node, given, (node.target, str(collective_group(node)))))
+        is_followed = isinstance(sent, Value) and sent.number in self._exchanges
+        launch = Collective(node, given, str(collective_group(node)), freeze(args[1:]), is_followed)
+        self._done.collectives.append(launch)
         return self._table.other(("launched", key, len(self._done.collectives)))
+
+    def _unpacked(self, node: fx.Node, fakes: Any) -> list[Any] | None:
+        """Returns what each of several all-to-alls brings that travelled as one."""
+        received = self._read(argument(node))
+        splits = evaluated(node.args[1], self._number)
+        if not isinstance(received, Value):
+            return None
+        if received.number in self._exchanges.made_of_sizes:
+            self._done.unknown = str(SIZE_TENSOR)
+        found = self._exchanges.unpack(received.number, node, splits)
+        if found is None:
+            return None
+        self._done.axioms.add(EXCHANGED)
+        members, group = found
+        arguments = [([*each.output_splits], [*each.input_splits], group) for each in members]
+        self._done.unpacked[node] = [freeze(each) for each in arguments]
+        return [
+            self.opaque(node, fake, ("collective", str(ALL_TO_ALL), freeze([member.sent, *given]), ()))
+            for member, given, fake in zip(members, arguments, fakes, strict=True)
+        ]
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:
         if node.target == READ_RANDOM_STATE:
-            return self._opaque(node, fake, ("state read", self._random))
+            return self.opaque(node, fake, ("state read", self._random))
         state = self._read(node.all_input_nodes[0])
         self._random = self._table.source(("state set", state.number))
         if isinstance(state, Value) and state.pieces is not None and len(state.pieces) == 1:
@@ -295,40 +301,6 @@ class _Evaluation:
             if key[0] == "state read" and state.pieces[0].offset == 0:
                 self._random = key[1]
         return None
-
-    def _key(self, node: fx.Node) -> Hashable:
-        """Returns what an operator's results depend on: its arguments' values and strides."""
-        args = freeze(_values(node.args, self._argument))
-        kwargs = freeze(_values(node.kwargs, self._argument))
-        return ("call", _name(node.target), args, kwargs)
-
-    def _argument(self, node: fx.Node) -> Hashable:
-        return self._numbers(self._read(node), self._facts.geometries[node])
-
-    def _number(self, node: fx.Node) -> Hashable:
-        return self._numbers(self._read(node), None)
-
-    def _numbers(self, value: Result, seen: Any) -> Hashable:
-        if isinstance(value, list):
-            return tuple(
-                self._numbers(each, None if seen is None else seen[index]) for index, each in enumerate(value)
-            )
-        return Argument(value.number, seen and seen[1]) if isinstance(value, Value) else None
-
-    def _opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
-        if isinstance(fake, (list, tuple)):
-            return [self._opaque(node, each, key, index) for index, each in enumerate(fake)]
-        seen = geometry(fake)
-        if seen is None:
-            dtype = fake.dtype if isinstance(fake, torch.Tensor) else None
-            value = self._table.other(("result", key, part, dtype), dtype)
-            self._done.made.setdefault(value.source, node)  # type: ignore[arg-type]
-            return value
-        source = self._table.source(
-            ("result", key, part, fake.dtype, str(fake.device), seen[0]), fake.numel()
-        )
-        self._done.made.setdefault(source, node)
-        return self._table.tensor(fake.dtype, seen[0], source)
 
 
 def _is_known(seen: Any) -> bool:
@@ -350,30 +322,34 @@ def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | Non
     return inputs[node]
 
 
-@functools.cache
-def _name(target: Any) -> Hashable:
-    """Returns an operator's name; one that computes in place has that of its twin."""
-    if not is_operator(target):
-        return id(target), str(target)
-    name = str(target)
-    twin = name.replace("_.", ".", 1)
-    return twin if twin != name and not name.split(".")[1].startswith("_") else name
+def _is_function(target: Any) -> bool:
+    """Whether the results of an operator of FBGEMM that may have a state follow from its arguments."""
+    return str(target) == BOUNDS_CHECK or TRACED_LOOKUP.fullmatch(str(target)) is not None
 
 
-def _values(args: Any, read: Any) -> Any:
-    if isinstance(args, fx.Node):
-        return read(args)
-    if isinstance(args, (list, tuple)):
-        return [_values(each, read) for each in args]
-    if isinstance(args, dict):
-        return {name: _values(each, read) for name, each in args.items()}
-    if isinstance(args, slice):
-        return slice(*_values([args.start, args.stop, args.step], read))
-    return args
+def _views(call: FunctionalizedCall) -> list[Any]:
+    """Returns which bases a call writes, argument by argument."""
+    found: list[Any] = []
+    for view in call.writes.values():
+        found += view if isinstance(view, list) else [view] * (view is not None)
+    return found
+
+
+def _written_bases(view: Any, bases: Sequence[fx.Node]) -> Any:
+    """Returns the bases in place of what says which of them an argument is."""
+    if isinstance(view, list):
+        return [_written_bases(each, bases) for each in view]
+    return None if view is None else bases[view.base]
 
 
 def _attribute(node: fx.Node) -> Hashable:
     value: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         value = getattr(value, name)
-    return str(value.code) if isinstance(value, fx.GraphModule) else id(value)
+    if isinstance(value, fx.GraphModule):
+        return str(value.code)
+    if type(value) is not torch.Tensor or value.numel() > 1024:
+        return id(value)
+    with outside_tracing():
+        data = value.flatten().view(torch.uint8).tolist()  # of a constant
+    return value.dtype, value.device, value.shape, value.stride(), tuple(data)

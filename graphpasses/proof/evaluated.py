@@ -35,12 +35,16 @@ class Collective:
     Args:
         node: the launch.
         sent: what this rank gives.
-        key: operator, group and other arguments.
+        group: name of its process group.
+        arguments: numbers of its other arguments.
+        is_followed: whether the result is followed to each of several all-to-alls that it stands for.
     """
 
     node: fx.Node
     sent: tuple[Value, ...]
-    key: Hashable
+    group: str
+    arguments: Hashable
+    is_followed: bool
 
 
 @dataclass
@@ -53,11 +57,15 @@ class Evaluated:
             a tied parameter each output that has one.
         written: by what people call them: the tensors from outside that the graph writes.
         collectives: the launches, in order.
+        unpacked: by the calls that unpack them, the arguments of the all-to-alls that travelled as one.
         broken: what makes the result depend on chance, such as a write to what a collective still reads.
         axioms: the names of those that were used.
         nodes: those of outputs.
         makers: by the number of a value the first node that has it.
         made: by the number of a source the first node that made it.
+        uses: of a graph whose gradients autograd computes: by the number of a value that gets one, the numbers of
+            what each call that reads it returns, in the order of the calls.
+        unknown: what no rule could look into, so that a difference may be none; empty if there is no such thing.
         random_state: the number of the state in which the graph leaves the generator of random numbers.
     """
 
@@ -65,9 +73,12 @@ class Evaluated:
     outputs: dict[str, Value | None] = field(default_factory=dict)
     written: dict[str, Value] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
+    unpacked: dict[fx.Node, list[Hashable]] = field(default_factory=dict)
     broken: list[tuple[fx.Node, str]] = field(default_factory=list)
     axioms: set[str] = field(default_factory=set)
     nodes: dict[str, fx.Node] = field(default_factory=dict)
     makers: dict[int, fx.Node] = field(default_factory=dict)
     made: dict[int, fx.Node] = field(default_factory=dict)
+    uses: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    unknown: str = ""
     random_state: int = 0

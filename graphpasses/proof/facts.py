@@ -14,7 +14,7 @@ from graphpasses.analysis.effects import operator_effects
 from graphpasses.graph.nodes import freeze, memories
 from graphpasses.proof.values import geometry
 
-__all__ = ["Facts"]
+__all__ = ["Facts", "geometries"]
 
 
 class Facts:
@@ -45,7 +45,7 @@ class Facts:
             twin = known.by_name.get(node.name) if known is not None else None
             same = known is None or (isinstance(twin, fx.Node) and self._is_same(node, twin, known))
             self.values[node] = node.meta.get("val") if same else self._computed(node)
-            self.geometries[node] = _geometry(self.values[node])
+            self.geometries[node] = geometries(self.values[node])
             self.alias[node] = (
                 self._alias_as(node, twin, known)
                 if same and known is not None and twin
@@ -73,7 +73,7 @@ class Facts:
         )
 
     def _computed(self, node: fx.Node) -> Any:
-        if node.op != "call_function" or "unbacked_bindings" in node.meta:
+        if node.op != "call_function" or _depends_on_data(node.meta.get("val")):
             return node.meta.get("val")
         args: Any
         kwargs: Any
@@ -114,10 +114,22 @@ def _plain(node: fx.Node) -> Any:
     return fx.node.map_arg((node.args, node.kwargs), lambda _: None)
 
 
-def _geometry(value: Any) -> Any:
+def geometries(value: Any) -> Any:
+    """Returns shape, strides and offset of a fake value, or of each of several.
+
+    Args:
+        value: a node's ``meta["val"]``.
+    """
     if isinstance(value, (list, tuple)):
-        return tuple(map(_geometry, value))
+        return tuple(map(geometries, value))
     return geometry(value)
+
+
+def _depends_on_data(value: Any) -> bool:
+    """Whether strides say nothing: to compute such values again may have the compiler guard on sizes."""
+    if isinstance(value, (list, tuple)):
+        return any(map(_depends_on_data, value))
+    return value is not None and geometry(value) is None
 
 
 def _dtypes(value: Any) -> Any:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import fx
 
-from graphpasses._torch.group_ranks import named_group_ranks
-from graphpasses.graph.nodes import collective_group
+from graphpasses.graph import ALL_TO_ALL, argument
+from graphpasses.graph.certificate import Launch
 from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.values import Value, Values
 
 __all__ = ["launches_of"]
 
 
-def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[str, ...]:
+def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[Launch, ...]:
     """Returns the launches of a rewritten step, each with what it sends.
 
     What is sent is told by the inputs, or by the launches of the step as it was captured, that have the same
@@ -30,26 +31,33 @@ def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[st
         for sent in launch.sent:
             for source in _sources(values, sent):
                 owners.setdefault(source, []).append(index)
-    return tuple(_description(values, owners, launch) for launch in after.collectives)
+    groups = list(dict.fromkeys(launch.group for launch in after.collectives))
+    return tuple(
+        Launch(_call(launch.node), groups.index(launch.group), tuple(_contents(values, owners, launch)))
+        for launch in after.collectives
+    )
 
 
-def _description(values: Values, owners: dict[int, list[int]], launch: Collective) -> str:
-    node = launch.node
-    group = collective_group(node)
-    ranks = ",".join(map(str, named_group_ranks(str(group))))
+def _call(node: fx.Node) -> str:
+    sent = argument(node).meta.get("val")
+    if node.target == ALL_TO_ALL or not isinstance(sent, torch.Tensor):  # each rank has splits of its own
+        return f"{node.target} of {getattr(sent, 'dtype', None)}"
+    plain = ", ".join(str(each) for each in node.args[1:-1] if isinstance(each, (str, int)))
+    return f"{node.target}({plain}) of {sent.numel()} {sent.dtype}"
+
+
+def _contents(values: Values, owners: dict[int, list[int]], launch: Collective) -> dict[str, None]:
     contents: dict[str, None] = {}
     for sent in launch.sent:
         for source in _sources(values, sent):
             key = values.key(source)
             if key[0] == "padding":
-                contents[str(key[1])] = None
+                contents[str(key[1]).removesuffix(" (_local_tensor)")] = None
             elif key[0] == "result" and key[1][0] == "input":
-                contents[str(key[1][1])] = None
+                contents[str(key[1][1]).removesuffix(" (_local_tensor)")] = None
             elif source in owners:
                 contents["launch " + "/".join(map(str, dict.fromkeys(owners[source])))] = None
-    sent_now = node.meta.get("val")
-    dtype = sent_now.dtype if isinstance(sent_now, torch.Tensor) else None
-    return f"{node.target} on ranks {ranks} of {dtype}: {'; '.join(contents) or 'other values'}"
+    return contents
 
 
 def _sources(values: Values, value: Value) -> Iterator[int]:

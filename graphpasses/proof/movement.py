@@ -17,9 +17,21 @@ from graphpasses.proof.elements import constant, filled
 from graphpasses.proof.pieces import Piece, Pieces, concatenated, expanded, joined, permuted, sliced
 from graphpasses.proof.values import Value, Values
 
-__all__ = ["chunk_cat", "gathered"]
+__all__ = ["IDENTITIES", "chunk_cat", "gathered"]
 
 aten = torch.ops.aten
+
+IDENTITIES = frozenset(
+    {
+        aten.detach.default,
+        aten.alias.default,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+    }
+)
+"""What returns the tensor that it is given, or a copy, whatever its shape."""
 
 # ---- what keeps all elements in their order -----------------------------------------------------------------------
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 
+import torch
 from torch import fx
 
+from graphpasses.embedding.torchrec.names import FBGEMM
 from graphpasses.errors import LayoutError, ProofError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
-from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph
 from graphpasses.graph.certificate import Certificate
 from graphpasses.proof import axioms, eager_gradients
 from graphpasses.proof.difference import Difference, find_difference, place_of
@@ -18,6 +20,7 @@ from graphpasses.proof.evaluate import evaluate
 from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.facts import Facts
 from graphpasses.proof.launches import launches_of
+from graphpasses.proof.torch_calls import evaluate_torch_calls
 from graphpasses.proof.values import Value, Values
 
 __all__ = ["prove", "prove_as"]
@@ -59,7 +62,9 @@ def prove(before: TrainGraph, after: TrainGraph, *, layout: Layout | None = None
     return prove_as("the rewritten step", before, after, layout)
 
 
-def prove_as(subject: str, before: TrainGraph, after: TrainGraph, layout: Layout | None) -> Certificate:
+def prove_as(
+    subject: str, before: TrainGraph, after: TrainGraph, layout: Layout | None, *, is_planned: bool = False
+) -> Certificate:
     """Does what :func:`prove` does, in the name of a pass.
 
     Args:
@@ -67,18 +72,22 @@ def prove_as(subject: str, before: TrainGraph, after: TrainGraph, layout: Layout
         before: as there.
         after: as there.
         layout: as there.
+        is_planned: whether a plan says how gradients are reduced, which may be otherwise than in ``before``; then
+            without a layout they are not proved, as long as they are autograd's sums, reduced and scaled.
     """
     start = time.perf_counter()
-    if before.stage is not after.stage or after.stage is Stage.DYNAMO:
-        stages = f"{before.stage.value} and {after.stage.value}"
-        reason = f"graphs of the stages {stages} are not followed"
+    if before.stage is not after.stage:
+        reason = f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
     values = Values()
-    facts = Facts(before.graph)
-    one = evaluate(before, values, facts)
-    two = evaluate(after, values, Facts(after.graph, facts))
+    if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
+        one, two = evaluate_torch_calls(before, values), evaluate_torch_calls(after, values)
+    else:
+        facts = Facts(before.graph)
+        one = evaluate(before, values, facts)
+        two = evaluate(after, values, Facts(after.graph, facts))
     _refuse_chance(subject, one, two)
-    proof = _Proof(subject, before, after, values, one, two, layout)
+    proof = _Proof(subject, before, after, values, one, two, layout, is_planned)
     proof.compare()
     names = {"operators", *one.axioms, *two.axioms, *({"eager's place"} if proof.uses_layout else set())}
     return Certificate(
@@ -107,11 +116,13 @@ class _Proof:
         one: Evaluated,
         two: Evaluated,
         layout: Layout | None,
+        is_planned: bool,
     ) -> None:
         self._before, self._after = before, after
         self._values, self._one, self._two = values, one, two
         self._subject = subject
         self._is_eagers = layout is not None
+        self._may_scale = is_planned
         self._eager = self._eager_gradients(layout)
         self.uses_layout = False
         self.proved: list[str] = []
@@ -129,7 +140,14 @@ class _Proof:
                 return None
         known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
         layout = layout.without(known & self._before.without_gradient)
-        return EagerGradients(self._values, self._before, self._one, layout, is_eagers=self._is_eagers)
+        return EagerGradients(
+            self._values,
+            self._before,
+            self._one,
+            layout,
+            is_eagers=self._is_eagers,
+            may_scale=self._may_scale,
+        )
 
     def compare(self) -> None:
         """Compares all outputs and all written tensors.
@@ -141,6 +159,7 @@ class _Proof:
         two = {**self._two.outputs, **self._two.written}
         for name in {**one, **two}:
             self._compare(name, one.get(name), two.get(name), is_known=name in one)
+        self._compare_uses()
         if self._one.random_state != self._two.random_state:
             found = Difference(None, None, "other numbers are drawn, or the state is put back otherwise")
             self._found.append(("the state of random numbers after the step", found))
@@ -156,19 +175,41 @@ class _Proof:
         )
         raise ProofError(f"{self._subject} changes {name}{more}: {first}")
 
+    def _compare_uses(self) -> None:
+        """Compares in which order autograd adds gradients, of values that both graphs have."""
+        for number, uses in self._one.uses.items():
+            others = self._two.uses.get(number, uses)
+            if uses != others and max(len(uses), len(others)) > 1:
+                nodes = self._one.makers[number], self._two.makers[number]
+                reason = "autograd adds it up from other calls, or in another order"
+                if any(str(user.target).startswith(FBGEMM) for user in nodes[0].users):
+                    self.unproved.append(
+                        (f"the gradient of {nodes[0].name}", f"{reason}: lookups update a table")
+                    )
+                    continue
+                self._found.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
+
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
         if one is two:
             self.proved.append(name)
             return
         reason = self._unlike_eager(name, two)
+        if reason and self._eager is not None and self._eager.is_apart(_parameter_of(name)):
+            self.unproved.append((name, "uses of it are reduced apart, in several buckets"))
+            return
         if reason == "":
-            if self._is_eagers:
+            if self._eager is not None and self._eager.is_scaled:
+                self.unproved.append((name, "it is divided, and no layout says by what eager divides"))
+            elif self._is_eagers:
                 self.uses_layout = True
                 self.proved.append(name)
             else:
                 self.unproved.append(
                     (name, "its summands are autograd's, but where eager reduces it was not given")
                 )
+            return
+        if (one is None or two is None) and self._two.unknown:
+            self.unproved.append((name, f"no rule looks into {self._two.unknown}"))
             return
         if one is None or two is None:
             if reason is None:
@@ -179,10 +220,36 @@ class _Proof:
         found = find_difference(self._values, self._one, self._two, one, two)
         if reason is not None and self._is_reduction(found):
             found = Difference(found.before, found.after, reason)
-        if found.unknown:
-            self.unproved.append((name, f"no rule looks into {found.unknown}: {found}"))
+        unknown = found.unknown or self._two.unknown or self._rests_on_others(found)
+        if unknown:
+            self.unproved.append((name, f"no rule looks into {unknown}: {found}"))
         else:
             self._found.append((name, found))
+
+    def _rests_on_others(self, found: Difference) -> str:
+        """Returns what ranks tell each other, of all that a value is made of, so that no rule follows it; or nothing.
+
+        That are sizes that depend on data, and all-to-alls that cut what is sent as none did: what one brings may be
+        what others brought.
+        """
+        known = {launch.arguments for launch in self._one.collectives}
+        odd = {
+            launch.node
+            for launch in self._two.collectives
+            if launch.node.target == ALL_TO_ALL and launch.arguments not in known and not launch.is_followed
+        }
+        odd |= {unpack for unpack, members in self._two.unpacked.items() if not known.issuperset(members)}
+        pending, seen = [node for node in (found.before, found.after) if node is not None], set[fx.Node]()
+        while pending:
+            node = pending.pop()
+            if node in odd:
+                return str(node.target)
+            if isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return "sizes that depend on data"
+            if node not in seen:
+                seen.add(node)
+                pending += node.all_input_nodes
+        return ""
 
     def _lost_or_gained(self, name: str, two: Value | None, is_known: bool) -> None:
         if is_known and two is None and name.endswith(")") and self._eager is not None:
@@ -199,7 +266,7 @@ class _Proof:
             or not name.startswith("the gradient of ")
         ):
             return None
-        return self._eager.difference(name.split("'")[1], two)
+        return self._eager.difference(_parameter_of(name), two)
 
     @staticmethod
     def _is_reduction(found: Difference) -> bool:
@@ -207,3 +274,8 @@ class _Proof:
             (isinstance(node, fx.Node) and "_c10d_functional" in str(node.target)) or node is None
             for node in (found.before, found.after)
         )
+
+
+def _parameter_of(name: str) -> str:
+    """Returns the FQN in the name of a gradient."""
+    return name.split("'")[1]

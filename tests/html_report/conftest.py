@@ -41,7 +41,8 @@ PASSES = PipelineReport(
             (Excerpt(("  x = placeholder", "- y = aten.relu.default(x)"), ("  x = placeholder",), 3),),
             num_left_out=4,
         ),
-    )
+    ),
+    proof="12 values proved equal in bits, 0 not proved; ms: 3.0",
 )
 WriteRun = Callable[..., Run]
 

@@ -75,6 +75,7 @@ def test_passes(write_run: WriteRun) -> None:
     assert "all_reduce:" not in page
     assert "The same at 3 places; the first:" in page
     assert "4 more places look different and are not shown." in page
+    assert "Proof: 12 values proved equal in bits, 0 not proved; ms: 3.0" in page
     assert "B recorded no bucket layouts" in page
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from graphpasses.identity import same_bits
+from graphpasses.ops.pack_all_to_all import pack_all_to_all, unpack_all_to_all
 from graphpasses.proof.axioms import AXIOMS, RULES
 from graphpasses.proof.movement import gathered
 from graphpasses.proof.values import Value, Values
@@ -98,7 +99,11 @@ def replaced(args: object, values: dict[str, object]) -> object:
 
 def test_every_rule_and_every_axiom_has_a_case() -> None:
     assert CASES.keys() == RULES.keys()
-    assert {name for name, _ in RULES.values()} | {"all-gather"} == AXIOMS.keys()
+    assert {name for name, _ in RULES.values()} | {
+        "all-gather",
+        "packed all-to-alls",
+        "fused lookups",
+    } == AXIOMS.keys()
 
 
 @pytest.mark.parametrize("target", CASES, ids=str)
@@ -155,6 +160,51 @@ def test_all_gather_keeps_ranks_and_elements_apart() -> None:
     assert values.key(piece.source) == ("remote", "0", values.source(("input", X), 3))
     assert piece.dims == ((6, 1, 1),)
     assert gathered(values, x, 2, "1", (6,)) is not found
+
+
+def exchanged(sent: list[Tensor], splits: list[list[int]]) -> list[Tensor]:
+    """Returns what an all-to-all brings each rank; ``splits`` says, per rank, how many rows it sends to each."""
+    parts = [tensor.split(rows) for tensor, rows in zip(sent, splits, strict=True)]
+    return [torch.cat(to_rank) for to_rank in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("dtypes", [[each] * 2 for each in ALL] + [[torch.int64, torch.bfloat16]], ids=str)
+def test_what_is_packed_brings_what_it_brings_alone(dtypes: list[torch.dtype]) -> None:
+    torch.manual_seed(0)
+    num_ranks = 3
+    members = []  # per all-to-all: what each rank sends, and how many rows to each rank
+    for dtype, row in zip(dtypes, ((), (2, 3)), strict=True):
+        splits = torch.randint(0, 4, (num_ranks, num_ranks)).tolist()
+        members.append(([random((sum(rows), *row), dtype) for rows in splits], splits))
+    alone = [exchanged(*member) for member in members]
+    packed = [
+        pack_all_to_all(
+            [sent[rank] for sent, _ in members], [n for _, splits in members for n in splits[rank]]
+        )
+        for rank in range(num_ranks)
+    ]
+    units = [1, 6]  # elements of a row
+    sizes = [1 if dtype == packed[0].dtype else dtype.itemsize for dtype in dtypes]
+    totals = [
+        [
+            sum(
+                splits[rank][to] * unit * size
+                for (_, splits), unit, size in zip(members, units, sizes, strict=True)
+            )
+            for to in range(num_ranks)
+        ]
+        for rank in range(num_ranks)
+    ]
+    received = exchanged(packed, totals)
+    for rank in range(num_ranks):
+        found = unpack_all_to_all(
+            received[rank],
+            [splits[other][rank] for _, splits in members for other in range(num_ranks)],
+            [2, 3],
+            [0, 2],
+            dtypes,
+        )
+        assert all(same_bits(a, b[rank]) for a, b in zip(found, alone, strict=True))
 
 
 def test_sums_do_not_commute_with_unlike_moves() -> None:

@@ -244,7 +244,7 @@ def test_prove_alone_refuses_what_the_rules_let_through(step: CapturedStep) -> N
     seen = 0
     for change in WRONG:
         try:
-            Pipeline((Wrong(change),)).run(step)
+            Pipeline((Wrong(change),)).run(step, prove=False)
         except gp.GraphPassesError:
             seen += 1
     assert 0 < seen <= 4
@@ -279,11 +279,50 @@ def test_default_pipeline_is_proved(step: CapturedStep) -> None:
     assert len(certificate.launches) == sum(gp.default_pipeline().run(step).collectives().values())
 
 
-def test_no_proof_where_none_is_asked_for(step: CapturedStep) -> None:
-    report = gp.default_pipeline().run(step).report
+def test_proof_is_the_default(step: CapturedStep) -> None:
+    with pytest.raises(ProofError, match=r"^pass 'wrong' changes the loss"):
+        Pipeline((Wrong(loss_times_zero),)).run(step)
+    report = Pipeline((Wrong(loss_times_zero),)).run(step, prove=False).report
     assert report is not None
     assert report.certificate is None
-    assert "proof" not in str(report)
+    assert str(report).splitlines()[-1] == "proof: off (prove=False)"
+
+
+@dataclass(frozen=True)
+class Rounds(Wrong):
+    """Says that it may change bits."""
+
+    name = "rounds"
+    numerics = Numerics.ROUNDING
+
+
+def test_what_may_round_is_taken_as_it_is(step: CapturedStep) -> None:
+    passes = gp.default_pipeline().passes
+    report = Pipeline((Rounds(loss_times_zero), *passes)).run(step).report
+    assert report is not None
+    assert report.certificate
+    assert report.proof.startswith("from what 'rounds' made, which may round: ")
+    with pytest.raises(ProofError, match=r"^pass 'wrong' changes the loss"):  # what comes after it is proved
+        Pipeline((Rounds(loss_times_zero), Wrong(loss_times_zero))).run(step)
+    with pytest.raises(
+        ProofError, match=r"^prove=True: pass 'rounds' may round; without it, or with prove=None, "
+    ):
+        Pipeline((Rounds(loss_times_zero), *passes)).run(step, prove=True)
+
+
+def test_what_is_not_proved_is_reported(simple: CapturedStep) -> None:
+    plan = gp.BucketPlan.from_fully_shard(sharded())
+    pipeline = gp.default_pipeline(plan)  # without eager's layout
+    report = pipeline.run(simple).report
+    assert report is not None
+    why = "its summands are autograd's, but where eager reduces it was not given"
+    last = str(report).splitlines()[-1]
+    assert last.startswith("not proved: the gradient of '")
+    assert last.endswith(f" more: {why}")
+    with pytest.raises(
+        ProofError, match=r"^prove=True: the gradient of '.+' is not proved: its summands are "
+    ):
+        pipeline.run(simple, prove=True)
 
 
 def test_simple_fsdp_is_proved_against_eagers_layout(simple: CapturedStep) -> None:

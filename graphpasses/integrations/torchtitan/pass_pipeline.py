@@ -22,9 +22,11 @@ from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import TrainGraph
+from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.pass_report import PassReport, PipelineReport
 from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, eager_buckets
 from graphpasses.passes import default_pipeline
+from graphpasses.proof.prove import prove_as
 
 __all__ = ["PIPELINE", "graph_passes"]
 
@@ -71,6 +73,8 @@ def graph_passes(
         UnsupportedError: see ``eager_buckets`` in ``buckets.py``; eager shards a parameter on another dim; or an
             option asks for a pass that does not go with ours.
         LayoutError: (from a pass) the graph's buckets are not eager's.
+        ProofError: (from a pass) the rewritten step has other bits; ``--compile.disable_passes prove_pass`` proves
+            nothing.
     """
     _check_options(config)
     trainer = _trainer_of(config)
@@ -79,6 +83,7 @@ def graph_passes(
     _refuse_other_shards(step, expected_layout)
     pipeline = default_pipeline(plan, expected_layout=expected_layout)
     reports: list[PassReport] = []
+    certificates: list[Certificate] = []
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)
     ours = {p.name: p.as_function(step, reports, excerpts=on_rewritten is not None) for p in pipeline.passes}
     passes: list[Callable[..., fx.GraphModule]] = [
@@ -92,7 +97,16 @@ def graph_passes(
         ),
         titan.selective_activation_remat_pass,
         *ours.values(),
-        functools.partial(_report_pass, step=step, reports=reports, on_rewritten=on_rewritten),
+        functools.partial(
+            prove_pass,
+            original=step.copy(),
+            step=step,
+            layout=None if config.compile.disable_passes else expected_layout,
+            certificates=certificates,
+        ),
+        functools.partial(
+            _report_pass, step=step, reports=reports, certificates=certificates, on_rewritten=on_rewritten
+        ),
         functools.partial(_finish_pass, traced=traced),
         titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
     ]
@@ -148,16 +162,43 @@ def _refuse_other_shards(step: TrainGraph, expected_layout: Layout) -> None:
             )
 
 
+def prove_pass(
+    gm: fx.GraphModule,
+    example_inputs: object = None,
+    *,
+    original: TrainGraph,
+    step: TrainGraph,
+    layout: Layout | None,
+    certificates: list[Certificate],
+) -> fx.GraphModule:
+    """Proves that the graph has the bits of the traced one, by torchtitan's passes and ours.
+
+    Args:
+        gm: the rewritten graph.
+        example_inputs: not read.
+        original: the traced step.
+        step: what the inputs and outputs of ``gm`` are.
+        layout: where eager reduces gradients; None if passes are disabled.
+        certificates: gets what is proved.
+    """
+    rewritten = replace(step, module=gm)
+    certificates.append(prove_as("the pipeline", original, rewritten, layout, is_planned=True))
+    return gm
+
+
 def _report_pass(
     gm: fx.GraphModule,
     example_inputs: object = None,
     *,
     step: TrainGraph,
     reports: list[PassReport],
+    certificates: list[Certificate],
     on_rewritten: Callable[[PipelineReport, TrainGraph], None] | None,
 ) -> fx.GraphModule:
     """Logs the report of the passes, and calls who asked for it."""
-    report = PipelineReport(tuple(reports))
+    certificate = certificates[0] if certificates else None
+    proof = "off (prove_pass is disabled)" if certificate is None else certificate.summary
+    report = PipelineReport(tuple(reports), certificate=certificate, proof=proof)
     logger.info(f"graphpasses:\n{report}")
     if on_rewritten is not None:
         on_rewritten(report, replace(step, module=gm))

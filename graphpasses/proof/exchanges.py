@@ -1,0 +1,157 @@
+"""All-to-alls that travel as one: what is unpacked is what each of them alone brings."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import mul
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses.graph.size_arithmetic import size_expression
+from graphpasses.ops.pack_all_to_all import packed_dtype
+from graphpasses.proof.axioms import AXIOMS
+from graphpasses.proof.evaluated import Argument
+from graphpasses.proof.facts import Facts
+
+__all__ = ["AXIOM", "Exchanges", "Member"]
+
+AXIOM = "packed all-to-alls"
+AXIOMS[AXIOM] = (
+    "where all ranks pack what several all-to-alls send, send it as one and unpack it by the same numbers of rows, "
+    "each brings what it brings alone"
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the all-to-alls that travel together.
+
+    Args:
+        sent: the number of what it sends.
+        input_splits: as it would be given them: their numbers.
+        output_splits: likewise.
+    """
+
+    sent: Argument
+    input_splits: tuple[Hashable, ...]
+    output_splits: tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """What is packed: values, as fake tensors and as numbers, and how many of their rows are for each rank."""
+
+    inputs: tuple[torch.Tensor, ...]
+    numbers: tuple[Argument, ...]
+    splits: tuple[tuple[Any, ...], ...]
+    split_numbers: tuple[tuple[Hashable, ...], ...]
+
+
+class Exchanges:
+    """Follows what is packed through the all-to-all to where it is unpacked.
+
+    Args:
+        facts: the fake values of nodes.
+
+    Attributes:
+        made_of_sizes: numbers of what all-to-alls bring that one operator made of sizes: no rule looks into these.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._packed: dict[int, _Packed] = {}
+        self.made_of_sizes: set[int] = set()
+        self._received: dict[int, tuple[_Packed, Sequence[Any], Hashable]] = {}
+
+    def pack(self, packed: int, node: fx.Node, numbers: Sequence[Any], splits: Sequence[Hashable]) -> None:
+        """Notes a call that packs.
+
+        Args:
+            packed: number of its result.
+            node: the call.
+            numbers: of the tensors that it packs.
+            splits: numbers of its splits.
+        """
+        inputs: Any = node.args[0]
+        fakes = tuple(self._facts[each] for each in inputs)
+        sizes: Any = node.args[1]
+        self._packed[packed] = _Packed(
+            fakes, tuple(numbers), _by_member(self._sizes(sizes), len(fakes)), _by_member(splits, len(fakes))
+        )
+
+    def __contains__(self, packed: int) -> bool:
+        """Whether a number is that of what was packed."""
+        return packed in self._packed
+
+    def send(
+        self, sent: int, received: int, node: fx.Node, group: Hashable, *, is_made_of_sizes: bool
+    ) -> None:
+        """Notes an all-to-all; one of what was packed counts.
+
+        Args:
+            sent: number of what it sends.
+            received: number of its result.
+            node: the launch.
+            group: its group.
+            is_made_of_sizes: whether one operator made what is sent of sizes, as what several would pack.
+        """
+        if is_made_of_sizes:
+            self.made_of_sizes.add(received)
+        if sent in self._packed:
+            outputs: Any = node.args[1]
+            packed = self._packed[sent]
+            if self._totals(packed.inputs, packed.splits) == self._sizes(node.args[2]):  # type: ignore[arg-type]
+                self._received[received] = packed, self._sizes(outputs), group
+
+    def unpack(
+        self, received: int, node: fx.Node, splits: Sequence[Hashable]
+    ) -> tuple[list[Member], Hashable] | None:
+        """Returns the all-to-alls that a call unpacks, and their group; None where it does not undo the packing.
+
+        Args:
+            received: number of what it unpacks.
+            node: the call.
+            splits: numbers of its splits.
+        """
+        if received not in self._received:
+            return None
+        packed, totals, group = self._received[received]
+        _, given, row_shapes, row_dims, dtypes = node.args
+        num = len(packed.inputs)
+        sizes = _by_member(self._sizes(given), num)  # type: ignore[arg-type]
+        rows = [size for fake in packed.inputs for size in self._sizes(fake.shape[1:])]
+        is_undone = (
+            [fake.dtype for fake in packed.inputs] == list(dtypes)  # type: ignore[arg-type]
+            and [fake.dim() - 1 for fake in packed.inputs] == list(row_dims)  # type: ignore[arg-type]
+            and rows == self._sizes(row_shapes)  # type: ignore[arg-type]
+            and [*map(len, sizes)] == [*map(len, packed.splits)]
+            and self._totals(packed.inputs, sizes) == totals
+        )
+        if not is_undone:
+            return None
+        members = zip(packed.numbers, packed.split_numbers, _by_member(splits, num), strict=True)
+        return [Member(*each) for each in members], group
+
+    def _sizes(self, sizes: Sequence[Any]) -> list[Any]:
+        return [size_expression(self._facts[each] if isinstance(each, fx.Node) else each) for each in sizes]
+
+    def _totals(self, inputs: Sequence[torch.Tensor], splits: Sequence[Sequence[Any]]) -> list[Any]:
+        """Returns how many elements travel to or from each rank."""
+        dtype = packed_dtype([fake.dtype for fake in inputs])
+        units = [
+            reduce(mul, self._sizes(fake.shape[1:]), 1 if fake.dtype == dtype else fake.dtype.itemsize)
+            for fake in inputs
+        ]
+        return [
+            sum(size * unit for size, unit in zip(of_rank, units, strict=True))
+            for of_rank in zip(*splits, strict=True)
+        ]
+
+
+def _by_member(values: Sequence[Any], num: int) -> tuple[tuple[Any, ...], ...]:
+    size = len(values) // num
+    return tuple(tuple(values[index * size : (index + 1) * size]) for index in range(num))

@@ -1,0 +1,78 @@
+"""A lookup that stands for several: it is proved to be each of them, and on FBGEMM's kernels it is, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchrec")
+
+import graphpasses as gp
+from graphpasses.errors import ProofError
+from graphpasses.graph import TrainGraph
+from graphpasses.identity import same_bits
+from graphpasses.ops.join_lookups import SPLIT_FEATURES
+from graphpasses.passes import FuseTBE
+from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+from tests.helpers.tables import Bags, bags, tables
+
+pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+
+
+class Three(nn.Module):
+    """Lookups in three modules of tables, one of which a dense layer reads."""
+
+    def __init__(self, optimizer: str, pooling: str) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (tables([4] * number, optimizer, pooling) for number in (1, 2, 1))
+        self.dense = nn.Linear(4, 4)
+
+    def forward(self, a: Bags, b: Bags, c: Bags) -> Tensor:
+        return (self.dense(self.a(*a)).square().sum() + self.b(*b).square().sum()) * self.c(*c).sum()
+
+
+@pytest.mark.parametrize(("optimizer", "pooling"), [("rowwise_adagrad", "sum"), ("sgd", "none")])
+def test_fused_lookups_are_proved_and_equal(optimizer: str, pooling: str) -> None:
+    torch.manual_seed(0)
+    eager = Three(optimizer, pooling)
+    model, report = copy.deepcopy(eager), gp.CompileReport()
+    compiled = gp.compile(
+        model, pipeline=Pipeline((FuseTBE(),)), inner="aot_eager", report=report, prove=True
+    )
+    losses = []
+    for each in (eager, compiled):  # a lookup's check writes its ids
+        losses.append(each(*(bags(number, seed) for seed, number in enumerate((1, 2, 1)))))
+        losses[-1].backward()
+    assert report.by_graph["graph 0, dynamo"]["fuse-tbe"].num_rewrites == 3
+    certificate = report.by_graph["graph 0, dynamo"].certificate
+    assert certificate
+    assert "fused lookups" in certificate.axioms
+    assert same_bits(*losses)
+    state = zip(eager.state_dict().items(), model.state_dict().values(), strict=True)
+    assert all(same_bits(mine, its) for (_, mine), its in state)
+
+
+@dataclass(frozen=True)
+class Exchange(GraphPass):
+    """Gives two lookups each other's columns, which have one shape."""
+
+    name = "exchange"
+    numerics = Numerics.BITWISE
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        (split,) = graph.graph.find_nodes(op="call_function", target=SPLIT_FEATURES)
+        parts = {int(node.args[1]): node for node in split.users if node.target is operator.getitem}
+        parts[0].args, parts[2].args = (split, 2), (split, 0)
+        return 1
+
+
+def test_exchanged_lookups_are_not() -> None:
+    """Control."""
+    compiled = gp.compile(Three("sgd", "sum"), pipeline=Pipeline((FuseTBE(), Exchange())), inner="aot_eager")
+    with pytest.raises(ProofError, match=r"^pass 'exchange' \(after fuse-tbe\) changes output 0"):
+        compiled(*(bags(number, seed) for seed, number in enumerate((1, 2, 1))))

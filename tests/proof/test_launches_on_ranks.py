@@ -1,0 +1,76 @@
+"""Ranks whose steps launch different collectives are told so before they wait for each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import graphpasses as gp
+from graphpasses.errors import AgreementError
+from graphpasses.graph import TrainGraph, find_collectives
+from graphpasses.graph.nodes import wait_of
+from graphpasses.parity.launch import run_ranks
+from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+
+
+@dataclass(frozen=True)
+class Exchange(GraphPass):
+    """Launches two collectives in the other order, on the last rank or on all."""
+
+    name = "exchange"
+    numerics = Numerics.BITWISE
+
+    on_all: bool
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        if not self.on_all and dist.get_rank() == 0:
+            return 0
+        order = {node: index for index, node in enumerate(graph.graph.nodes)}
+        launches = sorted(find_collectives(graph.graph), key=order.__getitem__)
+        one, other = next((a, b) for a, b in pairwise(launches) if order[wait_of(a)] > order[b])
+        other.append(one)
+        return 1
+
+
+def steps() -> dict[str, str]:
+    """Runs on every rank: calls a step whose collectives are exchanged, and returns what was raised."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    captured = gp.capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
+    found = {}
+    for name, on_all, prove in (
+        ("one rank", False, None),
+        ("all ranks", True, None),
+        ("all ranks, proved on one", True, dist.get_rank() == 0),
+    ):
+        passes = (*gp.default_pipeline().passes, Exchange(on_all=on_all))
+        step = Pipeline(passes).run(captured, prove=prove)
+        try:
+            found[name] = str(step(torch.ones(2, 4)).item())
+        except AgreementError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.multiprocess
+def test_exchange_on_one_rank() -> None:
+    zero, one = run_ranks(steps, 2)
+    told = (
+        "ranks 0 and 1 would wait for each other: as collective 0 of the step, rank 0 launches "
+        "_c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter 0.weight; parameter "
+        "0.bias, rank 1 _c10d_functional.all_gather_into_tensor.default(2) of 10 torch.float32 of parameter "
+        "1.weight; parameter 1.bias. Run the same passes on all ranks; a pass must not decide by what only its rank "
+        "knows"
+    )
+    assert zero["one rank"] == one["one rank"] == told
+    # Controls: the same on all ranks is one step, and where a rank has no proof nothing is compared.
+    assert float(zero["all ranks"]) == float(zero["all ranks, proved on one"]) > 0
