@@ -29,6 +29,8 @@ from torch._dynamo.backends import registry
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import CleanupManager, get_metrics_context
 
+from graphpasses._torch.compiled_module import CompiledModule
+
 __all__ = ["Backend", "uncompiled"]
 
 Call = Callable[..., Any]
@@ -47,6 +49,7 @@ class Backend:
         wrap: makes what is called instead of a compiled function. A module that is compiled counts as the function
             that Dynamo compiles for it.
         while_tracing: a context for each function that Dynamo traces and compiles.
+        when_recorded: called before symbolic tracing records a call of a compiled module; it may raise.
 
     Example:
         >>> def count(root, compiled, options):
@@ -64,12 +67,14 @@ class Backend:
         compile_graph: Call,
         wrap: Wrapper,
         while_tracing: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        when_recorded: Callable[[], None] = lambda: None,
     ) -> None:
         functools.update_wrapper(self, compile_graph)
         self.__name__, self.__qualname__ = compile_graph.__name__, compile_graph.__qualname__
         self._compile_graph = compile_graph
         self.wrap = wrap
         self.while_tracing = while_tracing
+        self.when_recorded = when_recorded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compile_graph(*args, **kwargs)
@@ -235,6 +240,11 @@ class _Converter:
 class _Context(eval_frame.OptimizeContext):
     """What compiles functions for a backend, also for copies of a compiled module."""
 
+    @property
+    def backend(self) -> Backend:
+        backend: Any = eval_frame.innermost_backend(self.callback)  # type: ignore[arg-type]
+        return getattr(backend, "compiler_fn", backend)  # type: ignore[no-any-return]
+
     def __call__(self, fn: Any) -> Any:
         backend: Any = eval_frame.innermost_backend(self.callback)  # type: ignore[arg-type]
         if self._isolate_recompiles_id < 0:  # so it is of copies, too
@@ -245,13 +255,15 @@ class _Context(eval_frame.OptimizeContext):
         if isinstance(fn, nn.Module):  # makes an OptimizedModule, which calls this again with a function
             token = _ROOT.set(fn)
             try:
-                return super().__call__(fn)
+                module = super().__call__(fn)
             finally:
                 _ROOT.reset(token)
+            object.__setattr__(module, "__class__", CompiledModule)
+            return module
         compiled = super().__call__(fn)
         if isinstance(fn, type):
             return compiled
         root = _ROOT.get()
-        wrap = getattr(backend, "compiler_fn", backend).wrap
+        wrap = self.backend.wrap
         call = wrap(fn if root is None else root, compiled, getattr(backend, "kwargs", {}))
         return functools.wraps(compiled)(call)

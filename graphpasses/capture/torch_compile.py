@@ -20,6 +20,7 @@ from graphpasses.capture.compiled_call import CompiledCall
 from graphpasses.capture.compiled_graphs import ModelInputs, read_aot_graph, read_model_graph
 from graphpasses.embedding.backward_checks import check_lookups
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
+from graphpasses.embedding.torchrec.pipelines import check_pipeline
 from graphpasses.errors import PipelineError
 from graphpasses.graph import Stage
 from graphpasses.ops.alias_tensors import alias_tensors
@@ -94,7 +95,7 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
     return call
 
 
-@functools.partial(Backend, wrap=_wrap, while_tracing=fake_kernels_if_loaded)
+@functools.partial(Backend, wrap=_wrap, while_tracing=fake_kernels_if_loaded, when_recorded=check_pipeline)
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:

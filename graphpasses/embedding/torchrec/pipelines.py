@@ -1,0 +1,30 @@
+"""TorchRec's pipelines around a compiled model."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+from graphpasses.errors import UnsupportedError
+
+__all__ = ["check_pipeline"]
+
+
+def check_pipeline() -> None:
+    """Checks the pipeline that traces a compiled model now, if one does.
+
+    A pipeline finds no module in a compiled model whose input dist it could start early: the graph starts its own.
+    So a model is trained as without a pipeline, with its bits. One pipeline has other bits than a plain loop.
+
+    Raises:
+        UnsupportedError: it is ``TrainPipelineSemiSync``.
+    """
+    pipelines = sys.modules.get("torchrec.distributed.train_pipeline.train_pipelines")
+    frame: FrameType | None = sys._getframe(1)
+    while pipelines is not None and frame is not None:
+        if isinstance(frame.f_locals.get("self"), pipelines.TrainPipelineSemiSync):
+            raise UnsupportedError(
+                "TrainPipelineSemiSync looks up a batch before the update of the one before it, which a compiled "
+                "model does not: give it the uncompiled model, or use TrainPipelineSparseDist"
+            )
+        frame = frame.f_back
