@@ -164,7 +164,7 @@ class DeduplicateSizes(GraphPass):
             for number, size in enumerate(sizes.all_numbers)
             if isinstance(size, fx.Node)
         }
-        num_replaced = 0
+        replaced: dict[fx.Node, fx.Node] = {}  # a size that was received may be sent on
         for node in graph.graph.find_nodes(op="call_function", target=_READ):
             received = sizes.numbers(argument(node))[0] if argument(node) in sizes else None
             if not isinstance(received, Received):
@@ -173,6 +173,7 @@ class DeduplicateSizes(GraphPass):
             chunks = everyone[group][received.source][number_of[received.launch]]
             number = chunks[rank_in[group]][received.index]
             same = first.setdefault((group, received.source, number), node) if number >= 0 else node
+            same = replaced.get(same, same)
             if same is node or not can_unify_sizes(node, same):
                 continue
             # One of them may be known to be a number, of which the graph made use.
@@ -180,5 +181,5 @@ class DeduplicateSizes(GraphPass):
             if size_expression(node) == size_expression(same):
                 node.replace_all_uses_with(same)
                 graph.graph.erase_node(node)
-                num_replaced += 1
-        return num_replaced
+                replaced[node] = same
+        return len(replaced)

@@ -41,6 +41,14 @@ def other_on_rank_1(x: Tensor, y: Tensor) -> list[Tensor]:
     return [x.new_zeros(size) for size in (*send(x.shape[0]), *send(size))]
 
 
+def sent_on(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Sends sizes that were received, as where a module looks up what another's rows say."""
+    first = send(x.shape[0])
+    second = send(x.shape[0])
+    third = send(*second)
+    return [x.new_zeros(size) for size in (*first, *second, *third)]
+
+
 def inputs() -> list[Tensor]:
     rank = dist.get_rank()
     return [torch.zeros(2 + rank), torch.zeros(5 + rank)]
@@ -97,6 +105,14 @@ def test_ranks_of_a_fake_group_send_what_this_one_sends(rank: int) -> None:
         graph = capture(two_modules, *inputs())
         num_rewrites, result = deduplicated(graph)
         assert (num_rewrites, reads(graph) - reads(result)) == (4, 4)  # as on two real ranks, see below
+
+
+def test_a_size_that_was_received_and_replaced_is_sent_on() -> None:
+    with fake_process_group(2, 1):
+        graph = capture(sent_on, *inputs())
+        result = graph.copy()
+        assert DeduplicateSizes().rewrite(result) == reads(graph) - reads(result) > 4
+        result.graph.lint()  # nothing reads what was replaced
 
 
 def check_on_ranks() -> tuple[Any, ...]:
