@@ -92,11 +92,14 @@ def facts_of_fake(value: Any) -> tuple[Any, ...] | None:
         return None
     if value.constant is not None or value.real_tensor is not None:
         return None
+    num_bytes = value.untyped_storage().nbytes()
+    if type(num_bytes) is not int:  # also of a part of known size
+        return None
     return (
         value.shape,
         value.stride(),
         value.storage_offset(),
-        value.untyped_storage().nbytes(),
+        num_bytes,
         value.dtype,
         value.device,
         value.requires_grad,

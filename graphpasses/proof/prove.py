@@ -180,8 +180,16 @@ class _Proof:
         for number, uses in self._one.uses.items():
             others = self._two.uses.get(number, uses)
             if uses != others and max(len(uses), len(others)) > 1:
-                nodes = self._one.makers[number], self._two.makers[number]
+                nodes = self._one.makers.get(number), self._two.makers.get(number)
                 reason = "autograd adds it up from other calls, or in another order"
+                if nodes[0] is None or nodes[1] is None:
+                    self.unproved.append(("the gradient of a value that no call returns", reason))
+                    continue
+                mine, theirs = ({each for use in found for each in use} for found in (uses, others))
+                if not (mine <= self._two.makers.keys() and theirs <= self._one.makers.keys()):
+                    # What reads it was not found to be equal, which the outputs tell.
+                    self.unproved.append((f"the gradient of {nodes[0].name}", "other values are made of it"))
+                    continue
                 if any(str(user.target).startswith(FBGEMM) for user in nodes[0].users):
                     self.unproved.append(
                         (f"the gradient of {nodes[0].name}", f"{reason}: lookups update a table")

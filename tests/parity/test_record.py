@@ -297,7 +297,7 @@ def record_what_json_cannot_take(path: Path) -> tuple[int, list[str]]:
         with contextlib.ExitStack() as closing:
             recorder = ParityRecorder(path, overwrite=True)
             closing.callback(recorder.close, complete=False)
-            recorder.record_passes({"step": [report]})  # type: ignore[dict-item]
+            recorder.record_passes({"step": PipelineReport((report,))})  # type: ignore[arg-type]
             recorder.record(0, 1.0, {})
             if layouts is not None:
                 recorder.record_layouts(layouts)  # type: ignore[arg-type]
