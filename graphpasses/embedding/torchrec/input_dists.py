@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["make_input_dist", "needs_eager_call"]
+__all__ = ["checks_inputs", "make_input_dist", "needs_eager_call"]
 
 
 def make_input_dist(
@@ -50,6 +50,26 @@ def _make_output_dists(output_dists: Iterable[Any], *, is_variable: bool) -> Non
         for name in ("_create_output_dist_module", "_create_output_dist_modules"):
             if hasattr(output_dist, name):
                 getattr(output_dist, name)(EmbeddingShardingContext(variable_batch_per_feature=is_variable))
+
+
+def checks_inputs(modules: Iterable[nn.Module]) -> bool:
+    """Returns whether a TorchRec module in ``modules`` checks its features in its first call, which is to come.
+
+    Sharded collections of bags do, before they make their input dists; others take what they get.
+
+    Example:
+        >>> checks_inputs([nn.Linear(1, 1)])
+        False
+    """
+    return any(_is_unchecked(module) for root in modules for module in root.modules())
+
+
+def _is_unchecked(module: nn.Module) -> bool:
+    if not getattr(module, "_has_uninitialized_input_dist", False):
+        return False
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    return isinstance(module, ShardedEmbeddingBagCollection)
 
 
 def needs_eager_call(modules: Iterable[nn.Module]) -> bool:

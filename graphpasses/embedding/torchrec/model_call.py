@@ -9,7 +9,7 @@ from torch import nn
 
 from graphpasses.embedding.torchrec.ddp_calls import DDPCalls, ddp_calls
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
-from graphpasses.embedding.torchrec.input_dists import needs_eager_call
+from graphpasses.embedding.torchrec.input_dists import checks_inputs, needs_eager_call
 from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
 from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 
@@ -60,7 +60,7 @@ class ModelCall:
         if self.ddp.needs_eager_step() or (is_first and needs_eager_call(self._modules)):
             with tracing_scope(), self.ddp.call():
                 return self._eager(*args, **kwargs)
-        if is_first:
+        if is_first and checks_inputs(self._modules):
             check_inputs(args, kwargs)
         inputs = prepare_inputs(args, kwargs)
         with tracing_scope(), self.ddp.call() as call:

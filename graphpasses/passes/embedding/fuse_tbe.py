@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 from weakref import ref
@@ -15,13 +15,14 @@ from torch import fx
 
 from graphpasses._torch.dynamo import guard_condition, guard_identity
 from graphpasses._torch.storage import addresses
+from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.effects import has_gradient, launches_collective
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
 from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.emit_lookup import emit_lookup_like
-from graphpasses.embedding.join_cost import padding_cost, plan_joins
+from graphpasses.embedding.join_cost import BatchOfBags, padding_cost, plan_joins
 from graphpasses.embedding.torchrec.lookups import LookupCall, TableLayout
 from graphpasses.embedding.torchrec.names import complete_cumsum
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
@@ -36,6 +37,23 @@ aten = torch.ops.aten
 _BAGS = ("indices", "offsets", "indice_weights")
 
 
+# Of each lookup, by the FQN of its module, the number of samples; None if nothing is known of them.
+_Sizes = Mapping[str, int | None]
+
+
+def _largest(everyone: Sequence[_Sizes]) -> _Sizes:
+    """Returns for each lookup the largest batch of the ranks that have it."""
+    largest: dict[str, int | None] = {}
+    for module, size in (item for sizes in everyone for item in sizes.items()):
+        known = [each for each in (size, largest.get(module)) if each is not None]
+        largest[module] = max(known, default=None)
+    return largest
+
+
+# What a rank that compiles again alone sees does not count: its plan stays that of all.
+_BATCH_SIZES: Question[_Sizes, _Sizes] = Question("fuse-tbe", "batch sizes", _largest, lambda agreed, own: "")
+
+
 @dataclass(frozen=True)
 class _Plan:
     """Which lookups become one, and the order of the graph's nodes in which those of a group stand side by side."""
@@ -46,6 +64,7 @@ class _Plan:
 
 def _plan(graph: DynamoGraph) -> _Plan:
     calls = LookupCall.all(graph)
+    bags = _agree_on_bags(graph, calls)
     memories = Counter(address for value in graph.live for address in addresses(value))
     candidates = {}
     for call in calls:
@@ -68,7 +87,7 @@ def _plan(graph: DynamoGraph) -> _Plan:
     groups = [
         part
         for group in independent_groups(candidates, levels, key)
-        for part in _worth_joining(graph, [candidates[node] for node in group])
+        for part in _worth_joining(graph, [candidates[node] for node in group], bags)
     ]
     tables = Counter(id(arena) for call in candidates.values() if (arena := _arena(call)) is not None)
     rewritten = []
@@ -85,9 +104,22 @@ def _plan(graph: DynamoGraph) -> _Plan:
     return _Plan(tuple(rewritten), order)
 
 
-def _worth_joining(graph: DynamoGraph, calls: Sequence[LookupCall]) -> list[tuple[LookupCall, ...]]:
+def _agree_on_bags(graph: DynamoGraph, calls: Sequence[LookupCall]) -> dict[fx.Node, BatchOfBags]:
+    """Returns what each lookup looks up, with the batch sizes on which all ranks agree, so that they join alike."""
+    bags = {call.node: call.bags() for call in calls}
+    own = _largest([{call.module: bags[call.node].batch_size} for call in calls])
+    agreed = CollectiveSequence(graph).agree(_BATCH_SIZES, own)
+    return {
+        call.node: replace(bags[call.node], batch_size=agreed.get(call.module, own[call.module]))
+        for call in calls
+    }
+
+
+def _worth_joining(
+    graph: DynamoGraph, calls: Sequence[LookupCall], bags_of: Mapping[fx.Node, BatchOfBags]
+) -> list[tuple[LookupCall, ...]]:
     """Returns which of some lookups become one, of those that can; notes which do not, and why."""
-    bags = [call.bags() for call in calls]
+    bags = [bags_of[call.node] for call in calls]
     parts = plan_joins(bags)
     for larger, smaller in pairwise(parts):
         names = " and ".join(_name([calls[index] for index in part]) for part in (smaller, larger))
@@ -284,9 +316,9 @@ class FuseTBE(GraphPass):
 
     Lookups become one that agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
     embedding dimension, too) and do not depend on each other, if their batches are equal, or padding the smaller
-    ones costs less than a lookup (:mod:`graphpasses.embedding.join_cost`). Sizes are those of the batch that was
-    traced; of samples that ranks send each other, all are taken to have as many as this one. A rank decides for
-    itself: no collective changes.
+    ones costs less than a lookup (:mod:`graphpasses.embedding.join_cost`). Sizes are those of the batches that were
+    traced: of each lookup, that of the rank where it is largest. Ranks tell each other their sizes, so those with
+    the same lookups join the same. Of samples that ranks send each other, all are taken to have as many as that one.
 
     The tables and optimizer states of a lookup move into one memory (:class:`~graphpasses.embedding.arena.Arena`);
     every tensor that aliases them follows. Each call checks that they still lie there. Dynamo compiles again for
@@ -326,6 +358,7 @@ class FuseTBE(GraphPass):
 
         Raises:
             ArenaError: two lookups claim one memory.
+            AgreementError: the ranks compile different collectives.
         """
         graph = DynamoGraph.of(graph)
         plan = _plan(graph)

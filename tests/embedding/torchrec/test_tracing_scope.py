@@ -15,7 +15,7 @@ pytest.importorskip("torchrec")
 
 from tests.helpers.recommenders import CPU, DIM, Compiled, Scored, bags, ids  # first: no warnings  # isort: skip
 
-from torchrec import PoolingType
+from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
@@ -52,6 +52,16 @@ def test_unsharded_tables_are_compiled_once(is_fused: bool, dtype: torch.dtype) 
         for root in models
     ]
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True) if pair[0] is not None)
+
+
+def test_unsharded_tables_take_a_key_twice_as_in_eager() -> None:
+    """Only sharded collections of bags check what they are given, in eager, too."""
+    tables = bags(2)
+    twice = KeyedJaggedTensor(
+        ["f0", "f1", "f1"], torch.tensor([0, 1, 2]), lengths=torch.ones(3, dtype=torch.long)
+    )
+    compiled = Compiled(Scored(tables, 2 * DIM))
+    assert torch.equal(compiled(twice), compiled.model(twice))
 
 
 def test_scope_restores_everything() -> None:

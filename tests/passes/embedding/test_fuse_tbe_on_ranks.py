@@ -1,4 +1,4 @@
-"""Fused lookups of sharded tables: each rank decides by what it knows, and none waits for another."""
+"""Fused lookups of sharded tables: ranks join alike, and one that compiles again waits for none."""
 
 from __future__ import annotations
 
@@ -37,11 +37,40 @@ def batch(rank: int, step: int) -> tuple[KeyedJaggedTensor, ...]:
     return ids(rank, step, 2, "a", batch_size=3), ids(rank + 10, step, 1, "b", batch_size=4000)
 
 
-def checks() -> tuple[list[bool], int, list[int], tuple[str, ...]]:
+def batch_of_other_sizes(rank: int, step: int) -> tuple[KeyedJaggedTensor, ...]:
+    """Returns few users, and many items on rank 0 alone."""
+    return ids(rank, step, 2, "a", batch_size=3), ids(rank + 10, step, 1, "b", batch_size=4 if rank else 4000)
+
+
+def other_sizes() -> tuple[list[bool], tuple[str, ...]]:
+    """Returns in which steps batches whose sizes differ between ranks have eager's bits, and what the pass said."""
+    case = Case(Towers, [plans.column_wise(ranks=[0, 1])], batch_of_other_sizes, torch.optim.Adagrad)
+    eager, model = case.sharded(), case.sharded()
+    report = gp.CompileReport()
+    compiled = gp.compile(model, inner="aot_eager", fullgraph=True, report=report)
+    equal = []
+    for step in range(2):
+        for call in (eager, compiled):
+            call(*case.batch(dist.get_rank(), step)).backward()
+        equal.append(same(state_of(eager), state_of(model)))
+    return equal, notes(report)
+
+
+def notes(report: gp.CompileReport) -> tuple[str, ...]:
+    """Returns what the pass said, with shorter names."""
+    said = report.by_graph["graph 0, dynamo"]["fuse-tbe"].notes
+    return tuple(re.sub(r"_dmp_wrapped_module\.|\._emb\w+(\.0)?", "", note) for note in said)
+
+
+Checks = tuple[list[bool], int, list[int], tuple[str, ...], tuple[list[bool], tuple[str, ...]]]
+
+
+def checks() -> Checks:
     """Trains eager and compiled; rank 0 changes one of its rates.
 
     Returns:
-        In which steps both are equal; the number of rates and, per step, of graphs; what the pass said.
+        In which steps both are equal; the number of rates and, per step, of graphs; what the pass said; and what
+        comes of batches whose sizes differ between ranks.
     """
     case = Case(Towers, [plans.table_wise(rank=0), plans.row_wise()], batch, torch.optim.Adagrad)
     eager, model = case.sharded(), case.sharded()
@@ -56,21 +85,16 @@ def checks() -> tuple[list[bool], int, list[int], tuple[str, ...]]:
             each.fused_optimizer.step()  # hands the rates to the tables
         num_graphs.append(report.num_graphs)
         equal.append(same(state_of(eager), state_of(model)))
-    notes = report.by_graph["graph 0, dynamo"]["fuse-tbe"].notes
     num_rates = len({group["lr"] for group in model.fused_optimizer.param_groups})
-    return (
-        equal,
-        num_rates,
-        num_graphs,
-        tuple(re.sub(r"_dmp_wrapped_module\.|\._emb\w+(\.0)?", "", n) for n in notes),
-    )
+    return equal, num_rates, num_graphs, notes(report), other_sizes()
 
 
 @pytest.mark.multiprocess
-def test_each_rank_decides_by_itself() -> None:
-    """A rank that compiles again is alone: its collectives stay those on which all ranks agreed."""
+def test_ranks_join_alike_and_one_may_compile_again() -> None:
+    """Batch sizes of all ranks decide; a rank that compiles again alone keeps what was agreed."""
     first, second = run_ranks(checks, num_ranks=2)
     users, items = "module.users._lookups[0] to module.users._lookups[1]", "module.items._lookups[0]"
     note = f"{users} and {items} stay apart: padding 6 samples to 8,000 would take 0.2 ms or more per step"
-    assert first == ([True] * 4, 2, [1, 1, 2, 2], (note,))
-    assert second == ([True] * 4, 1, [1, 1, 1, 1], ())
+    alike = [True] * 2, (note.replace(" to module.users._lookups[1]", ""),)
+    assert first == ([True] * 4, 2, [1, 1, 2, 2], (note,), alike)
+    assert second == ([True] * 4, 1, [1, 1, 1, 1], (), alike)
