@@ -21,15 +21,13 @@ __all__ = ["IDENTITIES", "chunk_cat", "gathered"]
 
 aten = torch.ops.aten
 
-IDENTITIES = frozenset(
-    {
-        aten.detach.default,
-        aten.alias.default,
-        aten.clone.default,
-        aten.contiguous.default,
-        aten.lift_fresh.default,
-        aten.lift_fresh_copy.default,
-    }
+IDENTITIES = (
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
 )
 """What returns the tensor that it is given, or a copy, whatever its shape."""
 
@@ -39,15 +37,10 @@ IDENTITIES = frozenset(
 @axiom(
     "views",
     "view, reshape, detach, clone and their like keep the elements and their row-major order",
+    *IDENTITIES,
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.contiguous.default,
-    aten.lift_fresh.default,
-    aten.lift_fresh_copy.default,
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
