@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.analysis.parameter_collectives import GradReduction, added_uses, find_grad_reductions
-from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
+from graphpasses.fsdp.layout import Collective, Layout
+from graphpasses.fsdp.layout_diff import Move, Place, layout_places
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.proof import elements, movement
@@ -16,15 +19,30 @@ from graphpasses.proof.evaluated import Argument, Evaluated
 from graphpasses.proof.pieces import Pieces, concatenated, sliced
 from graphpasses.proof.values import Value, Values
 
-__all__ = ["AXIOM", "EagerGradients"]
+if TYPE_CHECKING:
+    from graphpasses.simulate import Topology
+
+__all__ = ["AXIOM", "TOPOLOGY_AXIOM", "EagerGradients"]
 
 AXIOM = (
     "a reduction's element has bits that its summands, its op, its dtype, its group, the bucket's size and its byte "
     "offset decide: at eager's place it has eager's"
 )
+TOPOLOGY_AXIOM = (
+    "on the given topology NCCL adds an element in the order of its channel's ring: where two places have one order, "
+    "op, dtype and group, they have the same bits"
+)
 _REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 _ALL_REDUCE = "_c10d_functional.all_reduce.default"
-_NAMES = {_REDUCE_SCATTER: "reduce_scatter", _ALL_REDUCE: "all_reduce"}
+_NAMES: dict[str, Collective] = {_REDUCE_SCATTER: "reduce_scatter", _ALL_REDUCE: "all_reduce"}
+_WORDS = {
+    "collective": "collective",
+    "ranks": "ranks",
+    "op": "op",
+    "dtype": "dtype",
+    "num_bytes": "bytes of the bucket",
+    "offset": "byte offset",
+}
 
 
 class EagerGradients:
@@ -40,6 +58,11 @@ class EagerGradients:
         layout: where gradients are reduced.
         is_eagers: whether that is eager's layout; else the all-reduce of HSDP may come first, as it is traced.
         may_scale: whether gradients may be divided before and after they are reduced.
+        topology: of the cluster, where another place than eager's may be right, too.
+
+    Attributes:
+        is_scaled: whether the gradient that was looked at last is divided.
+        uses_topology: whether some gradient is right on the given topology alone.
     """
 
     def __init__(
@@ -51,19 +74,21 @@ class EagerGradients:
         *,
         is_eagers: bool,
         may_scale: bool,
+        topology: Topology | None,
     ) -> None:
         self._is_eagers = is_eagers
         self._may_scale = may_scale
-        self.is_scaled = False  # whether the gradient that was looked at last is
+        self._topology = topology
+        self.is_scaled = False
+        self.uses_topology = False
         self._values = values
         self._graph = before
         self._of = evaluated.values
         self._order = {node: index for index, node in enumerate(before.graph.nodes)}
         self._reductions = find_grad_reductions(before)
-        self._places: dict[str, list[tuple[BucketLayout, LayoutEntry]]] = {}
-        for bucket in layout.buckets:
-            for entry in bucket.entries:
-                self._places.setdefault(entry.fqn, []).append((bucket, entry))
+        self._places: dict[str, list[Place]] = {}
+        for (fqn, _, _), place in layout_places(layout).items():
+            self._places.setdefault(fqn, []).append(place)
 
     def is_apart(self, fqn: str) -> bool:
         """Whether uses of a parameter are reduced in several buckets.
@@ -71,7 +96,7 @@ class EagerGradients:
         Args:
             fqn: its canonical FQN.
         """
-        names = [bucket.collective for bucket, _ in self._places.get(fqn, ())]
+        names = [place.collective for place in self._places.get(fqn, ())]
         return len(names) > len(set(names))
 
     def difference(self, fqn: str, gradient: Value) -> str | None:
@@ -87,46 +112,45 @@ class EagerGradients:
             return None
         info = self._graph.parameters[fqn]
         reduced, found, offset = gradient, [], 0
-        while (place := self._reduced(reduced)) is not None:
-            offset = place.offset = place.offset + offset
-            found.append(place)
-            reduced = place.sent
-            if place.name == "reduce_scatter":
+        while (reduction := self._reduced(reduced)) is not None:
+            offset = reduction.offset = reduction.offset + offset
+            found.append(reduction)
+            reduced = reduction.sent
+            if reduction.name == "reduce_scatter":
                 break
         if not found:
             return "it is not the result of one reduction"
-        for place, (bucket, entry) in zip(found[::-1], places if self._is_eagers else [], strict=False):
-            if reason := place.unlike(bucket, entry):
-                return reason
+        for reduction, place in zip(found[::-1], places if self._is_eagers else [], strict=False):
+            if reason := reduction.unlike(place):
+                if not self._adds_alike(fqn, place, reduction.place(place)):
+                    return reason
+                self.uses_topology = True
         if len(found) != len(places) and self._is_eagers:
             return f"it is reduced {len(found)} times, by eager {len(places)} times"
         return self._unlike_sum(info, reductions, found[-1], offset)
 
+    def _adds_alike(self, fqn: str, eager: Place, here: Place) -> bool:
+        """Whether NCCL adds in one order at two places, on the given topology."""
+        if self._topology is None:
+            return False
+        from graphpasses.simulate.prediction import find_reordered  # registers a backend
+
+        return find_reordered(Move(fqn, eager, here), self._topology) is None
+
     def _unlike_sum(
-        self,
-        info: ParameterInfo,
-        reductions: list[GradReduction],
-        place: _Place,
-        offset: int,
+        self, info: ParameterInfo, reductions: list[GradReduction], reduction: _Reduction, offset: int
     ) -> str:
-        shards = len(info.shard_ranks)
-        entry = next(
-            (e for bucket, e in self._places.get(info.fqn, ()) if bucket.collective == place.name), None
-        )
-        if entry is None:
-            return f"no {place.name} is expected for it"
-        assert place.sent.pieces is not None
-        cut = sliced(
-            place.sent.pieces,
-            (shards, place.sent.numel // shards),
-            1,
-            [(offset, offset + entry.padded_numel)],
-        )
+        shards, sent = len(info.shard_ranks), reduction.sent
+        place = next((e for e in self._places.get(info.fqn, ()) if e.collective == reduction.name), None)
+        if place is None:
+            return f"no {reduction.name} is expected for it"
+        assert sent.pieces is not None
+        cut = sliced(sent.pieces, (shards, sent.numel // shards), 1, [(offset, offset + place.padded_numel)])
         pieces = cut and self._unscaled(cut[0])
-        columns = pieces and self._values.moved(place.sent.dtype, (shards, entry.padded_numel), pieces)
+        columns = pieces and self._values.moved(sent.dtype, (shards, place.padded_numel), pieces)
         if not columns:
             return "it cannot be followed into the bucket"
-        for total in self._sums(reductions, place.sent.dtype):
+        for total in self._sums(reductions, sent.dtype):
             if total is not None and any(
                 self._rows(info, each, shards) is columns
                 for each in (total, *self._all_reduced(total, columns))
@@ -194,7 +218,7 @@ class EagerGradients:
             self.is_scaled = True
         return source
 
-    def _reduced(self, value: Value) -> _Place | None:
+    def _reduced(self, value: Value) -> _Reduction | None:
         """Returns the reduction of which a value is a part, if it is one run of its elements, cast."""
         if value.pieces is None or len(value.pieces) != 1:
             return None
@@ -213,37 +237,36 @@ class EagerGradients:
         sent = args[0][1]  # of (type, value)
         assert isinstance(sent, Argument)
         op, group = args[1][1], args[-1][1]
-        return _Place(_NAMES[operator], self._values[sent.number], op, str(group), piece.offset)
+        return _Reduction(_NAMES[operator], self._values[sent.number], op, str(group), piece.offset)
 
 
-class _Place:
+class _Reduction:
     """Where a value lies in a reduction."""
 
-    def __init__(self, name: str, sent: Value, op: str, group: str, offset: int) -> None:
+    def __init__(self, name: Collective, sent: Value, op: str, group: str, offset: int) -> None:
         self.name, self.sent, self.op, self.offset = name, sent, op, offset
         self.ranks = named_group_ranks(group)
 
-    def unlike(self, bucket: BucketLayout, entry: LayoutEntry) -> str:
-        """Returns how the place differs from eager's."""
+    def place(self, eager: Place) -> Place:
+        """Returns eager's place of a gradient, moved to where it is here."""
         assert self.sent.dtype is not None
         size = self.sent.dtype.itemsize
         rows = len(self.ranks) if self.name == "reduce_scatter" else 1
-        here = {
-            "collective": self.name,
-            "ranks": self.ranks,
-            "op": self.op,
-            "dtype": str(self.sent.dtype).removeprefix("torch."),
-            "bytes of the bucket": self.sent.numel // rows * size,
-            "byte offset": self.offset * size,
-        }
-        eager = {
-            "collective": bucket.collective,
-            "ranks": bucket.ranks,
-            "op": bucket.op,
-            "dtype": bucket.dtype,
-            "bytes of the bucket": bucket.num_bytes,
-            "byte offset": entry.offset,
-        }
+        return replace(
+            eager,
+            collective=self.name,
+            ranks=self.ranks,
+            op=self.op,
+            dtype=str(self.sent.dtype).removeprefix("torch."),
+            num_bytes=self.sent.numel // rows * size,
+            offset=self.offset * size,
+        )
+
+    def unlike(self, eager: Place) -> str:
+        """Returns how the place differs from eager's."""
+        here = self.place(eager)
         return "; ".join(
-            f"{name}: {here[name]}, eager has {eager[name]}" for name in here if here[name] != eager[name]
+            f"{words}: {getattr(here, name)}, eager has {getattr(eager, name)}"
+            for name, words in _WORDS.items()
+            if getattr(here, name) != getattr(eager, name)
         )

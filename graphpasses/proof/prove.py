@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -23,16 +24,26 @@ from graphpasses.proof.launches import launches_of
 from graphpasses.proof.torch_calls import evaluate_torch_calls
 from graphpasses.proof.values import Value, Values
 
+if TYPE_CHECKING:
+    from graphpasses.simulate import Topology
+
 __all__ = ["prove", "prove_as"]
 
 AXIOMS = {
     **axioms.AXIOMS,
     "operators": "an operator's result depends on its arguments' values, shapes, dtypes and strides, and no more",
     "eager's place": eager_gradients.AXIOM,
+    "eager's order": eager_gradients.TOPOLOGY_AXIOM,
 }
 
 
-def prove(before: TrainGraph, after: TrainGraph, *, layout: Layout | None = None) -> Certificate:
+def prove(
+    before: TrainGraph,
+    after: TrainGraph,
+    *,
+    layout: Layout | None = None,
+    topology: Topology | None = None,
+) -> Certificate:
     """Proves that a rewritten step computes the bits of the step that it was made from.
 
     Both are evaluated on numbers of values instead of values: the same operator on the same has the same number, and
@@ -44,6 +55,9 @@ def prove(before: TrainGraph, after: TrainGraph, *, layout: Layout | None = None
         after: the rewritten step.
         layout: where eager reduces gradients, e.g. ``eager_layout(eager_model)``: then a gradient may also be
             autograd's local sum of its uses, reduced at eager's place, as that of a SimpleFSDP model is.
+        topology: of the cluster, with ``layout``: then a gradient may also lie at another place where NCCL adds all
+            its elements in eager's order, as :func:`graphpasses.simulate.predict` says. Without one only eager's
+            place counts, which is right on every cluster.
 
     Returns:
         What is proved, what could not be followed, and what was taken for granted.
@@ -59,11 +73,19 @@ def prove(before: TrainGraph, after: TrainGraph, *, layout: Layout | None = None
         >>> certificate.proved
         ('the loss', "the gradient of 'weight'", "the gradient of 'bias'")
     """
-    return prove_as("the rewritten step", before, after, layout)
+    if topology is not None and layout is None:
+        raise ValueError("topology says in which order gradients are added; give eager's layout=, too")
+    return prove_as("the rewritten step", before, after, layout, topology=topology)
 
 
 def prove_as(
-    subject: str, before: TrainGraph, after: TrainGraph, layout: Layout | None, *, is_planned: bool = False
+    subject: str,
+    before: TrainGraph,
+    after: TrainGraph,
+    layout: Layout | None,
+    *,
+    is_planned: bool = False,
+    topology: Topology | None = None,
 ) -> Certificate:
     """Does what :func:`prove` does, in the name of a pass.
 
@@ -74,6 +96,7 @@ def prove_as(
         layout: as there.
         is_planned: whether a plan says how gradients are reduced, which may be otherwise than in ``before``; then
             without a layout they are not proved, as long as they are autograd's sums, reduced and scaled.
+        topology: as there.
     """
     start = time.perf_counter()
     if before.stage is not after.stage:
@@ -87,9 +110,9 @@ def prove_as(
         one = evaluate(before, values, facts)
         two = evaluate(after, values, Facts(after.graph, facts))
     _refuse_chance(subject, one, two)
-    proof = _Proof(subject, before, after, values, one, two, layout, is_planned)
+    proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
-    names = {"operators", *one.axioms, *two.axioms, *({"eager's place"} if proof.uses_layout else set())}
+    names = {"operators", *one.axioms, *two.axioms, *proof.axioms_of_layout}
     return Certificate(
         tuple(proof.proved),
         tuple(proof.unproved),
@@ -116,6 +139,7 @@ class _Proof:
         one: Evaluated,
         two: Evaluated,
         layout: Layout | None,
+        topology: Topology | None,
         is_planned: bool,
     ) -> None:
         self._before, self._after = before, after
@@ -123,13 +147,22 @@ class _Proof:
         self._subject = subject
         self._is_eagers = layout is not None
         self._may_scale = is_planned
-        self._eager = self._eager_gradients(layout)
-        self.uses_layout = False
+        self._eager = self._eager_gradients(layout, topology)
+        self._uses_layout = False
         self.proved: list[str] = []
         self.unproved: list[tuple[str, str]] = []
         self._found: list[tuple[str, Difference]] = []
 
-    def _eager_gradients(self, layout: Layout | None) -> EagerGradients | None:
+    @property
+    def axioms_of_layout(self) -> set[str]:
+        """Names of the axioms about where gradients are reduced that were used."""
+        used = {
+            "eager's place": self._uses_layout,
+            "eager's order": self._eager and self._eager.uses_topology,
+        }
+        return {name for name, is_used in used.items() if is_used}
+
+    def _eager_gradients(self, layout: Layout | None, topology: Topology | None) -> EagerGradients | None:
         """Returns what gradients are in eager, in the layout that the graph has where eager's is not known."""
         if not self._before.gradient_slots() or not self._before.collectives():
             return None
@@ -147,6 +180,7 @@ class _Proof:
             layout,
             is_eagers=self._is_eagers,
             may_scale=self._may_scale,
+            topology=topology,
         )
 
     def compare(self) -> None:
@@ -209,7 +243,7 @@ class _Proof:
             if self._eager is not None and self._eager.is_scaled:
                 self.unproved.append((name, "it is divided, and no layout says by what eager divides"))
             elif self._is_eagers:
-                self.uses_layout = True
+                self._uses_layout = True
                 self.proved.append(name)
             else:
                 self.unproved.append(

@@ -12,7 +12,7 @@ from graphpasses.simulate.nccl import ReductionPart, reduction_parts
 from graphpasses.simulate.rings import Topology
 from graphpasses.text import aligned
 
-__all__ = ["Prediction", "Reordered", "Setting", "predict", "sweep"]
+__all__ = ["Prediction", "Reordered", "Setting", "find_reordered", "predict", "sweep"]
 
 _MAX_ROWS = 20
 
@@ -137,21 +137,37 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
     """
     found = []
     for move in diff_layouts(a, b).moves:
-        stretches: Iterable[tuple[int, int]]
-        if reason := _other_arithmetic(move.before, move.after):
-            place = move.before or move.after
-            assert place is not None
-            stretches = [(0, place.padded_numel)]
-        else:
-            assert move.before is not None
-            assert move.after is not None
-            stretches = _reordered(move.before, move.after, topology)
-        if merged := _merged(stretches):
-            found.append(Reordered(move.fqn, move.before, move.after, merged, reason))
+        if reordered := find_reordered(move, topology):
+            found.append(reordered)
     num_elements = sum(
         entry.padded_numel * _num_parts(bucket) for bucket in a.buckets for entry in bucket.entries
     )
     return Prediction(topology, tuple(found), num_elements)
+
+
+def find_reordered(move: Move, topology: Topology) -> Reordered | None:
+    """Says which elements of one gradient are added in another order on a cluster; None if none are.
+
+    Args:
+        move: the gradient's two places.
+        topology: see :func:`predict`.
+
+    Raises:
+        TopologyError: see :func:`predict`.
+
+    Source: see :mod:`graphpasses.simulate.nccl`.
+    """
+    stretches: Iterable[tuple[int, int]]
+    if reason := _other_arithmetic(move.before, move.after):
+        place = move.before or move.after
+        assert place is not None
+        stretches = [(0, place.padded_numel)]
+    else:
+        assert move.before is not None
+        assert move.after is not None
+        stretches = _reordered(move.before, move.after, topology)
+    merged = _merged(stretches)
+    return Reordered(move.fqn, move.before, move.after, merged, reason) if merged else None
 
 
 @dataclass(frozen=True)
@@ -213,6 +229,8 @@ def _other_arithmetic(before: Place | None, after: Place | None) -> str:
     """Says what differs between two places other than the offset."""
     if before is None or after is None:
         return "reduced in one layout only"
+    if before.collective != after.collective:
+        return f"{before.collective} → {after.collective}"
     if before.ranks != after.ranks:
         return "other ranks"
     if before.padded_numel != after.padded_numel or before.shard_dim != after.shard_dim:

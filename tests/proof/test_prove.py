@@ -9,60 +9,20 @@ from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch import fx
 
 import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import ProofError
 from graphpasses.graph import WAIT, CapturedStep, TrainGraph
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+from tests.proof.steps import NUM_RANKS, RANK, calls, capture, sharded
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 REDUCE_SCATTER, ALL_GATHER = (
     collectives.reduce_scatter_tensor.default,
     collectives.all_gather_into_tensor.default,
 )
-RANK, NUM_RANKS = 1, 4
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Model(nn.Module):
-    """Uneven shards, two weights of one shape, a tied one, a batch norm, dropout, a weight that is used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(10, 6)
-        self.one = nn.Linear(6, 6)
-        self.two = nn.Linear(6, 6)
-        self.norm = nn.BatchNorm1d(6)
-        self.dropout = nn.Dropout(0.5)
-        self.head = nn.Linear(6, 10, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = torch.tanh(self.one(self.embedding(ids)))
-        x = self.dropout(self.two(self.two(x)))
-        return self.head(self.norm(x))
-
-
-def loss_fn(model: nn.Module, ids: Tensor) -> Tensor:
-    return model(ids).float().square().mean()
-
-
-def sharded() -> nn.Module:
-    model = Model()
-    mesh = init_device_mesh("cpu", (NUM_RANKS,))
-    for module in (model.one, model.two, model):
-        fully_shard(module, mesh=mesh, mp_policy=POLICY)
-    return model
-
-
-def plain() -> nn.Module:
-    return gp.simple_fsdp(
-        Model(), init_device_mesh("cpu", (NUM_RANKS,)), param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,22 +31,9 @@ def ranks() -> Iterator[None]:
         yield
 
 
-def capture(model: nn.Module) -> CapturedStep:
-    return gp.capture_train_step(loss_fn, model, torch.zeros(6, dtype=torch.int64), check=False)
-
-
 @pytest.fixture(scope="module")
 def step() -> CapturedStep:
     return capture(sharded())
-
-
-@pytest.fixture(scope="module")
-def simple() -> CapturedStep:
-    return capture(plain())
-
-
-def calls(graph: TrainGraph, target: object) -> list[fx.Node]:
-    return graph.graph.find_nodes(op="call_function", target=target)
 
 
 @dataclass(frozen=True)
@@ -308,60 +255,6 @@ def test_what_may_round_is_taken_as_it_is(step: CapturedStep) -> None:
         ProofError, match=r"^prove=True: pass 'rounds' may round; without it, or with prove=None, "
     ):
         Pipeline((Rounds(loss_times_zero), *passes)).run(step, prove=True)
-
-
-def test_what_is_not_proved_is_reported(simple: CapturedStep) -> None:
-    plan = gp.BucketPlan.from_fully_shard(sharded())
-    pipeline = gp.default_pipeline(plan)  # without eager's layout
-    report = pipeline.run(simple).report
-    assert report is not None
-    why = "its summands are autograd's, but where eager reduces it was not given"
-    last = str(report).splitlines()[-1]
-    assert last.startswith("not proved: the gradient of '")
-    assert last.endswith(f" more: {why}")
-    with pytest.raises(
-        ProofError, match=r"^prove=True: the gradient of '.+' is not proved: its summands are "
-    ):
-        pipeline.run(simple, prove=True)
-
-
-def test_simple_fsdp_is_proved_against_eagers_layout(simple: CapturedStep) -> None:
-    eager = sharded()
-    plan, layout = gp.BucketPlan.from_fully_shard(eager), gp.eager_layout(eager)
-    rewritten = gp.default_pipeline(plan, expected_layout=layout).run(simple)
-    certificate = gp.prove(simple, rewritten, layout=layout)
-    assert certificate
-    assert "eager's place" in certificate.axioms
-    # Without it, it is not known where eager reduces.
-    unproved = dict(gp.prove(simple, rewritten).unproved)
-    assert unproved["the gradient of 'one.weight'"] == (
-        "its summands are autograd's, but where eager reduces it was not given"
-    )
-
-
-def test_another_place_is_not_eagers(simple: CapturedStep) -> None:
-    """Control: buckets in another order put gradients at other offsets."""
-    eager = sharded()
-    plan = gp.BucketPlan.from_modules([["two", "one"]], gp.Reduction(dtype=torch.float32))
-    rewritten = gp.default_pipeline(plan).run(simple)
-    with pytest.raises(ProofError, match=r"byte offset: \d+, eager has \d+|bytes of the bucket"):
-        gp.prove(simple, rewritten, layout=gp.eager_layout(eager))
-
-
-def test_uses_added_in_another_order_are_not_autograds(simple: CapturedStep) -> None:
-    eager = sharded()
-    plan, layout = gp.BucketPlan.from_fully_shard(eager), gp.eager_layout(eager)
-    rewritten = gp.default_pipeline(plan, expected_layout=layout).run(simple)
-    total = next(
-        node
-        for node in calls(rewritten, aten.add.Tensor)
-        if tuple(node.meta["val"].shape) == (10, 6) and len(node.all_input_nodes) == 2
-    )
-    total.args = (total.args[1], total.args[0])
-    with pytest.raises(
-        ProofError, match="what is reduced is not autograd's sum of its uses, in order of arrival"
-    ):
-        gp.prove(simple, rewritten, layout=layout)
 
 
 def test_strides_count(step: CapturedStep) -> None:
