@@ -9,7 +9,7 @@ LOCK := .ci/lock/$(DEVICE).txt
 READY := $(VENV)/.ready-$(DEVICE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup parity parity-full scale test lint types bench docs lock clean
+.PHONY: help setup parity parity-full scale test lint types bench docs dist lock clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -63,6 +63,21 @@ bench: $(READY) ## measure, side by side with the baselines
 	$(RUN) -m experiments.torchrec_bench
 	$(RUN) -m experiments.hash_bench
 
+# The empty environment gets the wheel and what it asks for, and no more; TRY_WITH=python3.12 takes another Python.
+TRY_WITH ?= $(PYTHON)
+dist: ## build wheel and sdist, check them, and run the quickstart from the wheel in an empty environment
+	rm -rf dist build $(VENV)-dist $(VENV)-empty
+	$(PYTHON) -m venv $(VENV)-dist
+	$(VENV)-dist/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r .ci/lock/dist.txt
+	$(VENV)-dist/bin/python -m build --no-isolation
+	$(VENV)-dist/bin/twine check --strict dist/*
+	$(VENV)-dist/bin/check-wheel-contents dist/*.whl
+	$(TRY_WITH) -m venv $(VENV)-empty
+	$(VENV)-empty/bin/python -m pip install --quiet --disable-pip-version-check "$$(ls $(CURDIR)/dist/*.whl)[titan]" pytest
+	cd dist && ../$(VENV)-empty/bin/python -P -c 'import graphpasses; print("try", graphpasses.__file__)'
+	$(VENV)-empty/bin/pytest -q -c /dev/null --rootdir . --import-mode importlib -p no:cacheprovider \
+	  -o markers=multiprocess -k quickstart tests/docs/test_examples.py
+
 # Pins that stand stay; UPGRADE=--upgrade renews them. Needs uv (`pip install uv`), which UV_FIND_LINKS or
 # UV_EXTRA_INDEX_URL must show the CPU build of torch.
 lock: ## renew .ci/lock after a change of pyproject.toml
@@ -70,6 +85,8 @@ lock: ## renew .ci/lock after a change of pyproject.toml
 	  --all-extras pyproject.toml .ci/lock/cpu.in --override .ci/lock/cpu.overrides -o .ci/lock/cpu.txt
 	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	  --all-extras pyproject.toml .ci/lock/cuda.in -o .ci/lock/cuda.txt
+	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	  .ci/lock/dist.in -o .ci/lock/dist.txt
 
 clean: ## delete what make made
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-dist $(VENV)-empty build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
