@@ -30,6 +30,7 @@ from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import CleanupManager, get_metrics_context
 
 from graphpasses._torch.compiled_module import CompiledModule
+from graphpasses.collector import paused_collector
 
 __all__ = ["Backend", "uncompiled"]
 
@@ -205,7 +206,7 @@ class _Region:
 
 
 class _Converter:
-    """Dynamo's conversion of frames, in a context."""
+    """Dynamo's conversion of frames, in a context; it makes millions of objects, most of which stay."""
 
     def __init__(self, convert: Any, context: Callable[[], AbstractContextManager[Any]]) -> None:
         functools.update_wrapper(self, convert)  # also its `_torchdynamo_orig_backend`
@@ -216,7 +217,7 @@ class _Converter:
         assert self.region is not None
         frame_state, leave = self.region.enter(frame.f_code, frame_state)
         try:
-            with self._context():
+            with paused_collector(), self._context():
                 return self._convert(frame, cache_entry, hooks, frame_state, skip=skip + 1)
         finally:
             leave()

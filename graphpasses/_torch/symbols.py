@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, resolve
 
 from graphpasses._torch import pytree
 
-__all__ = ["can_unify_sizes", "example_size", "expression", "unify_sizes"]
+__all__ = ["can_unify_sizes", "example_size", "expression", "guessed_sizes", "unify_sizes"]
 
 
 def expression(size: int | torch.SymInt) -> Any:

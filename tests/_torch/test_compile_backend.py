@@ -196,3 +196,27 @@ def test_copies_are_compiled_for_themselves() -> None:
     assert weight() is None
     with mock.patch.object(torch._dynamo.config, "error_on_recompile", True):
         compiled(x), pickled(x)  # they kept what is theirs
+
+
+def test_the_garbage_collector_rests_while_dynamo_works() -> None:
+    seen = []
+
+    def compile_graph(module: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(gc.isenabled())
+        if len(seen) > 1:
+            raise ZeroDivisionError
+        return module.forward
+
+    plain = Backend(compile_graph, lambda root, compiled, options: compiled)
+    for is_enabled in (True, False):
+        torch._dynamo.reset()
+        (gc.enable if is_enabled else gc.disable)()
+        try:
+            with plain.expected():
+                compiled = torch.compile(nn.Linear(4, 2), backend=plain)
+            with pytest.raises(Exception, match="ZeroDivisionError") if len(seen) == 1 else nullcontext():
+                compiled(torch.ones(3, 4))
+            assert gc.isenabled() == is_enabled
+        finally:
+            gc.enable()
+    assert seen == [False, False]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphpasses.embedding.torchrec.brief_traces import BRIEF_TRACES
 from graphpasses.embedding.torchrec.input_dists import make_input_dist
 from graphpasses.embedding.torchrec.key_order import check_key_order
 from graphpasses.embedding.torchrec.patching import Patch, PatchSet
@@ -372,6 +373,7 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.comm_ops:variable_batch_all2all_pooled_sync", carry_codecs),
     Patch(f"{_DIST}.comm_ops:AllToAllSingle", all_to_all_single),
     Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", reduce_as_eager),
+    *BRIEF_TRACES,
     *(
         Patch(f"{_DIST}.{module}.{name}", wrap)
         for module in ("embeddingbag:ShardedEmbeddingBagCollection", "embedding:ShardedEmbeddingCollection")
