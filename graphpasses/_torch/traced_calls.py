@@ -40,7 +40,7 @@ def traced_all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def without_memory_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original asks of each traced tensor whether it is contiguous for all its symbolic sizes; nobody reads it."""
+    """The original asks of each traced tensor whether it is contiguous for all sizes; nobody reads it."""
 
     def _extract_tensor_metadata(result: Tensor, include_contiguity: bool = True) -> Any:
         return original(result, include_contiguity=False)

@@ -8,6 +8,7 @@ from functools import reduce
 from operator import mul
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
@@ -147,7 +148,7 @@ class Exchanges:
             for fake in inputs
         ]
         return [
-            sum(size * unit for size, unit in zip(of_rank, units, strict=True))
+            sympy.Add(*(size * unit for size, unit in zip(of_rank, units, strict=True)))
             for of_rank in zip(*splits, strict=True)
         ]
 
