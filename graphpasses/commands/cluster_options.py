@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,7 +25,16 @@ class ClusterOptions:
         mode: Which rings NCCL builds: shared (one node with NVSwitch), rail, or cross_nic; by default as in the run,
             else rail.
         num_channels: NCCL's channels ("16 coll channels" in its log).
-        nccl_log: Output of a run with NCCL_DEBUG=INFO, whose rings and channels are taken.
+        nccl_log: Output of a run with NCCL_DEBUG=INFO, whose rings, trees and channels are taken, and NCCL's choices
+            if NCCL_DEBUG_SUBSYS had TUNING.
+        algorithm: How reductions are done: ring, tree (all-reduces), or auto, what NCCL would choose; by default as
+            in the run, else ring.
+        protocol: simple, ll, ll128, or auto, what NCCL would choose; by default as in the run, else simple.
+        nccl_version: For auto: 2.23 to 2.30.
+        compute_capability: For auto: of the GPUs, 80 (A100), 90 (H100) or 100 (B200).
+        intra_bandwidth: For auto: GB/s of one ring that NCCL finds inside a node.
+        inter_bandwidth: For auto: GB/s of one ring that NCCL finds between nodes.
+        env: NCCL's variables that matter, e.g. NCCL_ALGO=allreduce:tree NCCL_MIN_NCHANNELS=32.
     """
 
     ranks: int | None = None
@@ -33,6 +42,13 @@ class ClusterOptions:
     mode: Literal["shared", "rail", "cross_nic"] | None = None
     num_channels: int | None = None
     nccl_log: Path | None = None
+    algorithm: Literal["ring", "tree", "auto"] | None = None
+    protocol: Literal["simple", "ll", "ll128", "auto"] | None = None
+    nccl_version: str | None = None
+    compute_capability: int | None = None
+    intra_bandwidth: float | None = None
+    inter_bandwidth: float | None = None
+    env: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
         """Returns the options as they are given on the command line.
@@ -42,8 +58,14 @@ class ClusterOptions:
             ['--ranks', '4', '--gpus-per-node', '2']
         """
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
-        pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in given if value is not None)
-        return [word for pair in pairs for word in pair]
+        words = (
+            (name, value if name == "env" else (value,)) for name, value in given if value not in (None, ())
+        )
+        return [
+            word
+            for name, values in words
+            for word in (f"--{name.replace('_', '-')}", *(str(value) for value in values))
+        ]
 
     def topology(self, run: object = None, num_ranks: int = 16) -> Topology:
         """Returns the cluster.
@@ -55,21 +77,32 @@ class ClusterOptions:
         Raises:
             TopologyError: no such cluster exists; or the log cannot be read, or contradicts the options.
         """
-        from graphpasses.simulate import Topology, parse_nccl_log, topology_from_log
+        from graphpasses.simulate import (
+            Hardware,
+            Topology,
+            parse_nccl_log,
+            topology_from_log,
+            with_environment,
+        )
+        from graphpasses.simulate.environment import VARIABLES
 
-        given = {
-            name: value
-            for name in ("gpus_per_node", "mode", "num_channels")
-            if (value := getattr(self, name)) is not None
-        }
+        def given_of(*names: str) -> dict[str, Any]:
+            return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+        given = given_of("gpus_per_node", "mode", "num_channels", "algorithm", "protocol")
         ranks = self.ranks or num_ranks
         options: dict[str, Any] = {
             "gpus_per_node": math.gcd(8, ranks),
             **known_fields(run, num_ranks),
             **given,
         }
+        hardware = given_of("nccl_version", "compute_capability", "intra_bandwidth", "inter_bandwidth")
+        options["hardware"] = replace(options.get("hardware", Hardware()), **hardware)
+        variables = dict(each.partition("=")[::2] for each in self.env)
+        if unknown := sorted(variables.keys() - VARIABLES):
+            raise TopologyError(f"--env does not know {unknown[0]}; it knows {', '.join(sorted(VARIABLES))}")
         if self.nccl_log is None:
-            return Topology(ranks, **options)
+            return with_environment(Topology(ranks, **options), variables)
         if clash := sorted(given.keys() & {"mode", "num_channels"}):
             raise TopologyError(
                 f"--nccl-log gives the rings and channels; leave --{clash[0].replace('_', '-')} out"
@@ -81,7 +114,11 @@ class ClusterOptions:
         num_in_log = len(parse_nccl_log(text)[0])
         if self.ranks not in (None, num_in_log):
             raise TopologyError(f"the log has {num_in_log} ranks, --ranks says {self.ranks}")
-        return topology_from_log(text, gpus_per_node=options["gpus_per_node"])
+        kept = {name: options[name] for name in ("algorithm", "protocol") if name in options}
+        topology = topology_from_log(
+            text, gpus_per_node=options["gpus_per_node"], hardware=options["hardware"], **kept
+        )
+        return with_environment(topology, variables)
 
 
 def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
@@ -97,7 +134,7 @@ def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
         >>> known_fields({"nodes": 2, "gpus_per_node": "8 × H100"}, 16)
         {}
     """
-    from graphpasses.simulate import Topology
+    from graphpasses.simulate import Hardware, Topology
 
     if not isinstance(run, dict):
         return {}
@@ -106,6 +143,12 @@ def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
     try:
         if "explicit_rings" in found:  # JSON has lists
             found["explicit_rings"] = tuple(map(tuple, found["explicit_rings"]))
+        if "explicit_trees" in found:
+            found["explicit_trees"] = tuple(
+                tuple(tuple(children) for children in tree) for tree in found["explicit_trees"]
+            )
+        if "hardware" in found:
+            found["hardware"] = Hardware.from_json(found["hardware"])
         Topology(num_ranks, **found)
     except (TypeError, TopologyError):
         return {}

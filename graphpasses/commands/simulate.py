@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json as jsonlib
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
 from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
 from graphpasses.commands.exit_codes import EXIT_OK
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from graphpasses.simulate import Choice
+    from graphpasses.simulate.trees import Order
 
 __all__ = ["simulate"]
 
@@ -21,9 +27,13 @@ def simulate(
     num_elements: int = 1_000_000,
     dtype: str = "bfloat16",
     rank: int = 0,
+    op: Literal["avg", "sum", "premul_sum"] = "avg",
     json: bool = False,
 ) -> int:
-    """Show NCCL's rings on a cluster, and in which order a reduction of a given size adds on each channel.
+    """Show in which order a reduction of a given size adds on each of NCCL's channels on a cluster.
+
+    With --algorithm auto or --protocol auto also what NCCL would choose, with the microseconds that it expects of
+    each algorithm and protocol, and what of the hardware had to be assumed.
 
     Exit codes: 0, or 2 if no such cluster exists (the reason is on stderr).
 
@@ -35,11 +45,12 @@ def simulate(
         num_elements: Elements of one rank's part (reduce_scatter) or of the whole buffer (all_reduce).
         dtype: Of the elements, a torch dtype.
         rank: Whose part of a reduce-scatter is shown.
+        op: The reduction; NVLS and PAT have no avg and no premul_sum.
         json: Print one JSON object instead of a table.
     """
-    from graphpasses.errors import TopologyError
+    from graphpasses.errors import TopologyError, UnsupportedError
     from graphpasses.fsdp.layout import dtype_bytes
-    from graphpasses.simulate import reduction_parts
+    from graphpasses.simulate import ReductionPart, choose, reduction_parts
     from graphpasses.terminal import add_row, make_console, plain_table
 
     topology = cluster.topology()
@@ -47,11 +58,19 @@ def simulate(
         raise TopologyError(f"--rank is {rank}; the cluster has ranks 0 to {topology.num_ranks - 1}")
     if num_elements < 1:
         raise TopologyError(f"--num-elements is {num_elements}; it must be at least 1")
-    parts = reduction_parts(topology, collective, num_elements, dtype_bytes(dtype), rank)
+    choice = choose(topology, collective, num_elements, dtype_bytes(dtype), op)
+    parts: tuple[ReductionPart, ...] = ()
+    refused = ""
+    try:
+        parts = reduction_parts(topology, collective, num_elements, dtype_bytes(dtype), rank, op)
+    except UnsupportedError as error:
+        refused = str(error)
     if json:
         data = {
             "topology": dataclasses.asdict(topology),
+            "choice": dataclasses.asdict(choice),
             "parts": [dataclasses.asdict(part) for part in parts],
+            "refused": refused,
         }
         print(jsonlib.dumps(data))
         return EXIT_OK
@@ -60,9 +79,45 @@ def simulate(
         f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings, "
         f"{topology.num_channels} channels; {collective} of {num_elements:,} {dtype}:"
     )
+    if "auto" in (topology.algorithm, topology.protocol):
+        _show_choice(console, choice, op)
+    if refused:
+        console.print(refused, markup=False)
+        return EXIT_OK
     table = plain_table("channel", "first element", "elements", "order of addition")
     for part in parts:
-        order = " ".join(map(str, part.order))
+        order = _show(part.order)
         add_row(table, str(part.channel), f"{part.start:,}", f"{part.stop - part.start:,}", order)
     console.print(table)
     return EXIT_OK
+
+
+def _show(order: Order) -> str:
+    """Ranks in order; sums that are added as a whole are in parentheses."""
+    return " ".join(str(each) if isinstance(each, int) else f"({_show(each)})" for each in order)
+
+
+def _show_choice(console: Console, choice: Choice, op: str) -> None:
+    """Prints what NCCL would choose, beside what it compares."""
+    from graphpasses.terminal import add_row, plain_table
+
+    title = f"NCCL takes {choice.algorithm} {choice.protocol} for {op}, by {choice.reason}"
+    console.print(title + (", in microseconds:" if choice.times else ""), markup=False)
+    if choice.times:
+        protocols = list(dict.fromkeys(protocol for _, protocol, _ in choice.times))
+        table = plain_table("algorithm", *protocols)
+        for algorithm in dict.fromkeys(name for name, _, _ in choice.times):
+            times = {protocol: time for name, protocol, time in choice.times if name == algorithm}
+            cells = [
+                f"{times[each]:,.1f}{' ←' * ((algorithm, each) == (choice.algorithm, choice.protocol))}"
+                if each in times
+                else "–"
+                for each in protocols
+            ]
+            add_row(table, algorithm, *cells)
+        console.print(table)
+    if choice.assumed:
+        console.print(f"assumed, since nothing says it: {', '.join(choice.assumed)}", markup=False)
+        console.print(
+            "a log with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,TUNING has it: --nccl-log", markup=False
+        )

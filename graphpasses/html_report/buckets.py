@@ -11,6 +11,7 @@ from typing import Literal
 
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import Place, layout_places
+from graphpasses.simulate.choice import choose
 from graphpasses.simulate.nccl import channel_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Ring, Topology, rings
@@ -289,6 +290,9 @@ def _bar(
     ring_of = [names[tuple(first.ranks[rank] for rank in ring)] for ring in rings(group)]
     per_chunk = ", each chunk from another rank on" if first.collective == "all_reduce" else ""
     scale = 100 * first.itemsize / total
+    algorithm = choose(group, first.collective, count, first.itemsize, first.op).algorithm
+    is_ring = algorithm == "ring"  # nothing is drawn below the bar of other algorithms
+    channels = channel_parts(group, first.collective, count, first.itemsize, first.op) if is_ring else ()
     parts = [
         RingPart(
             scale * part.start,
@@ -297,7 +301,7 @@ def _bar(
             f"bytes {part.start * first.itemsize:,} to {part.stop * first.itemsize:,}: channel {channel}, "
             f"ring {ring_of[channel]}{per_chunk}",
         )
-        for channel, part in enumerate(channel_parts(group, first.collective, count, first.itemsize))
+        for channel, part in enumerate(channels)
         if len(part)
     ]
     prefix = _common_prefix([entry.fqn for entry in entries])

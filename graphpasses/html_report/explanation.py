@@ -13,6 +13,7 @@ from graphpasses.parity.run_file import GRADIENT_NORM
 from graphpasses.simulate.nccl import reduction_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Ring, Topology
+from graphpasses.simulate.trees import Order
 from graphpasses.text import some
 
 __all__ = ["explain", "show_ring"]
@@ -107,10 +108,25 @@ def _at(place: Place, topology: Topology, element: int) -> str:
     """Says where an element of a gradient is reduced, and in which order."""
     group, count = topology.restrict(place.ranks), place.num_bytes // place.itemsize
     index = place.offset // place.itemsize + element
-    parts = reduction_parts(group, place.collective, count, place.itemsize)
+    parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
     part = parts[bisect.bisect_right(parts, index, key=lambda part: part.stop)]
-    order = show_ring(tuple(place.ranks[rank] for rank in part.order), " + ")
+    order = show_order(part.order, place.ranks)
     return f"{index * place.itemsize:,}, where channel {part.channel} adds the ranks in the order {order}"
+
+
+def show_order(order: Order, ranks: Sequence[int]) -> str:
+    """Returns an order of addition as text; sums that are added as a whole are in parentheses.
+
+    Args:
+        order: of a group's ranks.
+        ranks: the world ranks of the group.
+
+    Example:
+        >>> show_order((1, 0, (3, 2)), range(4))
+        '1 + 0 + (3 + 2)'
+    """
+    terms = [str(ranks[each]) if isinstance(each, int) else f"({show_order(each, ranks)})" for each in order]
+    return _shortened(terms, " + ")
 
 
 def show_ring(ring: Ring, separator: str) -> str:
@@ -120,9 +136,11 @@ def show_ring(ring: Ring, separator: str) -> str:
         ring: ranks in order.
         separator: between them.
     """
-    if len(ring) <= 16:
-        return separator.join(map(str, ring))
-    return separator.join([*map(str, ring[:10]), "…", *map(str, ring[-3:])])
+    return _shortened([str(rank) for rank in ring], separator)
+
+
+def _shortened(terms: list[str], separator: str) -> str:
+    return separator.join(terms if len(terms) <= 16 else [*terms[:10], "…", *terms[-3:]])
 
 
 def _gradients(num: int) -> str:

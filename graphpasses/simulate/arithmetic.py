@@ -11,15 +11,17 @@ from torch import Tensor
 
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["ReduceOpName", "fused_multiply_add", "reduce_in_order"]
+__all__ = ["Contributions", "ReduceOpName", "fused_multiply_add", "reduce_in_order"]
 
 ReduceOpName = Literal["sum", "avg", "premul_sum", "product", "min", "max"]
+
+Contributions = Sequence["Tensor | Contributions"]
 
 _SAME_SIZE_INT = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def reduce_in_order(
-    contributions: Sequence[Tensor],
+    contributions: Contributions,
     op: ReduceOpName = "sum",
     *,
     factor: float = 1.0,
@@ -32,7 +34,8 @@ def reduce_in_order(
 
     Args:
         contributions: one tensor per rank, in the order in which the ring visits the ranks; one shape and
-            dtype. They are not changed.
+            dtype. They are not changed. A sequence among them, never the first, is reduced before it is added, as
+            a branch of a tree.
         op: the reduction.
         factor: what ``"premul_sum"`` multiplies each contribution by; rounded to the dtype.
         fused: whether multiplying and adding round once (sm_90 and later) or twice (sm_80), for bf16. Other
@@ -55,28 +58,18 @@ def reduce_in_order(
     """
     if op not in get_args(ReduceOpName):
         raise UnsupportedError(f'NCCL has no reduction "{op}"; it has {", ".join(get_args(ReduceOpName))}')
-    first, *rest = contributions
+    first = contributions[0]
+    if not isinstance(first, Tensor):
+        raise TypeError("the first contribution is a sequence; a reduction begins with one rank's tensor")
     floating = first.is_floating_point()
     if op == "premul_sum" and not floating:
         raise UnsupportedError(f"PREMUL_SUM needs a floating-point dtype, not {first.dtype}")
+    scale = None
     if op == "premul_sum" or (op == "avg" and floating):
-        scale = torch.tensor(1 / len(contributions) if op == "avg" else factor, dtype=first.dtype)
-        total = first * scale
-        for own in rest:
-            total = _scale_and_add(own, scale, total, fused or first.dtype != torch.bfloat16)
-        return total
-    total = first.clone()
-    for own in rest:
-        if op in ("sum", "avg"):
-            total += own
-        elif op == "product":
-            total *= own
-        elif floating:
-            # fminf and fmaxf, unlike torch.minimum, prefer a number over NaN.
-            total = torch.fmin(total, own) if op == "min" else torch.fmax(total, own)
-        else:
-            total = torch.minimum(total, own) if op == "min" else torch.maximum(total, own)
-    return torch.div(total, len(contributions), rounding_mode="trunc") if op == "avg" else total
+        scale = torch.tensor(1 / _num_ranks(contributions) if op == "avg" else factor, dtype=first.dtype)
+    total = _reduce(contributions, op, scale, fused or first.dtype != torch.bfloat16)
+    is_integer_avg = op == "avg" and not floating
+    return torch.div(total, _num_ranks(contributions), rounding_mode="trunc") if is_integer_avg else total
 
 
 def fused_multiply_add(own: Tensor, scale: Tensor, total: Tensor) -> Tensor:
@@ -116,6 +109,35 @@ def fused_multiply_add(own: Tensor, scale: Tensor, total: Tensor) -> Tensor:
         return single
     # torch converts fp64 to the half types through fp32, which alone would round twice.
     return _round_to_odd(single, wide - single.double()).to(own.dtype)
+
+
+def _num_ranks(contributions: Contributions) -> int:
+    return sum(1 if isinstance(each, Tensor) else _num_ranks(each) for each in contributions)
+
+
+def _reduce(contributions: Contributions, op: ReduceOpName, scale: Tensor | None, fused: bool) -> Tensor:
+    first, *rest = contributions
+    assert isinstance(first, Tensor)
+    total = first.clone() if scale is None else first * scale
+    for each in rest:
+        if not isinstance(each, Tensor):
+            total = _add(total, _reduce(each, op, scale, fused), op)
+        elif scale is not None:
+            total = _scale_and_add(each, scale, total, fused)
+        else:
+            total = _add(total, each, op)
+    return total
+
+
+def _add(total: Tensor, other: Tensor, op: ReduceOpName) -> Tensor:
+    if op in ("sum", "avg", "premul_sum"):
+        return total.add_(other)
+    if op == "product":
+        return total.mul_(other)
+    if total.is_floating_point():
+        # fminf and fmaxf, unlike torch.minimum, prefer a number over NaN.
+        return torch.fmin(total, other) if op == "min" else torch.fmax(total, other)
+    return torch.minimum(total, other) if op == "min" else torch.maximum(total, other)
 
 
 def _scale_and_add(own: Tensor, scale: Tensor, total: Tensor, fused: bool) -> Tensor:

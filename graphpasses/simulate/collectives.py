@@ -1,4 +1,4 @@
-"""Ring collectives of all ranks, simulated in one process."""
+"""Collectives of all ranks on rings and trees, simulated in one process."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from graphpasses.simulate.arithmetic import ReduceOpName, reduce_in_order
+from graphpasses.simulate.arithmetic import Contributions, ReduceOpName, reduce_in_order
+from graphpasses.simulate.choice import played
 from graphpasses.simulate.nccl import ReductionPart, channel_parts, reduction_parts
 from graphpasses.simulate.rings import Topology, rings
+from graphpasses.simulate.trees import Order
 
 __all__ = ["reduce_parts", "simulate_all_reduce", "simulate_reduce_scatter"]
 
@@ -37,7 +39,7 @@ def reduce_parts(
         A new flat tensor of the contributions' length; zero where no part reaches.
 
     Raises:
-        UnsupportedError: NCCL does not have the op, or not for this dtype.
+        UnsupportedError: NCCL does not have the op, or not for this dtype, or takes what is not modelled.
 
     Example:
         >>> part = ReductionPart(start=0, stop=2, channel=0, order=(1, 0))
@@ -49,7 +51,7 @@ def reduce_parts(
         start, stop = max(part.start - offset, 0), min(part.stop - offset, len(result))
         if start < stop:
             result[start:stop] = reduce_in_order(
-                [contributions[rank][start:stop] for rank in part.order],
+                _in_order(contributions, part.order, slice(start, stop)),
                 op,
                 factor=factor,
                 fused=topology.fused_avg,
@@ -73,7 +75,7 @@ def simulate_reduce_scatter(
 
     Raises:
         ValueError: the inputs do not fit the topology.
-        UnsupportedError: NCCL does not have the op, or not for this dtype.
+        UnsupportedError: NCCL does not have the op, or not for this dtype, or takes what is not modelled.
 
     Example:
         >>> simulate_reduce_scatter([torch.ones(2), torch.ones(2)], Topology(2, gpus_per_node=2))
@@ -87,6 +89,9 @@ def simulate_reduce_scatter(
     count = size // topology.num_ranks
     shards = [whole.view(topology.num_ranks, count) for whole in inputs]
     result = torch.empty_like(shards[0])
+    if count == 0:
+        return list(result)
+    topology = played(topology, "reduce_scatter", count, inputs[0].element_size(), op)
     channel_rings = rings(topology)
     for channel, part in enumerate(
         channel_parts(topology, "reduce_scatter", count, inputs[0].element_size())
@@ -104,7 +109,7 @@ def simulate_reduce_scatter(
 def simulate_all_reduce(
     inputs: Sequence[Tensor] | Tensor, topology: Topology, op: ReduceOpName = "sum", *, factor: float = 1.0
 ) -> Tensor:
-    """Simulates a ring all-reduce of all ranks in this process.
+    """Simulates an all-reduce of all ranks in this process, on rings or trees.
 
     Args:
         inputs: what each rank passes in, one flat tensor per rank, or stacked.
@@ -117,17 +122,24 @@ def simulate_all_reduce(
 
     Raises:
         ValueError: the inputs do not fit the topology.
-        UnsupportedError: NCCL does not have the op, or not for this dtype.
+        UnsupportedError: NCCL does not have the op, or not for this dtype, or takes what is not modelled.
 
     Example:
         >>> simulate_all_reduce([torch.ones(2), torch.ones(2)], Topology(2, gpus_per_node=2))
         tensor([2., 2.])
 
-    Source: NCCL ``src/device/all_reduce.h`` (``runRing``).
+    Source: NCCL ``src/device/all_reduce.h`` (``runRing``, ``runTreeSplit``).
     """
     count = _common_length(inputs, topology)
-    parts = reduction_parts(topology, "all_reduce", count, inputs[0].element_size())
+    parts = reduction_parts(topology, "all_reduce", count, inputs[0].element_size(), op=op)
     return reduce_parts(list(inputs), parts, topology, op, factor=factor)
+
+
+def _in_order(contributions: Sequence[Tensor], order: Order, stretch: slice) -> Contributions:
+    return [
+        contributions[each][stretch] if isinstance(each, int) else _in_order(contributions, each, stretch)
+        for each in order
+    ]
 
 
 def _common_length(inputs: Sequence[Tensor] | Tensor, topology: Topology) -> int:

@@ -1,17 +1,25 @@
-"""Reading the rings of a real run from its ``NCCL_DEBUG=INFO`` log."""
+"""Reading the rings and trees of a real run from its ``NCCL_DEBUG=INFO`` log."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from graphpasses.errors import TopologyError
-from graphpasses.simulate.rings import Ring, Topology
+from graphpasses.simulate.hardware import UNKNOWN_HARDWARE
+from graphpasses.simulate.rings import Ring, Topology, Tree
+from graphpasses.simulate.tuning_log import parse_tuning_log
 
-__all__ = ["parse_nccl_log", "topology_from_log"]
+__all__ = ["parse_nccl_log", "parse_trees", "topology_from_log"]
 
 # "Channel 00/16 :    0   7   6 ..." but not "Channel 00/0 : 0[0] -> 1[1] via P2P".
 _CHANNEL_LINE = re.compile(r"Channel (\d+)/(\d+) *:((?: +\d+)+)[ \r]*$", re.MULTILINE)
+
+
+# "Trees [0] 1/8/-1->0->-1 [1] …" of one rank: per channel its children, itself, its parent.
+_TREES_LINE = re.compile(r"Trees((?: \[\d+\] -?\d+/-?\d+/-?\d+->\d+->-?\d+)+)")
+_TREE = re.compile(r"\[(\d+)\] (-?\d+)/(-?\d+)/(-?\d+)->(\d+)->(-?\d+)")
 
 
 def parse_nccl_log(text: str) -> tuple[Ring, ...]:
@@ -63,8 +71,52 @@ def parse_nccl_log(text: str) -> tuple[Ring, ...]:
     return tuple(found[channel] for channel in sorted(found))
 
 
+def parse_trees(text: str, num_ranks: int, num_channels: int) -> tuple[Tree, ...]:
+    """Reads the trees of one communicator from a log.
+
+    Args:
+        text: output of a run with ``NCCL_DEBUG=INFO``, with lines ``Trees [0] 1/-1/-1->0->-1 ...`` of all ranks.
+        num_ranks: ranks of the communicator.
+        num_channels: its channels.
+
+    Returns:
+        The tree of every channel; () if the lines of some ranks or channels are not in the log (NCCL ends a line
+        after 1023 characters).
+
+    Raises:
+        TopologyError: a rank has two different trees on one channel, or parents and children do not agree.
+
+    Example:
+        >>> parse_trees("[0] Trees [0] 1/-1/-1->0->-1\\n[1] Trees [0] -1/-1/-1->1->0", 2, 1)
+        (((1,), ()),)
+
+    Source: NCCL ``src/init.cc`` (``initTransportsRank``).
+    """
+    found: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
+    for line in _TREES_LINE.findall(text):
+        for entry in _TREE.findall(line):
+            channel, *below, rank, parent = (int(number) for number in entry)
+            own = tuple(child for child in below if child >= 0), parent
+            if found.setdefault((channel, rank), own) != own:
+                raise TopologyError(
+                    f"rank {rank} has two different trees on channel {channel} in the log; "
+                    "keep the lines of one communicator"
+                )
+    if found.keys() != {(channel, rank) for channel in range(num_channels) for rank in range(num_ranks)}:
+        return ()
+    for (channel, rank), (children, _) in found.items():
+        for child in children:
+            if found.get((channel, child), ((), None))[1] != rank:
+                raise TopologyError(
+                    f"rank {child} is not below rank {rank} on both lines of channel {channel}"
+                )
+    return tuple(
+        tuple(found[channel, rank][0] for rank in range(num_ranks)) for channel in range(num_channels)
+    )
+
+
 def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topology:
-    """Takes the rings and the number of channels of one communicator from a log.
+    """Takes rings, trees, the number of channels and, if it has them, NCCL's choices from one communicator's log.
 
     Args:
         text: output of a run with ``NCCL_DEBUG=INFO``.
@@ -72,7 +124,8 @@ def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topol
         options: other fields of :class:`Topology`, e.g. ``protocol="ll128"``.
 
     Returns:
-        A topology of mode ``"explicit"``.
+        A topology of mode ``"explicit"``. Trees are taken if all ranks printed theirs; lines of
+        ``NCCL_DEBUG_SUBSYS=TUNING`` become ``hardware.log``.
 
     Raises:
         TopologyError: the log holds no rings, or rings that contradict each other.
@@ -82,11 +135,16 @@ def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topol
         ((0, 2, 1, 3),)
     """
     found = parse_nccl_log(text)
+    hardware = options.pop("hardware", UNKNOWN_HARDWARE)
+    if (log := parse_tuning_log(text)) is not None:
+        hardware = replace(hardware, log=log)
     return Topology(
         num_ranks=len(found[0]),
         gpus_per_node=gpus_per_node,
         mode="explicit",
         explicit_rings=found,
         num_channels=len(found),
+        explicit_trees=parse_trees(text, len(found[0]), len(found)),
+        hardware=hardware,
         **options,
     )

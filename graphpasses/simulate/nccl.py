@@ -1,10 +1,10 @@
-"""In which order NCCL's ring collectives add, as pure functions of the element's place in the buffer.
+"""In which order NCCL's rings and trees add, as pure functions of the element's place in the buffer.
 
-The order depends on the element's channel (and, in an all-reduce, its chunk), so an element's bits depend on
+The order depends on the element's channel (and, in a ring all-reduce, its chunk), so an element's bits depend on
 its offset.
 
-Modelled: one ring collective at a time, as ``NCCL_ALGO=Ring`` or AVG selects it. Not modelled: Tree, NVLS,
-PAT and CollNet, and several collectives in one ``ncclGroup``, which share the channels out among themselves.
+Modelled: one collective at a time, on rings or, for an all-reduce, on trees. Not modelled: NVLS, PAT and CollNet, and
+several collectives in one ``ncclGroup``, which share the channels out among themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from graphpasses.errors import TopologyError
+from graphpasses.simulate.choice import played
 from graphpasses.simulate.rings import Ring, Topology, rings
+from graphpasses.simulate.trees import Order, tree_order, trees
 
 __all__ = [
     "Collective",
@@ -48,17 +51,18 @@ class ReductionPart:
         start: first element.
         stop: one past the last element.
         channel: the channel that carries them.
-        order: the ranks in the order in which their contributions are added.
+        order: the ranks in the order in which their contributions are added; on a tree, a tuple inside is a sum
+            of its own, added as a whole.
     """
 
     start: int
     stop: int
     channel: int
-    order: Ring
+    order: Order
 
 
 def num_channels(topology: Topology, num_bytes: int) -> int:
-    """Returns how many channels a ring collective may use.
+    """Returns how many channels a collective may use.
 
     Args:
         topology: the communicator.
@@ -68,20 +72,28 @@ def num_channels(topology: Topology, num_bytes: int) -> int:
     Returns:
         Between 1 and ``topology.num_channels``; under ``"simple"`` about one per 32 KiB.
 
+    Raises:
+        TopologyError: the topology leaves the algorithm or the protocol to NCCL; see
+            :func:`graphpasses.simulate.played`.
+
     Example:
         >>> num_channels(Topology(16, gpus_per_node=8), 100 * 1024)
         3
 
     Source: NCCL ``src/enqueue.cc`` (``topoGetAlgoInfo``).
     """
+    if "auto" in (topology.algorithm, topology.protocol):
+        raise TopologyError(
+            'algorithm or protocol is "auto"; ask graphpasses.simulate.played what NCCL takes'
+        )
     minimum = _NUM_THREADS[topology.protocol] * _BYTES_PER_THREAD[topology.protocol]
-    if topology.protocol == "ll":
+    if topology.protocol == "ll" and topology.algorithm == "ring":
         minimum *= topology.num_ranks
     return max(1, min(topology.num_channels, num_bytes // minimum))
 
 
 def channel_parts(
-    topology: Topology, collective: Collective, count: int, element_size: int
+    topology: Topology, collective: Collective, count: int, element_size: int, op: str = "avg"
 ) -> tuple[range, ...]:
     """Splits the elements over the channels.
 
@@ -102,12 +114,13 @@ def channel_parts(
     """
     if count == 0:
         return ()
+    topology = played(topology, collective, count, element_size, op)
     shards = topology.num_ranks if collective == "reduce_scatter" else 1
     max_channels = num_channels(topology, shards * count * element_size)
     traffic_per_byte = {"reduce_scatter": topology.num_ranks, "all_reduce": 2, "reduce": 1}[collective]
     if topology.protocol == "ll":
         traffic_per_byte *= 4
-    minimum = topology.min_channel_traffic
+    minimum = topology.cell_traffic
     per_channel = max(minimum, count * element_size * traffic_per_byte) // max_channels
     cell = _round_up(_ceil_div(minimum, traffic_per_byte), 16)
     num_cells = _ceil_div(count * element_size, cell)
@@ -131,13 +144,18 @@ def channel_parts(
 
 @lru_cache(maxsize=256)
 def reduction_parts(
-    topology: Topology, collective: Collective, count: int, element_size: int, destination: int = 0
+    topology: Topology,
+    collective: Collective,
+    count: int,
+    element_size: int,
+    destination: int = 0,
+    op: str = "avg",
 ) -> tuple[ReductionPart, ...]:
     """Returns the order of addition of every element.
 
     A reduction that ends at rank d starts at d's successor on the ring. A reduce-scatter ends each shard at
-    its own rank; an all-reduce cuts a channel's part into chunks and ends chunk j at the ring's j-th rank,
-    counted from rank 0.
+    its own rank; a ring all-reduce cuts a channel's part into chunks and ends chunk j at the ring's j-th rank,
+    counted from rank 0. A tree has one order for all of a channel's elements.
 
     Args:
         topology: the communicator.
@@ -145,9 +163,13 @@ def reduction_parts(
         count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
         element_size: bytes of one element.
         destination: rank that receives the result; an all-reduce ignores it.
+        op: the reduction, which matters where the topology leaves the algorithm to NCCL.
 
     Returns:
         Parts in element order, together all elements.
+
+    Raises:
+        UnsupportedError: the order is not modelled: NCCL takes NVLS or PAT, or a tree that is not known.
 
     Example:
         >>> parts = reduction_parts(Topology(4, gpus_per_node=2), "reduce_scatter", 20000, 2, destination=1)
@@ -155,11 +177,21 @@ def reduction_parts(
         [(2, 3, 0, 1), (0, 3, 2, 1), (2, 3, 0, 1)]
 
     Source: NCCL ``runRing`` of ``src/device/reduce_scatter.h``, ``src/device/all_reduce.h`` and
-    ``src/device/reduce.h``.
+    ``src/device/reduce.h``; see :mod:`graphpasses.simulate.trees`.
     """
+    if count == 0:
+        return ()
+    topology = played(topology, collective, count, element_size, op)
+    channels = channel_parts(topology, collective, count, element_size)
+    if topology.algorithm == "tree":
+        channel_trees = trees(topology)
+        return tuple(
+            ReductionPart(part.start, part.stop, channel, tree_order(channel_trees[channel]))
+            for channel, part in enumerate(channels)
+        )
     channel_rings = rings(topology)
     parts = []
-    for channel, part in enumerate(channel_parts(topology, collective, count, element_size)):
+    for channel, part in enumerate(channels):
         ring = channel_rings[channel]
         if collective == "all_reduce":
             ring = ring[ring.index(0) :] + ring[: ring.index(0)]
@@ -176,6 +208,7 @@ def channel_of(
     count: int,
     element_size: int,
     elements: Tensor | None = None,
+    op: str = "avg",
 ) -> Tensor:
     """Returns the channel that carries each element.
 
@@ -185,6 +218,7 @@ def channel_of(
         count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
         element_size: bytes of one element.
         elements: int64, any shape: places in the shard or buffer, in elements. None for all, in order.
+        op: see :func:`reduction_parts`.
 
     Returns:
         int64, the shape of ``elements``. Two channels may run the same ring: see :func:`order_of`.
@@ -196,7 +230,7 @@ def channel_of(
 
     Source: see :func:`channel_parts`.
     """
-    parts = reduction_parts(topology, collective, count, element_size)
+    parts = reduction_parts(topology, collective, count, element_size, op=op)
     return _spread(parts, [part.channel for part in parts], count, elements)
 
 
@@ -206,6 +240,7 @@ def order_of(
     count: int,
     element_size: int,
     elements: Tensor | None = None,
+    op: str = "avg",
 ) -> Tensor:
     """Returns a number per element; elements with equal numbers are added in the same order.
 
@@ -218,6 +253,7 @@ def order_of(
         count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
         element_size: bytes of one element.
         elements: int64, any shape: places in the shard or buffer, in elements. None for all, in order.
+        op: see :func:`reduction_parts`.
 
     Returns:
         int64, the shape of ``elements``, numbered from 0 in the order of first use.
@@ -229,8 +265,8 @@ def order_of(
 
     Source: see :func:`reduction_parts`.
     """
-    parts = reduction_parts(topology, collective, count, element_size)
-    numbers: dict[Ring, int] = {}
+    parts = reduction_parts(topology, collective, count, element_size, op=op)
+    numbers: dict[Order, int] = {}
     return _spread(parts, [numbers.setdefault(part.order, len(numbers)) for part in parts], count, elements)
 
 

@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 
 from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size
 from graphpasses.fsdp.layout_diff import Move, Place, diff_layouts
+from graphpasses.simulate.choice import choose
 from graphpasses.simulate.nccl import ReductionPart, reduction_parts
+from graphpasses.simulate.other_algorithms import what_to_set
 from graphpasses.simulate.rings import Topology
+from graphpasses.simulate.trees import Order
 from graphpasses.text import aligned
 
 __all__ = ["Prediction", "Reordered", "Setting", "find_reordered", "predict", "sweep"]
@@ -109,7 +112,8 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
 
     An element's order follows from its channel's ring and, in an all-reduce, from its chunk. Where it is equal, so
     are the bits. Where it is not, a sum that rounds nowhere is equal still: what is found *may* differ, what is not
-    found cannot.
+    found cannot. Where NCCL chooses (``algorithm="auto"``), a moved gradient is found in whole if the two reductions
+    take different algorithms, or one whose order is not modelled.
 
     Args:
         a: the expected layout, e.g. eager's.
@@ -158,7 +162,7 @@ def find_reordered(move: Move, topology: Topology) -> Reordered | None:
     Source: see :mod:`graphpasses.simulate.nccl`.
     """
     stretches: Iterable[tuple[int, int]]
-    if reason := _other_arithmetic(move.before, move.after):
+    if reason := _other_arithmetic(move.before, move.after, topology):
         place = move.before or move.after
         assert place is not None
         stretches = [(0, place.padded_numel)]
@@ -225,7 +229,7 @@ def _num_parts(reduction: Place | BucketLayout) -> int:
     return len(reduction.ranks) if reduction.collective == "reduce_scatter" else 1
 
 
-def _other_arithmetic(before: Place | None, after: Place | None) -> str:
+def _other_arithmetic(before: Place | None, after: Place | None, topology: Topology) -> str:
     """Says what differs between two places other than the offset."""
     if before is None or after is None:
         return "reduced in one layout only"
@@ -236,7 +240,23 @@ def _other_arithmetic(before: Place | None, after: Place | None) -> str:
     if before.padded_numel != after.padded_numel or before.shard_dim != after.shard_dim:
         return "sharded differently"
     changes = ((before.op, after.op), (before.dtype, after.dtype))
-    return ", ".join(f"{x} → {y}" for x, y in changes if x != y)
+    found = [f"{x} → {y}" for x, y in changes if x != y]
+    return ", ".join([*found, *_other_algorithm(before, after, topology.restrict(before.ranks))])
+
+
+def _other_algorithm(before: Place, after: Place, group: Topology) -> Iterator[str]:
+    """Yields what to say if two reductions take different algorithms, or one whose order is not modelled."""
+    if group.algorithm != "auto":
+        return
+    choices = [
+        choose(group, place.collective, place.num_bytes // place.itemsize, place.itemsize, place.op)
+        for place in (before, after)
+    ]
+    names = [choice.algorithm for choice in choices]
+    if names[0] != names[1]:
+        yield f"{names[0]} → {names[1]}: {what_to_set(before.collective, choices[0])}"
+    elif names[0] not in ("ring", "tree"):
+        yield f"the order of {names[0]} is not modelled"
 
 
 def _reordered(before: Place, after: Place, topology: Topology) -> Iterator[tuple[int, int]]:
@@ -254,10 +274,12 @@ def _reordered(before: Place, after: Place, topology: Topology) -> Iterator[tupl
             yield start, stop
 
 
-def _runs(place: Place, group: Topology) -> list[tuple[int, int, tuple[int, ...]]]:
+def _runs(place: Place, group: Topology) -> list[tuple[int, int, Order]]:
     """Returns (start, stop, order) of the elements of a gradient, counted from its first."""
     count, first = place.num_bytes // place.itemsize, place.offset // place.itemsize
-    parts: Sequence[ReductionPart] = reduction_parts(group, place.collective, count, place.itemsize)
+    parts: Sequence[ReductionPart] = reduction_parts(
+        group, place.collective, count, place.itemsize, op=place.op
+    )
     runs = ((part.start - first, part.stop - first, part.order) for part in parts)
     last = place.padded_numel
     return [

@@ -127,7 +127,8 @@ class NCCLSimProcessGroup(RingProcessGroup, GlooProcessGroup):
         offset: int = 0,
     ) -> Tensor:
         topology = self.topology
-        parts = reduction_parts(topology, collective, count, contributions[0].element_size(), destination)
+        size = contributions[0].element_size()
+        parts = reduction_parts(topology, collective, count, size, destination, op)
         return reduce_parts(contributions, parts, topology, op, factor=factor, offset=offset)
 
 

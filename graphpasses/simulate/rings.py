@@ -8,12 +8,16 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from graphpasses.errors import TopologyError
+from graphpasses.simulate.hardware import UNKNOWN_HARDWARE, Hardware
 
-__all__ = ["Mode", "Protocol", "Ring", "Topology", "default_topology", "rings"]
+__all__ = ["Algorithm", "Mode", "Protocol", "Ring", "Topology", "Tree", "default_topology", "rings"]
 
 Ring = tuple[int, ...]
+Tree = tuple[tuple[int, ...], ...]
+"""Of each rank its children, in the order in which it adds what they have summed."""
 Mode = Literal["shared", "rail", "cross_nic", "explicit"]
-Protocol = Literal["simple", "ll", "ll128"]
+Protocol = Literal["simple", "ll", "ll128", "auto"]
+Algorithm = Literal["ring", "tree", "auto"]
 
 
 @dataclass(frozen=True)
@@ -26,16 +30,22 @@ class Topology:
         mode: which rings NCCL's search finds. ``"shared"``: every channel visits the ranks in order, as on
             one node with NVSwitch. ``"rail"``: each NIC serves the GPU with the same number on every node, so
             ring c enters and leaves a node next to GPU c. ``"cross_nic"``: a ring enters a node by one NIC
-            and leaves by another (``NCCL_CROSS_NIC=1``). ``"explicit"``: ``explicit_rings``.
+            and leaves by another, which neighbouring nodes do in opposite directions (``NCCL_CROSS_NIC=2``, the
+            default, where the search finds nothing better; 1 does it without opposite directions, from 2.26 on).
+            ``"explicit"``: ``explicit_rings``.
             Within one node there is no NIC to choose: ``"rail"`` and ``"cross_nic"`` are ``"shared"`` there.
         explicit_rings: rings of mode ``"explicit"``, each a permutation of the ranks.
         num_channels: channels of the communicator ("16 coll channels" in the log).
         num_search_rings: rings that the search found, which the channels repeat; None for one per GPU of a
             node, or all explicit rings.
-        protocol: ``"simple"``, ``"ll"`` or ``"ll128"``.
+        protocol: ``"simple"``, ``"ll"`` or ``"ll128"``; ``"auto"``: what NCCL takes, see
+            :func:`graphpasses.simulate.choose`.
         fused_avg: whether a bf16 AVG multiplies and adds with one rounding (sm_90 and later) or two (sm_80).
-        min_channel_traffic: bytes of traffic below which work is not split further; 32 KiB in NCCL 2.30,
-            16 KiB in 2.28 (``MinTrafficPerChannel``).
+        min_channel_traffic: bytes of traffic below which work is not split further (``MinTrafficPerChannel``); None:
+            32 KiB, or 16 KiB where ``hardware`` has an NCCL before 2.29.
+        algorithm: ``"ring"``; ``"tree"``: all-reduces take trees, the rest rings; ``"auto"``: what NCCL takes.
+        explicit_trees: trees of the channels, repeated, where they do not follow from the other fields.
+        hardware: what NCCL compares by, for ``"auto"``; what it leaves open is assumed.
 
     Raises:
         TopologyError: the fields contradict each other.
@@ -55,11 +65,15 @@ class Topology:
     num_search_rings: int | None = None
     protocol: Protocol = "simple"
     fused_avg: bool = True
-    min_channel_traffic: int = 32 * 1024
+    min_channel_traffic: int | None = None
+    algorithm: Algorithm = "ring"
+    explicit_trees: tuple[Tree, ...] = ()
+    hardware: Hardware = UNKNOWN_HARDWARE
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, get_args(Mode))
         _check_choice("protocol", self.protocol, get_args(Protocol))
+        _check_choice("algorithm", self.algorithm, get_args(Algorithm))
         for name in ("num_ranks", "gpus_per_node", "num_channels", "num_search_rings", "min_channel_traffic"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -81,6 +95,21 @@ class Topology:
                     f"explicit ring {index} is {list(ring)}, "
                     f"not a permutation of the ranks 0 to {self.num_ranks - 1}"
                 )
+
+        for index, tree in enumerate(self.explicit_trees):
+            children = [child for each in tree for child in each]
+            is_tree = len(tree) == self.num_ranks == len(children) + 1 == len({*children}) + 1
+            if not is_tree or not {*children} <= {*range(self.num_ranks)} or not _reaches_all(tree):
+                raise TopologyError(
+                    f"explicit tree {index} is {list(tree)}, not a tree of the ranks 0 to {self.num_ranks - 1}: "
+                    "of each rank its children, each rank but one once"
+                )
+
+    @property
+    def cell_traffic(self) -> int:
+        """``min_channel_traffic``, or that of the hardware's NCCL."""
+        default = (32 if self.hardware.at_least(2, 29) else 16) * 1024
+        return default if self.min_channel_traffic is None else self.min_channel_traffic
 
     @property
     def num_nodes(self) -> int:
@@ -129,10 +158,13 @@ class Topology:
                 gpus_per_node=size,
                 mode="shared",
                 explicit_rings=(),
+                explicit_trees=(),
                 num_search_rings=None,
             )
         if self.mode != "explicit" and _fills_nodes(nodes, num_local):
-            return replace(self, num_ranks=size, gpus_per_node=num_local, num_search_rings=None)
+            return replace(
+                self, num_ranks=size, gpus_per_node=num_local, explicit_trees=(), num_search_rings=None
+            )
         local = {rank: index for index, rank in enumerate(ranks)}
         kept = tuple(tuple(local[rank] for rank in ring if rank in local) for ring in _search_rings(self))
         return replace(
@@ -141,6 +173,7 @@ class Topology:
             gpus_per_node=num_local if _fills_nodes(nodes, num_local) else 1,
             mode="explicit",
             explicit_rings=kept,
+            explicit_trees=(),
             num_search_rings=None,
         )
 
@@ -212,6 +245,16 @@ def _gpus_of_node(topology: Topology, index: int, node: int) -> list[int]:
         step = -1 if index % 2 == node % 2 else 1
     num_gpus = topology.gpus_per_node
     return [(first + step * position) % num_gpus for position in range(num_gpus)]
+
+
+def _reaches_all(tree: Tree) -> bool:
+    """Whether all ranks hang from the one that is nobody's child."""
+    level = [rank for rank in range(len(tree)) if not any(rank in each for each in tree)]
+    num_found = len(level)
+    while level:
+        level = [child for rank in level for child in tree[rank]]
+        num_found += len(level)
+    return num_found == len(tree)
 
 
 def _fills_nodes(nodes: Sequence[int], num_local: int) -> bool:

@@ -70,7 +70,7 @@ class ThreadProcessGroup(RingProcessGroup):
 
     def _reduce_to(self, root: int, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
         def reduce(flats: Sequence[Tensor]) -> list[Tensor]:
-            parts = reduction_parts(self.topology, "reduce", len(flat), flat.element_size(), root)
+            parts = reduction_parts(self.topology, "reduce", len(flat), flat.element_size(), root, op)
             return [reduce_parts(flats, parts, self.topology, op, factor=factor)] * len(flats)
 
         return self._reduce_all(f"reduce to rank {self._ranks[root]}", flat, op, reduce)

@@ -36,3 +36,34 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert app.main(["simulate", *options]) == 2
     assert capsys.readouterr().err.startswith(f"graphpasses: {message}")
+
+
+def test_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "16", "--algorithm", "auto", "--protocol", "auto", "--nccl-version", "2.28"]
+    assert app.main(["simulate", *options, "--num-elements", "10000", "--compute-capability", "90"]) == 0
+    _, title, header, ring, assumed, hint, *_ = capsys.readouterr().out.splitlines()
+    assert title == "NCCL takes ring ll for avg, by the model, in microseconds:"
+    assert header.split() == ["algorithm", "ll", "ll128", "simple"]
+    # LL, 14 steps in nodes and one between them, 320,000 bytes at 39 GB/s (Intel): 6.6 + 14 + 2.7 + 320 / 41.6.
+    assert ring.split() == ["ring", "31.0", "←", "45.6", "70.9"]
+    assert assumed.startswith(
+        "assumed, since nothing says it: intra_bandwidth 40.0 GB/s, inter_bandwidth 40.0 GB/s, "
+    )
+    assert "NCCL_DEBUG_SUBSYS=INIT,TUNING" in hint
+
+
+def test_what_is_not_modelled_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--ranks", "8", "--collective", "all_reduce", "--op", "sum", "--num-elements", "64000000"]
+    options += ["--algorithm", "auto", "--protocol", "auto"]
+    assert app.main(["simulate", *options]) == 0
+    assert "NCCL takes NVLS for all_reduce (sum)" in " ".join(capsys.readouterr().out.split())
+    assert app.main(["simulate", *options, "--json", "--env", "NCCL_ALGO=allreduce:ring"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["choice"]["algorithm"], data["refused"]) == ("ring", "")
+
+
+def test_unknown_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert app.main(["simulate", "--env", "NCCL_ALGOS=ring"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "graphpasses: --env does not know NCCL_ALGOS; it knows NCCL_ALGO, "
+    )

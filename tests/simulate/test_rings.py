@@ -72,7 +72,15 @@ def test_default_topology(num_ranks: int) -> None:
             {"mode": "ring"},
             'mode is "ring"; it must be one of "shared", "rail", "cross_nic", "explicit"',
         ),
-        ({"protocol": "LL"}, 'protocol is "LL"; it must be one of "simple", "ll", "ll128"'),
+        ({"protocol": "LL"}, 'protocol is "LL"; it must be one of "simple", "ll", "ll128", "auto"'),
+        ({"algorithm": "nvls"}, 'algorithm is "nvls"; it must be one of "ring", "tree", "auto"'),
+        (
+            {"explicit_trees": (((1,), (2,), (3,), ()), ((1, 2), (), (), (3,)))},
+            (
+                "explicit tree 1 is [(1, 2), (), (), (3,)], not a tree of the ranks 0 to 3: of each rank its "
+                "children, each rank but one once"
+            ),
+        ),
         ({"mode": "explicit"}, 'mode "explicit" needs explicit_rings'),
         (
             {"explicit_rings": ((0, 1, 2, 3),)},

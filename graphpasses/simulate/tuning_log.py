@@ -1,0 +1,123 @@
+"""What a log with ``NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING`` says of NCCL's choices."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from graphpasses.errors import TopologyError
+
+__all__ = ["TuningLog", "parse_tuning_log"]
+
+_FUNCTIONS = {"Reduce": "reduce", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce"}
+_ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
+_PROTOCOLS = ("ll", "ll128", "simple")
+# "  Algorithm   |                 Tree   …   |", then "    AllReduce |    6.8/  20.0 |    14.0/ …".
+_HEAD = re.compile(r"Algorithm +\|(.*)\|")
+_ROW = re.compile(r"\b(Reduce|ReduceScatter|AllReduce) \|((?: *[\d.]+/ *[\d.]+ \|)+)")
+_CELL = re.compile(r"([\d.]+)/ *([\d.]+) \|")
+# NCCL 2.23 prints numbers and bytes of the larger buffer, later ones names and bytes of one rank's part.
+_CHOICE = re.compile(
+    r"\b(Reduce|ReduceScatter|AllReduce): (\d+) Bytes -> Algo (\w+) proto (\w+)( time| channel\{Lo\.\.Hi\})"
+)
+
+
+@dataclass(frozen=True)
+class TuningLog:
+    """Choices and costs of one communicator; see :func:`parse_tuning_log`.
+
+    Args:
+        table: collective, algorithm, protocol, latency (µs) and bandwidth (GB/s; 0: not to be taken), rounded to a
+            tenth by NCCL.
+        choices: collective, bytes, whether they are those of the larger buffer, algorithm and protocol.
+    """
+
+    table: tuple[tuple[str, str, str, float, float], ...]
+    choices: tuple[tuple[str, int, bool, str, str], ...]
+
+    def costs(self, collective: str) -> dict[tuple[str, str], tuple[float, float]]:
+        """Returns latency and bandwidth by algorithm and protocol; {} if the log has no table.
+
+        Args:
+            collective: which one.
+        """
+        return {(each[1], each[2]): each[3:] for each in self.table if each[0] == collective}
+
+    def choice(self, collective: str, num_bytes: int, num_bytes_in_all: int) -> tuple[str, str] | None:
+        """Returns the algorithm and protocol that were taken for a size; None if there was none of it.
+
+        Args:
+            collective: which one.
+            num_bytes: of one rank's part.
+            num_bytes_in_all: of the larger of input and output.
+        """
+        for name, size, is_larger, algorithm, protocol in self.choices:
+            if name == collective and size == (num_bytes_in_all if is_larger else num_bytes):
+                return algorithm, protocol
+        return None
+
+
+def parse_tuning_log(text: str) -> TuningLog | None:
+    """Reads NCCL's table of costs, and what it took for which size.
+
+    Args:
+        text: output of a run with ``NCCL_DEBUG=INFO`` and ``TUNING`` among the ``NCCL_DEBUG_SUBSYS``; of the
+            table one communicator's. Repeated lines are allowed if they agree.
+
+    Returns:
+        None if the text has neither.
+
+    Raises:
+        TopologyError: two tables that contradict each other, or two choices for one size: lines do not name the
+            reduction, so a SUM and an AVG of one size cannot be told apart.
+
+    Example:
+        >>> log = parse_tuning_log("AllReduce: 4096 Bytes -> Algo TREE proto LL channel{Lo..Hi}={0..0}")
+        >>> log.choice("all_reduce", 4096, 4096)
+        ('tree', 'll')
+
+    Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoTuneModel``) and ``src/enqueue.cc`` (``topoGetAlgoInfo`` of 2.23,
+    ``scheduleCollTasksToPlan`` of 2.24 and later).
+    """
+    table: dict[tuple[str, str, str], tuple[float, float]] = {}
+    choices: dict[tuple[str, int, bool], tuple[str, str]] = {}
+    algorithms: list[str] = []
+    for line in text.splitlines():
+        if head := _HEAD.search(line):
+            algorithms = [_snake(name) for name in re.findall(r"\w+", head[1])]
+        elif row := _ROW.search(line):
+            cells = zip(_names(algorithms), _CELL.findall(row[2]), strict=False)
+            for (algorithm, protocol), (latency, bandwidth) in cells:
+                key, value = (_FUNCTIONS[row[1]], algorithm, protocol), (float(latency), float(bandwidth))
+                if table.setdefault(key, value) != value:
+                    raise TopologyError(
+                        f"the log has two costs of {', '.join(key)}, {table[key]} and {value}; "
+                        "keep the lines of one communicator"
+                    )
+        elif found := _CHOICE.search(line):
+            function, size, algorithm, protocol, rest = found.groups()
+            if rest == " time":
+                algorithm, protocol = _ALGORITHMS[int(algorithm)], _PROTOCOLS[int(protocol)]
+            taken = algorithm.lower(), protocol.lower()
+            seen = choices.setdefault((_FUNCTIONS[function], int(size), rest == " time"), taken)
+            if seen != taken:
+                raise TopologyError(
+                    f"the log has two choices for {_FUNCTIONS[function]} of {size} bytes, {' '.join(seen)} and "
+                    f"{' '.join(taken)}; keep the lines of one communicator and one reduction"
+                )
+    if not table and not choices:
+        return None
+    return TuningLog(
+        tuple((*key, *value) for key, value in table.items()),
+        tuple((*key, *value) for key, value in choices.items()),
+    )
+
+
+def _names(algorithms: list[str]) -> list[tuple[str, str]]:
+    return [(algorithm, protocol) for algorithm in algorithms for protocol in _PROTOCOLS]
+
+
+def _snake(name: str) -> str:
+    return {"CollNetDirect": "collnet_direct", "CollNetChain": "collnet_chain", "NVLSTree": "nvls_tree"}.get(
+        name, name.lower()
+    )
