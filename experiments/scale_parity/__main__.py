@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -29,6 +30,7 @@ def main(
     out: Path = Path("runs/scale_parity"),
     only: Only = "",
     workers: int = os.cpu_count() or 1,
+    chosen_protocols: bool = False,
 ) -> int:
     """Trains two language models on simulated clusters: with eager FSDP2, and as graphs packed in several orders.
 
@@ -44,9 +46,12 @@ def main(
         out: folder for the run files; look into any two with `graphpasses compare A B`.
         only: play only the cases whose name contains this, e.g. "gpt, 64".
         workers: processes, each of which plays a run at a time.
+        chosen_protocols: with the protocol that NCCL would choose for each reduction, by its cost model on assumed
+            hardware, in place of Simple for all. A control that has eager's bits then is named as wrong in the table.
     """
     try:
-        selected = select([case for num in ranks for case in cases(num, gpus_per_node)], only)
+        protocol: Literal["simple", "auto"] = "auto" if chosen_protocols else "simple"
+        selected = select([case for num in ranks for case in cases(num, gpus_per_node, protocol)], only)
         for case in selected:
             Topology(**case.topology)
     except GraphPassesError as error:

@@ -43,16 +43,20 @@ class Case:
         num_ranks: ranks of the cluster.
         mode: rings of the cluster.
         gpus_per_node: GPUs of each node.
+        protocol: NCCL's protocol, or "auto": what it would choose for each reduction. The algorithm is the ring,
+            which NCCL takes for every AVG reduce-scatter.
     """
 
     model: str
     num_ranks: int
     mode: Literal["rail", "cross_nic"]
     gpus_per_node: int = 8
+    protocol: Literal["simple", "auto"] = "simple"
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.num_ranks} ranks, {self.mode}"
+        chosen = ", chosen protocols" if self.protocol == "auto" else ""
+        return f"{self.model}, {self.num_ranks} ranks, {self.mode}{chosen}"
 
     @property
     def controls(self) -> tuple[str, ...]:
@@ -71,16 +75,24 @@ class Case:
 
     @property
     def topology(self) -> dict[str, Any]:
-        return {"num_ranks": self.num_ranks, "gpus_per_node": self.gpus_per_node, "mode": self.mode}
+        return {
+            "num_ranks": self.num_ranks,
+            "gpus_per_node": self.gpus_per_node,
+            "mode": self.mode,
+            "protocol": self.protocol,
+        }
 
 
-def cases(num_ranks: int, gpus_per_node: int) -> Iterator[Case]:
+def cases(
+    num_ranks: int, gpus_per_node: int, protocol: Literal["simple", "auto"] = "simple"
+) -> Iterator[Case]:
     """Yields every model on every kind of rings.
 
     Args:
         num_ranks: ranks of the cluster.
         gpus_per_node: GPUs of each node.
+        protocol: see :class:`Case`.
     """
     for model in MODELS:
         for mode in ("rail", "cross_nic"):
-            yield Case(model, num_ranks, mode, gpus_per_node)
+            yield Case(model, num_ranks, mode, gpus_per_node, protocol)

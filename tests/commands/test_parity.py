@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from graphpasses.commands import app
+from graphpasses.commands.cluster_options import known_fields
 from graphpasses.parity import read_run
 from graphpasses.simulate import Topology
 
@@ -54,7 +55,7 @@ def test_equal_on_ranks_with_shards_of_several_shapes(task: Path, capsys: pytest
     eager, graph = (read_run(f"runs/parity/{name}.jsonl") for name in ("eager", "graph"))
     assert (eager.header.model, eager.header.seed, eager.header.run) == ("two layers", 3, "eager FSDP2")
     assert eager.header.layouts == graph.header.layouts
-    assert Topology(**{**eager.header.topology, "explicit_rings": ()}) == Topology(8, gpus_per_node=4)
+    assert Topology(**known_fields({**eager.header.topology}, 8), num_ranks=8) == Topology(8, gpus_per_node=4)
 
 
 def test_hybrid_sharding(task: Path, capsys: pytest.CaptureFixture[str]) -> None:

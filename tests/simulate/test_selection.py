@@ -40,7 +40,10 @@ def test_lists(text: str, all_reduce: str, broadcast: str) -> None:
     [
         (
             "ll;simple",
-            'NCCL_PROTO="ll;simple": entry "simple" names no function; all but the first need one, as in allreduce:ll',
+            (
+                'NCCL_PROTO="ll;simple": entry "simple" names no function; all but the first need one, '
+                "as in allreduce:ll"
+            ),
         ),
         (
             ";ll",
