@@ -1,13 +1,13 @@
-"""The mode that a graph's fake values were made in, and quick fake results of simple operators."""
+"""The mode that a graph's fake values were made in, and what operators see of fake tensors."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -18,15 +18,14 @@ from torch._decomp import decomposition_table
 # Of a step that is being traced. Tested: 2.13.
 from torch._guards import active_fake_mode
 
-# FakeTensor, in_kernel_invocation_manager: a fake tensor stands for its meta tensor inside, so that an operator's own
-# meta kernel runs at once; dispatched to the mode, it takes ten times as long. Tested: 2.13.
+# in_kernel_invocation_manager: a fake tensor stands for its meta tensor inside. Tested: 2.13.
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 __all__ = [
+    "FakeFacts",
     "active_fake_mode",
     "facts_of_fake",
-    "fake_call",
     "fake_mode_of",
     "fake_tensors_of",
     "is_fake",
@@ -34,26 +33,22 @@ __all__ = [
     "watched_in_other_threads",
 ]
 
-aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 
-# What FakeTensorMode does by running the meta kernel alone, with the device of the inputs.
-_BY_META_KERNEL = frozenset(
-    {
-        aten._chunk_cat.default,
-        aten._to_copy.default,
-        aten.cat.default,
-        aten.div.Scalar,
-        aten.reshape.default,
-        aten.split_with_sizes.default,
-        aten.split_with_sizes_copy.default,
-        aten.view.default,
-        aten.view.dtype,
-        collectives.all_gather_into_tensor.default,
-        collectives.all_reduce.default,
-        collectives.reduce_scatter_tensor.default,
-        collectives.wait_tensor.default,
-    }
-)
+
+class FakeFacts(NamedTuple):
+    """What operators can see of a fake tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    is_conj: bool
+    is_neg: bool
+    is_inference: bool
 
 
 def fake_mode_of(*values: Any) -> FakeTensorMode | None:
@@ -79,7 +74,7 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def facts_of_fake(value: Any) -> tuple[Any, ...] | None:
+def facts_of_fake(value: Any) -> FakeFacts | tuple[Any, ...] | None:
     """Returns what operators can see of a fake value; None if that is not all here, as of symbolic sizes.
 
     Args:
@@ -95,7 +90,7 @@ def facts_of_fake(value: Any) -> tuple[Any, ...] | None:
     num_bytes = value.untyped_storage().nbytes()
     if type(num_bytes) is not int:  # also of a part of known size
         return None
-    return (
+    return FakeFacts(
         value.shape,
         value.stride(),
         value.storage_offset(),
@@ -118,28 +113,6 @@ def fake_tensors_of(mode: FakeTensorMode, generation: int | None = None) -> list
     """
     objects = gc.get_objects(generation)
     return [each for each in objects if type(each) is FakeTensor and each.fake_mode is mode]
-
-
-def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Calls an operator on fake tensors, as under their mode.
-
-    Args:
-        mode: of the fake tensors.
-        target: the operator.
-        args: its arguments.
-        kwargs: its keyword arguments; the quick way knows ``dtype``.
-    """
-    if target in _BY_META_KERNEL and kwargs.keys() <= {"dtype"}:
-        tensors = list(_tensors(args))
-        if tensors and all(map(_is_plain, tensors)) and len({tensor.device for tensor in tensors}) == 1:
-            with in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
-                result = target(*args, **kwargs)
-            device = tensors[0].device
-            if isinstance(result, torch.Tensor):
-                return FakeTensor(mode, result, device)
-            return [FakeTensor(mode, part, device) for part in result]
-    with mode:
-        return target(*args, **kwargs)
 
 
 # Operators whose decompositions, of which torch makes fake results, give other strides than their kernels. Each was
@@ -262,14 +235,6 @@ def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
     if value.shape != like.shape:
         return value.contiguous()
     return value.contiguous(memory_format=torch._prims_common.suggest_memory_format(like))
-
-
-def _tensors(args: Any) -> Iterator[Any]:
-    for arg in args:
-        if isinstance(arg, (list, tuple)):
-            yield from _tensors(arg)
-        elif isinstance(arg, (torch.Tensor, torch.SymInt)):
-            yield arg
 
 
 def _is_plain(value: Any) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch.fake_mode import fake_call, fake_mode_of
+from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses._torch.fake_results import fake_call
 from graphpasses._torch.schemas import returns_alias
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.graph.nodes import freeze, memories
