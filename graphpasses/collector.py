@@ -14,7 +14,8 @@ def paused_collector() -> Iterator[None]:
     """Pauses Python's garbage collector, and leaves it as it was.
 
     It runs whenever many objects were made, and then looks at all that are alive: with a large model traced, that
-    takes longer than what the block does.
+    takes longer than what the block does. What the block made counts as old: the collector, on again, would look at
+    all of it twice before, though a graph lives on.
 
     Example:
         >>> import gc
@@ -30,4 +31,29 @@ def paused_collector() -> Iterator[None]:
         yield
     finally:
         if is_enabled:
+            _OLD.add_young()
             gc.enable()
+
+
+class _OldObjects:
+    """The objects that the collector looks at when it collects all, which it does the later the more there are."""
+
+    def __init__(self) -> None:
+        self._num_added = 0  # since the last collection of all
+        self._num_collections = 0
+
+    def add_young(self) -> None:
+        """Counts all objects as old, and collects all once there are many that Python does not know it has added."""
+        if gc.get_freeze_count():  # someone has taken objects out of the collector's sight, for good
+            return
+        if (num_collections := gc.get_stats()[-1]["collections"]) != self._num_collections:
+            self._num_added, self._num_collections = 0, num_collections
+        self._num_added += gc.get_count()[0]
+        gc.freeze()
+        gc.unfreeze()
+        if self._num_added > _MAX_ADDED:
+            gc.collect()
+
+
+_MAX_ADDED = 2_000_000  # a large model's step has a fifth of that
+_OLD = _OldObjects()

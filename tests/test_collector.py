@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from graphpasses import collector
 from graphpasses.capture import capture_train_step
 from graphpasses.collector import paused_collector
 from graphpasses.graph import TrainGraph
@@ -32,6 +33,40 @@ def test_it_is_as_it_was(is_enabled: bool) -> None:
     with pytest.raises(ZeroDivisionError), paused_collector():
         raise ZeroDivisionError
     assert gc.isenabled() is is_enabled
+
+
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_the_block_makes_is_old() -> None:
+    gc.collect()
+    with paused_collector():
+        made = [Cycle() for _ in range(3)]
+    assert [each for each in gc.get_objects(generation=2) if type(each) is Cycle] == made
+    assert not gc.get_freeze_count()
+    gc.freeze()
+    try:
+        with paused_collector():
+            made.append(Cycle())
+        assert gc.get_freeze_count()  # still out of the collector's sight
+    finally:
+        gc.unfreeze()
+
+
+def test_garbage_of_many_blocks_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_MAX_ADDED", 10_000)
+    gc.collect()
+    most = 0
+    for _ in range(10):
+        with paused_collector():
+            for _ in range(3_000):
+                Cycle()
+        most = max(most, sum(type(each) is Cycle for each in gc.get_objects()))
+    assert 3_000 <= most <= 10_000
 
 
 class Look(GraphPass):

@@ -85,8 +85,8 @@ def _python_code(graph: fx.Graph, root_module: str) -> PythonCode:
             line = f"return {_text(node.args[0])}"
         else:
             raise _UnknownCodeError
-        if freed[node] and node.op != "output":
-            line += f";  {' = '.join(freed[node])} = None"
+        if (names := freed.get(node)) and node.op != "output":
+            line += f";  {' = '.join(names)} = None"
         lines.append(f"    {line}\n")
         indices.append(index)
     head = graph._codegen.gen_fn_def(parameters, "")
@@ -105,15 +105,17 @@ def _check_names(nodes: list[fx.Node], reserved: set[str]) -> None:
 
 
 def _freed_after(nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
-    """Returns the names of the values that are not read after each call."""
+    """Returns the names of the values that are not read after each call after which there are some."""
     read: set[fx.Node] = set()
     freed = {}
     for node in reversed(nodes):
-        inputs = node.all_input_nodes
-        freed[node] = [each.name for each in inputs if each not in read]
-        read.update(inputs)
+        inputs = node._input_nodes
+        names = [] if read.issuperset(inputs) else [each.name for each in inputs if each not in read]
         if not node.users:
-            freed[node].append(node.name)
+            names.append(node.name)
+        if names:
+            read.update(inputs)
+            freed[node] = names
     return freed
 
 
@@ -127,11 +129,11 @@ def _call(target: Any) -> str:
 
 
 def _call_text(call: str, node: fx.Node) -> str:
-    args = [value.name if type(value) is fx.Node else _text(value) for value in node.args]
+    args = [value.name if type(value) is fx.Node else _text(value) for value in node._args]
     if call in _OPERATORS:
         return call.format(*args)
-    if node.kwargs:
-        args += [f"{name} = {_text(value)}" for name, value in node.kwargs.items()]
+    if kwargs := node._kwargs:
+        args += [f"{name} = {_text(value)}" for name, value in kwargs.items()]
     return f"{call}({', '.join(args)})"
 
 
@@ -142,6 +144,8 @@ def _text(value: Any) -> str:
     if kind in _LITERALS:
         return repr(value)
     if isinstance(value, list):
+        if _LITERALS.issuperset(map(type, value)):
+            return list.__repr__(value)
         return f"[{', '.join([_text(each) for each in value])}]"
     if kind is tuple:
         return f"({', '.join([_text(each) for each in value])}{',' if len(value) == 1 else ''})"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from functools import cache
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -42,7 +45,7 @@ class LargeGraph(fx.Graph):
             return super().create_node(op, target, args, kwargs, *rest, **names)
         graph: Any = self
         namespace = graph._graph_namespace
-        name = namespace.create_name(self._target_to_str(target), None)
+        name = namespace.create_name(_name_of(self, target), None)
         node = fx.Node(self, name, op, target, args or (), kwargs or {})
         namespace.associate_name_with_obj(name, node)
         graph._insert(node)
@@ -61,12 +64,26 @@ class LargeGraph(fx.Graph):
         return super().python_code(root_module, **options) if code is None else code
 
 
+def _name_of(graph: Any, target: Any) -> str:
+    """Returns what calls of a target are named, but for their numbers."""
+    lives_on = isinstance(target, (torch._ops.OpOverload, BuiltinFunctionType))
+    return _operator_name(target) if lives_on else graph._target_to_str(target)
+
+
+@cache
+def _operator_name(target: Any) -> str:
+    graph: Any = fx.Graph()
+    return re.sub(r"\W+", "_", graph._target_to_str(target), flags=re.ASCII)
+
+
 def _are_plain(args: Any, kwargs: Any) -> bool:
     """Whether arguments of a call hold nothing but nodes and plain values."""
-    return (not args or type(args) is tuple) and all(
-        type(value) in _PLAIN or (isinstance(value, list) and all(type(each) in _PLAIN for each in value))
-        for value in (*(args or ()), *(kwargs or {}).values())
-    )
+    if args and type(args) is not tuple:
+        return False
+    for value in (*(args or ()), *(kwargs or {}).values()):
+        if type(value) not in _PLAIN and not (isinstance(value, list) and _PLAIN.issuperset(map(type, value))):
+            return False
+    return True
 
 
 def is_in_order(nodes: Iterable[fx.Node]) -> bool:
@@ -114,13 +131,18 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
     """
     result = LargeGraph()
     graph: Any = result
+    insert, table = graph._root._prepend, graph._find_nodes_lookup_table.table
+    tables: dict[tuple[str, int], dict[fx.Node, None]] = {}  # by id: operators' hashes take as long as all else
     values: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-        new = fx.Node(graph, node.name, node.op, node.target, args, kwargs, node.type)
+        op, target = node.op, node.target
+        args, kwargs = fx.node.map_arg((node._args, node._kwargs), values.__getitem__)
+        new = fx.Node(graph, node.name, op, target, args, kwargs, node.type)
         new.meta.update(node.meta)  # to set an attribute of a node looks it up in two tables
-        graph._insert(new)
-        graph._find_nodes_lookup_table.insert(new)
+        insert(new)
+        if (nodes := tables.get((op, id(target)))) is None:
+            nodes = tables[op, id(target)] = table[graph._find_nodes_lookup_table._key(new)]
+        nodes[new] = None
         values[node] = new
     graph._len = len(values)
     names: Any = source._graph_namespace
