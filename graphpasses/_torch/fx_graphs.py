@@ -19,7 +19,7 @@ from torch.fx.graph import PythonCode
 from graphpasses._torch.fx_code import quick_code
 from graphpasses.collector import paused_collector
 
-__all__ = ["LargeGraph", "changed_nodes", "copy_graph", "is_in_order", "lazy_module"]
+__all__ = ["LargeGraph", "called_targets", "changed_nodes", "copy_graph", "is_in_order", "lazy_module"]
 
 _PLAIN = frozenset({bool, float, int, str, torch.dtype, type(None), fx.Node})
 
@@ -84,6 +84,16 @@ def _are_plain(args: Any, kwargs: Any) -> bool:
         if type(value) not in _PLAIN and not (isinstance(value, list) and _PLAIN.issuperset(map(type, value))):
             return False
     return True
+
+
+def called_targets(graph: fx.Graph) -> list[Any]:
+    """Returns what the ``call_function`` nodes of a graph call, each once.
+
+    Args:
+        graph: the graph.
+    """
+    table = graph._find_nodes_lookup_table.table
+    return [target for (op, target), nodes in table.items() if op == "call_function" and nodes]
 
 
 def is_in_order(nodes: Iterable[fx.Node]) -> bool:

@@ -15,6 +15,8 @@ from graphpasses._torch.schemas import writes_arguments
 
 __all__ = ["KnownValues", "summary"]
 
+_INT = frozenset({int})
+
 
 class KnownValues:
     """The calls of a graph whose ``meta["val"]`` is known to be what they compute.
@@ -62,21 +64,22 @@ class KnownValues:
         Args:
             graph: the graph.
         """
+        are_alike = _Likeness()
         changed = changed_nodes(graph, self._records)
         found: dict[fx.Node, None] = {}
         for node in changed:
-            if not self._reads_alike(node):
+            if not self._reads_alike(node, are_alike):
                 found[node] = None
             *_, before = self._records.get(node, (None,))
             now = node.meta.get("val")
-            if before is not None and before is not now and not _are_alike(before, now):
+            if before is not None and not are_alike(before, now):
                 found.update(dict.fromkeys(node.users))
         for node in changed:
             if node not in found:
                 self.record(node)
         return [node for node in found if node.op == "call_function"]
 
-    def _reads_alike(self, node: fx.Node) -> bool:
+    def _reads_alike(self, node: fx.Node, are_alike: _Likeness) -> bool:
         """Whether a call differs from its record by nodes alone, whose values are those that it read."""
         if node not in self._records or writes_arguments(node.target) or "unbacked_bindings" in node.meta:
             return False
@@ -85,22 +88,24 @@ class KnownValues:
             target is node.target
             and value is not None
             and value is node.meta.get("val")
-            and self._are_arguments_alike(args, node.args)
-            and self._are_arguments_alike(kwargs, node.kwargs)
+            and self._are_arguments_alike(args, node.args, are_alike)
+            and self._are_arguments_alike(kwargs, node.kwargs, are_alike)
         )
 
-    def _are_arguments_alike(self, before: Any, now: Any) -> bool:
+    def _are_arguments_alike(self, before: Any, now: Any, are_alike: _Likeness) -> bool:
+        if before is now:
+            return True
         if isinstance(before, fx.Node) and isinstance(now, fx.Node):
-            return before is now or (
-                before in self._records and _are_alike(self._records[before][-1], now.meta.get("val"))
-            )
+            return before in self._records and are_alike(self._records[before][-1], now.meta.get("val"))
         if type(before) is not type(now):
             return False
         if isinstance(before, (list, tuple)):
-            return len(before) == len(now) and all(map(self._are_arguments_alike, before, now))
+            return len(before) == len(now) and all(
+                self._are_arguments_alike(*each, are_alike) for each in zip(before, now, strict=True)
+            )
         if isinstance(before, dict):
             return before.keys() == now.keys() and all(
-                self._are_arguments_alike(before[key], now[key]) for key in now
+                self._are_arguments_alike(before[key], now[key], are_alike) for key in now
             )
         return bool(before == now)
 
@@ -117,10 +122,19 @@ class KnownValues:
             self.record(node)
 
 
-def _are_alike(one: Any, two: Any) -> bool:
-    """Whether no operator could tell two fake values apart; False if that is not known."""
-    facts = facts_of_fake(one)
-    return facts is not None and facts == facts_of_fake(two)
+class _Likeness:
+    """Whether no operator could tell two fake values apart; False if that is not known. They live as long as this."""
+
+    def __init__(self) -> None:
+        self._facts: dict[int, Any] = {}  # by the values' ids: a value has several readers
+
+    def __call__(self, one: Any, two: Any) -> bool:
+        return one is two or ((facts := self._facts_of(one)) is not None and facts == self._facts_of(two))
+
+    def _facts_of(self, value: Any) -> Any:
+        if id(value) not in self._facts:
+            self._facts[id(value)] = facts_of_fake(value)
+        return self._facts[id(value)]
 
 
 def summary(value: Any) -> Any:
@@ -132,7 +146,8 @@ def summary(value: Any) -> Any:
     if type(value) is int:
         return value
     if isinstance(value, torch.Tensor):
-        return (summary(value.shape), value.dtype, value.device)
+        sizes = value.shape
+        return (tuple(sizes) if _INT.issuperset(map(type, sizes)) else summary(sizes), value.dtype, value.device)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value.node.expr  # to compare the values themselves would guard on them
     if isinstance(value, (list, tuple)):

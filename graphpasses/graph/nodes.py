@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fake_results import fake_call
+from graphpasses._torch.fx_graphs import called_targets
 from graphpasses._torch.schemas import given_arguments, writes_arguments
 
 __all__ = [
@@ -98,9 +99,7 @@ def writing_operators(graph: fx.Graph) -> frozenset[str]:
     Args:
         graph: an FX graph.
     """
-    # By their ids: operators' hashes take as long as all else.
-    targets = {id(node.target): node.target for node in graph.nodes if node.op == "call_function"}
-    return frozenset(str(target) for target in targets.values() if writes_arguments(target))
+    return frozenset(str(target) for target in called_targets(graph) if writes_arguments(target))
 
 
 def wait_of(launch: fx.Node) -> fx.Node:

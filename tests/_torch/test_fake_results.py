@@ -93,6 +93,18 @@ def test_each_call_has_a_memory_of_its_own(conjugate: bool) -> None:
     assert [each.is_conj() for each in (first, second)] == [False, False]
 
 
+def test_it_is_made_as_the_constructor_makes_it() -> None:
+    mode = FakeTensorMode()
+    from_real = mode.from_tensor(torch.nn.Parameter(torch.ones(6, 2)))
+    with mode:
+        plain, expected = torch.empty(6, 2), torch.empty(12)
+    for tensor in (from_real, plain):
+        made = fake_call(mode, aten.view.default, (tensor, [-1]), {})
+        assert made.__dict__ == expected.__dict__
+        assert torch._C._dispatch_keys(made).raw_repr() == torch._C._dispatch_keys(expected).raw_repr()
+        assert (made.requires_grad, made.is_leaf, made._is_view()) == (False, True, False)
+
+
 @pytest.mark.parametrize("number", [2, 2.0, True])
 def test_numbers_of_other_types_are_other_arguments(number: float) -> None:
     mode = FakeTensorMode()

@@ -238,7 +238,9 @@ class CoalesceGradReductions(GraphPass):
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of reductions that went."""
-        buckets = self.plan.resolve(graph.model) if self.plan is not None else ()
+        given = self.plan
+        accumulates = given is not None and any(entry.accumulates for entry in given.entries)
+        buckets = given.resolve(graph.model) if given is not None and accumulates else ()
         accumulated = frozenset(fqn for bucket in buckets if bucket.accumulates for fqn in bucket.fqns)
         plans, notes = _plan(graph, accumulated)
         for plan in plans:
