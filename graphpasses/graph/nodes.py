@@ -25,6 +25,7 @@ __all__ = [
     "WAIT",
     "argument",
     "collective_group",
+    "count_collectives",
     "fake_value",
     "find_collectives",
     "freeze",
@@ -91,6 +92,19 @@ def find_collectives(graph: fx.Graph) -> list[fx.Node]:
         for target in _COLLECTIVES
         for node in graph.find_nodes(op="call_function", target=target, sort=False)
     ]
+
+
+def count_collectives(graph: fx.Graph) -> dict[str, int]:
+    """Counts the functional collectives of a graph by the names of their operators.
+
+    Args:
+        graph: an FX graph.
+    """
+    counts = {
+        str(target).split(".")[1]: len(graph.find_nodes(op="call_function", target=target, sort=False))
+        for target in _COLLECTIVES
+    }
+    return {name: count for name, count in counts.items() if count}
 
 
 def writing_operators(graph: fx.Graph) -> frozenset[str]:

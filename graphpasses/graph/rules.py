@@ -11,7 +11,7 @@ from functools import cached_property
 
 from torch import fx
 
-from graphpasses._torch.fx_graphs import is_in_order
+from graphpasses._torch.fx_graphs import is_well_formed
 from graphpasses.graph.contract import Contract
 from graphpasses.graph.dynamo_graph import DynamoGraph
 from graphpasses.graph.known_values import KnownValues, summary
@@ -94,7 +94,7 @@ def _well_formed(checked: Checked) -> Iterator[Broken]:
     """Every value is read after it was computed, every name is one node's, and fx finds the graph sound."""
     graph = checked.graph
     # fx's own check takes ten times as long.
-    if graph.stage is not Stage.DYNAMO and _is_well_formed(graph.graph):
+    if graph.stage is not Stage.DYNAMO and is_well_formed(graph.graph):
         return
     try:
         graph.graph.lint()
@@ -102,13 +102,6 @@ def _well_formed(checked: Checked) -> Iterator[Broken]:
         yield Broken(f"left a malformed graph: {error}", error)
     if [*reversed(graph.graph.nodes)][::-1] != [*graph.graph.nodes]:
         yield Broken("left a malformed graph: a node was inserted before one that was erased")
-
-
-def _is_well_formed(graph: fx.Graph) -> bool:
-    nodes = [*graph.nodes]
-    if [*reversed(graph.nodes)] != nodes[::-1] or len({node.name for node in nodes}) < len(nodes):
-        return False
-    return is_in_order(nodes)
 
 
 def _described(checked: Checked) -> Iterator[Broken]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -16,7 +15,7 @@ from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.known_values import KnownValues, summary
-from graphpasses.graph.nodes import fake_value, find_collectives, storages, views
+from graphpasses.graph.nodes import count_collectives, fake_value, storages, views
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
 
@@ -356,8 +355,7 @@ class TrainGraph:
         Returns:
             E.g. ``{"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3}``.
         """
-        names = (str(node.target).split(".")[1] for node in find_collectives(self.graph))
-        return dict(Counter(names))
+        return count_collectives(self.graph)
 
 
 def _new_symbols(value: Any) -> Any:
