@@ -146,13 +146,16 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
     """
     result = LargeGraph()
     graph: Any = result
+    start = torch._C._NodeBase.__init__
     insert, table = graph._root._prepend, graph._find_nodes_lookup_table.table
     tables: dict[tuple[str, int], dict[fx.Node, None]] = {}  # by id: operators' hashes take as long as all else
     values: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         op, target = node.op, node.target
         args, kwargs = fx.node.map_arg((node._args, node._kwargs), values.__getitem__)
-        new = fx.Node(graph, node.name, op, target, args, kwargs, node.type)
+        new: Any = fx.Node.__new__(fx.Node)  # its constructor looks at the target again
+        start(new, graph, node.name, op, target, node.type)
+        new._update_args_kwargs(args, kwargs)
         new.meta.update(node.meta)  # to set an attribute of a node looks it up in two tables
         insert(new)
         if (nodes := tables.get((op, id(target)))) is None:
