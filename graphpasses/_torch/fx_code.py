@@ -64,41 +64,31 @@ def _python_code(graph: fx.Graph, root_module: str) -> PythonCode:
     empty.output(())
     outline = empty.python_code(root_module)  # has the global names that all code has
     _check_names(nodes, {root_module, *outline.globals, *keyword.kwlist, *dir(builtins)})
+    freed = _freed_after(nodes)
     calls: dict[int, str] = {}  # by id: operators' hashes take as long as all else
-    read: set[fx.Node] = set()
     parameters: list[str] = []
     lines: list[str] = []
     indices: list[int] = []
-    for index in range(len(nodes) - 1, -1, -1):  # from the end: after its last reader a value is freed
-        node = nodes[index]
-        op, name = node.op, node.name
-        if op == "placeholder":
-            if node.args or node.target != name:
+    for index, node in enumerate(nodes):
+        if node.op == "placeholder":
+            if node.args or node.target != node.name:
                 raise _UnknownCodeError
-            parameters.append(name)
+            parameters.append(node.name)
             continue
-        if op == "call_function" and "is_wrapped" not in node.meta:
-            target = node.target
-            if (call := calls.get(id(target))) is None:
-                call = calls[id(target)] = _call(target)
-            line = f"    {name} = {_call_text(call, node)}"
-        elif op == "get_attr" and all(map(str.isidentifier, node.target.split("."))):
-            line = f"    {name} = {root_module}.{node.target}"
-        elif op == "output":
-            line = f"    return {_text(node.args[0])}"
+        if node.op == "call_function" and "is_wrapped" not in node.meta:
+            if (call := calls.get(id(node.target))) is None:
+                call = calls[id(node.target)] = _call(node.target)
+            line = f"{node.name} = {_call_text(call, node)}"
+        elif node.op == "get_attr" and all(map(str.isidentifier, node.target.split("."))):
+            line = f"{node.name} = {root_module}.{node.target}"
+        elif node.op == "output":
+            line = f"return {_text(node.args[0])}"
         else:
             raise _UnknownCodeError
-        inputs = node._input_nodes
-        freed = [] if read.issuperset(inputs) else [each.name for each in inputs if each not in read]
-        read.update(inputs)
-        if not node.users:
-            freed.append(name)
-        if freed and op != "output":
-            line += f";  {' = '.join(freed)} = None"
-        lines.append(f"{line}\n")
+        if (names := freed.get(node)) and node.op != "output":
+            line += f";  {' = '.join(names)} = None"
+        lines.append(f"    {line}\n")
         indices.append(index)
-    for each in (parameters, lines, indices):
-        each.reverse()
     head = graph._codegen.gen_fn_def(parameters, "")
     lineno_map: dict[int, int | None] = dict(enumerate([*indices, indices[-1]], start=1))
     return PythonCode(
@@ -112,6 +102,21 @@ def _check_names(nodes: list[fx.Node], reserved: set[str]) -> None:
         raise _UnknownCodeError
     if not all(map(str.isidentifier, names)) or any([node.type is not None for node in nodes]):
         raise _UnknownCodeError
+
+
+def _freed_after(nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
+    """Returns the names of the values that are not read after each call after which there are some."""
+    read: set[fx.Node] = set()
+    freed = {}
+    for node in reversed(nodes):
+        inputs = node._input_nodes
+        names = [] if read.issuperset(inputs) else [each.name for each in inputs if each not in read]
+        if not node.users:
+            names.append(node.name)
+        if names:
+            read.update(inputs)
+            freed[node] = names
+    return freed
 
 
 def _call(target: Any) -> str:

@@ -81,7 +81,9 @@ def _are_plain(args: Any, kwargs: Any) -> bool:
     if args and type(args) is not tuple:
         return False
     for value in (*(args or ()), *(kwargs or {}).values()):
-        if type(value) not in _PLAIN and not (isinstance(value, list) and _PLAIN.issuperset(map(type, value))):
+        if type(value) not in _PLAIN and not (
+            isinstance(value, list) and _PLAIN.issuperset(map(type, value))
+        ):
             return False
     return True
 
@@ -148,7 +150,9 @@ def copy_graph(source: fx.Graph) -> fx.Graph:
     graph: Any = result
     start = torch._C._NodeBase.__init__
     insert, table = graph._root._prepend, graph._find_nodes_lookup_table.table
-    tables: dict[tuple[str, int], dict[fx.Node, None]] = {}  # by id: operators' hashes take as long as all else
+    tables: dict[
+        tuple[str, int], dict[fx.Node, None]
+    ] = {}  # by id: operators' hashes take as long as all else
     values: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
         op, target = node.op, node.target

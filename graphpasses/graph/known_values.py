@@ -147,7 +147,11 @@ def summary(value: Any) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         sizes = value.shape
-        return (tuple(sizes) if _INT.issuperset(map(type, sizes)) else summary(sizes), value.dtype, value.device)
+        return (
+            tuple(sizes) if _INT.issuperset(map(type, sizes)) else summary(sizes),
+            value.dtype,
+            value.device,
+        )
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value.node.expr  # to compare the values themselves would guard on them
     if isinstance(value, (list, tuple)):
