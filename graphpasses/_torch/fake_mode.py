@@ -88,12 +88,13 @@ def facts_of_fake(value: Any) -> FakeFacts | tuple[Any, ...] | None:
     if value.constant is not None or value.real_tensor is not None:
         return None
     num_bytes = value.untyped_storage().nbytes()
-    if type(num_bytes) is not int:  # also of a part of known size
+    offset = value.storage_offset()
+    if type(num_bytes) is not int or type(offset) is not int:  # also of a part of known size
         return None
     return FakeFacts(
         value.shape,
         value.stride(),
-        value.storage_offset(),
+        offset,
         num_bytes,
         value.dtype,
         value.device,

@@ -1,7 +1,7 @@
 """Quick fake results of simple operators.
 
-What an operator's meta kernel makes of tensors depends on their facts alone, and the layers of a model are alike: each
-call of a kind is made once, on meta tensors, and its result described; fake tensors are made of the description.
+What an operator's meta kernel makes of tensors depends on their facts alone, and the layers of a model are alike: a
+call is made once, on meta tensors, and its result described; fake tensors are made of the description.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-# FakeTensor: one that is made of a meta tensor has its memory. Dispatched to its mode, a call takes ten times as long.
-# Tested: 2.13.
+# FakeTensor: made of a meta tensor, it shares its memory. Dispatched to their mode, a call takes ten times as long.
+# `_make_subclass` is what its constructor calls. Tested: 2.13.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from graphpasses._torch.fake_mode import FakeFacts, facts_of_fake
@@ -85,7 +85,7 @@ def _key(argument: Any, tensors: list[FakeTensor]) -> Any:
     kind = type(argument)
     if kind is FakeTensor:
         facts = facts_of_fake(argument)
-        if facts is None or facts.is_conj or facts.is_neg:
+        if not isinstance(facts, FakeFacts) or facts.is_conj or facts.is_neg:
             raise _UnknownArgumentError
         tensors.append(argument)
         return facts
@@ -113,8 +113,8 @@ def _call_on_meta(target: Any, *keys: Any, **kwargs: Any) -> _Part | list[_Part]
         def part(value: torch.Tensor) -> _Part:
             memory = value.untyped_storage()
             number = numbers.setdefault(memory._cdata, len(numbers))
-            layout = value.storage_offset(), value.shape, value.stride()
-            return _Part(number, memory.nbytes(), value.dtype, *layout)
+            offset = int(value.storage_offset())
+            return _Part(number, memory.nbytes(), value.dtype, offset, value.shape, value.stride())
 
         return part(result) if isinstance(result, torch.Tensor) else [part(each) for each in result]
 
@@ -128,13 +128,15 @@ def _on_meta(key: Any, tensors: list[torch.Tensor]) -> Any:
 
 def _make(mode: FakeTensorMode, result: _Part | list[_Part], tensors: list[FakeTensor]) -> Any:
     memories = dict(enumerate([tensor.untyped_storage() for tensor in tensors]))
+    parts = [result] if isinstance(result, _Part) else result
     made = []
     with torch._C._DisableTorchDispatch():
-        for number, num_bytes, *layout in [result] if type(result) is _Part else result:
+        for number, num_bytes, dtype, offset, shape, stride in parts:
             if number not in memories:
                 memories[number] = _memory(num_bytes)
-            made.append(_fake(mode, _tensor(memories[number], *layout), tensors[0]))
-    return made[0] if type(result) is _Part else made
+            tensor = _tensor(memories[number], dtype, offset, shape, stride)
+            made.append(_fake(mode, tensor, tensors[0]))
+    return made[0] if isinstance(result, _Part) else made
 
 
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor, like: FakeTensor) -> FakeTensor:
@@ -142,7 +144,7 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, like: FakeTensor) -> FakeT
     state = like.__dict__
     if [name for name, value in state.items() if value is not None] != ["_fake_device", "fake_mode"]:
         return FakeTensor(mode, tensor, like.device)
-    # One that has nothing else, as the new one, whose constructor takes five times as long to say so.
+    # It has nothing else, nor has the new one, whose constructor takes five times as long to say so.
     device = state["_fake_device"]
     made = torch.Tensor._make_subclass(
         FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=device

@@ -100,7 +100,7 @@ def _check_names(nodes: list[fx.Node], reserved: set[str]) -> None:
     names = {node.name for node in nodes}
     if len(names) < len(nodes) or not names.isdisjoint(reserved) or not "".join(names).isascii():
         raise _UnknownCodeError
-    if not all(map(str.isidentifier, names)) or any([node.type is not None for node in nodes]):
+    if not all(map(str.isidentifier, names)) or any(node.type is not None for node in nodes):
         raise _UnknownCodeError
 
 
