@@ -85,7 +85,7 @@ def _key(argument: Any, tensors: list[FakeTensor]) -> Any:
     kind = type(argument)
     if kind is FakeTensor:
         facts = facts_of_fake(argument)
-        if not isinstance(facts, FakeFacts) or facts.is_conj or facts.is_neg:
+        if not isinstance(facts, FakeFacts) or facts.requires_grad or facts.is_conj or facts.is_neg:
             raise _UnknownArgumentError
         tensors.append(argument)
         return facts

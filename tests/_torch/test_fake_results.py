@@ -93,11 +93,22 @@ def test_each_call_has_a_memory_of_its_own(conjugate: bool) -> None:
     assert [each.is_conj() for each in (first, second)] == [False, False]
 
 
+@pytest.mark.parametrize("target", [aten.view.default, aten.reshape.default])
+def test_what_requires_a_gradient_is_recorded(target: Any) -> None:
+    mode = FakeTensorMode()
+    with mode:
+        tensor = torch.empty(6, 2, requires_grad=True)
+    for _ in range(2):
+        made = fake_call(mode, target, (tensor, [-1]), {})
+        assert (made.requires_grad, made.is_leaf) == (True, False)
+
+
 def test_it_is_made_as_the_constructor_makes_it() -> None:
     mode = FakeTensorMode()
     from_real = mode.from_tensor(torch.nn.Parameter(torch.ones(6, 2)))
     with mode:
         plain, expected = torch.empty(6, 2), torch.empty(12)
+    from_real = from_real.detach()
     for tensor in (from_real, plain):
         made = fake_call(mode, aten.view.default, (tensor, [-1]), {})
         assert made.__dict__ == expected.__dict__
