@@ -64,7 +64,8 @@ def diff(
 
     Lists the parameters whose elements change rings, how many elements do, and their places. With --sweep, also the
     numbers of ranks and channels at which the two layouts could differ at all. Where nothing is found, both layouts
-    reduce to the same bits. Where something is found, the bits may differ.
+    reduce to the same bits. Where something is found, the bits may differ. With --algorithm auto it also tells in
+    which buckets a PREMUL_SUM of eager's would take another algorithm than the second run's SUM.
 
     Exit codes: 0 no element would be added in another order, 1 some would, 2 the layouts cannot be compared.
 
@@ -78,7 +79,7 @@ def diff(
         json: Print one JSON object instead of text.
     """
     from graphpasses.fsdp.layout import at_world_size
-    from graphpasses.simulate import predict
+    from graphpasses.simulate import other_algorithms, predict
     from graphpasses.simulate import sweep as sweep_settings
     from graphpasses.terminal import add_row, make_console, plain_table
 
@@ -87,6 +88,7 @@ def diff(
     if topology.num_ranks != header.world_size:
         a, b = (at_world_size(layout, topology.num_ranks) for layout in (a, b))
     prediction = predict(a, b, topology)
+    others = other_algorithms(b, topology)
     sizes = [num for num in _SIZES if num % topology.gpus_per_node == 0] if sweep else []
     settings = list(sweep_settings(a, b, topology, sizes)) if sweep else []
     if json:
@@ -97,6 +99,7 @@ def diff(
                 {**dataclasses.asdict(each), "num_elements": each.num_elements, "num_bytes": each.num_bytes}
                 for each in prediction.reordered
             ],
+            "other_algorithms": [dataclasses.asdict(each) for each in others],
             "sweep": [dataclasses.asdict(setting) for setting in settings],
         }
         print(jsonlib.dumps(data))
@@ -105,6 +108,10 @@ def diff(
         where = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings"
         console.print(f"on {where}, {topology.num_channels} channels:", markup=False)
         console.print(str(prediction), markup=False)
+        if others:
+            console.print("if eager has a gradient divide factor of 1 (torchtitan), and so PREMUL_SUM:")
+        for each in others:
+            console.print(str(each), markup=False)
         if settings:
             channels = sorted({setting.num_channels for setting in settings})
             table = plain_table("ranks", *(f"{num} channels" for num in channels))

@@ -19,11 +19,11 @@ SHAPES = {"w": (512, 100), "b": (512,), "norm": (8,)}
 TOPOLOGY = {**asdict(Topology(16, gpus_per_node=8)), "name": "of my cluster"}
 
 
-def write(path: Path, order: Iterable[str] | None) -> str:
+def write(path: Path, order: Iterable[str] | None, op: str = "avg") -> str:
     layout = None
     if order is not None:
         parameters = [(fqn, SHAPES[fqn], 0) for fqn in order]
-        layout = Layout((make_bucket_layout("reduce_scatter", range(16), "avg", torch.bfloat16, parameters),))
+        layout = Layout((make_bucket_layout("reduce_scatter", range(16), op, torch.bfloat16, parameters),))
     path.write_bytes(header_line(RunHeader("2.13.0", 16, topology=TOPOLOGY, layouts=layout)) + end_line(0))
     return str(path)
 
@@ -51,6 +51,33 @@ def test_diff(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None
     assert app.main(["layout", "diff", runs[0], runs[0]]) == 0
     assert "no element would be added in another order" in capsys.readouterr().out
     assert app.main(["layout", "diff", *runs, "--mode", "shared", "--num-channels", "4"]) == 0
+
+
+def test_sums_that_are_premul_sums_in_eager(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write(tmp_path / "sum.jsonl", ("w", "b"), "sum")
+    options = [
+        "layout",
+        "diff",
+        run,
+        run,
+        "--gpus-per-node",
+        "1",
+        "--algorithm",
+        "auto",
+        "--protocol",
+        "auto",
+    ]
+    assert app.main(options) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert (
+        "if eager has a gradient divide factor of 1 (torchtitan), and so PREMUL_SUM: bucket 0, reduce_scatter"
+        in out
+    )
+    assert (
+        "NCCL takes ring ll for eager's PREMUL_SUM and pat simple for the graph's SUM; set NCCL_ALGO=" in out
+    )
+    assert app.main([*options, "--env", "NCCL_ALGO=reducescatter:ring"]) == 0
+    assert "PREMUL_SUM" not in capsys.readouterr().out
 
 
 def test_diff_as_json(runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
