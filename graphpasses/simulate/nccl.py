@@ -19,6 +19,7 @@ from torch import Tensor
 
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.choice import played
+from graphpasses.simulate.cost_model import search_channels
 from graphpasses.simulate.rings import Ring, Topology, rings
 from graphpasses.simulate.trees import Order, tree_order, trees
 
@@ -86,7 +87,10 @@ def num_channels(topology: Topology, num_bytes: int) -> int:
         raise TopologyError(
             'algorithm or protocol is "auto"; ask graphpasses.simulate.played what NCCL takes'
         )
-    minimum = _NUM_THREADS[topology.protocol] * _BYTES_PER_THREAD[topology.protocol]
+    num_threads = _NUM_THREADS[topology.protocol]
+    if (topology.protocol, topology.algorithm) == ("simple", "ring") and _is_slow(topology):
+        num_threads = 256
+    minimum = num_threads * _BYTES_PER_THREAD[topology.protocol]
     if topology.protocol == "ll" and topology.algorithm == "ring":
         minimum *= topology.num_ranks
     return max(1, min(topology.num_channels, num_bytes // minimum))
@@ -268,6 +272,12 @@ def order_of(
     parts = reduction_parts(topology, collective, count, element_size, op=op)
     numbers: dict[Order, int] = {}
     return _spread(parts, [numbers.setdefault(part.order, len(numbers)) for part in parts], count, elements)
+
+
+def _is_slow(topology: Topology) -> bool:
+    """Whether all rings together are no faster than PCI (``PCI_BW``), as far as the hardware says."""
+    bandwidth = topology.hardware.intra_bandwidth
+    return bandwidth is not None and bandwidth * search_channels(topology) <= 12
 
 
 def _chunks(topology: Topology, part: range, element_size: int) -> Iterator[tuple[int, int, int]]:

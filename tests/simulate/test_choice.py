@@ -199,6 +199,15 @@ def test_cells_are_those_of_the_version() -> None:
     )
 
 
+def test_slow_links_have_blocks_of_256_threads() -> None:
+    """PCI_BW, 12 GB/s of all rings together; with half of the threads twice the channels."""
+    slow, fast = (
+        Topology(2, 2, num_channels=8, num_search_rings=4, hardware=Hardware(intra_bandwidth=bandwidth))
+        for bandwidth in (3.0, 3.1)
+    )
+    assert [num_channels(each, 64 * 1024) for each in (slow, fast)] == [4, 2]
+
+
 def test_what_the_topology_names_is_not_compared() -> None:
     fixed = choose(Topology(64, gpus_per_node=8), "reduce_scatter", 1000, 2)
     assert (fixed.algorithm, fixed.protocol, fixed.times, fixed.reason) == (
