@@ -7,7 +7,7 @@ from rich.table import Table
 
 from experiments.fsdp_bench.memory import Memory, measure_memory
 from experiments.fsdp_bench.pipeline import time_default_pipeline
-from experiments.fsdp_bench.steps import EAGER, FSDP2, time_steps
+from experiments.fsdp_bench.steps import EAGER, FSDP2, WHOLE, time_steps
 from experiments.harness.bench import Row, timing_table
 from experiments.harness.pipeline_timing import PipelineTiming
 from graphpasses.parity.launch import run_ranks
@@ -39,7 +39,7 @@ def main(
     rows = [Row(case, variant, timing) for variant, timing in timings.items()]
     console.print(timing_table("Training steps, 4 gloo processes", rows))
     console.print(f"measuring memory: {memory[0]} layers, dim {memory[1]} …")
-    console.print(_memory_table({variant: _measure(variant, *memory) for variant in (EAGER, FSDP2)}))
+    console.print(_memory_table({variant: _measure(variant, *memory) for variant in (EAGER, FSDP2, WHOLE)}))
     console.print(_pipeline_table({size: time_default_pipeline(size) for size in sizes}))
 
 

@@ -19,9 +19,10 @@ from graphpasses.fsdp.layout import eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.passes import default_pipeline
 
-__all__ = ["EAGER", "FSDP2", "fsdp2_transformer", "loss_fn", "time_steps", "transformer"]
+__all__ = ["EAGER", "FSDP2", "WHOLE", "fsdp2_transformer", "loss_fn", "time_steps", "transformer"]
 
 EAGER, FSDP2, SIMPLE_FSDP = "eager FSDP2", "captured FSDP2 model", "captured SimpleFSDP model"
+WHOLE = "captured FSDP2 model with its optimizer"
 UNBUCKETED = "captured SimpleFSDP model, no passes"
 NUM_WARM_UPS = 2
 _DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -91,11 +92,15 @@ def time_steps(num_layers: int, dim: int, num_rounds: int) -> dict[str, Timing]:
         optimizer.step()
         optimizer.zero_grad()
 
-    of_eager = torch.optim.AdamW(eager.parameters())  # one model and one optimizer, trained both ways in turn
+    of_eager = torch.optim.AdamW(
+        eager.parameters(), foreach=True
+    )  # one model and one optimizer, trained in turn
+    whole = default_pipeline().run(capture_train_step(loss_fn, eager, batches[0], optimizer=of_eager))
     steps = {
         EAGER: partial(step, eager_gradients, of_eager),
         FSDP2: partial(step, fsdp2, of_eager),
-        SIMPLE_FSDP: partial(step, rewritten, torch.optim.AdamW(model.parameters())),
-        UNBUCKETED: partial(step, captured, torch.optim.AdamW(model.parameters())),
+        WHOLE: lambda index: whole(batches[index]),
+        SIMPLE_FSDP: partial(step, rewritten, torch.optim.AdamW(model.parameters(), foreach=True)),
+        UNBUCKETED: partial(step, captured, torch.optim.AdamW(model.parameters(), foreach=True)),
     }
     return time_rounds(steps, num_rounds, num_warm_ups=NUM_WARM_UPS, on_ranks=True)

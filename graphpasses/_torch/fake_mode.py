@@ -21,6 +21,7 @@ from torch._guards import active_fake_mode
 # in_kernel_invocation_manager: a fake tensor stands for its meta tensor inside. Tested: 2.13.
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = [
     "FakeFacts",
@@ -29,6 +30,7 @@ __all__ = [
     "fake_mode_of",
     "fake_tensors_of",
     "is_fake",
+    "new_fake_mode",
     "strides_of_kernels",
     "watched_in_other_threads",
 ]
@@ -67,6 +69,11 @@ def fake_mode_of(*values: Any) -> FakeTensorMode | None:
         if mode is not None:
             return mode
     return None
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """Returns a mode in which numbers that depend on data are symbols."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def is_fake(value: Any) -> bool:

@@ -40,8 +40,10 @@ __all__ = [
     "collective_group",
     "has_gradient",
     "holds_tensor",
+    "is_elementwise_on_lists",
     "is_written",
     "launches_collective",
+    "names_written",
     "operator_effects",
     "storages",
     "torch_call_effects",
@@ -187,12 +189,35 @@ def is_written(node: fx.Node) -> bool:
     return False
 
 
+def names_written(node: fx.Node) -> frozenset[str]:
+    """Returns the names of the arguments that an operator writes in place.
+
+    Args:
+        node: a call of an operator with a schema.
+    """
+    written = written_names(node.target)
+    if str(node.target).startswith("aten._fused_") and node.kwargs.get("grad_scale") is None:
+        return written - {"grads"}  # torch's kernels scale gradients back in place, or leave them
+    return written
+
+
+def is_elementwise_on_lists(target: Any) -> bool:
+    """Whether an operator does with each element of its lists of tensors what it does with that alone.
+
+    So do torch's ``_foreach`` operators and the fused kernels of its optimizers.
+
+    Args:
+        target: what a node calls.
+    """
+    return is_operator(target) and str(target).startswith(("aten._foreach_", "aten._fused_"))
+
+
 def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
     if is_higher_order(node):
         if node.target not in _FUNCTIONALIZED:
             yield from node.all_input_nodes  # it does not say
     elif schemas(node.target):
-        written = written_names(node.target)
+        written = names_written(node)
         yield from _nodes([value for argument, value in given_arguments(node) if argument.name in written])
     elif node.op in ("call_function", "call_method"):
         yield from _nodes(node.kwargs.get("out"))

@@ -26,7 +26,7 @@ from graphpasses.graph import CapturedStep
 from graphpasses.graph.votes import Votes
 from graphpasses.identity import IdentityMap, same_bits
 
-__all__ = ["check_step", "record_calls", "why_unchecked"]
+__all__ = ["check_step", "has_equal_bits", "record_calls", "why_unchecked"]
 
 
 _Results = dict[str, torch.Tensor | None]
@@ -189,12 +189,19 @@ def _run(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Results:
 
 def _is_comparable(model: nn.Module) -> bool:
     """Whether bits of a step can be compared: they are always the same, and no pass has still to order additions."""
+    is_simple_fsdp = not fsdp_groups(model) and any(isinstance(each, DTensor) for each in model.parameters())
+    return not is_simple_fsdp and has_equal_bits(model)
+
+
+def has_equal_bits(model: nn.Module) -> bool:
+    """Whether the same operators on a model's tensors always give the same bits.
+
+    Args:
+        model: the model.
+    """
     is_fake_group = dist.is_initialized() and dist.get_backend() == "fake"
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    is_simple_fsdp = not fsdp_groups(model) and any(isinstance(each, DTensor) for each in model.parameters())
-    return (
-        not is_fake_group and not is_simple_fsdp and (on_cpu or torch.are_deterministic_algorithms_enabled())
-    )
+    return not is_fake_group and (on_cpu or torch.are_deterministic_algorithms_enabled())
 
 
 def why_unchecked(model: nn.Module, batch: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,7 @@ from graphpasses.identity import IdentityMap
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
-__all__ = ["read_traced_result"]
+__all__ = ["inner_attrs", "read_traced_result"]
 
 
 def read_traced_result(
@@ -66,7 +66,7 @@ def read_traced_result(
     leaf_nodes: list[int] = []
     for index in range(traced.num_flat_inputs):
         layout = traced.input_subclass_layouts.get(index)
-        attrs = _attrs(layout, f"flat input {index}")
+        attrs = inner_attrs(layout, f"flat input {index}")
         if index < len(traced.state_fqns):
             fqn = traced.state_fqns[index]
             get_state(model, fqn)
@@ -97,7 +97,7 @@ def read_traced_result(
                     f"the gradient of {fqn!r} has placements {placements}, its parameter "
                     f"{parameter.placements}; the optimizer could not use it"
                 )
-        outputs.extend(GraphOutput(OutputKind.GRADIENT, fqn, attr) for attr in _attrs(layout, fqn))
+        outputs.extend(GraphOutput(OutputKind.GRADIENT, fqn, attr) for attr in inner_attrs(layout, fqn))
 
     graph = CapturedStep(
         module=traced.gm,
@@ -141,7 +141,16 @@ def _keep_one_total(graph: TrainGraph) -> None:
             seen.add(values[slot])
 
 
-def _attrs(layout: Any, what: str) -> tuple[str, ...]:
+def inner_attrs(layout: Any, what: str) -> tuple[str, ...]:
+    """Returns the parts of a tensor that placeholders or outputs carry, one each.
+
+    Args:
+        layout: torchtitan's, of a tensor subclass; None for a plain tensor.
+        what: names the tensor in an error.
+
+    Raises:
+        UnsupportedError: it is another tensor subclass than DTensor.
+    """
     if layout is None:
         return ("",)
     if layout.meta.cls is not DTensor or any(

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.cached_tensors import new_objects_together, refuse_kept_tensors
-from graphpasses.capture.oracle import check_step, why_unchecked
+from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
 from graphpasses.capture.outside_tensors import check_outside_tensors
 from graphpasses.capture.outside_values import find_outside_values, outside_values_kept
 from graphpasses.capture.random_state import check_random_state
@@ -26,6 +27,8 @@ from graphpasses.capture.refusals import (
 )
 from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_traced_result
+from graphpasses.capture.update import find_update, trace_update
+from graphpasses.capture.update_oracle import check_update
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
@@ -40,6 +43,8 @@ def capture_train_step(
     loss_fn: Callable[..., torch.Tensor],
     model: nn.Module,
     *batch: Any,
+    optimizer: Optimizer | None = None,
+    clip_norm: float | None = None,
     check: bool = True,
     recapture: bool = True,
 ) -> CapturedStep:
@@ -55,6 +60,11 @@ def capture_train_step(
             parallelism or not, or a plain module; on any device but meta.
         batch: example arguments: tensors, numbers, strings, None, or lists, tuples, mappings and dataclasses of them;
             ``loss_fn`` gets them as the types they are. Shapes, dtypes and plain values are fixed by the capture.
+        optimizer: AdamW, Adam, SGD or Adagrad: the step ends with its step, and with ``optimizer.zero_grad()``. It
+            reads learning rates and state when it runs: schedulers, ``load_state_dict`` and eager steps in between
+            are followed. A step in which the optimizer makes its state is its own.
+        clip_norm: largest norm of all gradients together, which are clipped to it before the optimizer's step as
+            :func:`torch.nn.utils.clip_grad_norm_` does; None does not clip.
         check: whether the step is compared with one eager step on this batch, operator for operator; without real
             tensors it is not, and a note on the step says so.
         recapture: whether the step is captured again, at most eight times in all, when it is called with a batch by
@@ -82,10 +92,11 @@ def capture_train_step(
         >>> model.weight.grad.shape
         torch.Size([1, 4])
     """
+    capture = partial(_capture, loss_fn, optimizer=optimizer, clip_norm=clip_norm, check=check)
     with _together(model if check else nn.Module()) as traced_everywhere:
-        graph = _capture(loss_fn, model, *batch, check=check, traced_everywhere=traced_everywhere)
+        graph = capture(model, *batch, traced_everywhere=traced_everywhere)
     if recapture:
-        graph.recipe = Recipe(partial(_capture, loss_fn, check=check))
+        graph.recipe = Recipe(capture)
     return graph
 
 
@@ -93,6 +104,8 @@ def _capture(
     loss_fn: Callable[..., torch.Tensor],
     model: nn.Module,
     *batch: Any,
+    optimizer: Optimizer | None,
+    clip_norm: float | None,
     check: bool,
     traced_everywhere: Callable[[], None] = lambda: None,
 ) -> CapturedStep:
@@ -121,11 +134,20 @@ def _capture(
     check_outside_tensors(graph)
     _name_batch(graph, structure)
     graph.guards = trace.guards
+    source = find_update(graph, optimizer, clip_norm)
+    update = None if source is None else trace_update(graph, source)
     traced_everywhere()
     if unchecked:
         graph.note(f"the capture was not compared with an eager step: {unchecked}")
     elif check:
         check_step(graph, loss_fn, batch, trace.calls)
+        if source is not None and update is not None and has_equal_bits(model):
+            check_update(update, source)
+        elif update is not None:
+            graph.note(
+                "the update was not compared with the optimizer's own: its bits may differ from run to run"
+            )
+    graph.update = update
     return graph
 
 

@@ -8,10 +8,11 @@ from functools import cached_property, partial
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from graphpasses._torch.fsdp2_settings import group_settings
+from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
@@ -30,10 +31,11 @@ __all__ = ["CapturedStep"]
 
 @dataclass(repr=False, kw_only=True)
 class CapturedStep(TrainGraph):
-    """One training step (forward, loss and backward) that runs on the live model.
+    """One training step (forward, loss and backward, and the update) that runs on the live model.
 
     ``loss = step(*batch)`` returns the loss and fills (or accumulates into) ``parameter.grad`` as ``loss.backward()``
-    would, each tied parameter once.
+    would, each tied parameter once. With an optimizer it also does what clipping, ``optimizer.step()`` and
+    ``optimizer.zero_grad()`` would.
 
     Args:
         batch_structure: how the captured ``*batch`` is nested.
@@ -101,7 +103,9 @@ class CapturedStep(TrainGraph):
         step = self._variants.fitting(batch, partial(self._value, leaves=leaves))
         if step is not self:
             tensors = step.facts.check(self.model)
-        return step.run_unchecked(tensors, leaves)
+        parameters = step.facts.named(tensors, step.parameters)
+        is_updatable = step.update is None or step.update.check(parameters)
+        return step.run_unchecked(tensors, leaves, is_updatable=is_updatable)
 
     @property
     def variants(self) -> tuple[CapturedStep, ...]:
@@ -128,16 +132,21 @@ class CapturedStep(TrainGraph):
         tensor = get_state(self.model, item.fqn)
         return getattr(tensor, item.attr) if item.attr else tensor
 
-    def run_unchecked(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> torch.Tensor:
+    def run_unchecked(
+        self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any], *, is_updatable: bool = True
+    ) -> torch.Tensor:
         """Runs the graph on a model and a batch that were found to fit.
 
         Args:
             tensors: the model's, as ``facts`` returned them.
             leaves: the batch's.
+            is_updatable: whether the optimizer has all of its state; else its own step makes it, and updates.
         """
+        update = self.update
+        is_in_step = update is not None and update.is_in_step and is_updatable
         values = self._flat_inputs(tensors, leaves)
         if self.written:
-            named = zip(self.inputs, values, strict=True)
+            named = zip(self.inputs[: len(values)], values, strict=True)
             written = [
                 (item.fqn, value) for item, value in named if item.fqn in self.written and item.is_tensor
             ]
@@ -145,7 +154,20 @@ class CapturedStep(TrainGraph):
         device = next(self.model.parameters()).device.type
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
-            return self._accumulate(self.module(*values), tensors)
+            if update is None:
+                return self._accumulate(self.module(*values), tensors)
+            parameters = self.facts.named(tensors, self.parameters)
+            if is_in_step:
+                values += update.values(self.inputs[len(values) :], parameters)
+                loss = self._accumulate(self._updating_module(*values), tensors)
+                update.finish()
+                return loss
+            loss = self._accumulate((update.without_update or self.module)(*values), tensors)
+            if is_updatable:
+                update.run(parameters)
+            else:
+                update.run_eagerly()
+            return loss
 
     def __copy__(self) -> Self:
         return replace(self)
@@ -167,7 +189,14 @@ class CapturedStep(TrainGraph):
 
         Args:
             model: the other model.
+
+        Raises:
+            CaptureError: the step updates its model by an optimizer, which has no other; or the models differ.
         """
+        if self.update is not None:
+            raise CaptureError(
+                "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
+            )
         parameters = parameter_infos(model, self.identity)
         return replace(
             self,
@@ -189,7 +218,9 @@ class CapturedStep(TrainGraph):
     def _input_slots(self) -> tuple[tuple[int | None, str], ...]:
         slots = self.facts.slots
         return tuple(
-            (None if item.kind is InputKind.BATCH else slots[item.fqn], item.attr) for item in self.inputs
+            (None if item.kind is InputKind.BATCH else slots[item.fqn], item.attr)
+            for item in self.inputs
+            if item.is_state or item.kind is InputKind.BATCH  # the optimizer's come last
         )
 
     @cached_property
@@ -200,6 +231,17 @@ class CapturedStep(TrainGraph):
             for index, item in enumerate(self.outputs)
             if item.is_gradient
         )
+
+    @cached_property
+    def _updating_module(self) -> fx.GraphModule:
+        """The step that has the update in it, which does not return the gradients: they die once they are used."""
+        graph = copy_graph(self.graph)
+        values = [
+            None if item.is_gradient and item.is_applied else value
+            for item, value in zip(self.outputs, graph.output_node().args[0], strict=True)  # type: ignore[arg-type]
+        ]
+        graph.output_node().args = (values,)
+        return lazy_module(self.module, graph)
 
     def _flat_inputs(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> list[Any]:
         leaf = iter(leaves)

@@ -19,7 +19,7 @@ class Contract:
         batch: paths of the batch leaves, in order.
         num_inputs: number of placeholders, if another runner owns the flat signature; else None.
         gradients: canonical FQNs of the parameters that get a gradient.
-        writers: operators that write an argument in place.
+        writers: operators that write an argument in place, also in the step's update, wherever that is.
 
     Example:
         >>> import torch
@@ -48,5 +48,7 @@ class Contract:
             batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
             num_inputs=len(graph.inputs) if graph.fixed_signature else None,
             gradients=frozenset(graph.parameters) - graph.without_gradient,
-            writers=writing_operators(graph.graph),
+            writers=writing_operators(graph.graph).union(
+                () if graph.update is None else writing_operators(graph.update.module.graph)
+            ),
         )

@@ -126,6 +126,16 @@ class ModelFacts:
         self._check_tensors(tensors)
         return tensors
 
+    def named(self, tensors: Sequence[torch.Tensor | None], fqns: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Returns tensors by their FQNs.
+
+        Args:
+            tensors: the model's, as :meth:`check` returned them.
+            fqns: of parameters or buffers.
+        """
+        found = ((fqn, tensors[self.slots[fqn]]) for fqn in fqns)
+        return {fqn: tensor for fqn, tensor in found if tensor is not None}
+
     def _modules(self, model: nn.Module) -> list[nn.Module]:
         modules = _modules(model)
         if len(modules) != len(self.modules):

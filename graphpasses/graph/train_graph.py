@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -14,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
+from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind, Stage
 from graphpasses.graph.known_values import KnownValues, summary
 from graphpasses.graph.nodes import count_collectives, fake_value, storages, views
 from graphpasses.graph.parameters import ParameterInfo
@@ -21,90 +21,9 @@ from graphpasses.identity import IdentityMap
 
 if TYPE_CHECKING:
     from graphpasses.graph.pass_report import PipelineReport
+    from graphpasses.graph.update import Update
 
 __all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "Stage", "TrainGraph"]
-
-
-class Stage(enum.Enum):
-    """The part of a training step that a graph holds.
-
-    A captured step is one ``STEP`` graph. Under ``torch.compile`` a model shows four: the ``DYNAMO`` as Dynamo traced
-    it (torch-level calls, autograd still to come), the ``JOINT`` graph of forward and backward (functional ATen
-    operators), and the ``FORWARD`` and ``BACKWARD`` graphs that the joint one is split into. Without gradients the
-    joint graph has no backward part, and the forward graph is the joint one. A pass that talks to other ranks accepts
-    no later stage than ``JOINT``: the later ones a compiler may take from its cache, on one rank and not on another.
-    """
-
-    STEP = "step"
-    DYNAMO = "dynamo"
-    JOINT = "joint"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-
-
-class InputKind(enum.Enum):
-    """What a flat graph input is."""
-
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    BATCH = "batch"
-    TANGENT = "tangent"  # the gradient of an output of the forward pass: there is none before that is over
-    VALUE = "value"  # anything else: a module's unregistered tensor, a size, what forward saved
-
-
-class OutputKind(enum.Enum):
-    """What a flat graph output is."""
-
-    LOSS = "loss"
-    GRADIENT = "gradient"
-    VALUE = "value"  # anything else: what the model returns, what backward needs
-
-
-@dataclass(frozen=True)
-class GraphInput:
-    """What one placeholder carries.
-
-    Args:
-        kind: parameter, buffer, a leaf of the batch, or another value.
-        fqn: FQN under which the tracer saw the tensor (an alias, where tensors are tied), the leaf's
-            path in the batch, e.g. ``batch[0]['tokens']``, or what says best where the value comes from.
-        attr: ``""`` for the tensor itself; for a DTensor, the part that this placeholder carries:
-            ``"_local_tensor"`` or ``"device_mesh"``.
-    """
-
-    kind: InputKind
-    fqn: str
-    attr: str = ""
-
-    @property
-    def is_state(self) -> bool:
-        """Whether the placeholder carries a parameter or buffer, or a part of one."""
-        return self.kind in (InputKind.PARAMETER, InputKind.BUFFER)
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether the placeholder carries tensor data (not a device mesh)."""
-        return self.attr in ("", "_local_tensor")
-
-
-@dataclass(frozen=True)
-class GraphOutput:
-    """What one flat output carries: the loss, the gradient of ``fqn``, or another value.
-
-    Args:
-        kind: loss, gradient or another value.
-        fqn: FQN of the parameter whose gradient it is, as the tracer saw it; empty for the loss.
-        attr: as in :class:`GraphInput`.
-    """
-
-    kind: OutputKind
-    fqn: str = ""
-    attr: str = ""
-
-    @property
-    def is_gradient(self) -> bool:
-        """Whether this slot carries gradient data (not a device mesh)."""
-        return self.kind is OutputKind.GRADIENT and self.attr in ("", "_local_tensor")
 
 
 @dataclass(repr=False)
@@ -129,6 +48,7 @@ class TrainGraph:
         report: what the pipeline that made this graph did; None for a captured graph.
         notes: what the capture or a pass has to say (a rewrite skipped, and why); the pipeline moves them to its
             report.
+        update: what a captured step does with its gradients; None where it leaves them in ``parameter.grad``.
 
     Example:
         >>> import torch
@@ -152,6 +72,7 @@ class TrainGraph:
     fixed_signature: bool = False
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
+    update: Update | None = None
     _known: KnownValues = field(default_factory=KnownValues, init=False, compare=False)
 
     def __repr__(self) -> str:
@@ -360,5 +281,7 @@ class TrainGraph:
 
 def _new_symbols(value: Any) -> Any:
     """Returns where in a fake value the symbols stand that it brought: sizes that depend on data."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return compute_unbacked_bindings(value.node.shape_env, value)
     mode = fake_mode_of(value)
     return compute_unbacked_bindings(None if mode is None else mode.shape_env, value)

@@ -20,6 +20,7 @@ from graphpasses.passes.fsdp.coalesce_grad_reductions import CoalesceGradReducti
 from graphpasses.passes.fsdp.deduplicate_shared import DeduplicateShared
 from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives
 from graphpasses.passes.fsdp.reshard_after_forward import ReshardAfterForward
+from graphpasses.passes.fsdp.update_in_backward import UpdateInBackward
 from graphpasses.passes.runner import GraphPass, Pipeline
 
 __all__ = ["default_pipeline", "recommender_pipeline"]
@@ -104,4 +105,5 @@ def _fsdp_passes(plan: BucketPlan | None, expected_layout: Layout | None) -> tup
         BucketFSDPCollectives(plan, expected_layout),
         ReshardAfterForward(plan),
         PrefetchCollectives(),
+        UpdateInBackward(),
     )

@@ -12,13 +12,18 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
-from graphpasses._torch.schemas import bind_named, is_seeded
+from graphpasses._torch.schemas import bind_named, given_arguments, is_seeded
 from graphpasses._torch.tracing import outside_tracing
-from graphpasses.analysis.effects import METADATA_OPS, operator_effects
+from graphpasses.analysis.effects import (
+    METADATA_OPS,
+    is_elementwise_on_lists,
+    names_written,
+    operator_effects,
+)
 from graphpasses.embedding.torchrec.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.nodes import collective_group, freeze, is_collective
-from graphpasses.graph.train_graph import OutputKind
+from graphpasses.graph.train_graph import InputKind, OutputKind
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.ops.size_tensor import SIZE_TENSOR
@@ -36,22 +41,28 @@ __all__ = ["evaluate", "origin_of_padding"]
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
-def evaluate(graph: TrainGraph, values: Values, facts: Facts) -> Evaluated:
+def evaluate(
+    graph: TrainGraph, values: Values, facts: Facts, given: Mapping[str, Result] | None = None
+) -> Evaluated:
     """Evaluates a graph of ATen operators.
 
     Args:
         graph: the graph.
         values: gives the numbers; two graphs that share it can be compared.
         facts: the fake values of the graph's nodes.
+        given: the values of gradients that are inputs, by FQN.
     """
-    return Evaluation(graph, values, facts).run()
+    return Evaluation(graph, values, facts, given).run()
 
 
 class Evaluation(Memory):
     """Evaluates a graph of ATen operators, node by node; see :func:`evaluate`."""
 
-    def __init__(self, graph: TrainGraph, values: Values, facts: Facts) -> None:
+    def __init__(
+        self, graph: TrainGraph, values: Values, facts: Facts, given: Mapping[str, Result] | None = None
+    ) -> None:
         super().__init__(graph, values, facts)
+        self._given = given or {}
         self._random = values.source(("random state",))
         self._hidden = values.source(("hidden state",))
         self._inputs: dict[fx.Node, str] = {}
@@ -62,7 +73,10 @@ class Evaluation(Memory):
         done, graph = self._done, self._graph
         for item, node in zip(graph.inputs, graph.placeholders, strict=True):
             fqn = graph.identity.canonical(item.fqn) if item.is_state else item.fqn
-            self._inputs[node] = f"{item.kind.value} {fqn}{f' ({item.attr})' if item.attr else ''}"
+            state = f" {item.state}" if item.state else ""
+            self._inputs[node] = f"{item.kind.value} {fqn}{state}{f' ({item.attr})' if item.attr else ''}"
+            if item.kind is InputKind.GRADIENT:
+                self._done.values[node] = self._given[fqn]
         for node in graph.graph.nodes:
             if node.op == "output":
                 break
@@ -113,7 +127,8 @@ class Evaluation(Memory):
         """
         fake = self._facts[node]
         if node.op == "placeholder":
-            return self.opaque(node, fake, ("input", self._inputs[node]))
+            given = self._done.values.get(node)
+            return self.opaque(node, fake, ("input", self._inputs[node])) if given is None else given
         if node.op == "get_attr":
             return self.opaque(node, fake, ("attribute", _attribute(node)))
         if node.target is operator.getitem:
@@ -141,6 +156,8 @@ class Evaluation(Memory):
             isinstance(each, WrittenView) and each.view is None for each in _views(call)
         ):
             return self._functionalized(node, call)
+        if is_elementwise_on_lists(node.target):
+            return self._each(node, fake)
         key: Hashable = self._after_others(node.target, effects.has_hidden_state, self._key(node))
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
@@ -196,6 +213,31 @@ class Evaluation(Memory):
                 self._note_count(self._read(each), written)
             self._write(each, written, node)
         return result
+
+    def _each(self, node: fx.Node, fakes: Any) -> list[Any]:
+        """Evaluates an operator on lists of tensors: on each element as if that were alone."""
+        self._done.axioms.add("lists")
+        results: list[Any] = []
+        written = names_written(node)
+        given = list(given_arguments(node))
+        length = max(len(value) for _, value in given if isinstance(value, (list, tuple)))
+        for index in range(length):
+
+            def element(value: Any, index: int = index) -> Any:
+                return value[index] if isinstance(value, (list, tuple)) and value else value
+
+            kwargs = {name: element(value) for name, value in node.kwargs.items()}
+            key = self._call(node.target, tuple(map(element, node.args)), kwargs)
+            if isinstance(fakes, (list, tuple)):
+                results.append(self.opaque(node, fakes[index], key))
+            for given_to, value in given:
+                if given_to.name in written and isinstance(target := element(value), fx.Node):
+                    self._write(
+                        target,
+                        self.opaque(target, self._facts[target], ("written", given_to.name, key)),
+                        node,
+                    )
+        return results
 
     def _note_count(self, old: Result, new: Result) -> None:
         """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph
 from graphpasses.graph.certificate import Certificate
+from graphpasses.graph.update import Update
 from graphpasses.proof import axioms, eager_gradients
 from graphpasses.proof.difference import Difference, find_difference, place_of
 from graphpasses.proof.eager_gradients import EagerGradients
@@ -34,6 +36,7 @@ AXIOMS = {
     "operators": "an operator's result depends on its arguments' values, shapes, dtypes and strides, and no more",
     "eager's place": eager_gradients.AXIOM,
     "eager's order": eager_gradients.TOPOLOGY_AXIOM,
+    "lists": "an operator on lists of tensors does with each element what it does with that alone",
 }
 
 
@@ -109,6 +112,8 @@ def prove_as(
         facts = Facts(before.graph)
         one = evaluate(before, values, facts)
         two = evaluate(after, values, Facts(after.graph, facts))
+        if after.update is not None and after.update.is_in_step:
+            one.written |= _updates(before, after.update, values, two)
     _refuse_chance(subject, one, two)
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
@@ -120,6 +125,15 @@ def prove_as(
         launches_of(values, one, two),
         time.perf_counter() - start,
     )
+
+
+def _updates(before: TrainGraph, update: Update, values: Values, two: Evaluated) -> dict[str, Value]:
+    """Returns what the update that was captured makes of the gradients of a step that has the update in it."""
+    if before.update is not None and before.update.is_in_step:
+        return {}
+    graph = replace_fields(before, module=update.module, inputs=update.inputs, outputs=())
+    given = {fqn: two.outputs[f"the gradient of {fqn!r}"] for fqn in update.gradients}
+    return evaluate(graph, values, Facts(graph.graph), given).written
 
 
 def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:

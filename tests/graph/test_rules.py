@@ -180,7 +180,7 @@ def test_gradient_like_parameter(step: CapturedStep) -> None:
 
 def test_kinds_of_stage() -> None:
     legal = {
-        Stage.STEP: [InputKind.BATCH],
+        Stage.STEP: [InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.LEARNING_RATE],
         Stage.DYNAMO: [InputKind.VALUE],
         Stage.JOINT: [InputKind.VALUE, InputKind.TANGENT],
         Stage.FORWARD: [InputKind.VALUE],

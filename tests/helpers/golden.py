@@ -182,7 +182,8 @@ class _Printer:
             item = self.items[node]
             first = self.graph.identity.canonical(item.fqn) if item.is_state else item.fqn
             tied = f", same_as={first!r}" if first != item.fqn else ""
-            return f"{item.kind.value}({item.fqn!r}{tied}{f', {item.attr!r}' * bool(item.attr)})"
+            more = "".join(f", {each!r}" for each in (item.state, item.attr) if each)
+            return f"{item.kind.value.replace(' ', '_')}({item.fqn!r}{tied}{more})"
         if node.op == "get_attr":
             return f"self.{node.target}"
         if node.target is operator.getitem:

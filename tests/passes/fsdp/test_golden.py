@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.capture import capture_train_step
 from graphpasses.fsdp import BucketPlan
 from graphpasses.passes import (
     BucketFSDPCollectives,
@@ -18,6 +20,7 @@ from graphpasses.passes import (
     DeduplicateShared,
     PrefetchCollectives,
     ReshardAfterForward,
+    UpdateInBackward,
 )
 from tests.helpers.golden import golden, read
 
@@ -236,5 +239,32 @@ second_grad = wait(scatter_second)  # f32[2, 4]
 scatter_first = reduce_scatter(first_grads, 'avg', 2, group0)  # f32[2, 4]
 first_grad = wait(scatter_first)  # f32[2, 4]
 return second_grad, first_grad  # gradient of second, gradient of first
+""",
+    )
+
+
+def test_update_in_backward() -> None:
+    model = torch.nn.Linear(2, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), foreach=True)
+    graph = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(3, 2), optimizer=optimizer)
+    assert_expected_inline(
+        golden(UpdateInBackward(), graph),
+        """\
+weight = parameter('weight')  # f32[2, 2]
+batch_0 = batch('batch[0]')  # f32[3, 2]
+lr_of_group_0 = learning_rate('group 0')  # zuf0
+t = aten.t(weight)  # f32[2, 2]
+mm = aten.mm(batch_0, t)  # f32[3, 2]
+sum = aten.sum(mm)  # f32[]
+ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
+# backward
+expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
+t_1 = aten.t(expand)  # f32[2, 3]
+mm_1 = aten.mm(t_1, batch_0)  # f32[2, 2]
+t_2 = aten.t(mm_1)  # f32[2, 2]
+t_3 = aten.t(t_2)  # f32[2, 2]
+neg = operator.neg(lr_of_group_0)  # -zuf0
+foreach_add = aten._foreach_add_.List([weight], [t_3], alpha=neg)
+return sum, t_3  # loss, gradient of weight
 """,
     )

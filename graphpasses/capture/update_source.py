@@ -1,0 +1,116 @@
+"""Run an optimizer's own step, and clipping, on other tensors than its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from graphpasses._torch.fake_mode import new_fake_mode
+from graphpasses._torch.optimizers import shadow_of
+
+__all__ = ["State", "UpdateSource", "like"]
+
+State: TypeAlias = dict[str, dict[str, Any]]
+"""What an optimizer keeps: by FQN of a parameter, and by name."""
+
+
+@dataclass(frozen=True)
+class UpdateSource:
+    """What is traced.
+
+    Args:
+        optimizer: the live optimizer.
+        groups: by group, the FQNs of those parameters that it updates.
+        parameters: by FQN, those that have gradients, in the order of the model.
+        clip_norm: the norm to which all gradients together are clipped; None if they are not.
+    """
+
+    optimizer: Optimizer
+    groups: Sequence[Sequence[str]]
+    parameters: Mapping[str, torch.Tensor]
+    clip_norm: float | None
+
+    def step(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, torch.Tensor],
+        state: State,
+        rates: Sequence[Any],
+    ) -> State:
+        """Runs torch's own code on other tensors.
+
+        Args:
+            parameters: by FQN.
+            gradients: by FQN; those of ``parameters`` become these.
+            state: as the optimizer has it.
+            rates: by group, the learning rate.
+
+        Returns:
+            The state after it.
+        """
+        for fqn, gradient in gradients.items():
+            parameters[fqn].grad = gradient
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_([*parameters.values()], self.clip_norm)
+        shadow = shadow_of(self.optimizer)
+        shadow.param_groups = [
+            {**group, "params": [parameters[fqn] for fqn in fqns], "lr": rate}
+            for group, fqns, rate in zip(self.optimizer.param_groups, self.groups, rates, strict=True)
+        ]
+        shadow.state = defaultdict(dict, {parameters[fqn]: dict(values) for fqn, values in state.items()})
+        shadow.step()
+        return {fqn: dict(shadow.state.get(parameters[fqn], {})) for group in self.groups for fqn in group}
+
+    def live_state(self) -> State:
+        """Returns the state that the optimizer has now, of each parameter that it updates."""
+        return {
+            fqn: dict(self.optimizer.state.get(self.parameters[fqn]) or {})
+            for group in self.groups
+            for fqn in group
+        }
+
+    def state(self) -> State:
+        """Returns the state of each parameter: the live one or, where it is not there yet, one like it will be."""
+        live = self.live_state()
+        mode = new_fake_mode()
+
+        def fake(value: Any) -> Any:
+            return (
+                mode.from_tensor(value.detach(), static_shapes=True)
+                if isinstance(value, torch.Tensor)
+                else value
+            )
+
+        parameters = {fqn: fake(parameter) for fqn, parameter in self.parameters.items()}
+        given = {fqn: {name: fake(value) for name, value in values.items()} for fqn, values in live.items()}
+        with mode:
+            gradients = {fqn: torch.empty_like(parameter) for fqn, parameter in parameters.items()}
+            made = self.step(
+                parameters, gradients, given, [fake(g["lr"]) for g in self.optimizer.param_groups]
+            )
+        return {
+            fqn: live[fqn] or {name: like(value) for name, value in values.items()}
+            for fqn, values in made.items()
+        }
+
+
+def like(value: Any) -> Any:
+    """Returns a real tensor like a fake one; nothing is written into it."""
+    if isinstance(value, DTensor):
+        return DTensor.from_local(
+            like(value.to_local()),
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -1,0 +1,102 @@
+"""What a graph of a training step is a part of, and what its flat inputs and outputs are."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "Stage"]
+
+
+class Stage(enum.Enum):
+    """The part of a training step that a graph holds.
+
+    A captured step is one ``STEP`` graph. Under ``torch.compile`` a model shows four: the ``DYNAMO`` as Dynamo traced
+    it (torch-level calls, autograd still to come), the ``JOINT`` graph of forward and backward (functional ATen
+    operators), and the ``FORWARD`` and ``BACKWARD`` graphs that the joint one is split into. Without gradients the
+    joint graph has no backward part, and the forward graph is the joint one. A pass that talks to other ranks accepts
+    no later stage than ``JOINT``: the later ones a compiler may take from its cache, on one rank and not on another.
+    """
+
+    STEP = "step"
+    DYNAMO = "dynamo"
+    JOINT = "joint"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class InputKind(enum.Enum):
+    """What a flat graph input is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"
+    TANGENT = "tangent"  # the gradient of an output of the forward pass: there is none before that is over
+    VALUE = "value"  # anything else: a module's unregistered tensor, a size, what forward saved
+    OPTIMIZER_STATE = "optimizer state"  # a tensor that the optimizer keeps for a parameter
+    LEARNING_RATE = "learning rate"  # of a group of the optimizer: a number, or a tensor
+    GRADIENT = "gradient"  # what the graph of an update alone reads
+
+
+class OutputKind(enum.Enum):
+    """What a flat graph output is."""
+
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    VALUE = "value"  # anything else: what the model returns, what backward needs
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """What one placeholder carries.
+
+    Args:
+        kind: parameter, buffer, a leaf of the batch, or another value.
+        fqn: FQN under which the tracer saw the tensor (an alias, where tensors are tied), the leaf's
+            path in the batch, e.g. ``batch[0]['tokens']``, or what says best where the value comes from.
+        attr: ``""`` for the tensor itself; for a DTensor, the part that this placeholder carries:
+            ``"_local_tensor"`` or ``"device_mesh"``.
+        state: of a parameter's optimizer state its name, e.g. ``"exp_avg"``; else empty.
+    """
+
+    kind: InputKind
+    fqn: str
+    attr: str = ""
+    state: str = ""
+
+    @property
+    def name(self) -> str:
+        """What people call it, e.g. ``parameter 'weight'`` or ``optimizer state 'exp_avg' of 'weight'``."""
+        return f"{self.kind.value} {f'{self.state!r} of ' if self.state else ''}{self.fqn!r}"
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the placeholder carries a parameter or buffer, or a part of one."""
+        return self.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the placeholder carries tensor data (not a device mesh)."""
+        return self.attr in ("", "_local_tensor")
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """What one flat output carries: the loss, the gradient of ``fqn``, or another value.
+
+    Args:
+        kind: loss, gradient or another value.
+        fqn: FQN of the parameter whose gradient it is, as the tracer saw it; empty for the loss.
+        attr: as in :class:`GraphInput`.
+        is_applied: whether the graph itself updates the parameter with it: a step that runs does not return it.
+    """
+
+    kind: OutputKind
+    fqn: str = ""
+    attr: str = ""
+    is_applied: bool = False
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether this slot carries gradient data (not a device mesh)."""
+        return self.kind is OutputKind.GRADIENT and self.attr in ("", "_local_tensor")

@@ -1,0 +1,224 @@
+"""What a captured step takes for granted of its optimizer, and whether the optimizer still is so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from graphpasses._torch.optimizers import runs_hooks
+from graphpasses.errors import CaptureError
+
+__all__ = ["CAPTURED_OPTIMIZERS", "OptimizerFacts", "check_optimizer"]
+
+CAPTURED_OPTIMIZERS: tuple[type[Optimizer], ...] = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)
+
+_Facts: TypeAlias = tuple[object, ...]
+_AGAIN = "capture the step again, or undo the change"
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerFacts:
+    """Facts about an optimizer that the graph of its update has built in.
+
+    Learning rates, and the state's values, are no such facts: the update reads them when it runs.
+
+    Args:
+        optimizer: the live optimizer.
+        groups: by group, the names of its parameters: FQNs, or e.g. ``"parameter 0 of group 1"`` of one that the
+            model does not have.
+        hyperparameters: by group, what its update was captured with.
+        state: by FQN of each parameter that is updated, and by name, what its state is: a tensor's facts, or a value.
+    """
+
+    optimizer: Optimizer
+    groups: tuple[tuple[str, ...], ...]
+    hyperparameters: tuple[Mapping[str, object], ...]
+    state: Mapping[str, Mapping[str, _Facts]]
+
+    @classmethod
+    def of(
+        cls,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        state: Mapping[str, Mapping[str, object]],
+    ) -> OptimizerFacts:
+        """Reads an optimizer.
+
+        Args:
+            optimizer: the optimizer.
+            names: the FQN of each parameter of the model.
+            state: by FQN and name the values of the state, of each parameter that is updated.
+        """
+        return cls(
+            optimizer,
+            tuple(tuple(_names(group, index, names)) for index, group in enumerate(optimizer.param_groups)),
+            tuple(_hyperparameters(optimizer, group) for group in optimizer.param_groups),
+            {fqn: {name: _facts(value) for name, value in values.items()} for fqn, values in state.items()},
+        )
+
+    def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Raises if the optimizer is not what it was: its update would go on as if it were.
+
+        Args:
+            parameters: the model's, by FQN.
+
+        Returns:
+            Whether all state is there; the optimizer makes it in its first step.
+
+        Raises:
+            CaptureError: it names what changed: hooks, groups, their parameters and hyperparameters, the names,
+                shapes, dtypes or devices of state; or a parameter has a gradient already.
+        """
+        check_optimizer(self.optimizer)
+        names = {parameter: fqn for fqn, parameter in parameters.items()}
+        self._check_groups(names)
+        is_complete = True
+        for fqn, before in self.state.items():
+            state = self.optimizer.state.get(parameters[fqn]) or {}
+            now = {name: _facts(value) for name, value in state.items()}
+            if not now and before:
+                is_complete = False
+            elif now != before:
+                raise CaptureError(_changed_state(fqn, before, now))
+        for group, known in zip(self.optimizer.param_groups, self.groups, strict=True):
+            for parameter, name in zip(group["params"], known, strict=True):
+                if parameter.grad is not None:
+                    raise CaptureError(
+                        f"{_quoted(name)} has a gradient, and the captured step, which updates it, would not add to "
+                        "it; call optimizer.zero_grad() before the step"
+                    )
+        return is_complete
+
+    def _check_groups(self, names: Mapping[torch.Tensor, str]) -> None:
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.groups):
+            raise CaptureError(
+                f"the optimizer had {len(self.groups)} parameter groups when the step was captured, and has "
+                f"{len(groups)} now; {_AGAIN}"
+            )
+        for index, (group, known, before) in enumerate(
+            zip(groups, self.groups, self.hyperparameters, strict=True)
+        ):
+            if tuple(_names(group, index, names)) != known:
+                raise CaptureError(
+                    f"group {index} of the optimizer held other parameters when the step was captured; {_AGAIN}"
+                )
+            now = _hyperparameters(self.optimizer, group)
+            for name in {**before, **now}:
+                if before.get(name) != now.get(name):
+                    raise CaptureError(
+                        f"{name!r} of the optimizer's group {index} was {before.get(name)} when the step was "
+                        f"captured, and is {now.get(name)} now; only learning rates may change. {_AGAIN[0].upper()}"
+                        f"{_AGAIN[1:]}"
+                    )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raises if the update of an optimizer is not, or cannot be, captured.
+
+    Args:
+        optimizer: the optimizer.
+
+    Raises:
+        CaptureError: it is of another class than those that are captured, has hooks, or has options that let it
+            compute otherwise.
+
+    Example:
+        >>> check_optimizer(torch.optim.RMSprop([torch.ones(1, requires_grad=True)]))
+        Traceback (most recent call last):
+        graphpasses.errors.CaptureError: the update of RMSprop is not captured, that of AdamW, Adam, ...
+    """
+    if type(optimizer) not in CAPTURED_OPTIMIZERS:
+        known = ", ".join(each.__name__ for each in CAPTURED_OPTIMIZERS)
+        kind = type(optimizer)
+        base = next((each for each in CAPTURED_OPTIMIZERS if isinstance(optimizer, each)), None)
+        what = f"{kind.__name__}, a subclass of {base.__name__}," if base else kind.__name__
+        raise CaptureError(
+            f"the update of {what} is not captured, that of {known} is; capture without optimizer=, and call "
+            "optimizer.step() after the step"
+        )
+    if runs_hooks(optimizer):
+        raise CaptureError(
+            "a hook runs before or after the optimizer's steps, or its step was replaced; a captured step runs "
+            "neither. Remove it, and do what it does before or after the captured step"
+        )
+    if (
+        getattr(optimizer, "grad_scale", None) is not None
+        or getattr(optimizer, "found_inf", None) is not None
+    ):
+        raise CaptureError("a GradScaler steps the optimizer; a captured step does not scale gradients back")
+    for index, group in enumerate(optimizer.param_groups):
+        for name in ("differentiable", "capturable"):
+            if group.get(name):
+                raise CaptureError(
+                    f"group {index} of the optimizer has {name}=True, which a captured step does not follow; leave "
+                    "it at False"
+                )
+        for name, value in group.items():
+            if name in optimizer.defaults and name != "lr" and _holds_tensor(value):
+                raise CaptureError(
+                    f"{name!r} of the optimizer's group {index} holds a tensor; only lr may be one. Give numbers"
+                )
+
+
+def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, str]) -> Iterator[str]:
+    for place, parameter in enumerate(group["params"]):
+        yield names.get(parameter, f"parameter {place} of group {index}")
+
+
+def _hyperparameters(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what an update depends on, without learning rates; schedulers keep other things in a group, too."""
+    # Not by ==, for which 1 is 1.0 and True.
+    found = {name: repr(group.get(name)) for name in optimizer.defaults if name != "lr"}
+    return {**found, "kind of lr": _kind(group["lr"])}
+
+
+def _kind(rate: Any) -> str:
+    return f"a tensor, {_describe(_facts(rate))}" if isinstance(rate, torch.Tensor) else "a number"
+
+
+def _facts(value: object) -> _Facts:
+    if not isinstance(value, torch.Tensor):
+        return (repr(value),)
+    placements = value.placements if isinstance(value, DTensor) else None
+    return value.shape, value.dtype, value.device, value.stride(), placements
+
+
+def _describe(facts: tuple[Any, ...] | None) -> str:
+    if facts is None:
+        return "not there"
+    if len(facts) == 1:
+        return str(facts[0])
+    shape, dtype, device, strides, placements = facts
+    return f"{list(shape)} {dtype} on {device}, strides {list(strides)}" + f", {placements}" * bool(
+        placements
+    )
+
+
+def _changed_state(fqn: str, before: Mapping[str, _Facts], now: Mapping[str, _Facts]) -> str:
+    name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
+    had, has = (_describe(each.get(name)) for each in (before, now))
+    return (
+        f"state {name!r} of {fqn!r} in the optimizer was {had} when the step was captured, and is {has} now; load "
+        "the state of this model and optimizer, or capture the step again"
+    )
+
+
+def _holds_tensor(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _quoted(name: str) -> str:
+    return name if name.startswith("parameter ") else f"parameter {name!r}"

@@ -1,0 +1,126 @@
+"""The update of a captured step: its optimizer's own step, as a graph that writes parameters and state in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.optim import Optimizer
+
+from graphpasses._torch.optimizers import note_step
+from graphpasses.errors import CaptureError
+from graphpasses.graph.kinds import GraphInput, InputKind
+from graphpasses.graph.optimizer_facts import OptimizerFacts
+
+__all__ = ["Update"]
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """What a captured step does with its gradients.
+
+    Args:
+        module: the graph: clipping, and the optimizer's step; it returns nothing.
+        inputs: what each placeholder carries: gradients, parameters, the optimizer's state, learning rates.
+        facts: what the graph takes for granted of the optimizer; each call checks it.
+        clip_norm: the norm to which all gradients together are clipped; None if they are not.
+        model: the live model.
+        without_update: the step as it was before a pass put the update into its graph; else None.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    facts: OptimizerFacts
+    clip_norm: float | None
+    model: nn.Module
+    without_update: fx.GraphModule | None = None
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The live optimizer."""
+        return self.facts.optimizer
+
+    @property
+    def gradients(self) -> list[str]:
+        """The FQNs of the parameters whose gradients it reads."""
+        return [item.fqn for item in self.inputs if item.kind is InputKind.GRADIENT]
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the step's own graph has the update in it."""
+        return self.without_update is not None
+
+    def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Raises if the optimizer is not what it was, or if a gradient is there that the update would have to add to.
+
+        Args:
+            parameters: the model's, by FQN.
+
+        Returns:
+            Whether the optimizer has all of its state; else its own step must make it.
+
+        Raises:
+            CaptureError: see :meth:`OptimizerFacts.check`.
+        """
+        is_complete = self.facts.check(parameters)
+        for fqn, parameter in parameters.items() if self.clip_norm is not None else ():
+            if parameter.grad is not None:
+                raise CaptureError(
+                    f"parameter {fqn!r} has a gradient, which would count for the norm that the captured step clips; "
+                    "set it to None before the step"
+                )
+        return is_complete
+
+    def moved_into(self, step: fx.GraphModule) -> Update:
+        """Returns what says of a step that its own graph has the update in it.
+
+        Args:
+            step: the step's graph without it.
+        """
+        return replace(self, without_update=step)
+
+    def values(self, inputs: Sequence[GraphInput], parameters: Mapping[str, torch.Tensor]) -> list[Any]:
+        """Returns what inputs carry now.
+
+        Args:
+            inputs: gradients, parameters, the optimizer's state or learning rates.
+            parameters: the model's, by FQN.
+        """
+        return [self._value(item, parameters) for item in inputs]
+
+    def run(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Clips the gradients of the live model and updates its parameters; their gradients are gone then.
+
+        Args:
+            parameters: the model's, by FQN.
+        """
+        self.module(*self.values(self.inputs, parameters))
+        self.finish()
+
+    def run_eagerly(self) -> None:
+        """Does the same by torch's own functions: in its first step an optimizer makes its state."""
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.finish()
+
+    def finish(self) -> None:
+        """Leaves the optimizer as after its own step, and its gradients as after ``zero_grad``."""
+        note_step(self.optimizer)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _value(self, item: GraphInput, parameters: Mapping[str, torch.Tensor]) -> Any:
+        if item.kind is InputKind.LEARNING_RATE:
+            rate = self.optimizer.param_groups[int(item.fqn.removeprefix("group "))]["lr"]
+            return rate if isinstance(rate, torch.Tensor) else float(rate)
+        value: Any = parameters[item.fqn]
+        if item.kind is InputKind.GRADIENT:
+            value = value.grad
+        elif item.kind is InputKind.OPTIMIZER_STATE:
+            value = self.optimizer.state[value][item.state]
+        return getattr(value, item.attr) if item.attr else value

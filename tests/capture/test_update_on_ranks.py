@@ -1,0 +1,231 @@
+"""Captured steps with their optimizer against eager FSDP2 on four real ranks: clipping, schedules, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.fsdp import BucketPlan, eager_layout
+from graphpasses.graph import CapturedStep
+from graphpasses.parity.launch import run_ranks
+from graphpasses.passes import default_pipeline
+from tests.helpers.models import next_token_loss, parallelize, same_bits
+from tests.helpers.step_cases import CASES, NUM_RANKS, Batch, differences, local_bits, shard_eagerly
+
+NUM_STEPS = 6
+EAGER_STEP = 3  # that one of the captured side is eager, too
+LISTS = partial(AdamW, foreach=True)
+RELOADED_STEP = 4  # before it, the captured side's optimizer is loaded from its own checkpoint
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model is trained by both.
+
+    Args:
+        case: of ``step_cases``: model and sharding.
+        optimizer: makes the optimizer.
+        clip_norm: None does not clip.
+        is_simple: whether the captured model is sharded by SimpleFSDP.
+        clip: how eager clips, where that is not torch's way.
+        eager_optimizer: of eager, where it is another.
+    """
+
+    case: str
+    optimizer: Callable[..., Optimizer]
+    clip_norm: float | None = None
+    is_simple: bool = False
+    clip: Callable[[nn.Module, float], object] | None = None
+    eager_optimizer: Callable[..., Optimizer] | None = None
+
+
+def clip_by_sum_of_squares(model: nn.Module, clip_norm: float) -> None:
+    """Clips as one may, too: the squares of all elements are added, not the norms of the parameters."""
+    gradients = [each.grad for each in model.parameters() if each.grad is not None]
+    squares = torch.stack(
+        [(g.to_local() if isinstance(g, DTensor) else g).square().sum() for g in gradients]
+    ).sum()
+    torch.distributed.all_reduce(squares)
+    factor = torch.clamp(clip_norm / (squares.sqrt() + 1e-6), max=1.0)
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(factor)
+
+
+TRAININGS = {
+    "tied": Training("tied", LISTS),
+    "hybrid_clipped": Training("hybrid", partial(SGD, foreach=True, momentum=0.9, nesterov=True), 0.5),
+    "tensor_parallel_clipped": Training("tensor_parallel_fp32_reduce", partial(AdamW, foreach=False), 0.5),
+    "unused": Training("unused", partial(Adagrad, foreach=True, lr_decay=0.1)),
+    "simple_tied_clipped": Training("tied", partial(AdamW, fused=True), 0.5, is_simple=True),
+    "simple_hybrid": Training("hybrid", partial(Adam, amsgrad=True, maximize=True), is_simple=True),
+}
+CONTROLS = {
+    "other_eps": Training("tied", LISTS, eager_optimizer=partial(AdamW, foreach=True, eps=1.1e-8)),
+    "other_norm": Training("tied", LISTS, clip_norm=0.5, clip=clip_by_sum_of_squares),
+}
+
+
+@dataclass
+class Outcome:
+    """What one training did: by step, what differs."""
+
+    losses: list[bool] = field(default_factory=list)
+    weights: list[list[str]] = field(default_factory=list)
+    state: list[list[str]] = field(default_factory=list)
+    has_gradients: bool = False
+    num_parts: int = 0
+    notes: tuple[str, ...] = ()
+    unproved: tuple[Any, ...] = ()
+    proved: tuple[str, ...] = ()
+    error: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.error and all(self.losses) and not any(self.weights + self.state)
+
+
+def different_state(a: Optimizer, b: Optimizer) -> list[str]:
+    one, two = a.state_dict()["state"], b.state_dict()["state"]
+    if one.keys() != two.keys():
+        return ["parameters"]
+    return [
+        f"{name} of {index}"
+        for index, values in one.items()
+        for name, value in values.items()
+        if not same_bits(local_bits(value), local_bits(two[index][name]))
+    ]
+
+
+def compile_step(
+    training: Training, model: nn.Module, eager: nn.Module, optimizer: Optimizer, batch: Batch
+) -> CapturedStep:
+    captured = capture_train_step(
+        next_token_loss, model, *batch, optimizer=optimizer, clip_norm=training.clip_norm
+    )
+    if training.is_simple:
+        plan = BucketPlan.from_fully_shard(eager)
+        return default_pipeline(plan, expected_layout=eager_layout(eager)).run(captured)
+    return default_pipeline().run(captured)
+
+
+def train(training: Training) -> Outcome:
+    case = CASES[training.case]
+    torch.manual_seed(0)
+    model = case.build()
+    eager = copy.deepcopy(model)
+    if case.tensor_parallel:
+        model, eager = (parallelize(each, case.parallel_meshes[1]) for each in (model, eager))
+    eager = shard_eagerly(case, eager)
+    if training.is_simple:
+        dtypes = {"param_dtype": case.policy.param_dtype, "reduce_dtype": case.policy.reduce_dtype}
+        model = simple_fsdp(model, case.mesh, shard_dim=case.shard_dim, **dtypes)
+    else:
+        model = shard_eagerly(case, model)
+    makers = (training.eager_optimizer or training.optimizer, training.optimizer)
+    optimizers = [make(each.parameters(), lr=1e-2) for make, each in zip(makers, (eager, model), strict=True)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
+    step = compile_step(training, model, eager, optimizers[1], case.batch(0))
+    assert step.report is not None
+    assert step.report.certificate is not None
+    last = step.report.passes[-1]
+    certificate = step.report.certificate
+    outcome = Outcome(
+        num_parts=last.num_rewrites,
+        notes=last.notes,
+        unproved=certificate.unproved,
+        proved=certificate.proved,
+    )
+
+    def eagerly(module: nn.Module, optimizer: Optimizer, batch: Batch) -> torch.Tensor:
+        loss = next_token_loss(module, *batch)
+        loss.backward()
+        if training.clip_norm is not None:
+            (training.clip or clip_parameters)(module, training.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for index in range(NUM_STEPS):
+        batch = case.batch(100 * index)
+        expected = eagerly(eager, optimizers[0], batch)
+        if index == RELOADED_STEP:
+            optimizers[1].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+        is_eager = index == EAGER_STEP and not training.is_simple
+        loss = eagerly(model, optimizers[1], batch) if is_eager else step(*batch)
+        for scheduler in schedulers:
+            scheduler.step()
+        outcome.losses.append(same_bits(loss, expected))
+        outcome.weights.append(differences(eager, model, lambda p: p))
+        outcome.state.append(different_state(*optimizers))
+        outcome.has_gradients |= any(each.grad is not None for each in model.parameters())
+    return outcome
+
+
+def clip_parameters(model: nn.Module, clip_norm: float) -> object:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+
+
+def train_all() -> dict[str, Outcome]:
+    """Runs on every rank."""
+    outcomes = {}
+    for name, training in (TRAININGS | CONTROLS).items():
+        try:
+            outcomes[name] = train(training)
+        except Exception:
+            outcomes[name] = Outcome(error=traceback.format_exc())
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, Outcome]]:
+    return run_ranks(train_all, NUM_RANKS, timeout=300.0)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", TRAININGS)
+def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+    for rank, ranks_outcomes in enumerate(outcomes):
+        outcome = ranks_outcomes[name]
+        assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
+        assert len(outcome.losses) == NUM_STEPS
+        assert not outcome.has_gradients
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", TRAININGS)
+def test_update_moves_unless_it_clips(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+    outcome = outcomes[0][name]
+    if TRAININGS[name].clip_norm is None:
+        assert (outcome.num_parts, outcome.notes) == (1, ())
+    else:
+        note = "parameters are updated after the backward: clipping needs all gradients at once"
+        assert (outcome.num_parts, outcome.notes) == (0, (note,))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", TRAININGS)
+def test_every_update_is_proved(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+    for outcome in (each[name] for each in outcomes):
+        assert not outcome.unproved
+        updates = [each for each in outcome.proved if each.startswith("parameter ")]
+        assert bool(updates) == (TRAININGS[name].clip_norm is None)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CONTROLS)
+def test_control_differs(name: str, outcomes: list[dict[str, Outcome]]) -> None:
+    assert not any(ranks_outcomes[name].error for ranks_outcomes in outcomes)
+    assert not all(ranks_outcomes[name].is_equal for ranks_outcomes in outcomes)
+    assert outcomes[0][name].losses[0]

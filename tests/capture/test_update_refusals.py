@@ -1,0 +1,244 @@
+"""Optimizers whose updates are not captured, and what a captured step says when its optimizer was changed."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
+
+from graphpasses.errors import CaptureError, FidelityError
+from tests.capture.test_update import X, build, capture, equal_weights
+
+
+class MySGD(SGD):
+    """A subclass."""
+
+
+def hooked(model: nn.Module) -> Optimizer:
+    optimizer = SGD(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def of_another_state(model: nn.Module) -> Optimizer:
+    optimizer = AdamW(model.parameters())
+    other = AdamW([nn.Parameter(torch.ones(7)) for _ in model.parameters()])
+    for parameter in other.param_groups[0]["params"]:
+        parameter.grad = torch.ones(7)
+    other.step()
+    optimizer.load_state_dict(other.state_dict())
+    return optimizer
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "other_class": (
+        lambda model: RMSprop(model.parameters()),
+        (
+            "the update of RMSprop is not captured, that of AdamW, Adam, SGD, Adagrad is; capture without "
+            "optimizer=, and call optimizer.step() after the step"
+        ),
+    ),
+    "subclass": (
+        lambda model: MySGD(model.parameters()),
+        (
+            "the update of MySGD, a subclass of SGD, is not captured, that of AdamW, Adam, SGD, Adagrad is; capture "
+            "without optimizer=, and call optimizer.step() after the step"
+        ),
+    ),
+    "no_optimizer": (
+        lambda model: model.parameters(),
+        (
+            "the update of generator is not captured, that of AdamW, Adam, SGD, Adagrad is; capture without "
+            "optimizer=, and call optimizer.step() after the step"
+        ),
+    ),
+    "hook": (
+        hooked,
+        (
+            "a hook runs before or after the optimizer's steps, or its step was replaced; a captured step runs "
+            "neither. Remove it, and do what it does before or after the captured step"
+        ),
+    ),
+    "other_model": (
+        lambda model: SGD(nn.Linear(2, 2).parameters()),
+        (
+            "the optimizer holds no parameter of the model that gets a gradient; make it of model.parameters(), "
+            "after the model was sharded"
+        ),
+    ),
+    "other_state": (
+        of_another_state,
+        (
+            "state 'exp_avg' of '0.weight' in the optimizer has shape [7], the parameter [4, 3]: it is the state of "
+            "another model. Load that of this one"
+        ),
+    ),
+    "differentiable": (
+        lambda model: SGD(model.parameters(), differentiable=True),
+        "group 0 of the optimizer has differentiable=True, which a captured step does not follow; leave it at False",
+    ),
+    "capturable": (
+        lambda model: AdamW(model.parameters(), capturable=True),
+        "group 0 of the optimizer has capturable=True, which a captured step does not follow; leave it at False",
+    ),
+    "tensor": (
+        lambda model: SGD(model.parameters(), weight_decay=torch.tensor(0.1)),
+        "'weight_decay' of the optimizer's group 0 holds a tensor; only lr may be one. Give numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    make, message = REFUSED[name]
+    model = build()
+    with pytest.raises(CaptureError, match=f"^{re.escape(message)}$"):
+        capture(model, make(model))
+
+
+@pytest.mark.parametrize("clip_norm", [0, -1.0, "1", True, float("nan")])
+def test_refuses_other_norms(clip_norm: Any) -> None:
+    model = build()
+    message = f"clip_norm is {clip_norm!r}; give a number greater than zero, or None"
+    with pytest.raises(CaptureError, match=f"^{re.escape(message)}$"):
+        capture(model, SGD(model.parameters()), clip_norm=clip_norm)
+
+
+def test_refuses_to_clip_for_nobody() -> None:
+    message = (
+        "clip_norm clips gradients for an optimizer's step; give optimizer=, too, or clip after the step"
+    )
+    with pytest.raises(CaptureError, match=f"^{re.escape(message)}$"):
+        capture(build(), None, clip_norm=1.0)
+
+
+def test_refuses_what_the_optimizer_refuses() -> None:
+    model = build()
+    optimizer = AdamW(model.parameters(), foreach=False)
+    optimizer.param_groups[0]["fused"] = optimizer.param_groups[0]["foreach"] = True
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+    optimizer.param_groups[0]["fused"] = False
+    with pytest.raises(
+        CaptureError, match=r"^the step of AdamW fails while it is traced: RuntimeError: lr as a"
+    ):
+        capture(model, optimizer)
+
+
+def test_an_update_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = SGD.step
+
+    def forgets_when_traced(self: SGD) -> None:
+        is_traced = isinstance(self.param_groups[0]["params"][0], FakeTensor)
+        self.param_groups[0]["momentum"] = 0.5 if is_traced else 0.9
+        step(self)
+
+    monkeypatch.setattr(SGD, "step", forgets_when_traced)
+    message = (
+        "the captured update computes another parameter '0.weight' than the optimizer's own step on the same "
+        "gradients; capture without optimizer=, and call optimizer.step() after the step"
+    )
+    with pytest.raises(FidelityError, match=f"^{re.escape(message)}$"):
+        capture(model, optimizer)
+
+
+# ---- what is refused when it is called ----------------------------------------------------------------------------
+
+
+def add_group(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def add_parameter(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(1)))
+
+
+def add_hook(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.register_step_post_hook(lambda *_: None)
+
+
+def change_eps(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["eps"] = 1e-6
+
+
+def change_kind_of_rate(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.01)
+
+
+def change_state(model: nn.Module, optimizer: Optimizer) -> None:
+    state = optimizer.state[model[0].weight]
+    state["exp_avg"] = state["exp_avg"].double()
+
+
+def lose_state(model: nn.Module, optimizer: Optimizer) -> None:
+    del optimizer.state[model[0].weight]["step"]
+
+
+def leave_gradient(model: nn.Module, optimizer: Optimizer) -> None:
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+
+
+CHANGES: dict[Callable[[Any, Optimizer], None], str] = {
+    add_group: "the optimizer had 1 parameter groups when the step was captured, and has 2 now; capture the step "
+    "again, or undo the change",
+    add_parameter: "group 0 of the optimizer held other parameters when the step was captured; capture the step "
+    "again, or undo the change",
+    add_hook: REFUSED["hook"][1],
+    change_eps: "'eps' of the optimizer's group 0 was 1e-08 when the step was captured, and is 1e-06 now; only "
+    "learning rates may change. Capture the step again, or undo the change",
+    change_kind_of_rate: "'kind of lr' of the optimizer's group 0 was a number when the step was captured, and is a "
+    "tensor, [] torch.float32 on cpu, strides [] now; only learning rates may change. Capture the step again, or "
+    "undo the change",
+    change_state: "state 'exp_avg' of '0.weight' in the optimizer was [4, 3] torch.float32 on cpu, strides [3, 1] "
+    "when the step was captured, and is [4, 3] torch.float64 on cpu, strides [3, 1] now; load the state of this "
+    "model and optimizer, or capture the step again",
+    lose_state: "state 'step' of '0.weight' in the optimizer was [] torch.float32 on cpu, strides [] when the step "
+    "was captured, and is not there now; load the state of this model and optimizer, or capture the step again",
+    leave_gradient: "parameter '0.weight' has a gradient, and the captured step, which updates it, would not add to "
+    "it; call optimizer.zero_grad() before the step",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_refuses_a_change(change: Callable[[Any, Optimizer], None]) -> None:
+    model = build()
+    optimizer = AdamW(model.parameters())
+    step = capture(model, optimizer)
+    step(X)
+    before = copy.deepcopy(model)
+    change(model, optimizer)
+    with pytest.raises(CaptureError, match=f"^{re.escape(CHANGES[change])}$"):
+        step(X)
+    assert equal_weights(model, before)
+
+
+def test_a_gradient_that_would_count_for_the_norm_is_refused() -> None:
+    model = build()
+    step = capture(model, SGD(model[0].parameters()), clip_norm=1.0)
+    step(X)
+    message = (
+        "parameter '1.weight' has a gradient, which would count for the norm that the captured step clips; set it to "
+        "None before the step"
+    )
+    with pytest.raises(CaptureError, match=f"^{re.escape(message)}$"):
+        step(X)
+    model.zero_grad()
+    step(X)
+
+
+def test_a_step_with_an_optimizer_is_one_models() -> None:
+    model = build()
+    step = capture(model, SGD(model.parameters()))
+    message = (
+        "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
+    )
+    with pytest.raises(CaptureError, match=f"^{re.escape(message)}$"):
+        step.for_model(build())
