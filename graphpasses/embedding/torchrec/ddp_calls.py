@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -25,11 +25,15 @@ class DDPCalls:
     the graph, and reduce gradients as in eager if the reducer was told of the forward.
 
     Args:
-        modules: the DistributedDataParallel modules that the call may run, outer ones first.
+        roots: what the call may run.
+
+    Raises:
+        UnsupportedError: a module casts its parameters in hooks (``mixed_precision=``).
     """
 
-    def __init__(self, modules: tuple[DistributedDataParallel, ...]) -> None:
-        self.modules = modules
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        self._roots = roots
+        self.modules = _find(roots)  # those that the call may run, outer ones first
         self._used: set[DistributedDataParallel] | None = None  # of the modules, by calls until now
 
     def needs_eager_step(self) -> bool:
@@ -39,13 +43,36 @@ class DDPCalls:
         decides the order in which more than two ranks' gradients are added.
         """
         modules = self.modules if self._used is None else self._used
-        return any(ddp.process_group.size() > 2 and will_rebuild_buckets(ddp) for ddp in modules)
+        return any(map(_orders_buckets, modules))
+
+    def find(self, ddp: DistributedDataParallel) -> None:
+        """Looks for a module once more: ``DistributedModelParallel.init_data_parallel()`` may come after a call.
+
+        Raises:
+            UnsupportedError: nothing that the compiled function holds leads to it; or it was made after the first
+                call, and its first steps must be eager ones.
+        """
+        if ddp in self.modules:
+            return
+        name = type(ddp.module).__name__
+        self.modules = _find(self._roots)
+        if ddp not in self.modules:
+            raise UnsupportedError(
+                f"the compiled function calls a DistributedDataParallel around {name} that nothing it holds leads "
+                "to, so that its gradients would not be reduced; compile the module itself, or a method or closure "
+                "of what holds it"
+            )
+        if _orders_buckets(ddp):
+            raise UnsupportedError(
+                f"a DistributedDataParallel was put around {name} after the first call of the compiled model, and on "
+                "more than two ranks its first steps must run as in eager: call init_data_parallel() before it"
+            )
 
     @contextmanager
     def call(self) -> Iterator[DDPCall]:
         """Surrounds a call; yields what its DistributedDataParallel modules are told by."""
         self._used, used = self._used or set(), self._used or set()
-        call = DDPCall(self.modules, used)
+        call = DDPCall(self, used)
         token = _CALL.set(call)
         try:
             yield call
@@ -83,25 +110,23 @@ class DDPCall:
     """One call of a compiled model, as its DistributedDataParallel modules see it.
 
     Args:
-        modules: those that may run, outer ones first.
+        calls: whose modules may run.
         used: those that ran in earlier calls.
     """
 
-    def __init__(
-        self, modules: tuple[DistributedDataParallel, ...], used: Collection[DistributedDataParallel]
-    ) -> None:
-        self._modules, self.used = modules, set(used)
+    def __init__(self, calls: DDPCalls, used: Collection[DistributedDataParallel]) -> None:
+        self._calls, self.used = calls, set(used)
         self._begun: set[DistributedDataParallel] = set()
 
     def begin(self) -> None:
         """To be called before the compiled function."""
-        for ddp in self._modules:
+        for ddp in self._calls.modules:
             if ddp in self.used:
                 self._tell(ddp)
 
     def end(self, outputs: Any) -> Any:
         """To be called with what the compiled function returned; returns what to give to the user instead."""
-        for ddp in reversed(self._modules):
+        for ddp in reversed(self._calls.modules):
             if ddp in self._begun:
                 outputs = after_forward(ddp, outputs)
         return outputs
@@ -114,14 +139,9 @@ class DDPCall:
         """To be called where a module's forward is traced.
 
         Raises:
-            UnsupportedError: nothing that the compiled function holds leads to the module.
+            UnsupportedError: of :meth:`DDPCalls.find`.
         """
-        if ddp not in self._modules:
-            raise UnsupportedError(
-                f"the compiled function calls a DistributedDataParallel around {type(ddp.module).__name__} that "
-                "nothing it holds leads to, so that its gradients would not be reduced; compile the module itself, "
-                "or a method or closure of what holds it"
-            )
+        self._calls.find(ddp)
         self.used.add(ddp)
         self._tell(ddp)
 
@@ -139,7 +159,7 @@ def running_call() -> DDPCall | None:
     return _CALL.get()
 
 
-def ddp_calls(modules: Iterable[nn.Module]) -> DDPCalls:
+def ddp_calls(modules: Sequence[nn.Module]) -> DDPCalls:
     """Finds the DistributedDataParallel modules in ``modules``, themselves and data-parallel tables included.
 
     Raises:
@@ -154,7 +174,11 @@ def ddp_calls(modules: Iterable[nn.Module]) -> DDPCalls:
         ...         call.end(model.module(torch.ones(3, 2))).shape
         torch.Size([3, 1])
     """
-    found = (module for root in modules for module in modules_and_lookups(root))
+    return DDPCalls(modules)
+
+
+def _find(roots: Sequence[nn.Module]) -> tuple[DistributedDataParallel, ...]:
+    found = (module for root in roots for module in modules_and_lookups(root))
     ddps = tuple(dict.fromkeys(module for module in found if isinstance(module, DistributedDataParallel)))
     for ddp in ddps:
         if ddp.mixed_precision is not None:
@@ -162,7 +186,12 @@ def ddp_calls(modules: Iterable[nn.Module]) -> DDPCalls:
                 f"DistributedDataParallel(mixed_precision=...) around {type(ddp.module).__name__} cannot be "
                 "compiled: its hooks cast parameters outside of the graph; use torch.autocast in the module instead"
             )
-    return DDPCalls(ddps)
+    return ddps
+
+
+def _orders_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether the order in which gradients come in the next step decides how more than two ranks add them."""
+    return bool(ddp.process_group.size() > 2) and will_rebuild_buckets(ddp)
 
 
 def modules_and_lookups(root: nn.Module) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@ __all__ = ["checks_inputs", "make_input_dist", "needs_eager_call"]
 
 
 def make_input_dist(
-    module: nn.Module, keys: Iterable[str], inverse_keys: Iterable[str] | None, device: torch.device
+    module: nn.Module, keys: Iterable[str], inverse_keys: Iterable[str] | None, device: torch.device | None
 ) -> None:
     """Makes a sharded module's input dist, and its output dists, if it has none yet, as its first call does.
 
@@ -23,7 +23,7 @@ def make_input_dist(
         module: a ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``.
         keys: the features it is called with, e.g. ``kjt.keys()``.
         inverse_keys: the names of ``kjt.inverse_indices()``; None where all features have one batch size.
-        device: that of the inverse indices.
+        device: that of the inverse indices; None where there are none.
     """
     sharded: Any = module
     if not sharded._has_uninitialized_input_dist:

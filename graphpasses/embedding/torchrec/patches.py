@@ -14,6 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from graphpasses.embedding.torchrec.brief_traces import BRIEF_TRACES
+from graphpasses.embedding.torchrec.eager_parts import (
+    embeddings_by_steps,
+    lookup_by_steps,
+    managed_collisions,
+    tell_steps,
+)
 from graphpasses.embedding.torchrec.input_dists import make_input_dist
 from graphpasses.embedding.torchrec.key_order import check_key_order
 from graphpasses.embedding.torchrec.patching import Patch, PatchSet
@@ -122,17 +128,6 @@ def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, msg)
 
     return log
-
-
-def _run_eagerly(original: None) -> Callable[..., Any]:
-    """Managed collisions replace the memory of their buffers, which no graph can: the forward runs eagerly."""
-    from torchrec.distributed.types import ShardedModule
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ShardedModule.forward(self, *args, **kwargs)
-
-    reason = "zero-collision hashing replaces the memory of its buffers, which no graph can: it runs eagerly"
-    return torch.compiler.disable(forward, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
 # ---- batch sizes that differ between ranks -------------------------------------------------------------
@@ -310,7 +305,10 @@ def _make_input_dist(original: None) -> Callable[..., Any]:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _graphpasses_make_input_dist(
-        self: nn.Module, keys: tuple[str, ...], inverse_keys: tuple[str, ...] | None, device: torch.device
+        self: nn.Module,
+        keys: tuple[str, ...],
+        inverse_keys: tuple[str, ...] | None,
+        device: torch.device | None,
     ) -> None:
         check_codecs(self)
         make_input_dist(self, keys, inverse_keys, device)
@@ -320,13 +318,16 @@ def _make_input_dist(original: None) -> Callable[..., Any]:
 
 def _with_checked_features(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original takes features by position and does not look at their names. Dynamo guards the names."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     def input_dist(self: Any, ctx: Any, features: Any) -> Any:
         keys = tuple(features.keys())
         self._graphpasses_check_features(keys)
         if torch.compiler.is_dynamo_compiling():
-            inverse, device = None, features.device()
-            if features.variable_stride_per_key():
+            inverse, device = None, None
+            if (
+                isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
+            ):  # or a TensorDict
                 names, indices = features.inverse_indices()
                 inverse, device = tuple(names), indices.device
             self._graphpasses_make_input_dist(keys, inverse, device)
@@ -355,10 +356,12 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.embedding_lookup:GroupedEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
     Patch(
-        f"{_DIST}.mc_embedding_modules:BaseShardedManagedCollisionEmbeddingCollection.forward", _run_eagerly
+        f"{_DIST}.mc_embedding_modules:BaseShardedManagedCollisionEmbeddingCollection.forward",
+        managed_collisions,
     ),
     Patch(f"{_TBE}._graphpasses_load_steps", _load_steps),
     Patch(f"{_TBE}.prepare_inputs", _on_copies),
+    Patch(f"{_TBE}.forward", lookup_by_steps),
     Patch(f"{_TBE}.log", _silent),
     Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.permute", _permute_no_samples),
     Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.dist_init", _permute_received),
@@ -378,6 +381,8 @@ TORCHREC_PATCHES = PatchSet(
         Patch(f"{_DIST}.{module}.{name}", wrap)
         for module in ("embeddingbag:ShardedEmbeddingBagCollection", "embedding:ShardedEmbeddingCollection")
         for name, wrap in (
+            ("forward", embeddings_by_steps),
+            ("_graphpasses_decides_by_steps", tell_steps),
             ("_graphpasses_check_features", _check_features),
             ("_graphpasses_make_input_dist", _make_input_dist),
             ("input_dist", _with_checked_features),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.embedding.torchrec.ddp_calls import ddp_calls
 from graphpasses.errors import UnsupportedError
 
@@ -53,6 +54,26 @@ def test_a_module_that_nothing_leads_to_is_refused() -> None:
     assert str(error.value) == (
         "the compiled function calls a DistributedDataParallel around Linear that nothing it holds leads to, so that "
         "its gradients would not be reduced; compile the module itself, or a method or closure of what holds it"
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_module_may_be_made_after_the_first_call(num_ranks: int) -> None:
+    """``DistributedModelParallel.init_data_parallel()`` puts one into the model."""
+    with fake_process_group(num_ranks):
+        root = nn.Sequential(nn.Linear(1, 1))
+        calls = ddp_calls([root])
+        root[0] = late = DistributedDataParallel(root[0])
+        with calls.call() as call:
+            if num_ranks == 2:
+                call.traced(late)
+                assert call.is_told(late)
+                return
+            with pytest.raises(UnsupportedError) as error:
+                call.traced(late)
+    assert str(error.value) == (
+        "a DistributedDataParallel was put around Linear after the first call of the compiled model, and on more "
+        "than two ranks its first steps must run as in eager: call init_data_parallel() before it"
     )
 
 

@@ -22,6 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     EmainplaceModeDefinition,
     WeightDecayMode,
 )
+from tensordict import TensorDict
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import sharding_plan as plans
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -122,14 +123,21 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def sharded(model: nn.Module, name: str, kind: Any, sharder: Any) -> nn.Module:
+def sharded(model: nn.Module, name: str, kind: Any, sharder: Any, **options: Any) -> nn.Module:
     plan = plans.construct_module_sharding_plan(
         getattr(model, name), {"t0": kind}, sharder=sharder, local_size=2, world_size=2, device_type="cpu"
     )
-    return DistributedModelParallel(model, device=CPU, plan=ShardingPlan({name: plan}), sharders=[sharder])
+    plan["t0"].compute_kernel = "fused"
+    sharding = ShardingPlan({name: plan})
+    return DistributedModelParallel(model, device=CPU, plan=sharding, sharders=[sharder], **options)
 
 
-def parted(build: Callable[[], nn.Module], num_steps: int = 3) -> list[str]:
+def parted(
+    build: Callable[[], nn.Module],
+    num_steps: int = 3,
+    batch: Callable[[int, int, int], Any] = ids,
+    begin: Callable[[nn.Module, Callable[[Any], Any]], None] = lambda model, call: None,
+) -> list[str]:
     """Returns where a model parts from eager, its losses, its state or its optimizers' steps."""
     seen = []
     for is_compiled in (False, True):
@@ -137,9 +145,10 @@ def parted(build: Callable[[], nn.Module], num_steps: int = 3) -> list[str]:
         torch.compiler.reset()
         model = build()
         call = graphpasses.compile(model, inner="aot_eager") if is_compiled else model
+        begin(model, call)
         losses = []
         for step in range(num_steps):
-            losses.append(call(ids(dist.get_rank(), step, 1)))
+            losses.append(call(batch(dist.get_rank(), step, 1)))
             losses[-1].backward()
         steps = [(int(tbe.iter), int(tbe.iter_cpu)) for tbe in tbes(model) if hasattr(tbe, "iter")]
         seen.append((torch.stack(losses).tolist(), steps, state_of(model)))
@@ -154,9 +163,38 @@ def other_optimizers() -> list[str]:
 
     def build(options: dict[str, Any]) -> nn.Module:
         sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1} | options)
-        return sharded(Scored(bags(1), DIM), "embeddings", TW0, sharder)
+        model = sharded(Scored(bags(1), DIM), "embeddings", TW0, sharder)
+        assert dist.get_rank() > 0 or [*tbes(model)]  # a sharder's parameters are those of fused kernels
+        return model
 
     return [f"{name}: {line}" for name in OPTIMIZERS for line in parted(partial(build, OPTIMIZERS[name]))]
+
+
+def plainly_sharded(**options: Any) -> nn.Module:
+    sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})
+    return sharded(Scored(bags(1), DIM), "embeddings", plans.row_wise(), sharder, **options)
+
+
+def tensor_dicts() -> list[str]:
+    """Returns where a model whose features come as a TensorDict parts from eager."""
+
+    def batch(*place: int) -> TensorDict:
+        features = ids(*place).to_dict().items()
+        nested = torch.nested.nested_tensor_from_jagged
+        return TensorDict({name: nested(each.values(), each.offsets()) for name, each in features})
+
+    return parted(plainly_sharded, batch=batch)
+
+
+def late_data_parallel() -> list[str]:
+    """Returns where a model parts from eager that gets its DistributedDataParallel after its first call."""
+
+    def begin(model: nn.Module, call: Callable[[Any], Any]) -> None:
+        with torch.no_grad():
+            call(ids(dist.get_rank(), 0, 1))
+        model.init_data_parallel()  # type: ignore[operator]
+
+    return parted(partial(plainly_sharded, init_data_parallel=False), begin=begin)
 
 
 class Hashed(nn.Module):
@@ -252,6 +290,8 @@ CHECKS = {
         side_effects,
         other_optimizers,
         zero_collision_hashing,
+        tensor_dicts,
+        late_data_parallel,
         no_eager_steps,
         trainers,
     )

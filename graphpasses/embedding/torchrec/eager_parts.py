@@ -1,0 +1,94 @@
+"""What runs eagerly in a compiled model: patches that break the graph where TorchRec does what no graph can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["embeddings_by_steps", "lookup_by_steps", "managed_collisions", "tell_steps"]
+
+_OPTIMIZERS = ("EMAINPLACE_ROWWISE_ADAGRAD", "ENSEMBLE_ROWWISE_ADAGRAD")
+_WEIGHT_DECAYS = ("COUNTER", "COWCLIP")
+_REASON = "the optimizer of these tables decides by its steps, which no graph can: their lookup runs eagerly"
+
+
+def managed_collisions(original: None) -> Callable[..., Any]:
+    """Makes a sharded module of managed collisions run eagerly: it replaces the memory of its buffers.
+
+    Args:
+        original: None, the class inherits its forward.
+    """
+    reason = "zero-collision hashing replaces the memory of its buffers, which no graph can: it runs eagerly"
+    return _eagerly(_inherited_forward(), reason)
+
+
+def embeddings_by_steps(original: None) -> Callable[..., Any]:
+    """Makes a sharded collection run eagerly, on all ranks alike, if an optimizer of its tables decides by its steps.
+
+    Such are moving averages of tables, ensembles, and weight decay by counters, a number that FBGEMM takes of a
+    tensor.
+
+    Args:
+        original: None, the class inherits its forward.
+    """
+    inherited = _inherited_forward()
+    eagerly = _eagerly(inherited, _REASON)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and self._graphpasses_decides_by_steps():
+            return eagerly(self, *args, **kwargs)
+        return inherited(self, *args, **kwargs)
+
+    return forward
+
+
+def tell_steps(original: None) -> Callable[..., Any]:
+    """A new method: whether an optimizer of a collection's tables, on any rank, decides by its steps."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _graphpasses_decides_by_steps(self: Any) -> bool:
+        shardings = self._embedding_shardings
+        ranks = (
+            rank for each in shardings for rank in getattr(each, "_grouped_embedding_configs_per_rank", ())
+        )
+        params = (config.fused_params or {} for rank in ranks for config in rank)
+        return any(
+            getattr(each.get("optimizer"), "name", "") in _OPTIMIZERS
+            or getattr(each.get("weight_decay_mode"), "name", "") in _WEIGHT_DECAYS
+            for each in params
+        )
+
+    return _graphpasses_decides_by_steps  # type: ignore[no-any-return]
+
+
+def lookup_by_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a TBE run eagerly whose optimizer decides by its steps, where no sharded collection does.
+
+    Args:
+        original: the forward of ``SplitTableBatchedEmbeddingBagsCodegen``.
+    """
+    eagerly = _eagerly(original, _REASON)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and (
+            self._used_rowwise_adagrad_with_counter or self.optimizer.name in _OPTIMIZERS
+        ):
+            return eagerly(self, *args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _inherited_forward() -> Callable[..., Any]:
+    from torchrec.distributed.types import ShardedModule
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ShardedModule.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _eagerly(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
