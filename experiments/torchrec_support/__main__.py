@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 
 import tyro
 
 from experiments.harness.select import Only, select
 from experiments.torchrec_support.cells import cells
+from experiments.torchrec_support.outcome import Outcome, Outcomes
 from experiments.torchrec_support.ranks import PRELOAD, try_cells
 from experiments.torchrec_support.table import make_page
 from graphpasses.parity.launch import run_ranks
 
 
-def main(write: Path | None = None, ranks: int = 2, only: Only = "") -> int:
+def main(
+    out: Path = Path("out/torchrec_support.jsonl"),
+    upstream: Path = Path("out/torchrec_upstream.jsonl"),
+    write: Path | None = None,
+    only: Only = "",
+) -> int:
     """Tries every feature of TorchRec that a CPU can, compiled, and compares it with eager after every step.
 
     Exit code 1 if a cell has other bits than eager, or fails without a refusal; 2 for wrong arguments.
 
     Args:
-        write: file to write the tables to, as Markdown.
-        ranks: processes.
+        out: file of the outcomes, a line each; what stands there is not tried again.
+        upstream: file of what ``python -m experiments.torchrec_support.upstream`` found, for the page.
+        write: page to write the tables of all outcomes to, as Markdown.
         only: try only the cells whose name contains this.
     """
     selected = select(tuple(cells()), only)
     if not selected:
         return 2
-    outcomes = dict(
-        zip(selected, run_ranks(try_cells, ranks, selected, preload=PRELOAD, timeout=7200.0)[0], strict=True)
-    )
-    page = make_page(outcomes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    known = Outcomes(out)
+    while todo := [cell for cell in selected if cell.name not in known.read()]:
+        some = [cell for cell in todo if cell.num_ranks == todo[0].num_ranks]
+        with tempfile.TemporaryDirectory() as folder:
+            run_ranks(
+                try_cells, some[0].num_ranks, some, known, Path(folder), preload=PRELOAD, timeout=24 * 3600.0
+            )
+    outcomes = known.read()
     if write is not None:
-        write.write_text(page)
-    print(page)
-    bad = [cell for cell, outcome in outcomes.items() if outcome.kind in ("differs", "fails")]
-    print(f"{len(bad)} of {len(outcomes)} cells differ or fail without a refusal")
+        found = {cell: outcomes.get(cell.name, Outcome("not run")) for cell in cells()}
+        write.write_text(make_page(found, Outcomes(upstream).read()))
+    bad = [cell.name for cell in selected if outcomes[cell.name].is_bad]
+    print(
+        *bad,
+        f"{len(bad)} of {len(selected)} cells differ, fail without a refusal or have no control",
+        sep="\n",
+    )
     return int(bool(bad))
 
 

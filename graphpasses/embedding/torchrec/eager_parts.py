@@ -49,7 +49,8 @@ def tell_steps(original: None) -> Callable[..., Any]:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def _graphpasses_decides_by_steps(self: Any) -> bool:
-        shardings = self._embedding_shardings
+        is_bags = hasattr(self, "_embedding_shardings")
+        shardings = self._embedding_shardings if is_bags else self._sharding_type_to_sharding.values()
         ranks = (
             rank for each in shardings for rank in getattr(each, "_grouped_embedding_configs_per_rank", ())
         )
