@@ -247,30 +247,25 @@ class FuseTBE(GraphPass):
     As traced (of a lookup's arguments only data is shown)::
 
         a = value('a')  # i64[6]
-        a_feature_dims = buffer('a.feature_dims')  # i64[1]
         a_offsets = value('a_offsets')  # i64[3]
         a_weights_host = parameter('a.weights_host')  # f32[80]
         b = value('b')  # i64[6]
-        b_feature_dims = buffer('b.feature_dims')  # i64[1]
         b_offsets = value('b_offsets')  # i64[3]
         b_weights_host = parameter('b.weights_host')  # f32[160]
         indices = a.clone()  # i64[6]
-        cpu = a_feature_dims.cpu()  # i64[1]
         offsets = a_offsets.to(dtype=i64)  # i64[3]
         bounds_check_indices = fbgemm.bounds_check_indices(indices, offsets, ...)
         lookup = fbgemm.lookup_sgd([a_weights_host], indices, offsets, ...)  # f32[2, 4]
         indices_1 = b.clone()  # i64[6]
-        cpu_1 = b_feature_dims.cpu()  # i64[1]
         offsets_1 = b_offsets.to(dtype=i64)  # i64[3]
         bounds_check_indices_1 = fbgemm.bounds_check_indices(indices_1, offsets_1, ...)
         lookup_1 = fbgemm.lookup_sgd([b_weights_host], indices_1, offsets_1, ...)  # f32[2, 8]
         cat = torch.cat([lookup, lookup_1], 1)  # f32[2, 12]
-        return cat, cpu, cpu_1  # output 0, output 1, output 2
+        return cat  # output 0
 
     With the pass::
 
         a = value('a')  # i64[6]
-        a_feature_dims = buffer('a.feature_dims')  # i64[1]
         a_offsets = value('a_offsets')  # i64[3]
         a_weights_host = parameter('a.weights_host')  # f32[80]
         a_weights_placements = buffer('a.weights_placements')  # i32[1]
@@ -278,7 +273,6 @@ class FuseTBE(GraphPass):
         a_D_offsets = buffer('a.D_offsets')  # i32[2]
         a_hash_size_cumsum = buffer('a.hash_size_cumsum')  # i64[2]
         b = value('b')  # i64[6]
-        b_feature_dims = buffer('b.feature_dims')  # i64[1]
         b_offsets = value('b_offsets')  # i64[3]
         b_lxu_cache_locations_empty = value('b.lxu_cache_locations_empty')  # i32[0]
         b_placeholder_autograd_tensor = parameter('b.placeholder_autograd_tensor')  # f32[0]
@@ -289,11 +283,9 @@ class FuseTBE(GraphPass):
         b_hash_size_cumsum = buffer('b.hash_size_cumsum')  # i64[2]
         b_learning_rate_tensor = value('b.learning_rate_tensor')  # f32[]
         indices = a.clone()  # i64[6]
-        cpu = a_feature_dims.cpu()  # i64[1]
         offsets = a_offsets.to(dtype=i64)  # i64[3]
         bounds_check_indices = fbgemm.bounds_check_indices(indices, offsets, ...)
         indices_1 = b.clone()  # i64[6]
-        cpu_1 = b_feature_dims.cpu()  # i64[1]
         offsets_1 = b_offsets.to(dtype=i64)  # i64[3]
         bounds_check_indices_1 = fbgemm.bounds_check_indices(indices_1, offsets_1, ...)
         join_bags = graphpasses.join_bags([indices, indices_1], [offsets, offsets_1], [1, 1], ['a', 'b'])
@@ -312,7 +304,7 @@ class FuseTBE(GraphPass):
         getitem_2 = split_features[0]  # f32[2, 4]
         getitem_3 = split_features[1]  # f32[2, 8]
         cat = torch.cat([getitem_2, getitem_3], 1)  # f32[2, 12]
-        return cat, cpu, cpu_1  # output 0, output 1, output 2
+        return cat  # output 0
 
     Lookups become one that agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
     embedding dimension, too) and do not depend on each other, if their batches are equal, or padding the smaller
