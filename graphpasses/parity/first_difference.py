@@ -199,7 +199,9 @@ def _first(a: OperatorStep, b: OperatorStep) -> Difference | None:
                     kind, a.step, a.rank, each, b_operator, values, epoch, maker
                 )
         epoch += each.is_collective
-    remaining = _not_made_good(a, found, unknown)
+    differs_at_end = differing(a.end, b.end)
+    ends = {each.digest for each in a.end if each.name in differs_at_end}
+    remaining = _not_made_good(a, found, unknown, ends)
     return next((found[each.position] for each in a.operators if each.position in remaining), None)
 
 
@@ -223,7 +225,9 @@ def _difference(
     return ("inputs", partner, names) if names else ("missing", partner, ())
 
 
-def _not_made_good(a: OperatorStep, found: dict[int, Difference], unknown: set[int]) -> set[int]:
+def _not_made_good(
+    a: OperatorStep, found: dict[int, Difference], unknown: set[int], ends: set[str | None]
+) -> set[int]:
     """Returns the positions of differences that reach what a step ends with, as far as hashes can tell."""
     readers: dict[str, list[int]] = defaultdict(list)
     for each in (each for each in a.operators if each.position not in unknown):
@@ -237,7 +241,9 @@ def _not_made_good(a: OperatorStep, found: dict[int, Difference], unknown: set[i
         kind = found[each.position].kind
         # What one rank communicates otherwise may reach others alone.
         stays = kind == "result" or (kind == "inputs" and each.is_collective)
-        if stays or not later or any(p in remaining for p in later):
+        # A gradient may be kept as it is, though what is computed of it is equal again.
+        is_kept = not ends.isdisjoint(_digests(each.outputs))
+        if stays or is_kept or not later or any(p in remaining for p in later):
             remaining.add(each.position)
     return remaining
 

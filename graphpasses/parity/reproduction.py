@@ -54,7 +54,7 @@ from pathlib import Path
 
 from graphpasses import Pipeline, compare_runs, read_run
 from graphpasses.parity.training import load_task, train_eager, train_graph
-from graphpasses.simulate import Topology
+from graphpasses.simulate import Hardware, Topology, TuningLog  # noqa: F401
 
 HERE = Path(__file__).parent
 task = load_task({source!r})

@@ -161,6 +161,32 @@ def test_what_is_computed_otherwise_and_yet_equal(reference: Path, tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize(("by", "kind"), [(1.0, None), (1.5, "inputs")])
+def test_a_gradient_that_parts_and_a_weight_that_hides_it(
+    by: float, kind: str | None, tmp_path: Path
+) -> None:
+    """The update is too small for the weight: only the gradient, which the step ends with, tells."""
+    for name in "ab":
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-20, foreach=False)
+        x = torch.ones(3, 2)
+        with ParityRecorder(tmp_path / f"{name}.jsonl", operators=[0]) as recorder:
+            with recorder.operators(0, model, [x]):
+                y = model(x)
+                if name == "b" and by != 1:
+                    y.register_hook(lambda gradient: gradient * by)
+                y.sum().backward()
+                optimizer.step()
+            recorder.record(0, 1.0, model)
+    found = locate_runs(*(read_run(tmp_path / f"{name}.jsonl") for name in "ab")).difference
+    assert (found and found.kind) == kind
+    if found is not None:
+        assert found.operator is not None
+        assert found.operator.operator == "aten.mm.default"
+        assert found.operator.in_backward
+
+
 def test_the_command(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = faults.train(tmp_path / "other.jsonl", sets("layers.1.attention", "scale", 0.25))
     assert app.main(["locate", str(reference), str(other)]) == 1
