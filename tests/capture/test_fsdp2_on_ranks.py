@@ -19,6 +19,7 @@ from tests.helpers.step_cases import (
     Batch,
     Case,
     Outcome,
+    check_equals_eager,
     each_outcome,
     outcome_of,
     shard_eagerly,
@@ -84,11 +85,8 @@ def outcomes() -> list[dict[str, Outcome]]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", OWN)
 def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    for rank, ranks_outcomes in enumerate(outcomes):
-        outcome = ranks_outcomes[name]
-        assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
-        assert len(outcome.losses) == NUM_STEPS * OWN[name].num_backwards
-        assert outcome.layouts == "layouts are equal"
+    check_equals_eager(outcomes, name, NUM_STEPS * OWN[name].num_backwards)
+    assert {each[name].layouts for each in outcomes} == {"layouts are equal"}
 
 
 @pytest.mark.multiprocess

@@ -15,8 +15,9 @@ from graphpasses.capture import capture_train_step
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.models import NUM_TOKENS, LanguageModel, make_mesh, next_token_loss, token_batch
-from tests.helpers.step_cases import NUM_RANKS, Batch, Outcome, each_outcome, train_both
+from tests.helpers.step_cases import NUM_RANKS, Batch, Outcome, check_equals_eager, each_outcome, train_both
 
+NUM_STEPS = 3
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
@@ -125,7 +126,7 @@ def train(name: str, rank: int) -> Outcome:
     def run(index: int, backward: int, batch: Batch) -> torch.Tensor:
         return (captured if index == 1 else step)(*batch)
 
-    train_both(outcome, twin, model, lambda seed: token_batch(seed + rank), run, num_steps=3)
+    train_both(outcome, twin, model, lambda seed: token_batch(seed + rank), run, num_steps=NUM_STEPS)
     return outcome
 
 
@@ -142,8 +143,7 @@ def outcomes() -> list[dict[str, Outcome]]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    for rank, ranks_outcomes in enumerate(outcomes):
-        assert ranks_outcomes[name].is_equal, f"rank {rank}: {ranks_outcomes[name]}"
+    check_equals_eager(outcomes, name, NUM_STEPS)
 
 
 @pytest.mark.multiprocess

@@ -22,6 +22,7 @@ from tests.helpers.step_cases import (
     Case,
     Outcome,
     Wide,
+    check_equals_eager,
     each_outcome,
     outcome_of,
     shard_eagerly,
@@ -90,11 +91,8 @@ def outcomes() -> list[dict[str, Outcome]]:
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    for rank, ranks_outcomes in enumerate(outcomes):
-        outcome = ranks_outcomes[name]
-        assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
-        assert len(outcome.losses) == NUM_STEPS * CASES[name].num_backwards
-        assert outcome.layouts == "layouts are equal"
+    check_equals_eager(outcomes, name, NUM_STEPS * CASES[name].num_backwards)
+    assert {each[name].layouts for each in outcomes} == {"layouts are equal"}
 
 
 @pytest.mark.multiprocess

@@ -197,6 +197,20 @@ class Outcome:
         return not self.error and all(self.losses) and not any(self.gradients + self.weights)
 
 
+def check_equals_eager(outcomes: list[dict[str, Outcome]], name: str, num_losses: int) -> None:
+    """Checks that a case has eager's bits on all ranks.
+
+    Args:
+        outcomes: of each rank, by case.
+        name: of the case.
+        num_losses: how many were to be compared.
+    """
+    for rank, of_rank in enumerate(outcomes):
+        outcome = of_rank[name]
+        assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
+        assert len(outcome.losses) == num_losses
+
+
 def collectives_beside_fsdp(graph: TrainGraph) -> Counter[str]:
     """Counts those of tensor parallelism: eager launches them, too, but elsewhere than FSDP2's."""
     infos = graph.parameters.values()
