@@ -58,6 +58,14 @@ class KnownValues:
             and kwargs is node.kwargs
         )
 
+    def changed(self, graph: fx.Graph) -> list[fx.Node]:
+        """Returns the nodes that are not as recorded, or are not recorded.
+
+        Args:
+            graph: the graph.
+        """
+        return changed_nodes(graph, self._records)
+
     def unknown(self, graph: fx.Graph) -> list[fx.Node]:
         """Returns the calls that were changed since they were recorded, and those that read another kind of value.
 
@@ -65,7 +73,7 @@ class KnownValues:
             graph: the graph.
         """
         are_alike = _Likeness()
-        changed = changed_nodes(graph, self._records)
+        changed = self.changed(graph)
         found: dict[fx.Node, None] = {}
         for node in changed:
             if not self._reads_alike(node, are_alike):

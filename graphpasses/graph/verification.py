@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import fx
+
 from graphpasses.errors import VerificationError
 from graphpasses.graph.contract import Contract
 from graphpasses.graph.rules import FORM, RULES, Checked, Rule
@@ -34,6 +36,13 @@ class Verifier:
         self._graph = graph
         self._contract = Contract.of(graph)
         self._known = graph.watch_values()
+        self._left: list[tuple[fx.Node, str]] = []
+        self._is_changed = True
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the nodes are others than after the last check, which many passes leave as they are."""
+        return self._is_changed
 
     def check_form(self, pass_name: str) -> None:
         """Raises if the graph is malformed, dead code included.
@@ -44,6 +53,8 @@ class Verifier:
         Raises:
             VerificationError: it says what is wrong and which pass left it so.
         """
+        same_nodes = self._left == self._named_nodes()
+        self._is_changed = not same_nodes or bool(self._known.changed(self._graph.graph))
         self._check(FORM, pass_name)
 
     def check_rules(self, pass_name: str) -> None:
@@ -56,9 +67,13 @@ class Verifier:
             VerificationError: it says what is wrong and which pass left it so.
         """
         self._check(RULES, pass_name)
+        self._left = self._named_nodes()
+
+    def _named_nodes(self) -> list[tuple[fx.Node, str]]:
+        return [(node, node.name) for node in self._graph.graph.nodes]
 
     def _check(self, rules: Sequence[Rule], pass_name: str) -> None:
-        checked = Checked(self._graph, self._contract, self._known)
+        checked = Checked(self._graph, self._contract, self._known, self._is_changed)
         for rule in rules:
             if self._graph.stage in rule.stages:
                 for broken in rule.check(checked):

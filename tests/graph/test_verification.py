@@ -13,6 +13,7 @@ from torch import fx, nn
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import PipelineError, VerificationError
 from graphpasses.graph import WAIT, InputKind, TrainGraph, argument, is_collective, rules
+from graphpasses.graph.verification import Verifier
 from graphpasses.passes import DeduplicateShared
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from tests.helpers.models import Even, LanguageModel, on_fake_ranks
@@ -360,3 +361,28 @@ def test_values_are_checked_once(step: TrainGraph, monkeypatch: pytest.MonkeyPat
 def test_inputs_say_what_they_are(step: TrainGraph) -> None:
     kinds = [item.kind for item in step.inputs if item.is_tensor]
     assert kinds == [InputKind.PARAMETER] * 4 + [InputKind.BATCH] * 2
+
+
+def test_what_counts_as_changed(step: TrainGraph) -> None:
+    """What a pass left as it was is not looked at again; a name, a place or a fake value counts."""
+    verifier = Verifier(step)
+    mm, last = (
+        first(step, aten.mm.default),
+        step.graph.find_nodes(op="call_function", target=aten.mm.default)[-1],
+    )
+    value = mm.meta["val"]
+    edits: tuple[tuple[Callable[[], object], bool], ...] = (
+        (lambda: None, True),  # never checked before
+        (lambda: None, False),
+        (lambda: setattr(mm, "name", "another"), True),
+        (lambda: None, False),
+        (lambda: mm.meta.update(val=value.clone()), True),
+        (lambda: mm.meta.update(val=value), True),
+        (lambda: last.append(step.graph.create_node("call_function", aten.mm.default, last.args)), True),
+    )
+    for index, (edit, is_changed) in enumerate(edits):
+        edit()
+        verifier.check_form(f"edit {index}")
+        assert verifier.is_changed == is_changed, index
+        if index < len(edits) - 1:
+            verifier.check_rules(f"edit {index}")
