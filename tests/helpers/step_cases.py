@@ -47,6 +47,9 @@ NUM_RANKS = 4
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 Wide = partial(LanguageModel, width=64, hidden=255, num_blocks=1)
 LAYERS = (("layers.0",), ("layers.1",))
+# How gradients are reduced does not depend on how many blocks there are.
+Short = partial(LanguageModel, num_blocks=1)
+LAYER = LAYERS[:1]
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,16 @@ CASES = {
         tensor_parallel=True,
     ),
     "shard_1": Case(Even, shard_dim=1),
-    "fp32": Case(policy=MixedPrecisionPolicy()),
+    "fp32": Case(Short, LAYER, MixedPrecisionPolicy()),
     "mixed_dtypes": Case(mixed_dtypes, [["layers.0", "layers.1"]], MixedPrecisionPolicy()),
-    "fp32_reduce": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), num_backwards=2),
-    "no_reduce_dtype": Case(policy=MixedPrecisionPolicy(torch.bfloat16)),
-    "fp16_reduce": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float16)),
-    "hybrid_fp16_reduce": Case(policy=MixedPrecisionPolicy(torch.bfloat16, torch.float16), hybrid=True),
-    "factor_one_sum": Case(factor=1.0, force_sum=True),
-    "factor_world": Case(factor=4.0),
+    "fp32_reduce": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float32), num_backwards=2),
+    "no_reduce_dtype": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16)),
+    "fp16_reduce": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float16)),
+    "hybrid_fp16_reduce": Case(
+        Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float16), hybrid=True
+    ),
+    "factor_one_sum": Case(Short, LAYER, factor=1.0, force_sum=True),
+    "factor_world": Case(Short, LAYER, factor=4.0),
     # Long enough for two NCCL rings, whose order of addition depends on the place in the buffer.
     "nccl_order": Case(Wide, [["layers.0"]], is_nccl=True),
     # As torchtitan shards: FSDP2 asks for PREMUL_SUM by one.
