@@ -43,7 +43,7 @@ scale: $(READY) ## the same on 64 simulated ranks
 
 # Two processes, each with whole files, since what is launched once serves a file's tests.
 test: lint types docs ## lint, types, documentation and tests
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY) ## ruff, and the layers of imports
 	$(RUN) -m ruff check .
