@@ -61,6 +61,7 @@ bench: $(READY) ## measure, side by side with the baselines
 	$(RUN) -m experiments.graph_trainer_bench
 	$(RUN) -m experiments.pass_bench
 	$(RUN) -m experiments.torchrec_bench
+	$(RUN) -m experiments.table_updates
 	$(RUN) -m experiments.hash_bench
 
 # The empty environment gets the wheel and what it asks for, and no more; TRY_WITH=python3.12 takes another Python.

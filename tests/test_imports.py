@@ -243,7 +243,7 @@ def test_private_torchtitan_is_used_in_one_file() -> None:
 
 COMPILER = ("analysis", "capture", "embedding", "fsdp", "graph", "ops", "passes")
 # Whose reference calls FBGEMM's operators.
-NAMES_FBGEMM = ("embedding/torchrec", "ops/permute_batches.py")
+NAMES_FBGEMM = ("embedding/torchrec", "ops/permute_batches.py", "ops/update_rows.py")
 
 
 def torchrec_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from experiments.fsdp_bench.memory import Memory, measure_memory
 from experiments.fsdp_bench.pipeline import time_default_pipeline
-from experiments.fsdp_bench.steps import EAGER, FSDP2, WHOLE, time_steps
+from experiments.fsdp_bench.steps import EAGER, FSDP2, UNCHECKED, WHOLE, time_steps
 from experiments.harness.bench import Row, timing_table
 from experiments.harness.pipeline_timing import PipelineTiming
 from graphpasses.parity.launch import run_ranks
@@ -39,7 +39,8 @@ def main(
     rows = [Row(case, variant, timing) for variant, timing in timings.items()]
     console.print(timing_table("Training steps, 4 gloo processes", rows))
     console.print(f"measuring memory: {memory[0]} layers, dim {memory[1]} …")
-    console.print(_memory_table({variant: _measure(variant, *memory) for variant in (EAGER, FSDP2, WHOLE)}))
+    variants = (EAGER, FSDP2, WHOLE, UNCHECKED)
+    console.print(_memory_table({variant: _measure(variant, *memory) for variant in variants}))
     console.print(_pipeline_table({size: time_default_pipeline(size) for size in sizes}))
 
 
@@ -52,10 +53,10 @@ def _memory_table(found: dict[str, Memory]) -> Table:
     baseline = found[EAGER]
     title = f"Peak resident memory of a rank, {baseline.num_parameters / 1e6:,.0f} M parameters on 4 gloo processes"
     table = Table("variant", title=title)
-    for column in ("before the model, MB", "peak of 3 steps, MB", "to eager's"):
+    for column in ("before the model, MB", "capture, 2 steps, MB", "peak of 3 steps, MB", "to eager's"):
         table.add_column(column, justify="right")
     for variant, memory in found.items():
-        numbers = (f"{memory.before / 1e6:,.0f}", f"{memory.peak / 1e6:,.0f}")
+        numbers = (f"{size / 1e6:,.0f}" for size in (memory.before, memory.first, memory.peak))
         table.add_row(variant, *numbers, f"{memory.peak / baseline.peak - 1:+.1%}")
     return table
 

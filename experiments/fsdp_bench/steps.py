@@ -19,10 +19,20 @@ from graphpasses.fsdp.layout import eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.passes import default_pipeline
 
-__all__ = ["EAGER", "FSDP2", "WHOLE", "fsdp2_transformer", "loss_fn", "time_steps", "transformer"]
+__all__ = [
+    "EAGER",
+    "FSDP2",
+    "UNCHECKED",
+    "WHOLE",
+    "fsdp2_transformer",
+    "loss_fn",
+    "time_steps",
+    "transformer",
+]
 
 EAGER, FSDP2, SIMPLE_FSDP = "eager FSDP2", "captured FSDP2 model", "captured SimpleFSDP model"
 WHOLE = "captured FSDP2 model with its optimizer"
+UNCHECKED = f"{WHOLE}, check=False"
 UNBUCKETED = "captured SimpleFSDP model, no passes"
 NUM_WARM_UPS = 2
 _DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

@@ -23,7 +23,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, GuardOnDataDependentSymNode
-from torch.utils._pytree import key_get, tree_map
+from torch.utils._pytree import SequenceKey, key_get, tree_map
+
+from graphpasses._torch.varying_dims import size_symbol, sizes_decided_by
 
 __all__ = [
     "UNDECIDED",
@@ -32,6 +34,7 @@ __all__ = [
     "bound_symbols",
     "decided_by_values",
     "is_size",
+    "size_path",
     "value_at",
 ]
 
@@ -105,6 +108,7 @@ def decided_by_values(
         stack.enter_context(patch(shape_env, "guard_or_defer_runtime_assert", assume))
         stack.enter_context(patch(shape_env, "_log_real_tensor_propagation", lambda *args: None))
         stack.enter_context(patch(proxy_tensor, "proxy_call", traced_call))
+        stack.enter_context(sizes_decided_by(shape_env, decided))
         yield traced
 
 
@@ -116,7 +120,16 @@ def _traced(value: Any) -> Any:
 
 def bound_symbols(node: fx.Node) -> dict[sympy.Symbol, Any]:
     """Returns the symbols that a node of a traced graph brings, each with where in its value it stands."""
+    value = node.meta.get("val")
+    if node.op == "placeholder" and isinstance(value, torch.Tensor):
+        symbols = {size_symbol(size): size_path(dim) for dim, size in enumerate(value.shape)}
+        return {symbol: path for symbol, path in symbols.items() if symbol is not None}
     return node.meta.get("unbacked_bindings") or {}
+
+
+def size_path(dim: int) -> Any:
+    """Returns where in a tensor the size of a dim stands, as :func:`bound_symbols` names it."""
+    return CallMethodKey("size"), SequenceKey(dim)
 
 
 def is_size(path: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -27,6 +27,7 @@ __all__ = [
     "FakeFacts",
     "active_fake_mode",
     "facts_of_fake",
+    "fake_copies",
     "fake_mode_of",
     "fake_tensors_of",
     "is_fake",
@@ -74,6 +75,21 @@ def fake_mode_of(*values: Any) -> FakeTensorMode | None:
 def new_fake_mode() -> FakeTensorMode:
     """Returns a mode in which numbers that depend on data are symbols."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def fake_copies(values: Iterable[Any]) -> list[Any]:
+    """Returns tensors without values, of known sizes, in the place of tensors.
+
+    Args:
+        values: tensors, fake ones, which stay, and others, which do, too.
+    """
+    mode = new_fake_mode()
+    return [
+        mode.from_tensor(value.detach(), static_shapes=True)
+        if isinstance(value, torch.Tensor) and not is_fake(value)
+        else value
+        for value in values
+    ]
 
 
 def is_fake(value: Any) -> bool:

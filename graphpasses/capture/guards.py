@@ -24,22 +24,25 @@ from graphpasses._torch.decisions import (
     bound_symbols,
     decided_by_values,
     is_size,
+    size_path,
     value_at,
 )
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.tracing import outside_tracing
+from graphpasses._torch.varying_dims import size_condition
 from graphpasses.analysis.effects import Effects, operator_effects, storages
 from graphpasses.capture.certain_values import certain_value
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
+from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import Decision, Guards, Symbol, run_nodes
 
 __all__ = ["Decisions", "user_line"]
 
 
 class Decisions:
-    """The decisions that ``loss_fn`` takes by values of tensors while it is traced.
+    """The decisions that ``loss_fn`` takes by values of tensors, and by sizes that vary, while it is traced.
 
     A value may decide that follows from the batch, from buffers and from constants: it can be computed before each
     step. One that follows from parameters, random numbers or other ranks is refused.
@@ -47,10 +50,12 @@ class Decisions:
     Args:
         model: the model.
         leaves: path and value of each leaf of the batch.
+        varying: its dims that vary.
     """
 
-    def __init__(self, model: nn.Module, leaves: Sequence[tuple[str, Any]]) -> None:
+    def __init__(self, model: nn.Module, leaves: Sequence[tuple[str, Any]], varying: Varying) -> None:
         self.guards: Guards | None = None
+        self._varying = varying
         self._inputs = [*_state(model), *((GraphInput(InputKind.BATCH, path), leaf) for path, leaf in leaves)]
         self._start()
 
@@ -90,6 +95,8 @@ class Decisions:
         if symbol in self._values:
             return self._values[symbol]
         self._slices.follow(traced.graph)
+        if self._slices.is_size_of_input(symbol):
+            return None  # torch knows it
         if (certain := self._slices.certain_value(symbol)) is not None:
             return certain
         if (reason := self._slices.refusal(symbol)) is None:
@@ -113,6 +120,7 @@ class Decisions:
 
     def _make_guards(self, traced: Any) -> Guards | None:
         self._slices.follow(traced.graph)
+        sizes = self._size_decisions()
         stated = {symbol for decision in self._decisions for symbol in decision.condition.free_symbols}
         told = [
             Decision(sympy.Eq(symbol, as_number(value), evaluate=False), "an operator of torch")
@@ -122,10 +130,14 @@ class Decisions:
         by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
         decisions = [
             decision
-            for decision in reversed(by_condition.values())
+            for decision in (*reversed(by_condition.values()), *sizes)
             if self._slices.is_open(decision.condition)
             and self._slices.can_vary(decision.condition.free_symbols)
         ]
+        # Sizes first: with others, what computes the values may fail.
+        decisions.sort(
+            key=lambda each: not all(map(self._slices.is_size_of_input, each.condition.free_symbols))
+        )
         if not decisions:
             return None
         symbols = {symbol for decision in decisions for symbol in decision.condition.free_symbols}
@@ -143,25 +155,49 @@ class Decisions:
             written=frozenset(copies[node].name for node in self._slices.written(nodes)),
             places={
                 copies[node].name: tuple(
-                    (symbol, path) for symbol, path in bound_symbols(node).items() if symbol in symbols
+                    (symbol, path)
+                    for symbol, path in self._slices.symbols_of(node).items()
+                    if symbol in symbols
                 )
                 for node in nodes
-                if bound_symbols(node)
+                if self._slices.symbols_of(node)
             },
             decisions=tuple(decisions),
-            captured={symbol: self._value_of(traced, symbol) for symbol in symbols},
+            captured={
+                symbol: self._slices.size_of_input(symbol)
+                if self._slices.is_size_of_input(symbol)
+                else self._value_of(traced, symbol)
+                for symbol in symbols
+            },
+            sizes=frozenset(filter(self._slices.is_size_of_input, symbols)),
         )
         values = dict(self._inputs)
         with outside_tracing():
             changed = guards.first_changed(values.__getitem__)
         if changed is not None:
-            where, before, now = changed
+            decision, before, now = changed
             raise CaptureError(
-                f"loss_fn decides by a tensor's value at {where}, and changes that value itself: it was {before}, "
+                f"loss_fn decides by a tensor's value at {decision.where}, and changes that value itself: it was "
+                f"{before}, "
                 f"and is {now} after it ran. A captured step reads and writes such a tensor as eager does only where "
                 "it is a buffer of the model: make it one (register_buffer), or update it after the step"
             )
         return guards
+
+    def _size_decisions(self) -> list[Decision]:
+        """Returns what a trace takes for granted of sizes that may vary, and torch makes no guard of."""
+        found = []
+        for node, (item, _) in zip(self._slices.placeholders, self._inputs, strict=False):
+            for dim in self._varying.get(item.fqn, {}) if item.kind is InputKind.BATCH else ():
+                size = node.meta["val"].shape[dim]
+                if isinstance(size, torch.SymInt):
+                    condition = size_condition(size)
+                else:  # sizes 0 and 1 are constants of a trace
+                    symbol = sympy.Dummy(integer=True, nonnegative=True)
+                    self._slices.bind(symbol, node, size_path(dim))
+                    condition = sympy.Eq(symbol, size)
+                found.append(Decision(condition, f"dim {dim} of {item.fqn}"))
+        return found
 
 
 def user_line() -> str:
@@ -213,7 +249,8 @@ class _Slices:
         self.placeholders: list[fx.Node] = []
         self._inputs = inputs
         self._index: dict[fx.Node, int] = {}
-        self._bound: dict[Symbol, fx.Node] = {}
+        self._bound: dict[Symbol, tuple[fx.Node, Any]] = {}
+        self._brought: dict[fx.Node, dict[Symbol, Any]] = {}
         self._memory: dict[fx.Node, set[Any]] = {}
         self._writers: dict[Any, list[fx.Node]] = {}
         self._unknown: dict[Any, str] = {}  # by node, or memory, why it cannot be computed
@@ -230,8 +267,8 @@ class _Slices:
             self._memory[node] |= {node} if node.op == "get_attr" else set()
             if node.op == "placeholder":
                 self.placeholders.append(node)
-            for symbol in bound_symbols(node):
-                self._bound.setdefault(symbol, node)
+            for symbol, path in bound_symbols(node).items():
+                self.bind(symbol, node, path)
             reason = self._reason(node, effects)
             if reason is not None:
                 self._unknown[node] = reason
@@ -239,6 +276,24 @@ class _Slices:
                 self._writers.setdefault(key, []).append(node)
                 if reason is not None:
                     self._unknown[key] = reason
+
+    def bind(self, symbol: Symbol, node: fx.Node, path: Any) -> None:
+        """Notes that a symbol stands at a place of a node's value, unless another node brought it."""
+        if self._bound.setdefault(symbol, (node, path))[0] is node:
+            self._brought.setdefault(node, {})[symbol] = path
+
+    def symbols_of(self, node: fx.Node) -> dict[Symbol, Any]:
+        """Returns the symbols that a node brings, each with its place."""
+        return self._brought.get(node, {})
+
+    def is_size_of_input(self, symbol: Symbol) -> bool:
+        """Whether a symbol is the size of a dim that varies."""
+        return symbol in self._bound and self._bound[symbol][0].op == "placeholder"
+
+    def size_of_input(self, symbol: Symbol) -> int:
+        """Returns the size that such a symbol has in the batch that is traced."""
+        node, path = self._bound[symbol]
+        return int(value_at(self._inputs[self.placeholders.index(node)][1], path))
 
     def _reason(self, node: fx.Node, effects: Effects) -> str | None:
         if node.op == "placeholder":
@@ -258,11 +313,11 @@ class _Slices:
         """Returns why the value of a symbol cannot be computed before a step; None if it can."""
         if symbol not in self._bound:
             return "cannot be computed before the step"
-        return self._unknown.get(self._bound[symbol])
+        return None if self.is_size_of_input(symbol) else self._unknown.get(self._bound[symbol][0])
 
     def certain_value(self, symbol: Symbol) -> bool | None:
         """Returns the value of a symbol that no random number changes; None for any other."""
-        return certain_value(self._bound[symbol]) if symbol in self._bound else None
+        return certain_value(self._bound[symbol][0]) if symbol in self._bound else None
 
     def can_vary(self, symbols: Iterable[Symbol]) -> bool:
         """Whether the values of symbols can be computed before a step, and may differ from step to step."""
@@ -277,14 +332,14 @@ class _Slices:
         sizes = {
             symbol: sympy.Dummy(integer=True, nonnegative=True)
             for symbol in condition.free_symbols
-            if symbol in self._bound and is_size(bound_symbols(self._bound[symbol])[symbol])
+            if symbol in self._bound and is_size(self._bound[symbol][1])
         }
         return condition.xreplace(sizes) is not sympy.true
 
     def nodes(self, symbols: Iterable[Symbol]) -> list[fx.Node]:
         """Returns the nodes that the values of symbols follow from, in order."""
         needed: set[fx.Node] = set()
-        pending = [self._bound[symbol] for symbol in symbols]
+        pending = [self._bound[symbol][0] for symbol in symbols]
         while pending:
             if (node := pending.pop()) in needed:
                 continue

@@ -87,7 +87,7 @@ def check_step(
     model, leaves = step.model, step.batch_structure.leaves(batch)
     votes = Votes.of_graph(step.graph, next(model.parameters()).device)
     agreed = partial(votes.raised_together, FidelityError(_ANOTHER_RANK))
-    eager = _eager(loss_fn, model, batch)
+    eager = _eager(loss_fn, model, lambda: step.batch_structure.fresh(batch))
 
     @contextmanager
     def ran(kind: type[OperatorCalls]) -> Iterator[tuple[Sequence[Call], _Results, _States]]:
@@ -159,12 +159,13 @@ def _compare_bits(ours: _Results, theirs: _Results, why: str) -> None:
 
 
 def _eager(
-    loss_fn: Callable[..., torch.Tensor], model: nn.Module, batch: Sequence[Any]
+    loss_fn: Callable[..., torch.Tensor], model: nn.Module, make_batch: Callable[[], Sequence[Any]]
 ) -> Callable[[AbstractContextManager[Any]], torch.Tensor]:
     # As in the trace: with FSDP2 the gradients of all leaves, else those of the parameters alone.
     inputs = None if fsdp_groups(model) else [each for each in model.parameters() if each.requires_grad]
 
     def run(record: AbstractContextManager[Any]) -> torch.Tensor:
+        batch = make_batch()
         with record:
             loss = loss_fn(model, *batch)
             loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]

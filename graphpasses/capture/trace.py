@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.operator_facts import Call
+from graphpasses._torch.varying_dims import each_size_its_own, mark_dims
 from graphpasses.capture.attributes import trace_and_watch
 from graphpasses.capture.cached_tensors import caches_emptied_on_error
 from graphpasses.capture.eager_paths import eager_paths
@@ -28,6 +29,7 @@ from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.refusals import kept_tensors_refused, other_memory_refused
 from graphpasses.capture.threads import nested_backward_refused, other_threads_refused
 from graphpasses.errors import CaptureError
+from graphpasses.graph.batch import Varying
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.module_facts import AttributesRead
@@ -65,6 +67,7 @@ def trace_step(
     leaves: Sequence[Any],
     *,
     is_recorded: bool,
+    varying: Varying,
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
@@ -76,6 +79,7 @@ def trace_step(
         structure: of the batch.
         leaves: of the batch.
         is_recorded: whether to record the operators that are called.
+        varying: dims of the batch whose sizes may vary.
 
     Raises:
         CaptureError: see :func:`capture_train_step`.
@@ -91,7 +95,7 @@ def trace_step(
     names, identity = _state_names(model), IdentityMap.of(model)
     records: list[OperatorCalls] = []
     random_calls = RandomCalls()
-    decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)))
+    decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
 
     @caches_emptied_on_error()
     @other_threads_refused()
@@ -129,10 +133,12 @@ def trace_step(
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
     try:
-        with strides_of_kernels(), live_state_restored(model):
-            traced, read = trace_and_watch(
-                model, lambda: minimal_fx_tracer(step, module=model)(*map(_distinct, leaves))
-            )
+        with strides_of_kernels(), live_state_restored(model), each_size_its_own():
+            given = [
+                _distinct(leaf, varying.get(path, ()))
+                for path, leaf in zip(structure.paths, leaves, strict=True)
+            ]
+            traced, read = trace_and_watch(model, lambda: minimal_fx_tracer(step, module=model)(*given))
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
@@ -185,6 +191,11 @@ def _autocast_refused() -> Iterator[None]:
         torch.set_autocast_cache_enabled(cached)
 
 
-def _distinct(leaf: Any) -> Any:
+def _distinct(leaf: Any, varying: Collection[int]) -> Any:
     """Returns a tensor of its own for each leaf: the tracer takes a tensor that is given twice for one input."""
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    tensor = leaf.detach()
+    if varying:
+        mark_dims(tensor, varying)
+    return tensor

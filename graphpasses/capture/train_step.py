@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from graphpasses._torch.fake_mode import fake_copies
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.cached_tensors import new_objects_together, refuse_kept_tensors
+from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
 from graphpasses.capture.outside_tensors import check_outside_tensors
 from graphpasses.capture.outside_values import find_outside_values, outside_values_kept
@@ -45,6 +47,7 @@ def capture_train_step(
     *batch: Any,
     optimizer: Optimizer | None = None,
     clip_norm: float | None = None,
+    dynamic_shapes: Any = None,
     check: bool = True,
     recapture: bool = True,
 ) -> CapturedStep:
@@ -58,17 +61,23 @@ def capture_train_step(
             call ``backward`` itself.
         model: one that ``fully_shard`` has sharded, or torchtitan's SimpleFSDP ``data_parallel``, over tensor
             parallelism or not, or a plain module; on any device but meta.
-        batch: example arguments: tensors, numbers, strings, None, or lists, tuples, mappings and dataclasses of them;
-            ``loss_fn`` gets them as the types they are. Shapes, dtypes and plain values are fixed by the capture.
+        batch: example arguments: tensors, numbers, strings, None, TorchRec's jagged and keyed tensors, or lists,
+            tuples, mappings and dataclasses of them; ``loss_fn`` gets them as the types they are. Shapes, dtypes and
+            plain values are fixed by the capture. But the numbers of ids and of samples of TorchRec's types may vary,
+            as may dim 0 of a tensor beside them that has as many elements as they have samples.
         optimizer: AdamW, Adam, SGD or Adagrad: the step ends with its step, and with ``optimizer.zero_grad()``. It
             reads learning rates and state when it runs: schedulers, ``load_state_dict`` and eager steps in between
             are followed. A step in which the optimizer makes its state is its own.
         clip_norm: largest norm of all gradients together, which are clipped to it before the optimizer's step as
             :func:`torch.nn.utils.clip_grad_norm_` does; None does not clip.
+        dynamic_shapes: dims of the batch that may vary, as :func:`torch.export.export` takes them: an entry for each
+            argument, nested like it, and for a tensor e.g. ``{1: torch.export.Dim("length", max=512)}``, or None.
+            None for a value of TorchRec leaves it as above. A batch of sizes by which ``loss_fn``, or an operator,
+            decides otherwise is captured again, see ``recapture``.
         check: whether the step is compared with one eager step on this batch, operator for operator; without real
             tensors it is not, and a note on the step says so.
         recapture: whether the step is captured again, at most eight times in all, when it is called with a batch by
-            whose values ``loss_fn`` decides otherwise; else that is an error.
+            whose values, or sizes, ``loss_fn`` decides otherwise; else that is an error.
 
     Returns:
         The captured step. Parameters with ``requires_grad=False`` get no gradient; trainable ones that the
@@ -81,6 +90,7 @@ def capture_train_step(
             gradient; the model is on meta or has an LSTM that runs in oneDNN; torchtitan is not installed; or a
             captured step would train otherwise than eager, see the limits in the documentation.
         FidelityError: eager calls other operators than the traced step, or the same on other values.
+        AgreementError: ranks were given different ``clip_norm``, or optimizers of different classes.
         UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
             parallelism, or a group of FSDP2 communicates in a way that a graph cannot.
 
@@ -92,7 +102,17 @@ def capture_train_step(
         >>> model.weight.grad.shape
         torch.Size([1, 4])
     """
-    capture = partial(_capture, loss_fn, optimizer=optimizer, clip_norm=clip_norm, check=check)
+    votes = Votes.of_model(model)
+    votes.check_same("optimizer", None if optimizer is None else type(optimizer).__name__)
+    votes.check_same("clip_norm", clip_norm)
+    capture = partial(
+        _capture,
+        loss_fn,
+        optimizer=optimizer,
+        clip_norm=clip_norm,
+        dynamic_shapes=dynamic_shapes,
+        check=check,
+    )
     with _together(model if check else nn.Module()) as traced_everywhere:
         graph = capture(model, *batch, traced_everywhere=traced_everywhere)
     if recapture:
@@ -106,6 +126,7 @@ def _capture(
     *batch: Any,
     optimizer: Optimizer | None,
     clip_norm: float | None,
+    dynamic_shapes: Any,
     check: bool,
     traced_everywhere: Callable[[], None] = lambda: None,
 ) -> CapturedStep:
@@ -117,11 +138,14 @@ def _capture(
         check_leaf(path, leaf)
     check_unsharded(fsdp_groups(model))
     prepare_for_tracing(model)
+    varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
     outside = find_outside_values(loss_fn, model)
     with new_objects_together() as generation:
         with outside_values_kept(outside):
-            trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None)
+            trace = trace_step(
+                loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying
+            )
         refuse_kept_tensors(trace.result, generation())
     graph = read_traced_result(trace.result, model=model, read=trace.read)
     graph.fixed_signature = False
@@ -132,7 +156,8 @@ def _capture(
     refuse_sparse_gradients(graph)
     check_random_state(graph, trace.random_calls)
     check_outside_tensors(graph)
-    _name_batch(graph, structure)
+    _name_batch(graph, structure, leaves)
+    graph.varying = varying
     graph.guards = trace.guards
     source = find_update(graph, optimizer, clip_norm)
     update = None if source is None else trace_update(graph, source)
@@ -173,12 +198,12 @@ def _together(model: nn.Module) -> Iterator[Callable[[], None]]:
         raise
 
 
-def _name_batch(graph: CapturedStep, structure: BatchStructure) -> None:
+def _name_batch(graph: CapturedStep, structure: BatchStructure, leaves: Sequence[Any]) -> None:
     names = dict(zip((path for path, _ in graph.batch_leaves), structure.paths, strict=True))
     graph.inputs = tuple(
         GraphInput(item.kind, names[item.fqn]) if item.kind is InputKind.BATCH else item
         for item in graph.inputs
     )
     graph.written = frozenset(names.get(fqn, fqn) for fqn in graph.written)
-    graph.batch_leaves = tuple((names[path], value) for path, value in graph.batch_leaves)
+    graph.batch_leaves = tuple(zip(structure.paths, fake_copies(leaves), strict=True))
     graph.batch_structure = structure

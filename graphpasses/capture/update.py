@@ -75,7 +75,7 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
     optimizer = source.optimizer
     try:
         with eager_paths(), lists_take_fakes():
-            _check_shapes(source.live_state(), source.parameters)
+            _check_shapes(source)
             state = source.state()
             module, inputs = _trace(source, state)
     except CaptureError:
@@ -86,16 +86,26 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
         ) from error
     names = {get_state(step.model, fqn): fqn for fqn, *_ in step.identity.parameters}
     facts = OptimizerFacts.of(optimizer, names, state)
-    return Update(module, inputs, facts, source.clip_norm, step.model)
+    return Update(
+        module,
+        inputs,
+        facts,
+        source.clip_norm,
+        step.model,
+        lambda fqns: trace_update(step, source.without(fqns)),
+    )
 
 
-def _check_shapes(state: State, parameters: Mapping[str, torch.Tensor]) -> None:
-    for fqn, values in state.items():
+def _check_shapes(source: UpdateSource) -> None:
+    by_row = type(source.optimizer).__name__ == "RowWiseAdagrad"
+    for fqn, values in source.live_state().items():
+        shape = source.parameters[fqn].shape
+        expected = (shape[0], 1) if by_row else shape
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != parameters[fqn].shape:
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != expected:
                 raise CaptureError(
                     f"state {name!r} of {fqn!r} in the optimizer has shape {list(value.shape)}, the parameter "
-                    f"{list(parameters[fqn].shape)}: it is the state of another model. Load that of this one"
+                    f"{list(shape)}: it is the state of another model. Load that of this one"
                 )
 
 

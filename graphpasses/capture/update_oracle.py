@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +17,16 @@ from graphpasses.identity import same_bits
 
 __all__ = ["check_update"]
 
+_Tensors = dict[str, torch.Tensor]
+
 
 def check_update(update: Update, source: UpdateSource) -> None:
     """Compares the bits of a traced update with those of the optimizer's own step; neither changes anything.
 
     Both run on copies of parameters and state, at half the learning rate: what the trace took for a constant shows.
-    Gradients are random numbers. State that is not there is made by another step of the optimizer before.
+    Gradients are random numbers. The traced update runs whole, the optimizer's own step then for one parameter after
+    the other, so that copies of all are held once. State that is not there is made by another step of the optimizer
+    before.
 
     Args:
         update: what was traced.
@@ -34,30 +38,54 @@ def check_update(update: Update, source: UpdateSource) -> None:
     """
     votes = Votes.of_model(update.model)
     another = FidelityError("on another rank, the captured update and eager's part; its message says where")
+    rates = [group["lr"] * 0.5 for group in source.optimizer.param_groups]
+    parts = source.parts()
+    parameters: _Tensors = {}
+    state: State = {}
     with votes.raised_together(another):
-        gradients = _random(source.parameters)
-        rates = [group["lr"] * 0.5 for group in source.optimizer.param_groups]
-        parameters, state = _copies(source.parameters), _state(source)
-    given = _copies(parameters), {fqn: _copies(values) for fqn, values in state.items()}
+        for part in parts:
+            copies, of_part = _copies_before(part, source)
+            parameters.update(copies)
+            state.update(of_part)
     with votes.raised_together(another), torch.no_grad():
-        try:
-            expected = source.step(parameters, _copies(gradients), state, rates)
-        except Exception as error:
-            raise CaptureError(f"the optimizer's own step fails: {type(error).__name__}: {error}") from error
-        update.module(*_values(update, *given, _copies(gradients), rates))
-    with votes.raised_together(another):
-        _compare(given[0], parameters, "parameter")
-        for fqn, values in expected.items():
-            _compare(given[1][fqn], values, f"optimizer state of {fqn!r}:")
+        update.module(*_values(update, parameters, state, _random(source, source.parameters), rates))
+    with votes.raised_together(another), torch.no_grad():
+        clipped = None if source.clip_norm is None else _clipped(source)
+    with votes.raised_together(another), torch.no_grad():
+        for part in parts:
+            copies, before = _copies_before(part, source)
+            gradients = _random(source, copies) if clipped is None else {fqn: clipped[fqn] for fqn in copies}
+            expected = _own_step(part, copies, gradients, before, rates)
+            _compare({fqn: parameters.pop(fqn) for fqn in copies}, copies, "parameter")
+            for fqn, values in expected.items():
+                _compare(state.pop(fqn), values, f"optimizer state of {fqn!r}:")
 
 
-def _state(source: UpdateSource) -> State:
-    live = source.live_state()
-    if all(live.values()):
-        return {fqn: _copies(values) for fqn, values in live.items()}
-    given = {fqn: _copies(values) for fqn, values in live.items()}
-    rates = [group["lr"] for group in source.optimizer.param_groups]
-    return source.step(_copies(source.parameters), _random(source.parameters), given, rates)
+def _copies_before(part: UpdateSource, whole: UpdateSource) -> tuple[_Tensors, State]:
+    """Returns the same at each call: copies of a part's parameters, and of their state."""
+    state = {fqn: _copies(values) for fqn, values in part.live_state().items()}
+    if not all(state.values()):
+        rates = [group["lr"] for group in part.optimizer.param_groups]
+        state = _own_step(part, _copies(part.parameters), _random(whole, part.parameters), state, rates)
+    return _copies(part.parameters), state
+
+
+def _own_step(
+    part: UpdateSource, parameters: _Tensors, gradients: _Tensors, state: State, rates: Sequence[Any]
+) -> State:
+    try:
+        return part.step(parameters, gradients, state, rates)
+    except Exception as error:
+        raise CaptureError(f"the optimizer's own step fails: {type(error).__name__}: {error}") from error
+    finally:
+        for parameter in parameters.values():
+            parameter.grad = None
+
+
+def _clipped(source: UpdateSource) -> _Tensors:
+    gradients = _random(source, source.parameters)
+    source.clip({fqn: torch.empty_like(gradient) for fqn, gradient in gradients.items()}, gradients)
+    return gradients
 
 
 def _values(
@@ -65,7 +93,7 @@ def _values(
     parameters: Mapping[str, torch.Tensor],
     state: State,
     gradients: Mapping[str, torch.Tensor],
-    rates: list[Any],
+    rates: Sequence[Any],
 ) -> list[Any]:
     values: list[Any] = []
     for item in update.inputs:
@@ -87,12 +115,14 @@ def _copies(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _random(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    gradients: dict[str, torch.Tensor] = {}
-    for fqn, parameter in parameters.items():
-        gradients[fqn] = like(parameter.detach())
+def _random(source: UpdateSource, fqns: Iterable[str]) -> _Tensors:
+    """Returns gradients for parameters of a source: the same for each at each call."""
+    places = {fqn: index for index, fqn in enumerate(source.parameters)}
+    gradients: _Tensors = {}
+    for fqn in fqns:
+        gradients[fqn] = like(source.parameters[fqn].detach())
         local = _local(gradients[fqn])
+        generator = torch.Generator().manual_seed(places[fqn])
         local.copy_(torch.randn(local.shape, generator=generator))
     return gradients
 

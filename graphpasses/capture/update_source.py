@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -54,10 +54,7 @@ class UpdateSource:
         Returns:
             The state after it.
         """
-        for fqn, gradient in gradients.items():
-            parameters[fqn].grad = gradient
-        if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_([*parameters.values()], self.clip_norm)
+        self.clip(parameters, gradients)
         shadow = shadow_of(self.optimizer)
         shadow.param_groups = [
             {**group, "params": [parameters[fqn] for fqn in fqns], "lr": rate}
@@ -66,6 +63,40 @@ class UpdateSource:
         shadow.state = defaultdict(dict, {parameters[fqn]: dict(values) for fqn, values in state.items()})
         shadow.step()
         return {fqn: dict(shadow.state.get(parameters[fqn], {})) for group in self.groups for fqn in group}
+
+    def clip(self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
+        """Gives parameters their gradients, and clips these in place.
+
+        Args:
+            parameters: by FQN.
+            gradients: by FQN; those of ``parameters`` become these.
+        """
+        for fqn, gradient in gradients.items():
+            parameters[fqn].grad = gradient
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_([*parameters.values()], self.clip_norm)
+
+    def parts(self) -> list[UpdateSource]:
+        """Returns sources without clipping, one for each parameter: a step does nothing with several at once.
+
+        Where parameters are of several kinds, there is one source for all: an optimizer that may choose makes lists
+        of all or of none.
+        """
+        kinds = {(type(each), each.device) for each in self.parameters.values()}
+        each = [[fqn] for fqn in self.parameters] if len(kinds) == 1 else [[*self.parameters]]
+        return [replace(self.without(self.parameters.keys() - fqns), clip_norm=None) for fqns in each]
+
+    def without(self, fqns: Collection[str]) -> UpdateSource:
+        """Returns a source of the other parameters.
+
+        Args:
+            fqns: FQNs of those that it leaves out.
+        """
+        return replace(
+            self,
+            groups=[[fqn for fqn in group if fqn not in fqns] for group in self.groups],
+            parameters={fqn: each for fqn, each in self.parameters.items() if fqn not in fqns},
+        )
 
     def live_state(self) -> State:
         """Returns the state that the optimizer has now, of each parameter that it updates."""

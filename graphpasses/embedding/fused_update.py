@@ -58,7 +58,19 @@ class FusedForm:
             return f"{len(optimizers)} optimizers run in its backward"
         if not steps_in_backward(table):
             return "no hook steps its optimizer in backward"
-        kind, options = type(optimizers[0]), optimizers[0].param_groups[0]
+        form = cls.of_options(type(optimizers[0]), optimizers[0].param_groups[0])
+        if isinstance(form, cls) and has_step_hooks(optimizers[0]):
+            return f"hooks watch the steps of its {type(optimizers[0]).__name__}"
+        return form
+
+    @classmethod
+    def of_options(cls, kind: type[Optimizer], options: Mapping[str, Any]) -> FusedForm | str:
+        """Returns the fused form of an optimizer; where there is none, why.
+
+        Args:
+            kind: its class.
+            options: of the parameter group.
+        """
         name, switches = _FORMS.get(f"{kind.__module__}.{kind.__qualname__}", ("", ()))
         if not name:
             return f"{kind.__name__} has no fused form"
@@ -68,8 +80,6 @@ class FusedForm:
         eps = options.get("eps", 0.0)
         if name != "sgd" and eps == 0:  # eager divides 0 by 0 in the rows that a batch leaves out
             return f"{kind.__name__} with eps=0 has no fused form"
-        if has_step_hooks(optimizers[0]):
-            return f"hooks watch the steps of its {kind.__name__}"
         return cls(name, eps)
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -11,32 +12,75 @@ from torch import nn
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses.errors import BatchMismatchError
 
-__all__ = ["check_leaf", "check_leaves", "check_memory"]
+__all__ = ["Varying", "VaryingDim", "check_leaf", "check_leaves", "check_memory"]
 
 
-def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any]]) -> None:
+@dataclass(frozen=True)
+class VaryingDim:
+    """A dim of a batch's tensor whose size may vary from step to step.
+
+    Args:
+        name: dims of one name have one size; ``""`` for a dim of its own.
+        min: the least size.
+        max: the largest size; None for any.
+    """
+
+    name: str = ""
+    min: int = 0
+    max: int | None = None
+
+
+Varying: TypeAlias = Mapping[str, Mapping[int, VaryingDim]]
+"""By path of a leaf, its dims that may vary."""
+
+
+def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any]], varying: Varying) -> None:
     """Raises if a leaf of a batch differs from the captured one.
 
     Args:
         leaves: the leaves of the batch.
         captured_leaves: for each captured leaf its path, and a fake tensor or the plain value.
+        varying: the dims that may have other sizes.
 
     Raises:
         BatchMismatchError: a leaf's shape, strides, dtype, device or plain value differs; the message names the leaf.
     """
+    _check_sizes(leaves, captured_leaves, varying)
     for (path, captured), leaf in zip(captured_leaves, leaves, strict=True):
         check_leaf(path, leaf)
+        dims = varying.get(path, {})
         if isinstance(captured, torch.Tensor):
-            same = isinstance(leaf, torch.Tensor) and _tensor_facts(leaf) == _tensor_facts(captured)
+            same = isinstance(leaf, torch.Tensor) and _tensor_facts(leaf, dims) == _tensor_facts(
+                captured, dims
+            )
         else:
             # Not by ==, for which 0.0 is -0.0 and nan is not nan.
             same = type(leaf) is type(captured) and repr(leaf) == repr(captured)
         if not same:
-            strides = _describe(leaf) == _describe(captured)  # nothing else differs
+            strides = _describe(leaf, varying=dims) == _describe(
+                captured, varying=dims
+            )  # nothing else differs
             raise BatchMismatchError(
-                f"{path} differs from the captured batch: expected {_describe(captured, strides)}, "
+                f"{path} differs from the captured batch: expected {_describe(captured, strides, dims)}, "
                 f"got {_describe(leaf, strides)}. Capture a step for it, or pad the batch"
             )
+
+
+def _check_sizes(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any]], varying: Varying) -> None:
+    seen: dict[str, tuple[str, int]] = {}
+    for (path, captured), leaf in zip(captured_leaves, leaves, strict=True):
+        if path not in varying or not isinstance(leaf, torch.Tensor) or leaf.dim() != captured.dim():
+            continue
+        for index, dim in varying[path].items():
+            size, what = leaf.size(index), f"dim {index} of {path}"
+            if size < dim.min or (dim.max is not None and size > dim.max):
+                limits = f"{dim.min} to {'any size' if dim.max is None else dim.max}"
+                raise BatchMismatchError(f"{what} has size {size}, and dynamic_shapes allows {limits}")
+            first, expected = seen.setdefault(dim.name or what, (what, size))
+            if size != expected:
+                raise BatchMismatchError(
+                    f"{what} has size {size}, and {first} has {expected}: in dynamic_shapes both are {dim.name!r}"
+                )
 
 
 def check_leaf(path: str, leaf: Any) -> None:
@@ -100,16 +144,20 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
-def _tensor_facts(tensor: torch.Tensor) -> tuple[object, ...]:
+def _tensor_facts(tensor: torch.Tensor, varying: Mapping[int, VaryingDim]) -> tuple[object, ...]:
+    if varying:
+        shape = [None if dim in varying else size for dim, size in enumerate(tensor.shape)]
+        return shape, tensor.is_contiguous(), tensor.dtype, tensor.device
     # The stride of a dim of size 1 means nothing.
     strides = [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     return tuple(tensor.shape), strides, tensor.dtype, tensor.device
 
 
-def _describe(value: Any, strides: bool = False) -> str:
+def _describe(value: Any, strides: bool = False, varying: Mapping[int, VaryingDim] | None = None) -> str:
     if not isinstance(value, torch.Tensor):
         return (
             repr(value) if isinstance(value, (int, float, str, type(None))) else f"a {type(value).__name__}"
         )
     suffix = f", strides {list(value.stride())}" if strides else ""
-    return f"shape {list(value.shape)}, {value.dtype}, on {value.device}{suffix}"
+    sizes = ", ".join("any" if dim in (varying or {}) else str(size) for dim, size in enumerate(value.shape))
+    return f"shape [{sizes}], {value.dtype}, on {value.device}{suffix}"

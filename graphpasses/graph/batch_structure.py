@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError, CaptureError
+from graphpasses.graph.torchrec_batches import fields_of, held_items, is_taken, items_by, reject_reason
 
 __all__ = ["BatchStructure"]
 
@@ -22,7 +23,8 @@ class BatchStructure:
     """A leaf of a batch, or a container with the structures of its items.
 
     Containers are lists, tuples, named tuples, mappings of any class that can be made from a dict, dataclasses, and
-    what is registered with ``torch.utils._pytree``. A mapping's keys may come in any order.
+    what is registered with ``torch.utils._pytree``, as TorchRec's KeyedJaggedTensor is. A mapping's keys may come in
+    any order.
 
     Args:
         path: where it is, e.g. ``batch[0]['tokens']``.
@@ -60,11 +62,8 @@ class BatchStructure:
                 put together again.
         """
         kind = type(value)
-        if kind.__module__.partition(".")[0] == "torchrec":
-            raise CaptureError(
-                f"{path} is TorchRec's {kind.__name__}, whose lengths decide what is computed; a captured step has "
-                "those of its example built in. Use torch.compile(model, backend='graphpasses')"
-            )
+        if (reason := reject_reason(value)) is not None:
+            raise CaptureError(f"{path} {reason}, or use torch.compile(model, backend='graphpasses')")
         opened = _open(value)
         if opened is None:
             if not isinstance(value, _LEAVES):
@@ -104,10 +103,19 @@ class BatchStructure:
                 f"{self.path} is a {type(value).__name__}, and was a {self.kind.__name__} in the captured batch; "
                 f"{_AGAIN}"
             )
+        if (reason := reject_reason(value)) is not None:
+            raise BatchMismatchError(f"{self.path} {reason}")
         items, spec = opened
+        items = items_by(value, items, self.keys)
         if items.keys() != set(self.keys):
             raise BatchMismatchError(f"{self.path} {_difference(self, value, items)}; {_AGAIN}")
-        if spec != self.spec and not issubclass(self.kind, Mapping):  # of mappings, the keys were compared
+        if spec is not None and self.spec is not None and is_taken(self.kind):
+            if spec.context != self.spec.context:
+                raise BatchMismatchError(
+                    f"{self.path} was of keys {self.spec.context} in the captured batch, and is of {spec.context}; "
+                    f"{_AGAIN}"
+                )
+        elif spec != self.spec and not issubclass(self.kind, Mapping):  # of mappings, the keys were compared
             raise BatchMismatchError(
                 f"{self.path} was {self.spec} in the captured batch, and is {spec}; {_AGAIN}"
             )
@@ -128,6 +136,24 @@ class BatchStructure:
             {key: child.build(rest) for key, child in zip(self.keys, self.children, strict=True)}
         )
 
+    def fresh(self, batch: Sequence[Any]) -> list[Any]:
+        """Returns a batch of this structure in which TorchRec's types are made anew: they keep what they compute.
+
+        Args:
+            batch: arguments of ``loss_fn``.
+        """
+        return [
+            child.build(child.leaves(value)) if child.holds_torchrec else value
+            for child, value in zip(self.children, batch, strict=True)
+        ]
+
+    @property
+    def holds_torchrec(self) -> bool:
+        """Whether one of TorchRec's types is in it."""
+        return (self.kind is not None and is_taken(self.kind)) or any(
+            child.holds_torchrec for child in self.children
+        )
+
     def make(self, items: Mapping[Any, Any]) -> Any:
         """Returns a container of this kind.
 
@@ -136,7 +162,8 @@ class BatchStructure:
         """
         assert self.kind is not None
         if self.spec is not None:
-            return pytree.tree_unflatten(list(items.values()), self.spec)
+            fields = fields_of(self.kind) or items
+            return pytree.tree_unflatten([items.get(field) for field in fields], self.spec)
         if issubclass(self.kind, Mapping):
             return self.kind(items)  # type: ignore[call-arg]
         made = self.kind.__new__(self.kind)  # its __init__ may compute
@@ -148,9 +175,11 @@ class BatchStructure:
 _AGAIN = "capture a step for this structure"
 
 
-def _open(value: Any) -> tuple[dict[Any, Any], pytree.TreeSpec | None] | None:
+def _open(value: Any) -> tuple[Mapping[Any, Any], pytree.TreeSpec | None] | None:
     """Returns the items of a container by key, field or position, and how pytree makes it; None for a leaf."""
     opened = pytree.open_container(value)
+    if opened is not None and is_taken(type(value)):
+        return held_items(value, opened[0]), opened[1]
     if isinstance(value, Mapping):
         return dict(value.items()), opened and opened[1]
     if opened is None and dataclasses.is_dataclass(value) and not isinstance(value, type):

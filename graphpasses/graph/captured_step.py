@@ -14,7 +14,7 @@ from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from graphpasses._torch.fsdp2_settings import group_settings
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
-from graphpasses.graph.batch import check_leaves, check_memory
+from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.fsdp_facts import check_group_settings, check_unsharded_on_all_ranks
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
@@ -40,6 +40,7 @@ class CapturedStep(TrainGraph):
     Args:
         batch_structure: how the captured ``*batch`` is nested.
         batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
+        varying: by path of a leaf, the dims whose sizes may be others than those captured.
         written: FQNs, and paths of batch leaves, of the inputs that the step writes in place.
         facts: what the graph takes for granted of the model; each call checks it.
         group_settings: of each FSDP2 group, the settings that decide about bits; each call checks them.
@@ -62,6 +63,7 @@ class CapturedStep(TrainGraph):
     batch_leaves: tuple[tuple[str, Any], ...]
     written: frozenset[str]
     facts: ModelFacts
+    varying: Varying = field(default_factory=dict)
     group_settings: tuple[dict[str, Any], ...] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
     outside: tuple[OutsideValue, ...] = ()
@@ -99,8 +101,9 @@ class CapturedStep(TrainGraph):
         check_group_settings(self._groups, self.group_settings)
         tensors = self.facts.check(self.model)
         leaves = self.batch_structure.leaves(batch)
-        check_leaves(leaves, self.batch_leaves)
-        step = self._variants.fitting(batch, partial(self._value, leaves=leaves))
+        check_leaves(leaves, self.batch_leaves, self.varying)
+        fresh = self.batch_structure.fresh(batch)
+        step = self._variants.fitting(tuple(fresh), partial(self._value, leaves=leaves))
         if step is not self:
             tensors = step.facts.check(self.model)
         parameters = step.facts.named(tensors, step.parameters)
@@ -143,7 +146,6 @@ class CapturedStep(TrainGraph):
             is_updatable: whether the optimizer has all of its state; else its own step makes it, and updates.
         """
         update = self.update
-        is_in_step = update is not None and update.is_in_step and is_updatable
         values = self._flat_inputs(tensors, leaves)
         if self.written:
             named = zip(self.inputs[: len(values)], values, strict=True)
@@ -157,16 +159,16 @@ class CapturedStep(TrainGraph):
             if update is None:
                 return self._accumulate(self.module(*values), tensors)
             parameters = self.facts.named(tensors, self.parameters)
-            if is_in_step:
-                values += update.values(self.inputs[len(values) :], parameters)
-                loss = self._accumulate(self._updating_module(*values), tensors)
-                update.finish()
-                return loss
-            loss = self._accumulate((update.without_update or self.module)(*values), tensors)
-            if is_updatable:
-                update.run(parameters)
-            else:
+            if not is_updatable:
+                loss = self._accumulate((update.without_update or self.module)(*values), tensors)
                 update.run_eagerly()
+                return loss
+            values += update.values(self.inputs[len(values) :], parameters)
+            loss = self._accumulate(self._updating_module(*values), tensors)
+            if update.is_in_step:
+                update.finish()
+            else:
+                update.run(parameters)
             return loss
 
     def __copy__(self) -> Self:

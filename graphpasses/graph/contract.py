@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from graphpasses.graph.nodes import writing_operators
 from graphpasses.graph.train_graph import InputKind, TrainGraph
+from graphpasses.ops.update_rows import UPDATE_ROWS
 
 __all__ = ["Contract"]
 
@@ -19,7 +20,8 @@ class Contract:
         batch: paths of the batch leaves, in order.
         num_inputs: number of placeholders, if another runner owns the flat signature; else None.
         gradients: canonical FQNs of the parameters that get a gradient.
-        writers: operators that write an argument in place, also in the step's update, wherever that is.
+        writers: operators that write an argument in place, also in the step's update, wherever that is, and what may
+            stand for a part of it.
 
     Example:
         >>> import torch
@@ -49,6 +51,8 @@ class Contract:
             num_inputs=len(graph.inputs) if graph.fixed_signature else None,
             gradients=frozenset(graph.parameters) - graph.without_gradient,
             writers=writing_operators(graph.graph).union(
-                () if graph.update is None else writing_operators(graph.update.module.graph)
+                ()
+                if graph.update is None
+                else (str(UPDATE_ROWS), *writing_operators(graph.update.module.graph))
             ),
         )

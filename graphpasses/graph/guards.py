@@ -42,6 +42,7 @@ class Guards:
         places: by name of a node, the symbols that it brings, each with its place in the node's value.
         decisions: in the order in which they fell.
         captured: the values that the step was captured with.
+        sizes: those of the symbols that are sizes of the batch.
     """
 
     module: fx.GraphModule
@@ -50,6 +51,7 @@ class Guards:
     places: Mapping[str, tuple[tuple[Symbol, Any], ...]]
     decisions: tuple[Decision, ...]
     captured: Mapping[Symbol, Any]
+    sizes: frozenset[Symbol] = frozenset()
 
     def difference(self, value_of: Callable[[GraphInput], Any]) -> str | None:
         """Says which decision, the first one, falls otherwise now; None if there is none.
@@ -59,14 +61,15 @@ class Guards:
         """
         if (changed := self.first_changed(value_of)) is None:
             return None
-        where, before, now = changed
+        decision, before, now = changed
+        what = "sizes" if self.sizes.issuperset(decision.condition.free_symbols) else "a tensor's value"
         return (
-            f"loss_fn decided by a tensor's value at {where}: it was {before} when the step was captured, and is "
+            f"loss_fn decided by {what} at {decision.where}: it was {before} when the step was captured, and is "
             f"{now} for this batch"
         )
 
-    def first_changed(self, value_of: Callable[[GraphInput], Any]) -> tuple[str, str, str] | None:
-        """Returns line, value then and value now of the first decision that falls otherwise; None if there is none.
+    def first_changed(self, value_of: Callable[[GraphInput], Any]) -> tuple[Decision, str, str] | None:
+        """Returns the first decision that falls otherwise, with the values then and now; None if there is none.
 
         Args:
             value_of: returns what an input carries now.
@@ -95,10 +98,10 @@ class Guards:
             return True
         return bool(condition.xreplace({symbol: as_number(values[symbol]) for symbol in symbols}))
 
-    def _describe(self, decision: Decision, values: Mapping[Symbol, Any]) -> tuple[str, str, str]:
+    def _describe(self, decision: Decision, values: Mapping[Symbol, Any]) -> tuple[Decision, str, str]:
         symbols = sorted(decision.condition.free_symbols, key=str)
         before, now = (", ".join(str(each[symbol]) for symbol in symbols) for each in (self.captured, values))
-        return decision.where, before, now
+        return decision, before, now
 
 
 def run_nodes(

@@ -22,6 +22,9 @@ CAPTURED_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.Adagrad,
 )
 
+# By package and class: TorchRec need not be there.
+_CAPTURED_OF_TORCHREC = "torchrec", "RowWiseAdagrad"
+
 _Facts: TypeAlias = tuple[object, ...]
 _AGAIN = "capture the step again, or undo the change"
 
@@ -138,13 +141,17 @@ def check_optimizer(optimizer: Optimizer) -> None:
         Traceback (most recent call last):
         graphpasses.errors.CaptureError: the update of RMSprop is not captured, that of AdamW, Adam, ...
     """
-    if type(optimizer) not in CAPTURED_OPTIMIZERS:
+    kind = type(optimizer)
+    if (
+        kind not in CAPTURED_OPTIMIZERS
+        and (kind.__module__.partition(".")[0], kind.__name__) != _CAPTURED_OF_TORCHREC
+    ):
         known = ", ".join(each.__name__ for each in CAPTURED_OPTIMIZERS)
-        kind = type(optimizer)
         base = next((each for each in CAPTURED_OPTIMIZERS if isinstance(optimizer, each)), None)
         what = f"{kind.__name__}, a subclass of {base.__name__}," if base else kind.__name__
         raise CaptureError(
-            f"the update of {what} is not captured, that of {known} is; capture without optimizer=, and call "
+            f"the update of {what} is not captured, that of {known} and TorchRec's RowWiseAdagrad is; capture "
+            "without optimizer=, and call "
             "optimizer.step() after the step"
         )
     if runs_hooks(optimizer):

@@ -149,7 +149,9 @@ class TrainGraph:
         return frozenset(
             fqn
             for fqn in self.parameters
-            if not any(values[index] is not None for index in slots.get(fqn, ()))
+            if not any(
+                values[index] is not None or self.outputs[index].is_applied for index in slots.get(fqn, ())
+            )
         )
 
     def emit(

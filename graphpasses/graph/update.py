@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +23,15 @@ class Update:
     """What a captured step does with its gradients.
 
     Args:
-        module: the graph: clipping, and the optimizer's step; it returns nothing.
+        module: the graph: clipping, and the optimizer's step, but for parameters that are no more in it; it returns
+            nothing.
         inputs: what each placeholder carries: gradients, parameters, the optimizer's state, learning rates.
         facts: what the graph takes for granted of the optimizer; each call checks it.
         clip_norm: the norm to which all gradients together are clipped; None if they are not.
         model: the live model.
-        without_update: the step as it was before a pass put the update into its graph; else None.
+        trace_without: traces the update again without some parameters, by FQN.
+        without_update: the step as it was before a pass put the update, or a part of it, into its graph; else None.
+        in_step: FQNs of the parameters that the step's own graph updates.
     """
 
     module: fx.GraphModule
@@ -36,7 +39,9 @@ class Update:
     facts: OptimizerFacts
     clip_norm: float | None
     model: nn.Module
+    trace_without: Callable[[Collection[str]], Update]
     without_update: fx.GraphModule | None = None
+    in_step: frozenset[str] = frozenset()
 
     @property
     def optimizer(self) -> Optimizer:
@@ -50,8 +55,8 @@ class Update:
 
     @property
     def is_in_step(self) -> bool:
-        """Whether the step's own graph has the update in it."""
-        return self.without_update is not None
+        """Whether the step's own graph has the whole update in it."""
+        return self.without_update is not None and self.in_step.issuperset(self.gradients)
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Raises if the optimizer is not what it was, or if a gradient is there that the update would have to add to.
@@ -80,7 +85,25 @@ class Update:
         Args:
             step: the step's graph without it.
         """
-        return replace(self, without_update=step)
+        return replace(
+            self, without_update=self.without_update or step, in_step=self.in_step.union(self.gradients)
+        )
+
+    def without(self, fqns: Collection[str], step: fx.GraphModule) -> Update:
+        """Returns the update of the other parameters, for a step whose own graph updates some.
+
+        Args:
+            fqns: FQNs of those that it updates.
+            step: the step's graph before it did.
+        """
+        rest = self.trace_without(fqns)
+        return replace(
+            rest,
+            facts=self.facts,
+            trace_without=lambda more: self.trace_without([*fqns, *more]),
+            without_update=self.without_update or step,
+            in_step=self.in_step.union(fqns),
+        )
 
     def values(self, inputs: Sequence[GraphInput], parameters: Mapping[str, torch.Tensor]) -> list[Any]:
         """Returns what inputs carry now.

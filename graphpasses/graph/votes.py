@@ -49,14 +49,14 @@ class Votes:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Votes:
-        """Returns the votes of the ranks that hold the shards of a model's parameters; on fake tensors none is asked.
+        """Returns the votes of the ranks that hold the shards of a model's parameters; of fake ones none is asked.
 
         Args:
             model: the model.
         """
         parameters = list(model.parameters())
         meshes = dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor))
-        if any(map(is_fake, map(_local, parameters))):
+        if any(is_fake(_local(each)) or each.is_meta for each in parameters):
             meshes = {}
         groups = (str(name) for mesh in meshes for name in mesh_group_names(mesh))
         return cls(groups, next(iter(parameters), torch.empty(0)).device)
@@ -86,17 +86,51 @@ class Votes:
         if not self.groups or not self.all_ranks([launches is not None])[0]:
             return
         assert launches is not None
-        digest = zlib.crc32("\n".join(map(repr, launches)).encode())
-        extremes = torch.tensor([digest, -digest], device=self._device)
-        for group in self.groups:
-            dist.all_reduce(extremes, dist.ReduceOp.MIN, group=named_group(group))
-        if extremes[0] == -extremes[1]:
+        if self._are_the_same("\n".join(map(repr, launches))):
             return
-        found = next(filter(None, (self._unlike_launches(launches, group) for group in self.groups)), None)
+        unlike = [self._unlike_launches(launches, group) for group in self.groups]  # all: others wait there
+        found = next(filter(None, unlike), None)
         if not self.all_ranks([found is None])[0]:
             raise AgreementError(
                 found or "other ranks launch different collectives; their messages say which"
             )
+
+    def check_same(self, what: str, value: object) -> None:
+        """Raises on all ranks if they were given different values of something.
+
+        Args:
+            what: its name.
+            value: this rank's.
+
+        Raises:
+            AgreementError: on ranks that share a group with two that differ it names both.
+        """
+        if not self.groups or self._are_the_same(text := repr(value)):
+            return
+        found = [
+            self._unlike_values(what, text, group) for group in self.groups
+        ]  # all groups: others wait there
+        elsewhere = f"other ranks were given different {what}; their messages say which"
+        raise AgreementError(next(filter(None, found), elsewhere))
+
+    def _unlike_values(self, what: str, text: str, group: str) -> str | None:
+        ranks = dist.get_process_group_ranks(named_group(group))
+        everyone: list[str] = ["" for _ in ranks]
+        dist.all_gather_object(everyone, text, group=named_group(group))
+        for rank, other in zip(ranks, everyone, strict=True):
+            if other != everyone[0]:
+                return (
+                    f"ranks {ranks[0]} and {rank} capture one step with different {what}: {everyone[0]} and {other}. "
+                    "Give all ranks the same"
+                )
+        return None
+
+    def _are_the_same(self, text: str) -> bool:
+        digest = zlib.crc32(text.encode())
+        extremes = torch.tensor([digest, -digest], device=self._device)
+        for group in self.groups:
+            dist.all_reduce(extremes, dist.ReduceOp.MIN, group=named_group(group))
+        return bool(extremes[0] == -extremes[1])
 
     def _unlike_launches(self, launches: Sequence[Launch], group: str) -> str | None:
         ranks = dist.get_process_group_ranks(named_group(group))

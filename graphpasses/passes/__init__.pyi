@@ -4,6 +4,7 @@ from graphpasses.passes.embedding.deduplicate_lookups import DeduplicateLookups 
 from graphpasses.passes.embedding.deduplicate_sizes import DeduplicateSizes as DeduplicateSizes
 from graphpasses.passes.embedding.eliminate_split_cat import EliminateSplitCat as EliminateSplitCat
 from graphpasses.passes.embedding.fuse_size_tensors import FuseSizeTensors as FuseSizeTensors
+from graphpasses.passes.embedding.fuse_table_updates import FuseTableUpdates as FuseTableUpdates
 from graphpasses.passes.embedding.fuse_tbe import FuseTBE as FuseTBE
 from graphpasses.passes.embedding.hoist_input_dists import HoistInputDists as HoistInputDists
 from graphpasses.passes.embedding.lower_embedding_bags import LowerEmbeddingBags as LowerEmbeddingBags

@@ -11,6 +11,7 @@ from graphpasses.passes.embedding.deduplicate_lookups import DeduplicateLookups
 from graphpasses.passes.embedding.deduplicate_sizes import DeduplicateSizes
 from graphpasses.passes.embedding.eliminate_split_cat import EliminateSplitCat
 from graphpasses.passes.embedding.fuse_size_tensors import FuseSizeTensors
+from graphpasses.passes.embedding.fuse_table_updates import FuseTableUpdates
 from graphpasses.passes.embedding.fuse_tbe import FuseTBE
 from graphpasses.passes.embedding.hoist_input_dists import HoistInputDists
 from graphpasses.passes.embedding.lower_embedding_bags import LowerEmbeddingBags
@@ -30,6 +31,7 @@ def default_pipeline(
     plan: BucketPlan | None = None,
     *,
     expected_layout: Layout | None = None,
+    fuse_table_updates: bool = False,
     disable: tuple[str, ...] = (),
 ) -> Pipeline:
     """Returns the pipeline whose result has eager FSDP2's bits and number of collectives.
@@ -39,6 +41,8 @@ def default_pipeline(
             ``fully_shard`` was called: its own.
         expected_layout: layout that the result must equal, e.g. ``eager_layout(eager_model)``; None: without a plan
             that of the model, with one any.
+        fuse_table_updates: update embedding tables by what was looked up of them, in steps that were captured with
+            their optimizer: many times as fast, but rounded otherwise than eager.
         disable: names of passes to leave out.
 
     Example:
@@ -47,7 +51,9 @@ def default_pipeline(
         >>> [p.name for p in step.report.passes][:2]
         ['deduplicate-shared', 'coalesce-grad-reductions']
     """
-    return Pipeline((DeduplicateShared(), *_fsdp_passes(plan, expected_layout)), disable=disable)
+    first, last = _fsdp_passes(plan, expected_layout)[:-1], UpdateInBackward()
+    fused = (FuseTableUpdates(),) if fuse_table_updates else ()
+    return Pipeline((DeduplicateShared(), *first, *fused, last), disable=disable)
 
 
 def recommender_pipeline(

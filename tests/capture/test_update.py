@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from graphpasses import Pipeline, capture_train_step
@@ -219,3 +220,20 @@ def test_inputs_have_names() -> None:
         InputKind.OPTIMIZER_STATE,
         InputKind.LEARNING_RATE,
     }
+
+
+def test_the_check_copies_one_parameter_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    step, lists = AdamW.step, []
+
+    def recorded(self: AdamW) -> None:
+        step(self)
+        parameters = self.param_groups[0]["params"]
+        if not isinstance(parameters[0], FakeTensor):
+            lists.append([tuple(each.shape) for each in parameters])
+
+    monkeypatch.setattr(AdamW, "step", recorded)
+    capture(model, AdamW(model.parameters(), foreach=True))
+    # The state, which is not there yet, is made twice: for the traced update, and for the optimizer's own.
+    shapes = [[tuple(each.shape)] for each in model.parameters()]
+    assert lists == [*shapes, *(shape for shape in shapes for _ in range(2))]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.errors import AgreementError
 from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.graph import CapturedStep
 from graphpasses.parity.launch import run_ranks
@@ -185,7 +186,30 @@ def train_all() -> dict[str, Outcome]:
             outcomes[name] = train(training)
         except Exception:
             outcomes[name] = Outcome(error=traceback.format_exc())
+    for name in ("tied", "hybrid"):
+        outcomes[f"other_norms_{name}"] = capture_with_other_norms(name)
     return outcomes
+
+
+def capture_with_other_norms(name: str) -> Outcome:
+    """Captures with another norm on the last rank; nothing may be traced."""
+    case = CASES[name]
+    model = shard_eagerly(case, case.build())
+    is_last = torch.distributed.get_rank() == NUM_RANKS - 1
+    calls: list[int] = []
+
+    def loss_fn(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return next_token_loss(model, *batch)
+
+    optimizer = SGD(model.parameters())
+    try:
+        capture_train_step(
+            loss_fn, model, *case.batch(0), optimizer=optimizer, clip_norm=2.0 if is_last else 1.0
+        )
+    except AgreementError as error:
+        return Outcome(error=str(error), has_gradients=bool(calls))
+    return Outcome()
 
 
 @pytest.fixture(scope="module")
@@ -229,3 +253,20 @@ def test_control_differs(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     assert not any(ranks_outcomes[name].error for ranks_outcomes in outcomes)
     assert not all(ranks_outcomes[name].is_equal for ranks_outcomes in outcomes)
     assert outcomes[0][name].losses[0]
+
+
+@pytest.mark.multiprocess
+def test_refuses_other_norms_on_all_ranks(outcomes: list[dict[str, Outcome]]) -> None:
+    named = "ranks {} and {} capture one step with different clip_norm: 1.0 and 2.0. Give all ranks the same"
+    elsewhere = "other ranks were given different clip_norm; their messages say which"
+    assert [each["other_norms_tied"].error for each in outcomes] == [named.format(0, 3)] * NUM_RANKS
+    errors = [each["other_norms_hybrid"].error for each in outcomes]
+    assert errors == [elsewhere, named.format(1, 3), named.format(2, 3), named.format(2, 3)] or errors == [
+        elsewhere,
+        named.format(1, 3),
+        named.format(2, 3),
+        named.format(1, 3),
+    ]
+    assert not any(
+        each[f"other_norms_{name}"].has_gradients for each in outcomes for name in ("tied", "hybrid")
+    )

@@ -41,22 +41,24 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "other_class": (
         lambda model: RMSprop(model.parameters()),
         (
-            "the update of RMSprop is not captured, that of AdamW, Adam, SGD, Adagrad is; capture without "
-            "optimizer=, and call optimizer.step() after the step"
+            "the update of RMSprop is not captured, that of AdamW, Adam, SGD, Adagrad and TorchRec's RowWiseAdagrad "
+            "is; capture without optimizer=, and call optimizer.step() after the step"
         ),
     ),
     "subclass": (
         lambda model: MySGD(model.parameters()),
         (
-            "the update of MySGD, a subclass of SGD, is not captured, that of AdamW, Adam, SGD, Adagrad is; capture "
-            "without optimizer=, and call optimizer.step() after the step"
+            "the update of MySGD, a subclass of SGD, is not captured, that of AdamW, Adam, SGD, "
+            "Adagrad and TorchRec's RowWiseAdagrad "
+            "is; capture without optimizer=, and call optimizer.step() after the step"
         ),
     ),
     "no_optimizer": (
         lambda model: model.parameters(),
         (
-            "the update of generator is not captured, that of AdamW, Adam, SGD, Adagrad is; capture without "
-            "optimizer=, and call optimizer.step() after the step"
+            "the update of generator is not captured, that of AdamW, Adam, SGD, Adagrad and TorchRec's "
+            "RowWiseAdagrad "
+            "is; capture without optimizer=, and call optimizer.step() after the step"
         ),
     ),
     "hook": (

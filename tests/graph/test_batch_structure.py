@@ -15,6 +15,7 @@ from torch.utils import _pytree
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.graph import CapturedStep
+from graphpasses.graph.batch_structure import BatchStructure
 from tests.helpers.models import same_bits
 
 X = torch.arange(8.0).view(2, 4)
@@ -269,8 +270,28 @@ def test_other_objects() -> None:
 
 def test_torchrecs_jagged_tensors() -> None:
     torchrec = pytest.importorskip("torchrec")
-    features = torchrec.KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]))
-    assert refused(lambda: captured([features]), CaptureError) == (
-        "batch[0][0] is TorchRec's KeyedJaggedTensor, whose lengths decide what is computed; a captured step has "
-        "those of its example built in. Use torch.compile(model, backend='graphpasses')"
+    lengths = torch.tensor([1, 2])
+    features = torchrec.KeyedJaggedTensor(["a"], torch.arange(3), lengths=lengths)
+    structure = BatchStructure.of(([features, 2],))
+    assert structure.paths == ("batch[0][0]._values", "batch[0][0]._lengths", "batch[0][1]")
+    features.offsets()  # which it keeps
+    leaves = structure.leaves(([features, 3],))
+    assert [leaves[0].tolist(), leaves[1].tolist(), leaves[2]] == [[0, 1, 2], [1, 2], 3]
+    ((made, number),) = structure.build(leaves)
+    assert (type(made), made.keys(), number) == (torchrec.KeyedJaggedTensor, ["a"], 3)
+    assert made.lengths() is lengths
+    weighted = torchrec.KeyedJaggedTensor(["a"], torch.arange(3), torch.ones(3), lengths)
+    assert refused(lambda: structure.leaves(([weighted, 3],))) == (
+        "batch[0][0] has ._weights beside what the captured batch had; capture a step for this structure"
+    )
+
+
+def test_other_types_of_torchrec() -> None:
+    class Other:
+        """As TorchRec may have some day."""
+
+    Other.__module__ = "torchrec.sparse.other"
+    assert refused(lambda: captured([Other()]), CaptureError) == (
+        "batch[0][0] is TorchRec's Other; a captured step takes KeyedJaggedTensor, JaggedTensor, KeyedTensor. Give "
+        "those that it holds, or use torch.compile(model, backend='graphpasses')"
     )

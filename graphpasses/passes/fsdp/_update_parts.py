@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
-from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.graph import InputKind, TrainGraph
 from graphpasses.graph.update import Update
+from graphpasses.graph.update_inputs import add_update_input
 
 __all__ = ["Emitter", "Group", "add_inputs", "owners_of"]
 
@@ -146,28 +144,12 @@ def add_inputs(graph: TrainGraph, update: Update, gradients: Mapping[str, fx.Nod
         gradients: the step's gradients, by FQN.
     """
     stored = dict(graph.parameter_placeholders())
-    mode = fake_mode_of([node.meta.get("val") for node in graph.placeholders])
-    assert mode is not None
-    assert mode.shape_env is not None
     made: dict[fx.Node, fx.Node] = {}
-    with graph.graph.inserting_before(graph.placeholders[-1].next):
-        for item, node in zip(update.inputs, update.module.graph.find_nodes(op="placeholder"), strict=True):
-            if item.kind is InputKind.PARAMETER:
-                made[node] = stored[item.fqn]
-                continue
-            if item.kind is InputKind.GRADIENT:
-                made[node] = gradients[item.fqn]
-                continue
-            value = node.meta["val"]
-            made[node] = graph.graph.placeholder(re.sub(r"\W", "_", f"{item.state or 'lr'}_of_{item.fqn}"))
-            graph.inputs += (item,)
-            if isinstance(value, torch.Tensor):
-                with mode:
-                    value = torch.empty_strided(
-                        value.shape, value.stride(), dtype=value.dtype, device=value.device
-                    )
-            elif isinstance(value, torch.SymFloat):
-                with mode.shape_env.ignore_fresh_unbacked_symbols():  # an input: no call brings it
-                    value = mode.shape_env.create_unbacked_symfloat()
-            made[node].meta["val"] = value
+    for item, node in zip(update.inputs, update.module.graph.find_nodes(op="placeholder"), strict=True):
+        if item.kind is InputKind.PARAMETER:
+            made[node] = stored[item.fqn]
+        elif item.kind is InputKind.GRADIENT:
+            made[node] = gradients[item.fqn]
+        else:
+            made[node] = add_update_input(graph, item, node)
     return made

@@ -192,8 +192,8 @@ class UpdateInBackward(GraphPass):
             emitter.emit(group)
         updated = frozenset().union(*(group.fqns for group in groups))
         graph.outputs = tuple(
-            replace(item, is_applied=item.is_gradient and graph.identity.canonical(item.fqn) in updated)
-            if item.fqn
+            replace(item, is_applied=True)
+            if item.is_gradient and graph.identity.canonical(item.fqn) in updated
             else item
             for item in graph.outputs
         )

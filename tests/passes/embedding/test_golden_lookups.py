@@ -16,9 +16,11 @@ from tests.helpers.tables import tables  # loads TorchRec without its warnings  
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.capture import capture_train_step
 from graphpasses.graph import Stage
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V
 from graphpasses.passes import (
+    FuseTableUpdates,
     FuseTBE,
     HoistInputDists,
     LowerEmbeddingBags,
@@ -240,5 +242,26 @@ warning = value('warning')  # i64[1]
 bounds_check_indices = fbgemm.bounds_check_indices(rows, ids, offsets, warning, ...)
 mul = aten.mul(ids, 2)  # i64[4]
 return mul  # PlainAOTOutput(idx=0)
+""",
+    )
+
+
+def test_fuse_table_updates() -> None:
+    rows, ids = nn.Embedding(10, 2), torch.tensor([1, 2, 3])
+    optimizer = torch.optim.SGD(rows.parameters())
+    graph = capture_train_step(lambda model, ids: model(ids).sum(), rows, ids, optimizer=optimizer)
+    assert_expected_inline(
+        golden(FuseTableUpdates(), graph),
+        """\
+weight = parameter('weight')  # f32[10, 2]
+batch_0 = batch('batch[0]')  # i64[3]
+lr_of_group_0 = learning_rate('group 0')  # zuf0
+embedding = aten.embedding(weight, batch_0)  # f32[3, 2]
+sum = aten.sum(embedding)  # f32[]
+ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
+# backward
+expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
+update_rows = graphpasses.update_rows(weight, [expand], [batch_0], lr_of_group_0, ...)
+return sum, None  # loss, gradient of weight
 """,
     )

@@ -1,0 +1,116 @@
+"""FBGEMM's update of a table's rows by what was looked up of them, which makes no gradient of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from graphpasses.ops.define import define_operator
+
+__all__ = ["UPDATE_ROWS", "update_rows"]
+
+# FBGEMM's `EmbeddingLocation.HOST`.
+_HOST = 3
+
+
+def update_rows(
+    table: Tensor,
+    sums: Tensor | None,
+    step: Tensor | None,
+    gradients: Sequence[Tensor],
+    ids: Sequence[Tensor],
+    offsets: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+    form: str,
+    eps: float,
+    mode: int,
+    has_last_offset: bool,
+    rate: float,
+) -> None:
+    """Updates a table in place as an optimizer would by the dense gradient of all its lookups, up to rounding.
+
+    Args:
+        table: [rows, D], float32, contiguous, on the CPU.
+        sums: what the optimizer adds up: as ``table`` for ``"adagrad"``, [rows, 1] for ``"rowwise_adagrad"``.
+        step: its number of steps, to which one is added; None as ``sums`` for ``"sgd"``.
+        gradients: of each lookup, that of its bags, [B, D].
+        ids: of each lookup.
+        offsets: of each lookup, where in its ids each bag begins; None if each id is a bag.
+        weights: of each lookup, those of its ids, float32; None for ones.
+        form: ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``.
+        eps: what is added to the root of ``sums``.
+        mode: 0 if bags are sums, 1 if they are means.
+        has_last_offset: whether ``offsets`` end with the number of ids.
+        rate: the learning rate.
+
+    Example:
+        >>> table = torch.zeros(3, 4)
+        >>> ids = [torch.tensor([2, 0, 2])]
+        >>> update_rows(table, None, None, [torch.ones(3, 4)], ids, [None], [None], "sgd", 0.0, 0, False, 0.5)
+        >>> table[:, 0]
+        tensor([-0.5000,  0.0000, -1.0000])
+    """
+    num_rows, dim = table.shape
+    ends = [_ends(*each, has_last_offset) for each in zip(ids, offsets, strict=True)]
+    starts = [0]
+    for each in ids:
+        starts.append(starts[-1] + each.numel())
+    all_ids = torch.cat([each.reshape(-1) for each in ids]).long()
+    all_offsets = torch.cat(
+        [all_ids.new_zeros(1), *(end + start for end, start in zip(ends, starts, strict=False))]
+    )
+    given = [
+        torch.ones(each.numel()) if weight is None else weight.reshape(-1)
+        for each, weight in zip(ids, weights, strict=True)
+        if any(other is not None for other in weights)
+    ]
+    zero = torch.zeros(1, dtype=torch.int64)
+    placement = torch.full((1,), _HOST, dtype=torch.int32)
+    common = (
+        torch.cat([gradient.reshape(-1, dim) for gradient in gradients]),
+        table.view(-1),
+        placement,
+        zero,
+        torch.tensor([0, dim], dtype=torch.int32),
+        dim,
+        torch.tensor([0, num_rows]),
+        num_rows.bit_length(),
+        all_ids,
+        all_offsets,
+        mode,
+        torch.cat(given) if given else table.new_empty(0),
+        False,
+    )
+    learning_rate = torch.tensor(rate, dtype=torch.float32)
+    fbgemm = torch.ops.fbgemm
+    if form == "sgd":
+        fbgemm.split_embedding_backward_codegen_sgd_cpu(*common, learning_rate)
+        return
+    assert sums is not None
+    assert step is not None
+    update = getattr(fbgemm, f"split_embedding_backward_codegen_{form}_cpu")
+    update(*common, sums.view(-1), placement, zero, learning_rate, eps)
+    step.add_(1)
+
+
+def _ends(ids: Tensor, offsets: Tensor | None, has_last_offset: bool) -> Tensor:
+    """Returns where each bag ends."""
+    if offsets is None:
+        return torch.arange(1, ids.numel() + 1)
+    if has_last_offset:
+        return offsets[1:].long()
+    return torch.cat([offsets[1:].long(), torch.tensor([ids.numel()])])
+
+
+def _fake(*_: object) -> None:
+    return None
+
+
+UPDATE_ROWS = define_operator(
+    "update_rows(Tensor(a!) table, Tensor(b!)? sums, Tensor(c!)? step, Tensor[] gradients, Tensor[] ids, "
+    "Tensor?[] offsets, Tensor?[] weights, str form, float eps, int mode, bool has_last_offset, Scalar rate) -> ()",
+    update_rows,
+    fake=_fake,
+)

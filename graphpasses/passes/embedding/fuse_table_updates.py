@@ -1,0 +1,317 @@
+"""Tables of a captured step are updated by what was looked up of them; no gradient of a whole table is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from graphpasses._torch.schemas import named_arguments
+from graphpasses.embedding.fused_update import FusedForm
+from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
+from graphpasses.graph import CapturedStep, GraphInput, InputKind, Stage, TrainGraph
+from graphpasses.graph.nodes import views
+from graphpasses.graph.update import Update
+from graphpasses.graph.update_inputs import add_update_input
+from graphpasses.ops.update_rows import UPDATE_ROWS
+from graphpasses.passes.runner import GraphPass, Numerics
+
+__all__ = ["FuseTableUpdates"]
+
+aten = torch.ops.aten
+_OF_BAGS, _OF_ROWS = aten._embedding_bag_backward.default, aten.embedding_dense_backward.default
+_SUM, _MEAN = 0, 1
+# Options of a lookup that FBGEMM's update has not, and the value that turns each off.
+_OFF = {"scale_grad_by_freq": False, "sparse": False, "padding_idx": -1}
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What the gradient of one lookup of a table is made of.
+
+    Args:
+        node: the call that makes the table's dense gradient of it.
+        gradient: of the bags, [B, D].
+        ids: its ids.
+        offsets: where each bag begins; None if each id is a bag.
+        weights: of the ids; None for ones.
+        kind: how bags are pooled, and whether offsets have the end, too: all lookups of a table must be alike.
+    """
+
+    node: fx.Node
+    gradient: fx.Node
+    ids: fx.Node
+    offsets: fx.Node | None
+    weights: fx.Node | None
+    kind: tuple[int, bool]
+
+
+@dataclass(frozen=True)
+class TableUpdate:
+    """What becomes of a table's update.
+
+    Args:
+        fqn: canonical FQN of the table.
+        table: its placeholder.
+        slot: position of its gradient among the outputs.
+        lookups: of it.
+        sums: calls that add their gradients.
+        form: the fused update.
+        group: the optimizer's parameter group.
+        anchor: the call after which nothing reads the table any more.
+    """
+
+    fqn: str
+    table: fx.Node
+    slot: int
+    lookups: tuple[Lookup, ...]
+    sums: tuple[fx.Node, ...]
+    form: FusedForm
+    group: int
+    anchor: fx.Node
+
+
+def _gradient_calls(total: Any) -> tuple[list[fx.Node], list[fx.Node]] | None:
+    """Returns the calls whose results are added to a gradient, and those that add; None if it is made otherwise."""
+    leaves: list[fx.Node] = []
+    sums: list[fx.Node] = []
+    pending = [total]
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, fx.Node):
+            return None
+        if node.target in (_OF_BAGS, _OF_ROWS):
+            leaves.append(node)
+        elif node.target == aten.add.Tensor and not node.kwargs and len(node.args) == 2:
+            sums.append(node)
+            pending.extend(reversed(node.args))
+        else:
+            return None
+    return leaves[::-1], sums
+
+
+def _read_lookup(node: fx.Node) -> Lookup | str:
+    """Returns a lookup; where FBGEMM's update does not do the same, why."""
+    arguments = named_arguments(node)
+    if node.target == _OF_ROWS:
+        arguments["grad"] = arguments["grad_output"]
+    for option, value in _OFF.items():
+        if arguments.get(option, value) != value:
+            return f"a lookup has {option}={arguments[option]}"
+    mode = arguments.get("mode", _SUM)
+    if mode not in (_SUM, _MEAN):
+        return "a lookup takes the largest of each bag"
+    has_end = False
+    if node.target == _OF_BAGS:
+        lookup = arguments["offset2bag"].args[0]
+        if getattr(lookup, "target", None) != aten._embedding_bag.default:
+            return "a lookup of its gradient is not found"
+        has_end = bool(named_arguments(lookup).get("include_last_offset", False))
+    return Lookup(
+        node,
+        arguments["grad"],
+        arguments["indices"],
+        arguments.get("offsets"),
+        arguments.get("per_sample_weights"),
+        (mode, has_end),
+    )
+
+
+def _why_not_table(value: torch.Tensor) -> str | None:
+    if value.device.type != "cpu" or value.dtype != torch.float32:
+        return f"it is {value.dtype} on {value.device}, and only torch.float32 on cpu is fused"
+    return None if value.is_contiguous() else "it is not contiguous"
+
+
+def _group_of(update: Update, fqn: str) -> int:
+    return next(index for index, names in enumerate(update.facts.groups) if fqn in names)
+
+
+def _readers(placeholder: fx.Node) -> Iterator[fx.Node]:
+    """Yields the calls that read a table's memory."""
+    for node in (placeholder, *views(placeholder)):
+        yield from (user for user in node.users if user.op == "call_function")
+
+
+def _plan(graph: TrainGraph, update: Update) -> tuple[list[TableUpdate], dict[str, str]]:
+    """Returns the tables whose updates are fused, and why others, that are looked up, are not."""
+    plans: list[TableUpdate] = []
+    left_alone: dict[str, str] = {}
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    placeholders: dict[str, list[fx.Node]] = {}
+    for fqn, node in graph.parameter_placeholders():
+        placeholders.setdefault(fqn, []).append(node)
+    values, slots = graph.output_values, graph.gradient_slots()
+    for fqn in update.gradients:
+        found = [slot for slot in slots.get(fqn, ()) if values[slot] is not None]
+        calls = _gradient_calls(values[found[0]]) if len(found) == 1 else None
+        if calls is None:
+            continue
+        made = _plan_table(update, fqn, placeholders[fqn], found[0], calls, order)
+        if isinstance(made, str):
+            left_alone[fqn] = made
+        else:
+            plans.append(made)
+    return plans, left_alone
+
+
+def _plan_table(
+    update: Update,
+    fqn: str,
+    placeholders: list[fx.Node],
+    slot: int,
+    calls: tuple[list[fx.Node], list[fx.Node]],
+    order: Mapping[fx.Node, int],
+) -> TableUpdate | str:
+    leaves, sums = calls
+    if update.clip_norm is not None:
+        return "clipping needs its gradient"
+    if len(placeholders) > 1:
+        return "it is read under several names; run deduplicate-shared"
+    (table,) = placeholders
+    if (reason := _why_not_table(table.meta["val"])) is not None:
+        return reason
+    group = _group_of(update, fqn)
+    options = update.optimizer.param_groups[group]
+    form = FusedForm.of_options(type(update.optimizer), options)
+    if isinstance(form, str):
+        return form
+    if isinstance(options["lr"], torch.Tensor):
+        return "its learning rate is a tensor"
+    if any(len(node.users) != 1 for node in (*leaves, *sums)):
+        return "its gradient is read otherwise, too"
+    lookups: list[Lookup] = []
+    for node in leaves:
+        lookup = _read_lookup(node)
+        if isinstance(lookup, str):
+            return lookup
+        lookups.append(lookup)
+    if len({lookup.kind for lookup in lookups}) > 1:
+        return "its lookups pool otherwise, or one has the end in its offsets"
+    anchor = max([*leaves, *_readers(table)], key=order.__getitem__)
+    return TableUpdate(fqn, table, slot, tuple(lookups), tuple(sums), form, group, anchor)
+
+
+def _apply(graph: TrainGraph, update: Update, plans: list[TableUpdate]) -> None:
+    nodes = dict(zip(update.inputs, update.module.graph.find_nodes(op="placeholder"), strict=True))
+    rates: dict[int, fx.Node] = {}
+
+    def add(item: GraphInput) -> fx.Node:
+        return add_update_input(graph, item, nodes[item])
+
+    for plan in plans:
+        states = [
+            add(GraphInput(InputKind.OPTIMIZER_STATE, plan.fqn, state=name)) for name in plan.form.states
+        ]
+        if plan.group not in rates:
+            rates[plan.group] = add(GraphInput(InputKind.LEARNING_RATE, f"group {plan.group}"))
+        mode, has_end = plan.lookups[0].kind
+        arguments = (
+            plan.table,
+            *(states or (None, None)),
+            [lookup.gradient for lookup in plan.lookups],
+            [lookup.ids for lookup in plan.lookups],
+            [lookup.offsets for lookup in plan.lookups],
+            [lookup.weights for lookup in plan.lookups],
+            plan.form.name,
+            plan.form.eps,
+            mode,
+            has_end,
+            rates[plan.group],
+        )
+        with graph.graph.inserting_before(plan.anchor.next):
+            graph.emit(UPDATE_ROWS, arguments, like=plan.lookups[0].node)
+        graph.set_output(plan.slot, None)
+        for node in (*plan.sums, *(lookup.node for lookup in plan.lookups)):  # a sum before what it adds
+            graph.graph.erase_node(node)
+    slots = {plan.slot for plan in plans}
+    graph.outputs = tuple(
+        replace(item, is_applied=True) if index in slots else item for index, item in enumerate(graph.outputs)
+    )
+
+
+@dataclass(frozen=True)
+class FuseTableUpdates(GraphPass):
+    """Makes one fused update of a table's gradient and of what the optimizer does with it.
+
+    As captured, each lookup's backward makes a gradient of the whole table, and the optimizer reads all of it::
+
+        weight = parameter('weight')  # f32[10, 2]
+        batch_0 = batch('batch[0]')  # i64[3]
+        embedding = aten.embedding(weight, batch_0)  # f32[3, 2]
+        sum = aten.sum(embedding)  # f32[]
+        ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
+        # backward
+        expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
+        embedding_dense_backward = aten.embedding_dense_backward(expand, batch_0, 10, -1, False)  # f32[10, 2]
+        return sum, embedding_dense_backward  # loss, gradient of weight
+
+    With the pass, FBGEMM's update reads and writes the rows that were looked up, and there is no such gradient::
+
+        weight = parameter('weight')  # f32[10, 2]
+        batch_0 = batch('batch[0]')  # i64[3]
+        lr_of_group_0 = learning_rate('group 0')  # zuf0
+        embedding = aten.embedding(weight, batch_0)  # f32[3, 2]
+        sum = aten.sum(embedding)  # f32[]
+        ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
+        # backward
+        expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
+        update_rows = graphpasses.update_rows(weight, [expand], [batch_0], lr_of_group_0, ...)
+        return sum, None  # loss, gradient of weight
+
+    It fuses tables that are looked up by ``embedding_bag`` (summed, weighted or not, or averaged) and ``embedding``,
+    as TorchRec's EmbeddingBagCollection and EmbeddingCollection are, and that the step's optimizer updates: SGD,
+    Adagrad or RowWiseAdagrad without momentum, weight decay and the like. Several lookups of a table stay one update
+    of their sum, as in eager. The optimizer stays the user's: the update reads the rate that it has, and writes its
+    state.
+
+    Losses of the first step have eager's bits. The update rounds otherwise: rows add up the gradients of their ids in
+    another order. Rows that were not looked up stay as they are, as they do in eager.
+
+    Left alone and noted are tables that are not float32 on the CPU; lookups with ``padding_idx``,
+    ``scale_grad_by_freq`` or ``mode="max"``; tables whose gradient is clipped, or read otherwise, too; and optimizers
+    without a fused form. A step in which the optimizer has to make its state runs as it was captured.
+
+    Raises:
+        CaptureError: a table is fused, and FBGEMM is not there.
+
+    Example:
+        >>> bags = nn.EmbeddingBag(10, 4, mode="sum")
+        >>> optimizer = torch.optim.SGD(bags.parameters(), lr=0.1)
+        >>> step = graphpasses.capture_train_step(
+        ...     lambda model, ids: model(ids).sum(), bags, torch.tensor([[1, 2]]), optimizer=optimizer
+        ... )
+        >>> step = graphpasses.Pipeline((FuseTableUpdates(),)).run(step)
+        >>> loss = step(torch.tensor([[1, 2]]))  # which updates rows 1 and 2
+        >>> step.report.passes[0].num_rewrites
+        1
+    """
+
+    name: ClassVar[str] = "fuse-table-updates"
+    numerics: ClassVar[Numerics] = Numerics.ROUNDING
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of tables whose updates were fused."""
+        update = graph.update
+        if update is None:
+            graph.note("no table is updated: the step was captured without optimizer=")
+            return 0
+        if update.is_in_step:
+            return 0
+        plans, left_alone = _plan(graph, update)
+        for fqn, reason in left_alone.items():
+            graph.note(f"{fqn} is updated by its dense gradient: {reason}")
+        if not plans:
+            return 0
+        load_fbgemm()
+        without = graph.copy().module
+        fqns = [plan.fqn for plan in plans]
+        _apply(graph, update, plans)
+        graph.update = update.without(fqns, without)
+        if isinstance(graph, CapturedStep):
+            graph.written |= frozenset(fqns)
+        return len(plans)
