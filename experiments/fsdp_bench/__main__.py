@@ -21,7 +21,7 @@ def main(
     dim: int = 256,
     rounds: int = 20,
     sizes: tuple[int, ...] = (4, 16, 64),
-    memory: tuple[int, int] = (16, 1024),
+    memory: tuple[int, int] = (4, 2048),
 ) -> None:
     """Times training steps on 4 gloo processes, measures their memory, and times the pipeline at several sizes.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -25,11 +26,15 @@ from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, GuardOnDataDependentSymNode
 from torch.utils._pytree import SequenceKey, key_get, tree_map
 
+# How Dynamo's guards write conditions on sizes. Tested: 2.13.
+from torch.utils._sympy.printers import PythonPrinter
+
 from graphpasses._torch.varying_dims import size_symbol, sizes_decided_by
 
 __all__ = [
     "UNDECIDED",
     "UNTRACEABLE",
+    "as_function",
     "as_number",
     "bound_symbols",
     "decided_by_values",
@@ -44,6 +49,9 @@ UNDECIDED = (GuardOnDataDependentSymNode, DataDependentOutputException)
 UNTRACEABLE = (DynamicOutputShapeException, UnsupportedOperatorException)
 
 _aten = torch.ops.aten
+
+# What printed conditions may call.
+_PRINTED = frozenset({"math", "ceil", "floor", "trunc", "sqrt", "max", "min", "abs", "int", "float"})
 
 
 class _Values(dict[sympy.Symbol, Any]):
@@ -143,6 +151,27 @@ def value_at(value: Any, path: Any) -> bool | int | float:
         value, tuple(key for key in path if not isinstance(key, ConvertIntKey))
     )
     return number
+
+
+def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]], bool]:
+    """Returns what says of values of symbols whether a condition is true.
+
+    Args:
+        condition: on symbols; if all are whole numbers, Python computes with them, a hundred times as fast as sympy.
+
+    Example:
+        >>> s = sympy.Symbol("s", integer=True)
+        >>> as_function(sympy.Ge(s, 2))({s: 3})
+        True
+    """
+    symbols = tuple(condition.free_symbols)
+    if all(symbol.is_integer for symbol in symbols):
+        names = {symbol: sympy.Symbol(f"s{index}", integer=True) for index, symbol in enumerate(symbols)}
+        text = PythonPrinter().doprint(condition.xreplace(names))
+        function = eval(f"lambda {', '.join(map(str, names.values()))}: {text}", {"math": math})
+        if _PRINTED.issuperset(function.__code__.co_names):
+            return lambda values: bool(function(*(values[symbol] for symbol in symbols)))
+    return lambda values: bool(condition.xreplace({symbol: as_number(values[symbol]) for symbol in symbols}))
 
 
 def as_number(value: bool | int | float) -> sympy.Basic:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
 from torch import fx
 
-from graphpasses._torch.decisions import as_number, value_at
+from graphpasses._torch.decisions import as_function, value_at
 from graphpasses.graph.train_graph import GraphInput
 
 __all__ = ["Decision", "Guards", "Symbol", "run_nodes"]
@@ -75,16 +76,16 @@ class Guards:
             value_of: returns what an input carries now.
         """
         values: dict[Symbol, Any] = {}
-        pending = list(self.decisions)
+        pending = self._checks[::-1]
         for node, value in run_nodes(
             self.module, self.module.graph.nodes, self._given(value_of), self.written
         ):
             # Checked at once: if a decision falls otherwise, what was traced after it means nothing.
             for symbol, path in self.places.get(node.name, ()):
                 values[symbol] = value_at(value, path)
-            while pending and pending[0].condition.free_symbols <= values.keys():
-                decision = pending.pop(0)
-                if not self._holds(decision.condition, values):
+            while pending and pending[-1][1] <= values.keys():
+                decision, _, holds = pending.pop()
+                if not holds(values):
                     return self._describe(decision, values)
         return None
 
@@ -92,11 +93,15 @@ class Guards:
         placeholders = self.module.graph.find_nodes(op="placeholder")
         return {node: value_of(item) for node, item in zip(placeholders, self.inputs, strict=True)}
 
-    def _holds(self, condition: sympy.Basic, values: Mapping[Symbol, Any]) -> bool:
-        symbols = condition.free_symbols
-        if all(values[symbol] == self.captured[symbol] for symbol in symbols):
-            return True
-        return bool(condition.xreplace({symbol: as_number(values[symbol]) for symbol in symbols}))
+    @cached_property
+    def _checks(self) -> list[tuple[Decision, set[Symbol], Callable[[Mapping[Symbol, Any]], bool]]]:
+        return [(each, each.condition.free_symbols, self._holds(each.condition)) for each in self.decisions]
+
+    def _holds(self, condition: sympy.Basic) -> Callable[[Mapping[Symbol, Any]], bool]:
+        symbols, is_true = tuple(condition.free_symbols), as_function(condition)
+        return lambda values: (
+            all(values[symbol] == self.captured[symbol] for symbol in symbols) or is_true(values)
+        )
 
     def _describe(self, decision: Decision, values: Mapping[Symbol, Any]) -> tuple[Decision, str, str]:
         symbols = sorted(decision.condition.free_symbols, key=str)

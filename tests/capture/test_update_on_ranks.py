@@ -260,13 +260,9 @@ def test_refuses_other_norms_on_all_ranks(outcomes: list[dict[str, Outcome]]) ->
     named = "ranks {} and {} capture one step with different clip_norm: 1.0 and 2.0. Give all ranks the same"
     elsewhere = "other ranks were given different clip_norm; their messages say which"
     assert [each["other_norms_tied"].error for each in outcomes] == [named.format(0, 3)] * NUM_RANKS
-    errors = [each["other_norms_hybrid"].error for each in outcomes]
-    assert errors == [elsewhere, named.format(1, 3), named.format(2, 3), named.format(2, 3)] or errors == [
-        elsewhere,
-        named.format(1, 3),
-        named.format(2, 3),
-        named.format(1, 3),
-    ]
+    # In a mesh of two axes, rank 0 shares a group with no rank that differs.
+    expected = [elsewhere, named.format(1, 3), named.format(2, 3), named.format(1, 3)]
+    assert [each["other_norms_hybrid"].error for each in outcomes] == expected
     assert not any(
         each[f"other_norms_{name}"].has_gradients for each in outcomes for name in ("tied", "hybrid")
     )
