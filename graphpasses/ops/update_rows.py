@@ -25,7 +25,7 @@ def update_rows(
     weights: Sequence[Tensor | None],
     form: str,
     eps: float,
-    mode: int,
+    pooling: int,
     has_last_offset: bool,
     rate: float,
 ) -> None:
@@ -41,7 +41,7 @@ def update_rows(
         weights: of each lookup, those of its ids, float32; None for ones.
         form: ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``.
         eps: what is added to the root of ``sums``.
-        mode: 0 if bags are sums, 1 if they are means.
+        pooling: 0 if bags are sums, 1 if they are means.
         has_last_offset: whether ``offsets`` end with the number of ids.
         rate: the learning rate.
 
@@ -79,7 +79,7 @@ def update_rows(
         num_rows.bit_length(),
         all_ids,
         all_offsets,
-        mode,
+        pooling,
         torch.cat(given) if given else table.new_empty(0),
         False,
     )
@@ -110,7 +110,7 @@ def _fake(*_: object) -> None:
 
 UPDATE_ROWS = define_operator(
     "update_rows(Tensor(a!) table, Tensor(b!)? sums, Tensor(c!)? step, Tensor[] gradients, Tensor[] ids, "
-    "Tensor?[] offsets, Tensor?[] weights, str form, float eps, int mode, bool has_last_offset, Scalar rate) -> ()",
+    "Tensor?[] offsets, Tensor?[] weights, str form, float eps, int pooling, bool has_last_offset, Scalar rate) -> ()",
     update_rows,
     fake=_fake,
 )

@@ -104,6 +104,22 @@ def test_trains_as_eager_up_to_rounding(name: str, is_weighted: bool) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_rowwise_adagrad_without_the_pass_has_eagers_bits() -> None:
+    model = without_biases(Recommender())
+    eager = copy.deepcopy(model)
+    optimizers = [RowWiseAdagrad(each.parameters(), lr=0.1) for each in (model, eager)]
+    step = capture_train_step(log_loss, model, *samples(7), optimizer=optimizers[0])
+    step = default_pipeline(BucketPlan.from_modules([])).run(step)
+    for number in (7, 5, 12):
+        loss = log_loss(eager, *samples(number))
+        loss.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert same_bits(step(*samples(number)), loss.detach())
+        assert all(map(same_bits, model.parameters(), eager.parameters()))
+        assert all(map(same_bits, *map(state_of, optimizers)))
+
+
 class Tables(nn.Module):
     """Two tables of rows and bags, and what a test puts beside them."""
 
