@@ -132,7 +132,9 @@ def main(
             source = batches(tables, rows, batch_size, num_ids)
             given = [next(source) for _ in range(rounds + 1)]
             timings = time_steps(model, OPTIMIZERS[name](model.parameters(), lr=0.01), given, rounds)
-            found += [Row(case, variant, timing) for variant, timing in timings.items()]
+            rows_of_case = [Row(case, variant, timing) for variant, timing in timings.items()]
+            found += rows_of_case
+            console.print(timing_table(case, rows_of_case))
     console.print(
         timing_table(f"{tables} tables of {rows:,} x {dim}, batch {batch_size}, {threads} threads", found)
     )

@@ -110,7 +110,8 @@ def _fake(*_: object) -> None:
 
 UPDATE_ROWS = define_operator(
     "update_rows(Tensor(a!) table, Tensor(b!)? sums, Tensor(c!)? step, Tensor[] gradients, Tensor[] ids, "
-    "Tensor?[] offsets, Tensor?[] weights, str form, float eps, int pooling, bool has_last_offset, Scalar rate) -> ()",
+    "Tensor?[] offsets, Tensor?[] weights, str form, float eps, int pooling, bool has_last_offset, Scalar rate) "
+    "-> ()",
     update_rows,
     fake=_fake,
 )
