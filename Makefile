@@ -3,13 +3,14 @@
 PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin/python
+IMAGE_PYTHON ?= python3
 # The CUDA lock file where the machine has an NVIDIA GPU, else the CPU one; `make DEVICE=cpu` overrides.
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 LOCK := .ci/lock/$(DEVICE).txt
 READY := $(VENV)/.ready-$(DEVICE)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup parity parity-full scale test lint types bench docs dist lock clean
+.PHONY: help setup parity parity-full scale gpu test lint types bench docs dist lock clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -40,6 +41,14 @@ parity-full: $(READY) ## the same with all models: the tables of docs/results.md
 # 64 ranks on this machine; --ranks 64 128 256 takes an hour.
 scale: $(READY) ## the same on 64 simulated ranks
 	$(RUN) -m experiments.scale_parity --ranks 64
+
+# What is locked, where pip reaches it; else what this machine has: its own Python with torch, and the source tree.
+gpu: ## what only a GPU can show, on what the machine has: writes experiments/gpu/RESULTS.md
+	@if PIP_RETRIES=0 PIP_DEFAULT_TIMEOUT=15 $(MAKE) --no-print-directory setup; then run=$(RUN); else \
+	  echo "Not set up: taking $(IMAGE_PYTHON) and the torch that it has."; run=$(IMAGE_PYTHON); fi; \
+	  export PYTHONPATH=$(CURDIR); $$run -m experiments.gpu $(GPU_OPTIONS); status=$$?; \
+	  if $$run -c 'import pytest' 2>/dev/null; then $$run -m pytest -q -rs -m gpu tests/parity/test_hashing.py || status=1; \
+	  else echo "tests marked gpu: skipped, pytest is not installed"; fi; exit $$status
 
 # Two processes, each with whole files, since what is launched once serves a file's tests.
 test: lint types docs ## lint, types, documentation and tests

@@ -12,9 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["Row", "Step", "Timing", "time_on_ranks", "time_rounds", "timing_table"]
 
@@ -152,6 +155,8 @@ def timing_table(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -
         rows: those of one case next to each other; the first of them is what the others are compared with.
         columns: headers of the rows' further cells.
     """
+    from rich.table import Table  # here, since machines that only time steps may not have it
+
     table = Table("case", "variant", title=title)
     for column in ("first, ms", "median, ms", "fastest, ms", "times as fast", *columns):
         table.add_column(column, justify="right")

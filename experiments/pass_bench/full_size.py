@@ -28,7 +28,7 @@ from graphpasses.graph import TrainGraph
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove
 
-__all__ = ["NUM_RANKS", "FullSizeTiming", "time_passes"]
+__all__ = ["NUM_RANKS", "FullSizeTiming", "capture_llama3", "shard_fully", "shard_simply", "time_passes"]
 
 NUM_RANKS, SEQ = 64, 512
 _DTYPES = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -79,8 +79,8 @@ def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
     """
     use_cpu("gloo")
     with fake_process_group(NUM_RANKS):
-        capture_fsdp2 = _timed(_capture, flavor, _fully_shard)[0]
-        capture, captured = _timed(_capture, flavor, _simple_fsdp)
+        capture_fsdp2 = _timed(capture_llama3, flavor, shard_fully)[0]
+        capture, captured = _timed(capture_llama3, flavor, shard_simply)
         pipeline = default_pipeline(BucketPlan.per_block(captured.model))
         gc.collect()
         run = functools.partial(pipeline.run, captured, prove=False)  # the proof is timed by itself
@@ -130,7 +130,8 @@ def _timed(function: Callable[..., T], *args: Any) -> tuple[float, T]:
     return time.process_time() - start, result
 
 
-def _simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def shard_simply(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Shards a decoder of torchtitan's with SimpleFSDP."""
     from torchtitan.experiments.graph_trainer.common_utils import annotate_module_fqns
 
     model = simple_fsdp(model, mesh, **_DTYPES)
@@ -138,13 +139,23 @@ def _simple_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _fully_shard(model: Any, mesh: DeviceMesh) -> nn.Module:
+def shard_fully(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """Shards a decoder of torchtitan's with FSDP2, each layer and the rest."""
     for module in (*model.layers.values(), model):
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(**_DTYPES))
     return model
 
 
-def _capture(flavor: str, shard: Callable[[nn.Module, DeviceMesh], nn.Module]) -> TrainGraph:
+def capture_llama3(
+    flavor: str, shard: Callable[[nn.Module, DeviceMesh], nn.Module], length: int = SEQ
+) -> TrainGraph:
+    """Captures a step of torchtitan's Llama 3 on fake tensors; a process group of :data:`NUM_RANKS` must be there.
+
+    Args:
+        flavor: of the model, e.g. ``"8B"``.
+        shard: how it is sharded.
+        length: tokens of a rank's batch, one sequence.
+    """
     from torchtitan.experiments.graph_trainer.common_utils import build_decoder_config_for_backend
     from torchtitan.models import llama3
 
@@ -152,12 +163,12 @@ def _capture(flavor: str, shard: Callable[[nn.Module, DeviceMesh], nn.Module]) -
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_decoder_config_for_backend(llama3.llama3_configs[flavor], "sdpa").build()
         model = shard(model, mesh)
-    tokens = torch.zeros(1, SEQ, dtype=torch.long)
+    tokens = torch.zeros(1, length, dtype=torch.long)
     return capture_train_step(_loss_fn, model, tokens, tokens)
 
 
 def _loss_fn(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    logits = model(tokens, positions=torch.arange(SEQ).unsqueeze(0))
+    logits = model(tokens, positions=torch.arange(tokens.shape[1]).unsqueeze(0))
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 

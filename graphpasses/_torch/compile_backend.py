@@ -23,14 +23,19 @@ from typing import Any
 from weakref import WeakSet
 
 from torch import nn
-from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, _get_total_cache_entry_count
 from torch._dynamo import config, eval_frame
 from torch._dynamo.backends import registry
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import CleanupManager, get_metrics_context
 
 from graphpasses._torch.compiled_module import CompiledModule
+from graphpasses._torch.missing import missing_api
 from graphpasses.collector import paused_collector
+
+try:
+    from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, _get_total_cache_entry_count
+except ImportError as error:
+    raise missing_api("torch.compile with graphpasses", error, "2.13") from error
 
 __all__ = ["Backend", "uncompiled"]
 

@@ -41,7 +41,7 @@ _COPY_OR_ADD_AS_NCCL = (
 def group_settings(groups: Iterable[FSDPParamGroup]) -> tuple[dict[str, Any], ...]:
     """Returns the settings of each group that decide about bits, by the name of what sets them."""
     return tuple(
-        {name: _as_value(getattr(group, attr)) for name, attr in _SETTINGS.items()} for group in groups
+        {name: _as_value(getattr(group, attr, None)) for name, attr in _SETTINGS.items()} for group in groups
     )
 
 

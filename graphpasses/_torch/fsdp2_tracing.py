@@ -42,6 +42,9 @@ __all__ = ["communication_traced", "fsdp2_state_restored", "other_models_refused
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
+_post_backward = inspect.unwrap(FSDPParamGroup.post_backward)
+_RETURNS_STREAM = "post_reduce_stream" in _post_backward.__code__.co_varnames
+
 Reduced = dict[Tensor, Tensor]
 """By sharded parameter, the local part of its reduced gradient."""
 
@@ -243,9 +246,18 @@ def _gather(group: FSDPParamGroup) -> None:
             whole = torch.cat(torch.split(whole, shard.shape[0]), dim)
         elif whole.shape != size:
             whole = whole[: size[0]]
-        if parameter._unsharded_dtensor_spec is not None:
-            whole = _from_local_no_grad(whole, parameter._get_unsharded_dtensor_spec(whole))
+        if (spec := _unsharded_spec(parameter, whole)) is not None:
+            whole = _from_local_no_grad(whole, spec)
         parameter._unsharded_param = nn.Parameter(whole, requires_grad=parameter.sharded_param.requires_grad)
+
+
+def _unsharded_spec(parameter: FSDPParam, whole: Tensor) -> Any:
+    """Returns what an unsharded parameter is as a DTensor, with tensor parallelism; else None."""
+    values = vars(parameter)
+    spec = values.get("_unsharded_dtensor_spec", values.get("_tp_spec"))  # its name up to torch 2.11
+    if spec is None or not hasattr(FSDPParam, "_get_unsharded_dtensor_spec"):  # 2.13 has it
+        return spec
+    return parameter._get_unsharded_dtensor_spec(whole)
 
 
 def _padded_shard(parameter: FSDPParam, num_shards: int) -> Tensor:
@@ -324,7 +336,8 @@ def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tu
         reduced[parameter.sharded_param] = gradient
     gradients.clear()
     stream, event = call["reduce_scatter_stream"], group.device_handle.Event()
-    return packed, event, stream, event, None, None, None
+    # torch before 2.13 returns no stream.
+    return (packed, event, *((stream,) if _RETURNS_STREAM else ()), event, None, None, None)
 
 
 def _check_dtypes(group: FSDPParamGroup, parameters: list[FSDPParam], gradients: list[Tensor]) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import _group_or_group_name, _resolve_group
+
+from graphpasses._torch.missing import missing_api
+
+try:
+    from torch.distributed._functional_collectives import _group_or_group_name, _resolve_group
+except ImportError as error:
+    raise missing_api("a compiled TorchRec model", error, "2.13") from error
 
 __all__ = ["ALL_TO_ALL_SINGLE", "TENSOR_METADATA", "traced_all_to_all_single", "without_memory_format"]
 

@@ -1,4 +1,4 @@
-"""Trace a training step as a model trains eagerly, with torchtitan's tracer."""
+"""Trace a training step as a model trains eagerly."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.refusals import kept_tensors_refused, other_memory_refused
 from graphpasses.capture.threads import nested_backward_refused, other_threads_refused
+from graphpasses.capture.tracer import find_tracer
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.batch_structure import BatchStructure
@@ -84,14 +85,7 @@ def trace_step(
     Raises:
         CaptureError: see :func:`capture_train_step`.
     """
-    try:
-        from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
-    except ImportError as error:
-        raise CaptureError(
-            f"capture_train_step traces with torchtitan, which cannot be imported ({error}); "
-            "install graphpasses[titan]"
-        ) from error
-
+    trace = find_tracer()
     names, identity = _state_names(model), IdentityMap.of(model)
     records: list[OperatorCalls] = []
     random_calls = RandomCalls()
@@ -138,7 +132,7 @@ def trace_step(
                 _distinct(leaf, varying.get(path, ()))
                 for path, leaf in zip(structure.paths, leaves, strict=True)
             ]
-            traced, read = trace_and_watch(model, lambda: minimal_fx_tracer(step, module=model)(*given))
+            traced, read = trace_and_watch(model, lambda: trace(step, model)(*given))
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced

@@ -87,8 +87,8 @@ def capture_train_step(
         CaptureError: the loss is not a scalar tensor that depends on a trainable parameter; ``loss_fn`` calls
             ``backward``, runs under autocast, or decides by a value that does not follow from the batch, buffers and
             constants alone; the batch holds something else than tensors and plain values, or a tensor that requires a
-            gradient; the model is on meta or has an LSTM that runs in oneDNN; torchtitan is not installed; or a
-            captured step would train otherwise than eager, see the limits in the documentation.
+            gradient; the model is on meta or has an LSTM that runs in oneDNN; torchtitan is installed and cannot be
+            imported; or a captured step would train otherwise than eager, see the limits in the documentation.
         FidelityError: eager calls other operators than the traced step, or the same on other values.
         AgreementError: ranks were given different ``clip_norm``, or optimizers of different classes.
         UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor

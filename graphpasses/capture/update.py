@@ -15,6 +15,7 @@ from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.optimizers import lists_take_fakes
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.traced_result import inner_attrs
+from graphpasses.capture.tracer import find_tracer
 from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, GraphInput, InputKind, get_state
@@ -110,8 +111,6 @@ def _check_shapes(source: UpdateSource) -> None:
 
 
 def _trace(source: UpdateSource, state: State) -> tuple[fx.GraphModule, tuple[GraphInput, ...]]:
-    from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
-
     parameters = {fqn: parameter.detach() for fqn, parameter in source.parameters.items()}
     tensors = [
         (fqn, name)
@@ -137,7 +136,7 @@ def _trace(source: UpdateSource, state: State) -> tuple[fx.GraphModule, tuple[Gr
         source.step(of_parameters, of_gradients, of_state, of_rates)
         return []
 
-    traced = minimal_fx_tracer(update)(
+    traced = find_tracer()(update, None)(
         *parameters.values(),
         *map(like, parameters.values()),  # memory of their own
         *(state[fqn][name].detach() for fqn, name in tensors),

@@ -11,30 +11,50 @@ from tyro.conf import Positional, arg
 
 from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
 from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_OK
-from graphpasses.errors import RunFileError
+from graphpasses.errors import RunFileError, TopologyError
 
 if TYPE_CHECKING:
-    from graphpasses.fsdp.layout import Layout
-    from graphpasses.parity.run_file import RunHeader
+    from collections.abc import Iterable
 
-__all__ = ["diff", "show"]
+    from graphpasses.fsdp.layout import Layout
+    from graphpasses.html_report.scale import ScaleTable
+    from graphpasses.parity.run_file import RunHeader
+    from graphpasses.scale import Speeds
+
+__all__ = ["diff", "print_scale", "show"]
 
 _SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 
-def show(run: Annotated[Path, Positional, arg(metavar="RUN")], /, *, json: bool = False) -> int:
+def show(
+    run: Annotated[Path, Positional, arg(metavar="RUN")],
+    /,
+    *,
+    scale: bool = False,
+    speeds: Path | None = None,
+    json: bool = False,
+) -> int:
     """Show every bucket of a recorded run: its reduction, and its parameters in byte order.
 
-    Exit codes: 0, or 2 if the run has no layout (the reason is on stderr).
+    With --scale, show how long the collectives of a step would take on 8 to 100,000 ranks, with these buckets, with
+    those of torchtitan, and without any; and, if the run recorded it (excerpts=True), before and after each pass.
 
-    Example: graphpasses layout show eager.jsonl
+    Exit codes: 0, or 2 if the run has no layout or the file of speeds is wrong (the reason is on stderr).
+
+    Example: graphpasses layout show eager.jsonl --scale
 
     Args:
         run: A run that was recorded with layouts=.
+        scale: Show times on paper instead of buckets: latencies and bandwidths of links, not a measurement.
+        speeds: File of TOML with the latencies, bandwidths and numbers of ranks; what it leaves out is assumed.
         json: Print one JSON object instead of a table.
     """
     from graphpasses.terminal import add_row, make_console, plain_table
 
+    if scale:
+        return _show_scale(run, speeds, json)
+    if speeds is not None:
+        raise TopologyError("--speeds is for --scale; give both")
     layout = _read(run)[1]
     if json:
         print(jsonlib.dumps(layout.to_json()))
@@ -122,6 +142,48 @@ def diff(
                 )
             console.print("added in another order:", table)
     return EXIT_DIFFERENT if prediction or any(each.num_bytes for each in settings) else EXIT_EQUAL
+
+
+def _show_scale(path: Path, speeds_file: Path | None, json: bool) -> int:
+    from graphpasses.html_report.scale import scale_tables
+    from graphpasses.parity.run_file import read_run
+    from graphpasses.scale import Speeds, read_speeds
+
+    speeds = Speeds() if speeds_file is None else read_speeds(speeds_file)
+    _read(path)
+    tables = scale_tables(read_run(path), speeds)
+    if json:
+        data = {
+            table.title: {"notes": table.notes, "rows": [row.to_json() for row in table.rows]}
+            for table in tables
+        }
+        print(jsonlib.dumps({"speeds": dataclasses.asdict(speeds), "tables": data}))
+        return EXIT_OK
+    print_scale(tables, speeds)
+    return EXIT_OK
+
+
+def print_scale(tables: Iterable[ScaleTable], speeds: Speeds) -> None:
+    """Prints steps side by side at several numbers of ranks, and what is assumed.
+
+    Args:
+        tables: see :func:`graphpasses.html_report.scale.scale_tables`.
+        speeds: that they were made with.
+    """
+    from graphpasses.terminal import add_row, make_console, plain_table
+
+    console = make_console()
+    for table in tables:
+        console.print(f"{table.title}; time on the wire per step, exposed + hidden, in ms:", markup=False)
+        shown = plain_table("ranks", "step", "collectives", "MB", *speeds.algorithms)
+        for row in table.rows:
+            cells = [row.cell(name) for name in row.times] or [row.trouble]
+            numbers = (f"{row.num_transfers:,}", f"{row.num_bytes / 1e6:,.1f}") if row.times else ("", "")
+            add_row(shown, f"{row.num_ranks:,}", row.step, *numbers, *cells)
+        console.print(shown)
+        for note in table.notes:
+            console.print(note, markup=False)
+    console.print(f"assumed: {', '.join(speeds.assumed)}", markup=False)
 
 
 def _read(path: Path) -> tuple[RunHeader, Layout]:

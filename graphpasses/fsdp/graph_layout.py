@@ -24,7 +24,7 @@ from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.graph import TrainGraph, argument
 from graphpasses.graph.parameters import ParameterInfo
 
-__all__ = ["graph_layout"]
+__all__ = ["graph_layout", "reduced_parts"]
 
 aten = torch.ops.aten
 SPLIT = aten.split_with_sizes.default
@@ -72,6 +72,19 @@ def graph_layout(graph: TrainGraph) -> Layout:
         >>> [[(entry.fqn, entry.offset) for entry in bucket.entries] for bucket in layout.buckets]
         [[('bias', 0)], [('weight', 0)]]
     """
+    parts = reduced_parts(graph)
+    return Layout(tuple(_bucket(graph, node, parts[node]) for node in parts))
+
+
+def reduced_parts(graph: TrainGraph) -> dict[fx.Node, dict[int, tuple[str, tuple[int, ...]]]]:
+    """Returns the parts of each reduction of gradients, in the order of the graph.
+
+    Args:
+        graph: the step; its process groups must be alive on this rank.
+
+    Returns:
+        By the node that launches it, and by the part's number: FQN, and the numbers of elements of all parts.
+    """
     parts: dict[fx.Node, dict[int, tuple[str, tuple[int, ...]]]] = {}
     values = graph.output_values
     for fqn, slots in graph.gradient_slots().items():
@@ -79,7 +92,7 @@ def graph_layout(graph: TrainGraph) -> Layout:
             for found in _collectives_behind(values[slot], graph.parameters[fqn]):
                 parts.setdefault(found.collective, {})[found.part] = (fqn, found.sizes)
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
-    return Layout(tuple(_bucket(graph, node, parts[node]) for node in sorted(parts, key=order.__getitem__)))
+    return {node: parts[node] for node in sorted(parts, key=order.__getitem__)}
 
 
 def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Found]:

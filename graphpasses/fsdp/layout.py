@@ -125,6 +125,34 @@ class Layout:
         indices = [*sorted(set(bucket_of.values())), None]
         return self._split(lambda fqn: tuple(bucket_of.get(fqn) == index for index in indices))
 
+    def regrouped(self, buckets: Iterable[Sequence[str]]) -> Layout:
+        """Returns the layout with other buckets; parameters that none of them names have one each.
+
+        Args:
+            buckets: canonical FQNs of each, in byte order; those that the layout does not have are left out.
+
+        Raises:
+            LayoutError: a bucket mixes parameters that are reduced differently.
+        """
+        found: dict[str, list[tuple[BucketLayout, LayoutEntry]]] = {}
+        for bucket in self.buckets:
+            for entry in bucket.entries:
+                found.setdefault(entry.fqn, []).append((bucket, entry))
+        named = [kept for fqns in buckets if (kept := [fqn for fqn in fqns if fqn in found])]
+        taken = {fqn for fqns in named for fqn in fqns}
+        made = []
+        for fqns in [*named, *([fqn] for fqn in found if fqn not in taken)]:
+            reductions, *others = ([replace(b, entries=()) for b, _ in found[fqn]] for fqn in fqns)
+            for fqn, other in zip(fqns[1:], others, strict=True):
+                if other != reductions:
+                    raise LayoutError(
+                        f"{fqns[0]!r} and {fqn!r} cannot share a bucket: they are reduced differently"
+                    )
+            for index, bucket in enumerate(reductions):
+                entries = _place((found[fqn][index][1] for fqn in fqns), dtype_bytes(bucket.dtype))
+                made.append(replace(bucket, entries=entries))
+        return Layout(tuple(made))
+
     def _split(self, parts: Callable[[str], tuple[bool, ...]]) -> Layout:
         """Makes of each bucket several, given in which of them each parameter is."""
         buckets = []

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from graphpasses.graph.certificate import Certificate
+from graphpasses.graph.traffic import Traffic
 from graphpasses.text import aligned
 
 __all__ = ["Excerpt", "Numerics", "PassReport", "PipelineReport"]
@@ -51,6 +52,8 @@ class PassReport:
         notes: what it skipped and why.
         excerpts: the places that it changed, those that look alike once; empty unless they were asked for.
         num_left_out: changed places that no excerpt stands for, since there would be too many.
+        traffic: what a whole step sends, before and after, for its time on paper; None unless asked for, as
+            excerpts, and where sizes vary.
     """
 
     name: str
@@ -62,6 +65,7 @@ class PassReport:
     notes: tuple[str, ...]
     excerpts: tuple[Excerpt, ...] = ()
     num_left_out: int = 0
+    traffic: tuple[Traffic, Traffic] | None = None
 
     @property
     def num_collectives(self) -> tuple[int, int]:
@@ -77,6 +81,7 @@ class PassReport:
     def from_json(cls, data: Mapping[str, Any]) -> PassReport:
         """Reads back what :meth:`to_json` wrote."""
         before, after = data["collectives"]
+        traffic = data.get("traffic")  # older files have none
         return cls(
             name=data["name"],
             numerics=Numerics(data["numerics"]),
@@ -90,6 +95,7 @@ class PassReport:
                 for each in data["excerpts"]
             ),
             num_left_out=data["num_left_out"],
+            traffic=traffic and (Traffic.from_json(traffic[0]), Traffic.from_json(traffic[1])),
         )
 
 

@@ -11,10 +11,12 @@ from graphpasses.errors import CompareError
 from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.html_report.buckets import BucketGroup, RingNames, draw_buckets
 from graphpasses.html_report.explanation import explain, show_ring
+from graphpasses.html_report.scale import ScaleTable, scale_tables
 from graphpasses.html_report.steps import Cell, draw_losses, draw_strip
 from graphpasses.parity.compare import Comparison, compare_runs, step_differences
 from graphpasses.parity.location import how_to_locate
 from graphpasses.parity.run_file import Run
+from graphpasses.scale import Speeds
 from graphpasses.simulate.prediction import predict
 from graphpasses.simulate.rings import Topology
 
@@ -51,6 +53,7 @@ class _Section:
         num_reordered: those of which elements are reduced differently; None if it is not known.
         buckets: its buckets, beside the first run's.
         has_both_layouts: whether both runs recorded theirs; else the buckets are those of one.
+        scale: its step on more ranks, on paper.
     """
 
     letter: str
@@ -63,13 +66,15 @@ class _Section:
     num_reordered: int | None = None
     buckets: tuple[BucketGroup, ...] = ()
     has_both_layouts: bool = False
+    scale: tuple[ScaleTable, ...] = ()
 
 
-def render_page(runs: Sequence[ShownRun]) -> bytes:
+def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes:
     """Draws runs as a page of HTML that needs nothing else: no network, no other file.
 
     Args:
         runs: at least one; the others are compared with the first.
+        speeds: of the cluster on which steps are timed on paper; None takes the defaults.
 
     Returns:
         The page, in UTF-8. A run that cannot be compared with the first has a section that says why.
@@ -83,7 +88,7 @@ def render_page(runs: Sequence[ShownRun]) -> bytes:
         >>> "<title>graphpasses: eager</title>" in render_page([ShownRun(run, Topology(1, 1))]).decode()
         True
     """
-    names = RingNames()
+    names, speeds = RingNames(), speeds or Speeds()
     first, *others = runs
     sections = [_Section("A", first)]
     if not others:
@@ -92,6 +97,7 @@ def render_page(runs: Sequence[ShownRun]) -> bytes:
     sections += [
         _compared(_letter(index), first, other, names) for index, other in enumerate(others, start=1)
     ]
+    sections = [replace(each, scale=scale_tables(each.shown.run, speeds)) for each in sections]
     environment = Environment(
         loader=PackageLoader("graphpasses.html_report"),
         autoescape=True,
@@ -101,6 +107,7 @@ def render_page(runs: Sequence[ShownRun]) -> bytes:
     )
     page = environment.get_template("report.html.jinja").render(
         sections=sections,
+        speeds=speeds,
         losses=draw_losses([(section.letter, section.shown.run) for section in sections]),
         rings=[(number, len(ring), show_ring(ring, " → ")) for ring, number in names.numbers.items()],
     )

@@ -19,6 +19,7 @@ from torch import fx
 
 from graphpasses.collector import paused_collector
 from graphpasses.errors import GraphPassesError, PipelineError, ProofError, UnknownPassError
+from graphpasses.fsdp.traffic import graph_traffic, has_fixed_sizes
 from graphpasses.graph import ALL_TO_ALL, WAIT, DynamoGraph, Stage, TrainGraph, argument
 from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
@@ -190,8 +191,8 @@ class Pipeline:
         Args:
             graph: the captured step.
             dump: folder for the readable code of the graph after every pass; None writes nothing.
-            excerpts: whether the report shows the places that each pass changed, which takes about as long as the
-                passes.
+            excerpts: whether the report shows the places that each pass changed, and what the step sends before and
+                after it, which takes about as long as the passes.
             prove: whether the result is proved to have the bits that ``graph`` has, see :func:`graphpasses.prove`.
                 None does so, and reports what could not be followed; True raises for that, too; False does not. Of a
                 pass that may round the result is taken as it is. A proof takes about a fifth of the capture's time.
@@ -287,6 +288,8 @@ def _run_pass(
         DynamoGraph.of(graph)  # raises where it is of another kind
     num_nodes, collectives = len(graph.graph.nodes), graph.collectives()
     lines = read_lines(graph) if excerpts else []
+    shows_traffic = excerpts and graph.stage is Stage.STEP and has_fixed_sizes(graph)
+    traffic = graph_traffic(graph) if shows_traffic else None
     start = time.perf_counter()
     try:
         num_rewrites = p.rewrite(graph)
@@ -316,6 +319,7 @@ def _run_pass(
         notes=notes,
         excerpts=found,
         num_left_out=num_left_out,
+        traffic=(traffic, graph_traffic(graph)) if traffic is not None else None,
     )
 
 

@@ -324,11 +324,13 @@ def test_batch_of_subclasses_is_refused() -> None:
             capture_train_step(lambda model, x: model(x.to_local()).sum(), nn.Linear(3, 2), x)
 
 
-def test_torchtitan_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchtitan_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan.experiments.graph_trainer.make_fx_tracer", None)
     message = refusal(mean_square)
-    assert message.startswith("capture_train_step traces with torchtitan, which cannot be imported (")
-    assert message.endswith("; install graphpasses[titan]")
+    assert message.startswith(
+        "capture_train_step traces with torchtitan, which is installed and cannot be imported ("
+    )
+    assert message.endswith("remove torchtitan: without it a tracer of torch alone is taken")
 
 
 # ---- a step that graph_trainer traced --------------------------------------------------------------------

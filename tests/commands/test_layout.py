@@ -144,3 +144,60 @@ def test_a_run_without_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.startswith(
         f"graphpasses: '{path}' has no bucket layouts; record it with Parity"
     )
+
+
+def test_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, speeds = write(tmp_path / "a.jsonl", ("w", "b")), tmp_path / "speeds.toml"
+    speeds.write_text('ranks = [8, 64]\nalgorithms = ["ring", "tree"]\ntokens = 100\n')
+    options = ["layout", "show", run, "--scale", "--speeds", str(speeds)]
+    assert app.main(options) == 0
+    title, header, *rows, note, assumed = capsys.readouterr().out.splitlines()
+    assert title == "FSDP2's step with these buckets; time on the wire per step, exposed + hidden, in ms:"
+    assert header.split() == ["ranks", "step", "collectives", "MB", "ring", "tree"]
+    assert [row.split("  ")[0] for row in rows] == ["8", "8", "64", "64"]
+    assert note == (
+        "without torchtitan's buckets: torchtitan makes buckets of tok_embeddings, layers.N, norm and lm_head; there "
+        "are no such parameters"
+    )
+    assert assumed.startswith("assumed: gpus_per_node 8, launch_latency 8.4 µs, ")
+    assert "tokens" not in assumed
+    assert app.main([*options, "--json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["tables"].values()
+    ours = [row for row in table["rows"] if row["step"] == "the run's buckets"]
+    assert [row["num_transfers"] for row in ours] == [3, 3]
+    near, far = (row["times"]["ring"] for row in ours)
+    assert near["wire"] < far["wire"]
+    assert far["wire"] == pytest.approx(far["exposed"] + far["hidden"])
+
+
+def test_scale_of_torchtitans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [
+        "tok_embeddings.weight",
+        "layers.0.up.weight",
+        "layers.0.down.weight",
+        "norm.weight",
+        "lm_head.weight",
+    ]
+    parameters = [(name, (64, 8), 0) for name in names]
+    layout = Layout((make_bucket_layout("reduce_scatter", range(16), "avg", torch.bfloat16, parameters),))
+    path = tmp_path / "run.jsonl"
+    path.write_bytes(header_line(RunHeader("2.13.0", 16, layouts=layout)) + end_line(0))
+    assert app.main(["layout", "show", str(path), "--scale", "--json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)["tables"].values()
+    numbers = {row["step"]: row["num_transfers"] for row in table["rows"]}
+    assert numbers == {
+        "no passes: one per parameter": 15,
+        "the run's buckets": 3,
+        "torchtitan's buckets": 9,
+    }
+
+
+def test_scale_refuses_wrong_speeds(
+    runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speeds = tmp_path / "speeds.toml"
+    speeds.write_text("flops = 0\n")
+    assert app.main(["layout", "show", runs[0], "--scale", "--speeds", str(speeds)]) == 2
+    assert capsys.readouterr().err == f"graphpasses: '{speeds}': flops is 0; it must be above 0\n"
+    assert app.main(["layout", "show", runs[0], "--speeds", str(speeds)]) == 2
+    assert capsys.readouterr().err == "graphpasses: --speeds is for --scale; give both\n"

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from graphpasses.commands import app
+from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.html_report import ShownRun, render_page
 from graphpasses.parity.run_file import Run
+from graphpasses.scale import Event, Speeds, Traffic, Transfer
 from graphpasses.simulate import Topology
 from tests.html_report.conftest import BIAS_FIRST, CLUSTER, EAGER, PASSES, WriteRun, layout
 
@@ -222,3 +224,24 @@ def test_bad_input(write_run: WriteRun, tmp_path: Path, capsys: pytest.CaptureFi
     ):
         assert app.main(["report", *arguments]) == 2
         assert capsys.readouterr().err.startswith(message)
+
+
+def test_the_step_on_more_ranks(write_run: WriteRun) -> None:
+    gather = Transfer("all_gather", 4096, 16, 1)
+    captured = Traffic(16, (gather, gather), tuple(Event("launch", index) for index in range(2)))
+    bucketed = replace(captured, transfers=(gather,), events=captured.events[:1])
+    passes = PipelineReport((replace(PASSES.passes[0], traffic=(captured, bucketed)),))
+    run = write_run("graph", layout(), passes=passes)
+    speeds = Speeds(ranks=(16, 4096), algorithms=("ring", "tree"))
+    page = text_of(render_page([ShownRun(run, CLUSTER)], speeds).decode())
+    assert "On more ranks, on paper" in page
+    assert "s step with these buckets" in page
+    assert "what passes did to the graph" in page
+    assert re.search(r"4,096 captured 2 0\.0 38\.\d\d \+ 0\.00 0\.29 \+ 0\.00", page)
+    assert re.search(r"4,096 after bucket-fsdp-collectives 1 0\.0 19\.\d\d", page)
+    assert ": torchtitan makes buckets of tok_embeddings" in page
+    assert "launch_latency 8.4 µs" in page
+
+
+def test_nothing_recorded_is_not_timed(write_run: WriteRun) -> None:
+    assert "On more ranks" not in render(write_run("eager", passes=PASSES))

@@ -1,0 +1,1 @@
+"""Does the model of collectives on paper predict what gloo takes?"""

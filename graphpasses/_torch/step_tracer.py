@@ -1,0 +1,244 @@
+"""Trace a function of a module's state on fake tensors, with torch alone, where torchtitan is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.source import LocalSource
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    RelaxedUnspecConstraint,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+from torch.fx.traceback import preserve_node_meta
+from torch.nn.utils.stateless import _reparametrize_module
+
+from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
+from graphpasses._torch.schemas import is_tensor_subclass
+
+__all__ = ["TracedFunction", "trace_with_torch"]
+
+
+@dataclass(frozen=True)
+class _Subclass:
+    """How a wrapped tensor is made again; the fields are those of torchtitan's ``SubclassMeta``."""
+
+    cls: type
+    attrs: list[str]
+    ctx: Any
+    inner_metas: dict[str, tuple[int, Any]]
+    outer_size: torch.Size
+    outer_stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    num_tensors: int
+    meta: _Subclass
+
+
+@dataclass(frozen=True)
+class TracedFunction:
+    """A graph and what its flat inputs and outputs are; named as in torchtitan's ``TracedResult``.
+
+    Args:
+        gm: the graph: state, then leaves of the arguments, wrapped tensors as their parts; flat outputs likewise.
+        example_inputs: its inputs, fake.
+        num_flat_inputs: state and leaves.
+        input_subclass_layouts: of those that are wrapped, by number.
+        user_inputs_spec: the tree of ``(args, kwargs)``.
+        num_flat_outputs: what the function returned.
+        output_subclass_layouts: of those that are wrapped, by number.
+        state_fqns: names of the module's parameters and buffers, tied ones with every name.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    num_flat_inputs: int
+    input_subclass_layouts: dict[int, _Layout]
+    user_inputs_spec: TreeSpec
+    num_flat_outputs: int
+    output_subclass_layouts: dict[int, _Layout]
+    state_fqns: list[str]
+
+
+def trace_with_torch(
+    fn: Callable[..., Any], module: nn.Module | None = None
+) -> Callable[..., TracedFunction]:
+    """Returns a function that traces ``fn`` for given arguments, as torchtitan's ``minimal_fx_tracer`` does.
+
+    Args:
+        fn: reads ``module`` from its closure and returns a list of tensors and None.
+        module: whose parameters and buffers are inputs; None if ``fn`` has none.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> traced = trace_with_torch(lambda x: [model(x).sum()], model)(torch.ones(3, 2))
+        >>> traced.state_fqns, traced.num_flat_inputs
+        (['weight', 'bias'], 3)
+    """
+
+    def trace(*args: Any) -> TracedFunction:
+        state: dict[str, torch.Tensor] = {}
+        if module is not None:
+            state.update(module.named_parameters(remove_duplicate=False))
+            state.update(module.named_buffers(remove_duplicate=False))
+        leaves, spec = tree_flatten((args, {}))
+        given = [*state.values(), *leaves]
+        plain, layouts = _unwrapped(given)
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        fakes = tuple(
+            _fake(mode, value, f"input_{index}") if isinstance(value, torch.Tensor) else value
+            for index, value in enumerate(plain)
+        )
+        returned: list[tuple[int, dict[int, _Layout]]] = []
+
+        def run(*values: Any) -> list[Any]:
+            wrapped = _wrapped(values, len(given), layouts)
+            called_with, _ = tree_unflatten(wrapped[len(state) :], spec)
+            with ExitStack() as stack:
+                if module is not None:
+                    own = dict(zip(state, wrapped, strict=False))
+                    stack.enter_context(_reparametrize_module(module, own))
+                stack.enter_context(_backward_followed())
+                results = list(fn(*called_with))
+            flat, found = _unwrapped(results)
+            returned.append((len(results), found))
+            return flat
+
+        with (
+            mode,
+            tracing(TracingContext(mode)),
+            preserve_node_meta(),
+            torch._dynamo.config.patch(error_on_nested_fx_trace=False),
+            torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the tracing is
+            _not_strict(),
+        ):
+            gm = make_fx(run, record_stack_traces=True)(*fakes)
+        _name_backward_by_forward(gm)
+        num_outputs, output_layouts = returned[-1]
+        return TracedFunction(gm, fakes, len(given), layouts, spec, num_outputs, output_layouts, list(state))
+
+    return trace
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Makes a tensor fake: of fixed sizes, but for the dims that ``mark_dynamic`` has marked."""
+    dynamic: Collection[int] = getattr(tensor, "_dynamo_dynamic_indices", ())
+    if not dynamic:
+        return mode.from_tensor(tensor, static_shapes=True)
+    limit = RelaxedUnspecConstraint(warn_only=False)
+    kinds = [DimDynamic.DYNAMIC if dim in dynamic else DimDynamic.STATIC for dim in range(tensor.dim())]
+    limits: list[Any] = [limit if dim in dynamic else None for dim in range(tensor.dim())]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=kinds, constraint_sizes=limits)
+    return mode.from_tensor(tensor, source=LocalSource(name, is_input=True), symbolic_context=context)
+
+
+def _unwrapped(values: Sequence[Any]) -> tuple[list[Any], dict[int, _Layout]]:
+    plain: list[Any] = []
+    layouts: dict[int, _Layout] = {}
+    for index, value in enumerate(values):
+        if not isinstance(value, torch.Tensor) or not is_tensor_subclass(value):
+            plain.append(value)
+            continue
+        attrs, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = [getattr(value, attr) for attr in attrs]
+        # A wrapper around wrappers has no place in a graph: who reads the layout refuses it.
+        nested = [
+            part if isinstance(part, torch.Tensor) and is_tensor_subclass(part) else None for part in parts
+        ]
+        metas = {attr: (1, inner) for attr, inner in zip(attrs, nested, strict=True)}
+        meta = _Subclass(type(value), attrs, context, metas, value.size(), value.stride())
+        layouts[index] = _Layout(len(parts), meta)
+        plain += parts
+    return plain, layouts
+
+
+def _wrapped(values: Sequence[Any], num: int, layouts: dict[int, _Layout]) -> list[Any]:
+    left = iter(values)
+    made = []
+    for index in range(num):
+        layout = layouts.get(index)
+        if layout is None:
+            made.append(next(left))
+        else:
+            meta: Any = layout.meta
+            parts = {attr: next(left) for attr in meta.attrs}
+            made.append(meta.cls.__tensor_unflatten__(parts, meta.ctx, meta.outer_size, meta.outer_stride))
+    return made
+
+
+def _not_strict() -> AbstractContextManager[Any]:
+    context: Callable[[], AbstractContextManager[Any]] = getattr(
+        torch.compiler, "_non_strict_tracing_context", ExitStack
+    )
+    return context()
+
+
+def _backward_followed() -> AbstractContextManager[Any]:
+    """Lets nodes of backward know that they are, and of which call of forward; torch does so from 2.13 on."""
+    context: Callable[[], AbstractContextManager[Any]] = getattr(
+        torch.compiler, "_patch_engine_backward", _backward_marked
+    )
+    return context()
+
+
+@contextmanager
+def _backward_marked() -> Iterator[None]:
+    original = torch.autograd.graph._engine_run_backward
+
+    def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        setup_stacktrace_preservation_hooks(roots)
+        mode = get_proxy_mode()
+        assert mode is not None  # the engine runs while we trace
+        before = set(mode.tracer.graph.nodes)
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            for node in mode.tracer.graph.nodes:
+                if node not in before:
+                    node.meta["autograd_backward"] = True
+
+    places = (torch.autograd.graph, torch.autograd)
+    for place in places:
+        place._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for place in places:
+            place._engine_run_backward = original  # type: ignore[attr-defined]
+
+
+def _name_backward_by_forward(gm: fx.GraphModule) -> None:
+    """Gives nodes of backward the source line and the annotations of the call of forward that they differentiate."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    nodes = [
+        node
+        for graph in graphs
+        for node in graph.nodes
+        if node.op in ("call_function", "get_attr") and "seq_nr" in node.meta
+    ]
+    forward: dict[int, fx.Node] = {}
+    for node in nodes:
+        if not node.meta.get("autograd_backward"):
+            forward.setdefault(node.meta["seq_nr"], node)
+    for node in nodes:
+        source = forward.get(node.meta["seq_nr"])
+        if source is None or not node.meta.get("autograd_backward"):
+            continue
+        if source.meta.get("custom"):
+            node.meta["custom"] = {**node.meta.get("custom", {}), **source.meta["custom"]}
+        for name in ("nn_module_stack", "stack_trace"):
+            if source.meta.get(name) is not None:
+                node.meta[name] = source.meta[name]

@@ -1,0 +1,42 @@
+"""Which tracer traces a step: torchtitan's, or where torchtitan is not installed one of torch alone."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from graphpasses._torch.step_tracer import trace_with_torch
+from graphpasses.errors import CaptureError
+
+__all__ = ["Tracer", "find_tracer"]
+
+Tracer: TypeAlias = Callable[[Callable[..., Any], nn.Module | None], Callable[..., Any]]
+"""Called with a function and the module whose state it reads; what it returns traces the function for arguments."""
+
+
+def find_tracer() -> Tracer:
+    """Returns torchtitan's ``minimal_fx_tracer``, or one that traces the same where torchtitan is not installed.
+
+    Raises:
+        CaptureError: torchtitan is installed and cannot be imported.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> trace = find_tracer()(lambda x: [model(x).sum()], model)
+        >>> trace(torch.ones(3, 2)).state_fqns
+        ['weight', 'bias']
+    """
+    if importlib.util.find_spec("torchtitan") is None:
+        return trace_with_torch
+    try:
+        from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
+    except ImportError as error:
+        raise CaptureError(
+            f"capture_train_step traces with torchtitan, which is installed and cannot be imported ({error}); "
+            "install graphpasses[titan], or remove torchtitan: without it a tracer of torch alone is taken"
+        ) from error
+    tracer: Tracer = minimal_fx_tracer
+    return tracer

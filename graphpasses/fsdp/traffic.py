@@ -1,0 +1,216 @@
+"""What a captured step sends, read from its graph; and what FSDP2 would send, from its bucket layout."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from graphpasses._torch import pytree
+from graphpasses._torch.schemas import is_operator, returns_alias, writes_arguments
+from graphpasses.analysis.parameter_collectives import REDUCE_SCATTER, collective_ranks, find_gathers
+from graphpasses.errors import LayoutError
+from graphpasses.fsdp.graph_layout import reduced_parts
+from graphpasses.fsdp.layout import BucketLayout, Layout, dtype_bytes
+from graphpasses.graph import WAIT, TrainGraph, is_collective
+from graphpasses.graph.parameters import ParameterInfo
+from graphpasses.graph.traffic import Event, Traffic, Transfer
+
+__all__ = ["graph_traffic", "has_fixed_sizes", "layout_traffic"]
+
+_NAMES = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def has_fixed_sizes(graph: TrainGraph) -> bool:
+    """Whether no dim of a step's inputs may vary: bytes and FLOPs are then numbers.
+
+    Args:
+        graph: the step.
+    """
+    values = (node.meta.get("val") for node in graph.placeholders)
+    return all(
+        isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape
+    )
+
+
+def graph_traffic(graph: TrainGraph) -> Traffic:
+    """Reads the collectives of a captured step, and what it computes between their launches and waits.
+
+    Matrix products, convolutions and attention count by their FLOPs, as ``torch.utils.flop_counter`` knows them; of
+    other operators the bytes that they read and write. Views cost nothing. An optimizer's update is not counted.
+
+    Args:
+        graph: the step, of static shapes; its process groups must be alive on this rank.
+
+    Example:
+        >>> with fake_process_group(2):
+        ...     model = graphpasses.simple_fsdp(nn.Linear(4, 4), dist.init_device_mesh("cpu", (2,)))
+        ...     step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+        ...     traffic = graph_traffic(step)
+        >>> [(transfer.collective, transfer.num_bytes) for transfer in traffic.transfers]
+        [('all_gather', 64), ('all_gather', 16), ('reduce_scatter', 16), ('reduce_scatter', 64)]
+    """
+    rows = _rows(graph)
+    transfers: list[Transfer] = []
+    events: list[Event] = []
+    index_of: dict[Any, int] = {}
+    flops = num_bytes = 0
+
+    def add(kind: Any, transfer: int) -> None:
+        nonlocal flops, num_bytes
+        if flops or num_bytes:
+            events.append(Event("compute", flops=flops, num_bytes=num_bytes))
+        flops = num_bytes = 0
+        if kind:
+            events.append(Event(kind, transfer))
+
+    for node in graph.graph.nodes:
+        if is_collective(node):
+            index_of[node] = len(transfers)
+            transfers.append(_transfer(node, rows.get(node, ())))
+            add("launch", index_of[node])
+        elif node.target == WAIT:
+            if node.args[0] in index_of:
+                add("wait", index_of[node.args[0]])
+        elif node.op == "call_function" and is_operator(node.target):
+            more_flops, more_bytes = _cost(node)
+            flops, num_bytes = flops + more_flops, num_bytes + more_bytes
+    add(None, -1)
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return Traffic(num_ranks, tuple(transfers), tuple(events))
+
+
+def layout_traffic(
+    layout: Layout, num_ranks: int, *, num_tokens: int, param_dtype: str, overlap: bool = True
+) -> Traffic:
+    """Returns the traffic of a step that FSDP2 would run with these buckets.
+
+    Parameters are gathered bucket by bucket, in the order of the layout in forward and in reverse in backward, where
+    their gradients are reduced. A layout does not say what a step computes: 2 FLOPs a parameter and token are taken
+    in forward, 4 in backward, also for embeddings, which take fewer.
+
+    Args:
+        layout: the buckets.
+        num_ranks: of the world.
+        num_tokens: of each rank's batch.
+        param_dtype: dtype in which parameters are gathered.
+        overlap: whether the next bucket is gathered during this one's compute, and a gradient waited for when the
+            next one has been computed, as in FSDP2; False waits for each collective at once, as a traced step does.
+
+    Raises:
+        LayoutError: an entry does not have the size of its sharded dim, in files of older versions.
+
+    Example:
+        >>> from graphpasses.fsdp import make_bucket_layout
+        >>> bucket = make_bucket_layout("reduce_scatter", (0, 1), "avg", torch.float32, [("weight", (4, 4), 0)])
+        >>> traffic = layout_traffic(Layout((bucket,)), 2, num_tokens=10, param_dtype="bfloat16")
+        >>> [(each.collective, each.num_bytes) for each in traffic.transfers]
+        [('all_gather', 32), ('all_gather', 32), ('reduce_scatter', 64)]
+    """
+    transfers: list[Transfer] = []
+    events: list[Event] = []
+    groups = _groups(layout)
+
+    def launch(transfers_of_group: list[Transfer]) -> list[Event]:
+        first = len(transfers)
+        transfers.extend(transfers_of_group)
+        events.extend(Event("launch", index) for index in range(first, len(transfers)))
+        return [Event("wait", index) for index in range(first, len(transfers))]
+
+    def gather(group: list[BucketLayout]) -> list[Event]:
+        sharded = [bucket for bucket in group if bucket.collective == "reduce_scatter"][:1]
+        return launch(
+            [_bucket_transfer(replace(bucket, dtype=param_dtype), "all_gather") for bucket in sharded]
+        )
+
+    reduced: list[Event] = []
+    for flops, order in ((2, groups), (4, groups[::-1])):
+        waits = gather(order[0]) if overlap and order else []
+        for index, group in enumerate(order):
+            now = waits if overlap else gather(group)
+            if overlap and index + 1 < len(order):
+                waits = gather(order[index + 1])
+            numel = sum(entry.numel for entry in group[0].entries)
+            events += [*now, Event("compute", flops=flops * numel * num_tokens)]
+            if flops == 4:  # backward
+                events += reduced
+                reduced = launch([_bucket_transfer(bucket, bucket.collective) for bucket in group])
+                if not overlap:
+                    events += reduced
+                    reduced = []
+    return Traffic(num_ranks, tuple(transfers), (*events, *reduced))
+
+
+def _bucket_transfer(bucket: BucketLayout, collective: str) -> Transfer:
+    """Returns the collective of a bucket: its reduction, or the all-gather of its parameters."""
+    if collective == "all_reduce":
+        return Transfer(collective, bucket.num_bytes, len(bucket.ranks), _stride(bucket.ranks))
+    for entry in bucket.entries:
+        if not entry.dim_size:
+            raise LayoutError(f"the layout does not have the shape of {entry.fqn!r}; record the run again")
+    rows = tuple(
+        (entry.dim_size, entry.numel // entry.dim_size * dtype_bytes(bucket.dtype))
+        for entry in bucket.entries
+    )
+    return Transfer(collective, 0, 0, _stride(bucket.ranks), rows).over(len(bucket.ranks))
+
+
+def _groups(layout: Layout) -> list[list[BucketLayout]]:
+    """Returns the reductions of the same parameters together: with HSDP there are two."""
+    groups: dict[tuple[str, ...], list[BucketLayout]] = {}
+    for bucket in layout.buckets:
+        groups.setdefault(tuple(entry.fqn for entry in bucket.entries), []).append(bucket)
+    return list(groups.values())
+
+
+def _stride(ranks: Sequence[int]) -> int:
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    return steps.pop() if len(steps) == 1 else len(ranks) == 1
+
+
+def _transfer(node: fx.Node, rows: tuple[tuple[int, int], ...]) -> Transfer:
+    name = str(node.target).split(".")[1]
+    ranks = collective_ranks(node)
+    values = [value.meta["val"] for value in (*node.all_input_nodes, node)]
+    num_bytes = max(int(value.nbytes) for value in values if isinstance(value, torch.Tensor))
+    transfer = Transfer(_NAMES.get(name, name), num_bytes, len(ranks), _stride(ranks))
+    padded = replace(transfer, rows=rows).over(len(ranks))
+    return padded if padded.num_bytes == num_bytes else transfer
+
+
+def _rows(graph: TrainGraph) -> dict[fx.Node, tuple[tuple[int, int], ...]]:
+    """Returns the parameters of each of FSDP's collectives, see :class:`Transfer`."""
+    fqns: dict[fx.Node, Iterable[str]] = {each.all_gather: sorted(each.fqns) for each in find_gathers(graph)}
+    for node, parts in reduced_parts(graph).items():
+        if node.target == REDUCE_SCATTER:
+            fqns[node] = [fqn for fqn, _ in parts.values()]
+    return {node: tuple(_row(graph.parameters[fqn], node) for fqn in names) for node, names in fqns.items()}
+
+
+def _row(info: ParameterInfo, collective: fx.Node) -> tuple[int, int]:
+    size = info.shape[info.shard_dim or 0]
+    return size, math.prod(info.shape) // max(size, 1) * int(collective.meta["val"].dtype.itemsize)
+
+
+def _cost(node: fx.Node) -> tuple[int, int]:
+    """Returns FLOPs, or of operators without a formula the bytes that they read and write."""
+    target: Any = node.target
+    if returns_alias(target) and not writes_arguments(target):
+        return 0, 0
+    formula = flop_registry.get(target.overloadpacket)
+    if formula is not None:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        return int(formula(*args, **kwargs, out_val=node.meta["val"])), 0
+    values = pytree.tree_leaves([each.meta.get("val") for each in (*node.all_input_nodes, node)])
+    return 0, sum(int(value.nbytes) for value in values if isinstance(value, torch.Tensor))

@@ -1,0 +1,118 @@
+"""What a step sends, and what it computes in between: the data behind a step's time on paper. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from graphpasses.errors import TopologyError
+
+__all__ = ["Event", "Traffic", "Transfer"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective.
+
+    Args:
+        collective: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"broadcast"``.
+        num_bytes: of the larger of what a rank reads and what it writes.
+        num_ranks: of the process group.
+        stride: from each of its ranks to the next; 0 if they are not evenly spaced.
+        rows: of FSDP's parameters in it: size of the sharded dim, bytes of one index of it. Each is padded to a
+            multiple of the ranks. Empty for all other collectives, whose bytes do not depend on the ranks.
+    """
+
+    collective: str
+    num_bytes: int
+    num_ranks: int
+    stride: int = 0
+    rows: tuple[tuple[int, int], ...] = ()
+
+    def over(self, num_ranks: int) -> Transfer:
+        """Returns the same over another number of ranks: FSDP's parameters are padded for them.
+
+        Args:
+            num_ranks: of the process group.
+
+        Example:
+            >>> Transfer("all_gather", 4096, 2, 1, rows=((1024, 4),)).over(1000).num_bytes
+            8000
+        """
+        padded = sum(-(-size // num_ranks) * num_ranks * num_bytes for size, num_bytes in self.rows)
+        return replace(self, num_ranks=num_ranks, num_bytes=padded or self.num_bytes)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a rank does next.
+
+    Args:
+        kind: ``"compute"``; ``"launch"`` or ``"wait"`` of a transfer.
+        transfer: index of the transfer.
+        flops: floating-point operations of matrix products, convolutions and attention.
+        num_bytes: bytes that all other operators read and write.
+    """
+
+    kind: Literal["compute", "launch", "wait"]
+    transfer: int = -1
+    flops: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The collectives of a step, and what it computes between them, in order.
+
+    Args:
+        num_ranks: of the world.
+        transfers: in the order in which they are launched.
+        events: one launch and one wait of each, and what is computed in between.
+    """
+
+    num_ranks: int
+    transfers: tuple[Transfer, ...]
+    events: tuple[Event, ...]
+
+    def at(self, num_ranks: int) -> Traffic:
+        """Returns the traffic of the same step on another number of ranks, each with the batch that it has now.
+
+        Groups that reach over the whole world, such as FSDP's and those of HSDP's replicas, grow with it. Groups
+        inside of it, of tensor parallelism or HSDP's shards, stay as they are.
+
+        Args:
+            num_ranks: of the world.
+
+        Raises:
+            TopologyError: groups inside of the world do not divide the ranks.
+
+        Example:
+            >>> shards, replicas = Transfer("reduce_scatter", 64, 4, 1), Transfer("all_reduce", 16, 2, 4)
+            >>> [each.num_ranks for each in Traffic(8, (shards, replicas), ()).at(32).transfers]
+            [4, 8]
+        """
+        return replace(self, transfers=tuple(self._at(each, num_ranks) for each in self.transfers))
+
+    def _at(self, transfer: Transfer, num_ranks: int) -> Transfer:
+        if not transfer.stride or transfer.stride * transfer.num_ranks != self.num_ranks:
+            return transfer
+        if num_ranks % transfer.stride:
+            raise TopologyError(
+                f"{num_ranks} ranks do not divide by the {transfer.stride} of each group inside of the world; "
+                f"take multiples of {transfer.stride}"
+            )
+        return transfer.over(num_ranks // transfer.stride)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain dicts and lists, as a run file stores them."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Traffic:
+        """Reads back what :meth:`to_json` wrote."""
+        transfers = (
+            Transfer(**{**each, "rows": tuple((size, num) for size, num in each["rows"])})
+            for each in data["transfers"]
+        )
+        return cls(data["num_ranks"], tuple(transfers), tuple(Event(**each) for each in data["events"]))

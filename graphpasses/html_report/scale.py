@@ -1,0 +1,74 @@
+"""Tables of a run's step on paper, for 8 to 100,000 ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphpasses.errors import LayoutError, UnsupportedError
+from graphpasses.fsdp.layout import Layout
+from graphpasses.integrations.torchtitan.default_buckets import default_buckets
+from graphpasses.parity.run_file import Run
+from graphpasses.scale import ScaleRow, Speeds, bucketings, scale_rows, steps_of_passes
+
+__all__ = ["ScaleTable", "scale_tables"]
+
+_TITAN = "torchtitan's buckets"
+
+
+@dataclass(frozen=True)
+class ScaleTable:
+    """Steps side by side.
+
+    Args:
+        title: of the table.
+        rows: see :func:`graphpasses.scale.scale_rows`.
+        notes: what is left out, and why.
+    """
+
+    title: str
+    rows: tuple[ScaleRow, ...]
+    notes: tuple[str, ...] = ()
+
+
+def scale_tables(run: Run, speeds: Speeds) -> tuple[ScaleTable, ...]:
+    """Returns the tables of a run: of its buckets, and of each graph that passes rewrote, before and after each.
+
+    Args:
+        run: the run; what it did not record makes no table.
+        speeds: of the cluster.
+
+    Example:
+        >>> import tempfile
+        >>> path = f"{tempfile.mkdtemp()}/eager.jsonl"
+        >>> with graphpasses.ParityRecorder(path, run="eager") as recorder:
+        ...     recorder.record(0, 1.0, nn.Linear(2, 2))
+        >>> scale_tables(graphpasses.read_run(path), Speeds())
+        ()
+    """
+    found = []
+    if run.header.layouts is not None:
+        found.append(_of_layout(run.header.layouts, run.header.world_size, speeds))
+    for name, report in run.passes.items():
+        if steps := steps_of_passes(report):
+            title = f"what passes did to the graph {name!r}"
+            try:
+                found.append(ScaleTable(title, scale_rows(steps, speeds)))
+            except UnsupportedError as error:
+                found.append(ScaleTable(title, (), (f"not computed: {error}",)))
+    return tuple(found)
+
+
+def _of_layout(layout: Layout, num_ranks: int, speeds: Speeds) -> ScaleTable:
+    others: dict[str, tuple[tuple[str, ...], ...]] = {}
+    notes: tuple[str, ...] = ()
+    try:
+        others[_TITAN] = default_buckets(
+            dict.fromkeys(entry.fqn for bucket in layout.buckets for entry in bucket.entries)
+        )
+    except UnsupportedError as error:
+        notes = (f"without {_TITAN}: {error}",)
+    title = "FSDP2's step with these buckets"
+    try:
+        return ScaleTable(title, scale_rows(bucketings(layout, num_ranks, speeds, others), speeds), notes)
+    except LayoutError as error:
+        return ScaleTable(title, (), (f"not computed: {error}",))
