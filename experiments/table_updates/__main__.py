@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 class Recommender(nn.Module):
-    """Tables of one dim, and dense layers without biases, which row-wise Adagrad does not take."""
+    """Tables of one dim; a dense part that takes little time, without biases, which row-wise Adagrad refuses."""
 
     def __init__(self, num_tables: int, num_rows: int, dim: int) -> None:
         super().__init__()
@@ -40,13 +40,11 @@ class Recommender(nn.Module):
             for index in range(num_tables)
         ]
         self.tables = EmbeddingBagCollection(tables=configs)
-        self.dense = nn.Linear(NUM_DENSE, dim, bias=False)
-        self.over = nn.Sequential(
-            nn.Linear((num_tables + 1) * dim, 64, bias=False), nn.ReLU(), nn.Linear(64, 1, bias=False)
-        )
+        self.dense, self.over = nn.Linear(NUM_DENSE, dim, bias=False), nn.Linear(dim, 1, bias=False)
 
     def forward(self, dense: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        scores: Tensor = self.over(torch.cat([self.dense(dense), self.tables(features).values()], 1))
+        of_tables = self.tables(features).values().unflatten(1, (-1, self.over.in_features)).sum(1)
+        scores: Tensor = self.over(F.relu(self.dense(dense) + of_tables))
         return scores.squeeze(1)
 
 

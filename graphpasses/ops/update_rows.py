@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -53,14 +54,15 @@ def update_rows(
         tensor([-0.5000,  0.0000, -1.0000])
     """
     num_rows, dim = table.shape
-    ends = [_ends(*each, has_last_offset) for each in zip(ids, offsets, strict=True)]
-    starts = [0]
-    for each in ids:
-        starts.append(starts[-1] + each.numel())
-    all_ids = torch.cat([each.reshape(-1) for each in ids]).long()
-    all_offsets = torch.cat(
-        [all_ids.new_zeros(1), *(end + start for end, start in zip(ends, starts, strict=False))]
-    )
+    all_ids = _joined([each.reshape(-1) for each in ids]).long()
+    if len(ids) == 1 and has_last_offset and offsets[0] is not None:
+        all_offsets = offsets[0].long()
+    else:
+        ends = [_ends(*each, has_last_offset) for each in zip(ids, offsets, strict=True)]
+        starts = accumulate((each.numel() for each in ids), initial=0)
+        all_offsets = torch.cat(
+            [all_ids.new_zeros(1), *(end + start for end, start in zip(ends, starts, strict=False))]
+        )
     given = [
         torch.ones(each.numel()) if weight is None else weight.reshape(-1)
         for each, weight in zip(ids, weights, strict=True)
@@ -69,7 +71,7 @@ def update_rows(
     zero = torch.zeros(1, dtype=torch.int64)
     placement = torch.full((1,), _HOST, dtype=torch.int32)
     common = (
-        torch.cat([gradient.reshape(-1, dim) for gradient in gradients]),
+        _joined([gradient.reshape(-1, dim) for gradient in gradients]).contiguous(),
         table.view(-1),
         placement,
         zero,
@@ -80,7 +82,7 @@ def update_rows(
         all_ids,
         all_offsets,
         pooling,
-        torch.cat(given) if given else table.new_empty(0),
+        _joined(given) if given else table.new_empty(0),
         False,
     )
     learning_rate = torch.tensor(rate, dtype=torch.float32)
@@ -93,6 +95,10 @@ def update_rows(
     update = getattr(fbgemm, f"split_embedding_backward_codegen_{form}_cpu")
     update(*common, sums.view(-1), placement, zero, learning_rate, eps)
     step.add_(1)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _ends(ids: Tensor, offsets: Tensor | None, has_last_offset: bool) -> Tensor:
