@@ -42,7 +42,7 @@ def default_pipeline(
         expected_layout: layout that the result must equal, e.g. ``eager_layout(eager_model)``; None: without a plan
             that of the model, with one any.
         fuse_table_updates: update embedding tables by what was looked up of them, in steps that were captured with
-            their optimizer: many times as fast, but rounded otherwise than eager.
+            their optimizer: faster, but rounded otherwise than eager.
         disable: names of passes to leave out.
 
     Example:
