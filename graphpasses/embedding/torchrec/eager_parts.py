@@ -21,7 +21,7 @@ def managed_collisions(original: None) -> Callable[..., Any]:
         original: None, the class inherits its forward.
     """
     reason = "zero-collision hashing replaces the memory of its buffers, which no graph can: it runs eagerly"
-    return _eagerly(_inherited_forward(), reason)
+    return _eagerly(_inherited_forward(is_waited=True), reason)
 
 
 def embeddings_by_steps(original: None) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def embeddings_by_steps(original: None) -> Callable[..., Any]:
         original: None, the class inherits its forward.
     """
     inherited = _inherited_forward()
-    eagerly = _eagerly(inherited, _REASON)
+    eagerly = _eagerly(_inherited_forward(is_waited=True), _REASON)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() and self._graphpasses_decides_by_steps():
@@ -82,11 +82,17 @@ def lookup_by_steps(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _inherited_forward() -> Callable[..., Any]:
-    from torchrec.distributed.types import ShardedModule
+def _inherited_forward(*, is_waited: bool = False) -> Callable[..., Any]:
+    """Returns the forward of sharded modules; one that waits, since no graph can wait for what was sent eagerly."""
+    from torchrec.distributed.types import LazyNoWait, ShardedModule
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ShardedModule.forward(self, *args, **kwargs)
+        outputs = ShardedModule.forward(self, *args, **kwargs)
+        if not is_waited:
+            return outputs
+        if isinstance(outputs, tuple):
+            return tuple(LazyNoWait(output.wait()) for output in outputs)
+        return LazyNoWait(outputs.wait())
 
     return forward
 

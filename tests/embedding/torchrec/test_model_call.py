@@ -138,13 +138,14 @@ def parted(
     batch: Callable[[int, int, int], Any] = ids,
     begin: Callable[[nn.Module, Callable[[Any], Any]], None] = lambda model, call: None,
 ) -> list[str]:
-    """Returns where a model parts from eager, its losses, its state or its optimizers' steps."""
+    """Returns where a model parts from eager, its losses, its state or its optimizers' steps, or has no graph."""
     seen = []
+    report = graphpasses.CompileReport()
     for is_compiled in (False, True):
         torch.manual_seed(0)
         torch.compiler.reset()
         model = build()
-        call = graphpasses.compile(model, inner="aot_eager") if is_compiled else model
+        call = graphpasses.compile(model, inner="aot_eager", report=report) if is_compiled else model
         begin(model, call)
         losses = []
         for step in range(num_steps):
@@ -153,6 +154,8 @@ def parted(
         steps = [(int(tbe.iter), int(tbe.iter_cpu)) for tbe in tbes(model) if hasattr(tbe, "iter")]
         seen.append((torch.stack(losses).tolist(), steps, state_of(model)))
     (eager, compiled) = seen
+    if not report.num_graphs:
+        return [f"nothing was compiled: {report.graph_breaks}"]
     return (
         [] if eager[:2] == compiled[:2] and same(eager[2], compiled[2]) else [f"{eager[:2]}, {compiled[:2]}"]
     )
@@ -163,7 +166,8 @@ def other_optimizers() -> list[str]:
 
     def build(options: dict[str, Any]) -> nn.Module:
         sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1} | options)
-        model = sharded(Scored(bags(1), DIM), "embeddings", TW0, sharder)
+        kind = plans.row_wise() if options is OPTIMIZERS["counters"] else TW0
+        model = sharded(Scored(bags(1), DIM), "embeddings", kind, sharder)
         assert dist.get_rank() > 0 or [*tbes(model)]  # a sharder's parameters are those of fused kernels
         return model
 
