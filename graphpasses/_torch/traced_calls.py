@@ -15,7 +15,13 @@ try:
 except ImportError as error:
     raise missing_api("a compiled TorchRec model", error, "2.13") from error
 
-__all__ = ["ALL_TO_ALL_SINGLE", "TENSOR_METADATA", "traced_all_to_all_single", "without_memory_format"]
+__all__ = [
+    "ALL_TO_ALL_SINGLE",
+    "TENSOR_METADATA",
+    "read_size",
+    "traced_all_to_all_single",
+    "without_memory_format",
+]
 
 ALL_TO_ALL_SINGLE = "torch.distributed._functional_collectives:all_to_all_single"
 TENSOR_METADATA = "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata"
@@ -43,6 +49,22 @@ def traced_all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]
         return torch.ops._c10d_functional.wait_tensor(received)  # type: ignore[no-any-return]
 
     return all_to_all_single
+
+
+def read_size(sizes: Tensor, index: int) -> int:
+    """Reads a number that a tracer shall take for a size.
+
+    Args:
+        sizes: integer [any].
+        index: which of them.
+
+    Example:
+        >>> read_size(torch.tensor([3, 7]), 1)
+        7
+    """
+    size: int = sizes[index].item()  # type: ignore[assignment]
+    torch._check_is_size(size)
+    return size
 
 
 def without_memory_format(original: Callable[..., Any]) -> Callable[..., Any]:

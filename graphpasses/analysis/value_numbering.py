@@ -18,6 +18,7 @@ from graphpasses._torch.tracing import outside_tracing
 from graphpasses.graph import ALL_TO_ALL, WAIT, argument
 from graphpasses.graph.size_arithmetic import Size, size_expression
 from graphpasses.ops.pack_all_to_all import PACK
+from graphpasses.ops.size_tensor import SIZE_TENSOR
 
 __all__ = ["Received", "SizeNumbering"]
 
@@ -102,6 +103,9 @@ class SizeNumbering:
         if node.target == aten.scalar_tensor.default:
             number = node.args[0]
             return torch.tensor(self._id(number)) if isinstance(number, (int, fx.Node)) else None
+        if node.target == SIZE_TENSOR:
+            sizes: Sequence[Size] = node.args[0]  # type: ignore[assignment]
+            return torch.tensor([self._id(size) for size in sizes])
         if node.target == ALL_TO_ALL:
             return self._received(node)
         if node.target == WAIT:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["define_operator"]
+__all__ = ["define_composite_operator", "define_operator"]
 
 
 def define_operator(
@@ -62,5 +62,34 @@ def define_operator(
     torch.library.register_fake(full_name, fake)
     if backward is not None:
         torch.library.register_autograd(full_name, backward, setup_context=save)
+    operator: Callable[..., Any] = getattr(torch.ops.graphpasses, name).default
+    return operator
+
+
+def define_composite_operator(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Defines an operator that is one node where Dynamo traces it, and what it is made of where AOTAutograd does.
+
+    Args:
+        schema: as for :func:`define_operator`.
+        function: calls other operators, which tracers see; its gradient is theirs, or that of an
+            ``autograd.Function`` in it.
+
+    Returns:
+        The operator.
+
+    Raises:
+        RuntimeError: the operator exists.
+
+    Example:
+        >>> square = define_composite_operator("example_square(Tensor x) -> Tensor", lambda x: x * x)
+        >>> x = torch.tensor([3.0], requires_grad=True)
+        >>> square(x).backward()
+        >>> x.grad
+        tensor([6.])
+    """
+    name, _, signature = schema.partition("(")
+    full_name = f"graphpasses::{name}"
+    torch.library.define(full_name, f"({signature}", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(full_name, "CompositeImplicitAutograd", function)
     operator: Callable[..., Any] = getattr(torch.ops.graphpasses, name).default
     return operator

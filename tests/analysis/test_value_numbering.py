@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.value_numbering import Received, SizeNumbering
 from graphpasses.graph import ALL_TO_ALL, WAIT
+from graphpasses.ops.size_tensor import SIZE_TENSOR
 
 aten = torch.ops.aten
 
@@ -49,6 +50,16 @@ def test_equal_sizes_have_one_id() -> None:
 
     sizes, (stacked,) = number_outputs(fn, torch.ones(3), torch.ones(3))
     assert sizes.ids(stacked) == [0, 0, 0, 1]
+
+
+def test_made_by_one_operator() -> None:
+    def fn(x: Tensor) -> list[Tensor]:
+        made = SIZE_TENSOR([x.shape[0], 1, x.shape[0]], torch.int64, x.device)
+        return [torch.stack([made[2], number(x.shape[0]), made[1]])]
+
+    sizes, (stacked,) = number_outputs(fn, torch.ones(3))
+    assert sizes.ids(stacked) == [0, 0, 1]
+    assert sizes.numbers(stacked)[2] == 1
 
 
 def test_received() -> None:

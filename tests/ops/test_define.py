@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpasses.ops.define import define_operator
+from graphpasses.ops.define import define_composite_operator, define_operator
 
 
 def test_an_operator_with_a_backward() -> None:
@@ -25,3 +26,18 @@ def test_an_operator_with_a_backward() -> None:
     assert x.grad.tolist() == [3.0] * 3
     with pytest.raises(RuntimeError, match="test_scale"):
         define_operator("test_scale(Tensor x) -> Tensor", torch.clone, fake=torch.empty_like)
+
+
+def test_a_composite_operator() -> None:
+    operator = define_composite_operator("test_twice_and_one(Tensor x) -> Tensor", lambda x: 2 * x + 1)
+    assert operator is torch.ops.graphpasses.test_twice_and_one.default
+    x = torch.ones(3, requires_grad=True)
+    operator(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0] * 3
+    traced = make_fx(operator, tracing_mode="symbolic")(torch.ones(3))
+    targets = [str(node.target) for node in traced.graph.find_nodes(op="call_function", target=operator)]
+    assert targets == []
+    assert operator(torch.ones(1)).item() == traced(torch.ones(3))[0].item() == 3
+    with pytest.raises(RuntimeError, match="test_twice_and_one"):
+        define_composite_operator("test_twice_and_one(Tensor x) -> Tensor", torch.clone)

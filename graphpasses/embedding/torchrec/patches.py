@@ -29,6 +29,7 @@ from graphpasses.embedding.torchrec.traced_comms import (
     check_codecs,
     reduce_as_eager,
 )
+from graphpasses.embedding.torchrec.traced_dists import TRACED_DISTS
 from graphpasses.errors import UnsupportedError
 
 __all__ = ["TORCHREC_PATCHES"]
@@ -135,30 +136,6 @@ def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
 # or takes them to be equal, which gives wrong results where a rank's last batch is smaller.
 
 
-def _permute_no_samples(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original, traced, calls an operator that refuses a batch without samples."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-    def permute(self: Any, indices: list[int], indices_tensor: Tensor | None = None) -> Any:
-        if (
-            not torch.compiler.is_dynamo_compiling()
-            or self.variable_stride_per_key()
-            or not statically_known_true(self.lengths().numel() == 0)
-        ):
-            return original(self, indices, indices_tensor)
-        return KeyedJaggedTensor(
-            keys=[self.keys()[index] for index in indices],
-            values=self.values(),
-            weights=self.weights_or_none(),
-            lengths=self.lengths(),
-            stride=0,
-            length_per_key=[0] * len(indices),
-        )
-
-    return permute
-
-
 def _permute_received(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original, traced, permutes received features as if every rank's batch had rank 0's size."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -186,7 +163,7 @@ def _permute_received(original: Callable[..., Any]) -> Callable[..., Any]:
             weights=tensors[2] if len(tensors) == 3 else None,
             lengths=tensors[0],
             stride=sum(stride_per_rank),
-        ).sync()
+        )  # eager also computes how many ids each feature has; here whoever asks does
 
     return dist_init
 
@@ -363,7 +340,6 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_TBE}.prepare_inputs", _on_copies),
     Patch(f"{_TBE}.forward", lookup_by_steps),
     Patch(f"{_TBE}.log", _silent),
-    Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.permute", _permute_no_samples),
     Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.dist_init", _permute_received),
     Patch("torchrec.modules.embedding_modules:maybe_td_to_kjt", _without_caches),
     Patch(f"{_DIST}.sharding.twrw_sharding:TwRwPooledEmbeddingDist.forward", _two_collectives),
@@ -377,6 +353,7 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.comm_ops:AllToAllSingle", all_to_all_single),
     Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", reduce_as_eager),
     *BRIEF_TRACES,
+    *TRACED_DISTS,
     *(
         Patch(f"{_DIST}.{module}.{name}", wrap)
         for module in ("embeddingbag:ShardedEmbeddingBagCollection", "embedding:ShardedEmbeddingCollection")

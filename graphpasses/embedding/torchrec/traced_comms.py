@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpasses.errors import UnsupportedError
+from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V, gather_parts
 
 __all__ = ["all_to_all_single", "carry_codecs", "check_codecs", "reduce_as_eager"]
@@ -89,7 +90,7 @@ def carry_codecs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_to_all_single(original: Any) -> Any:
-    """The original knows nothing of codecs."""
+    """The original is a function of autograd, which Dynamo traces at each call, and knows nothing of codecs."""
 
     class AllToAllSingle:
         @staticmethod
@@ -101,11 +102,9 @@ def all_to_all_single(original: Any) -> Any:
             group_size: int,
             gradient_division: bool,
         ) -> Tensor:
-            if not isinstance(tensor, _Carried):
-                return original.apply(  # type: ignore[no-any-return]
-                    tensor, output_splits, input_splits, group, group_size, gradient_division
-                )
             divisor = group_size if gradient_division else 1
+            if not isinstance(tensor, _Carried):
+                return EXCHANGE_EMBEDDINGS(tensor, output_splits, input_splits, group, divisor)  # type: ignore[no-any-return]
             codecs = tensor.codecs
             return _AllToAll.apply(  # type: ignore[no-any-return, no-untyped-call]
                 tensor.tensor, output_splits, input_splits, group, divisor, codecs.forward, codecs.backward

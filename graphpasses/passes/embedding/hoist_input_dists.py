@@ -12,10 +12,14 @@ from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import launches_collective
 from graphpasses.analysis.levels import call_levels, sort_by_level
 from graphpasses.graph import Stage, TrainGraph
+from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["HoistInputDists"]
+
+
+_OF_OURS = (EXCHANGE_EMBEDDINGS, REDUCE_SCATTER_V)
 
 
 def _brings_output(node: fx.Node) -> bool:
@@ -23,7 +27,7 @@ def _brings_output(node: fx.Node) -> bool:
 
     It is one by what it calls, an ``autograd.Function`` or our operator, also where no gradient is asked for.
     """
-    return node.target is REDUCE_SCATTER_V or (is_higher_order(node) and launches_collective(node))
+    return node.target in _OF_OURS or (is_higher_order(node) and launches_collective(node))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,236 @@
+"""How ids go to the ranks that have their tables, and embeddings come back, traced in few steps and symbols.
+
+What a rank receives is known from less than TorchRec reads: a rank gets from itself what it sent; the rows that come
+from another rank follow from its batch size, and how many weights come from how many ids. So of each other rank a
+graph reads two numbers, and has no symbols that it would have to compare. All that eager sends is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphpasses._torch.traced_calls import read_size
+from graphpasses.embedding.torchrec.patching import Patch
+from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS
+from graphpasses.ops.size_tensor import SIZE_TENSOR
+
+__all__ = ["TRACED_DISTS"]
+
+
+def _exchange(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original makes a tensor of each kind of size, reads all that it receives, and compares what it knows."""
+    from torchrec.distributed import dist_data
+    from torchrec.distributed.collective_utils import validate_collectives_enabled
+    from torchrec.distributed.comm_ops import pg_name
+
+    class Sizes:
+        """In the place of a ``KJTAllToAllSplitsAwaitable``: the sizes of the parts are on their way."""
+
+        def __init__(self, exchange: Any, features: Any, parts: type) -> None:
+            group, ends = exchange._pg, exchange._splits_cumsum
+            stride, lengths = features.stride(), features.length_per_key()
+            ranks = range(group.size())
+            self._exchange, self._features = exchange, features
+            self._parts = parts  # which Dynamo would not know as a cell of this class
+            self._rows = [sum([stride] * (ends[rank + 1] - ends[rank])) for rank in ranks]
+            self._ids = [sum(lengths[ends[rank] : ends[rank + 1]]) for rank in ranks]
+            is_weighted = features.weights_or_none() is not None
+            self._width = 4 if is_weighted else 3
+            sent = []
+            for rank in ranks:
+                ids = [self._ids[rank]] * (2 if is_weighted else 1)
+                sent += [self._rows[rank], *ids, stride]
+            splits = [self._width] * group.size()
+            self._received = _send(
+                SIZE_TENSOR(sent, torch.int64, features.device()), splits, splits, pg_name(group)
+            )
+
+        def wait(self) -> Any:
+            exchange, own = self._exchange, self._exchange._pg.rank()
+            strides, ids = [], []
+            for rank in range(exchange._pg.size()):
+                if rank == own:
+                    num_ids, stride = self._ids[rank], self._features.stride()
+                else:
+                    num_ids = read_size(self._received, rank * self._width + 1)
+                    stride = read_size(self._received, (rank + 1) * self._width - 1)
+                ids.append(num_ids)
+                strides.append(stride)
+            return self._parts(exchange, self._features, (self._rows, self._ids), (strides, ids))
+
+    class Parts(dist_data.KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
+        """As the original's, whose attributes sharded modules read."""
+
+        def __init__(self, exchange: Any, features: Any, sent: Any, received: Any) -> None:
+            group, splits = exchange._pg, exchange._splits
+            own = group.rank()
+            start = exchange._splits_cumsum[own]
+            (rows, ids), (strides, received_ids) = sent, received
+            received_rows = [sum([stride] * splits[own]) for stride in strides]
+            labels, tensors = features.dist_labels(), features.dist_tensors()
+            self._features, self._keys = features, features.keys()[start : start + splits[own]]
+            self._num_ranks, self._stagger = group.size(), exchange._stagger
+            self._stride_per_rank = strides
+            self._recat = None
+            if splits[own] > 1 or exchange._stagger > 1:  # one feature lies as it comes, rank by rank
+                self._recat = dist_data._get_recat(
+                    splits[own], len(splits), exchange._stagger, features.device(), strides
+                )
+            self._input_splits = {label: rows if label == "lengths" else ids for label in labels}
+            self._output_splits = {
+                label: received_rows if label == "lengths" else received_ids for label in labels
+            }
+            name = pg_name(group)
+            self._tensors = [
+                _send(tensor, self._output_splits[label], self._input_splits[label], name)
+                for label, tensor in zip(labels, tensors, strict=True)
+            ]
+
+        def wait(self) -> Any:
+            return type(self._features).dist_init(
+                self._keys,
+                self._tensors,
+                False,
+                self._num_ranks,
+                self._recat,
+                self._stride_per_rank,
+                self._stagger,
+            )
+
+    def forward(self: Any, input: Any) -> Any:
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            or input.variable_stride_per_key()
+            or self._pg.size() == 1
+            or dist_data._TORCHREC_OVERFLOW_DEBUG
+            or validate_collectives_enabled()
+            or len(input.keys()) != self._splits_cumsum[-1]
+        ):
+            return original(self, input)
+        with torch.no_grad():
+            return Sizes(self, input, Parts)
+
+    return forward
+
+
+def _send(tensor: Tensor, output_splits: list[int], input_splits: list[int], group: str) -> Tensor:
+    received = torch.ops._c10d_functional.all_to_all_single(tensor, output_splits, input_splits, group)
+    waited: Tensor = torch.ops._c10d_functional.wait_tensor(received)
+    return waited
+
+
+def _split(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original reads how many ids each feature has, also where all features stay together."""
+
+    def split(self: Any, segments: list[int]) -> list[Any]:
+        if torch.compiler.is_dynamo_compiling() and len(segments) == 1 and segments[0] == len(self.keys()):
+            return [self]
+        return original(self, segments)  # type: ignore[no-any-return]
+
+    return split
+
+
+def _permute(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original, traced, calls an operator that refuses a batch without samples, and asks for much beside."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    def permute(self: Any, indices: list[int], indices_tensor: Tensor | None = None) -> Any:
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            or self.variable_stride_per_key()
+            or indices_tensor is None
+            or not indices
+        ):
+            return original(self, indices, indices_tensor)
+        names = self.keys()
+        keys = [names[index] for index in indices]
+        if statically_known_true(self.stride() == 0):
+            return KeyedJaggedTensor(
+                keys=keys,
+                values=self.values(),
+                weights=self.weights_or_none(),
+                lengths=self.lengths(),
+                stride=0,
+                length_per_key=[0] * len(indices),
+            )
+        known = self.length_per_key()
+        length_per_key = [known[index] for index in indices]
+        lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data_input1D(
+            indices_tensor,
+            self.lengths(),
+            self.values(),
+            self.stride(),
+            self.weights_or_none(),
+            sum(length_per_key),
+        )
+        return KeyedJaggedTensor(
+            keys=keys,
+            values=values,
+            weights=weights,
+            lengths=lengths,
+            stride=self._stride,
+            length_per_key=length_per_key,
+        )
+
+    return permute
+
+
+def _look_up(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original also makes what it returns where it has no tables."""
+
+    def forward(self: Any, sparse_features: Any) -> Tensor:
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            or sparse_features.variable_stride_per_key()
+            or not len(self._emb_modules)
+        ):
+            return original(self, sparse_features)  # type: ignore[no-any-return]
+        embeddings = self._forward(sparse_features.split(self._feature_splits))
+        return embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings, dim=1)
+
+    return forward
+
+
+def _send_pooled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original hands its arguments through four functions and an object of its own."""
+    from torchrec.distributed.comm_ops import get_gradient_division, pg_name
+    from torchrec.distributed.types import NoWait
+
+    def forward(self: Any, local_embs: Tensor, batch_size_per_rank: list[int] | None = None) -> Any:
+        group, dims = self._pg, self._dim_sum_per_rank
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            or not batch_size_per_rank
+            or group.size() == 1
+            or self._codecs is not None
+            or self._callbacks
+        ):
+            return original(self, local_embs, batch_size_per_rank)
+        own = group.rank()
+        num_rows = batch_size_per_rank[own]
+        received = EXCHANGE_EMBEDDINGS(
+            local_embs.view(-1),
+            [num_rows * dim if dim else 0 for dim in dims],
+            [size * dims[own] if dims[own] else 0 for size in batch_size_per_rank],
+            pg_name(group),
+            group.size() if get_gradient_division() else 1,
+        )
+        return NoWait(torch.ops.torchrec._split_1d_cat_2d(received, num_rows, dims))
+
+    return forward
+
+
+_DIST = "torchrec.distributed"
+_KEYED = "torchrec.sparse.jagged_tensor:KeyedJaggedTensor"
+TRACED_DISTS = (
+    Patch(f"{_DIST}.dist_data:KJTAllToAll.forward", _exchange),
+    Patch(f"{_DIST}.dist_data:PooledEmbeddingsAllToAll.forward", _send_pooled),
+    Patch(f"{_KEYED}.split", _split),
+    Patch(f"{_KEYED}.permute", _permute),
+    Patch(f"{_DIST}.embedding_lookup:GroupedPooledEmbeddingsLookup.forward", _look_up),
+)

@@ -1,0 +1,74 @@
+"""The all-to-all of embeddings, whose gradient is an all-to-all back, as one operator of Dynamo's graphs.
+
+TorchRec has an ``autograd.Function`` for it, whose forward and backward Dynamo traces anew for each module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphpasses.ops.define import define_composite_operator
+
+__all__ = ["EXCHANGE_EMBEDDINGS", "exchange_embeddings"]
+
+
+def exchange_embeddings(
+    tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str, divisor: int
+) -> Tensor:
+    """Sends each rank its part of a tensor.
+
+    Args:
+        tensor: [sum(input_splits), ...].
+        output_splits: per rank of the group: how many rows come from it.
+        input_splits: per rank: how many rows it gets.
+        group: the group's name, as functional collectives have it.
+        divisor: what gradients, which go back, are divided by there; 1 for not at all.
+
+    Returns:
+        The received parts by rank, [sum(output_splits), ...].
+
+    Example:
+        >>> with fake_process_group(2):
+        ...     exchange_embeddings(torch.ones(5, 4), [2, 1], [2, 3], dist.group.WORLD.group_name, 2).shape
+        torch.Size([3, 4])
+    """
+    result: Tensor = _Exchange.apply(tensor, output_splits, input_splits, group, divisor)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        group: str,
+        divisor: int,
+    ) -> Tensor:
+        ctx.splits, ctx.group, ctx.divisor = (input_splits, output_splits), group, divisor
+        return _send(tensor, output_splits, input_splits, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = _send(gradients[0], *ctx.splits, ctx.group)
+        return gradient if ctx.divisor == 1 else gradient / ctx.divisor, None, None, None, None
+
+
+def _send(tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> Tensor:
+    sent = torch.ops._c10d_functional.all_to_all_single(tensor, output_splits, input_splits, group)
+    received: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    return received
+
+
+EXCHANGE_EMBEDDINGS = define_composite_operator(
+    "exchange_embeddings(Tensor tensor, SymInt[] output_splits, SymInt[] input_splits, str group, int divisor) "
+    "-> Tensor",
+    exchange_embeddings,
+)
+# Where this rank does not read what it gets, others wait for it all the same.
+torch.fx.node.has_side_effect(EXCHANGE_EMBEDDINGS)
