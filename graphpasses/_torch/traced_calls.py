@@ -63,7 +63,7 @@ def read_size(sizes: Tensor, index: int) -> int:
         7
     """
     size: int = sizes[index].item()  # type: ignore[assignment]
-    torch._check_is_size(size)
+    torch._check_is_size(size)  # type: ignore[no-untyped-call]
     return size
 
 

@@ -55,7 +55,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = _send(gradients[0], *ctx.splits, ctx.group)
+        output_splits, input_splits = ctx.splits
+        gradient = _send(gradients[0], output_splits, input_splits, ctx.group)
         return gradient if ctx.divisor == 1 else gradient / ctx.divisor, None, None, None, None
 
 

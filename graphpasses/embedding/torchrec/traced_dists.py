@@ -149,7 +149,7 @@ def _permute(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, indices, indices_tensor)
         names = self.keys()
         keys = [names[index] for index in indices]
-        if statically_known_true(self.stride() == 0):
+        if statically_known_true(self.lengths().numel() == 0):  # the stride itself never is a constant
             return KeyedJaggedTensor(
                 keys=keys,
                 values=self.values(),
