@@ -29,7 +29,7 @@ every optimizer state were compared. This page was written by
 A cell counts only if its *control* differs: the same eager run with a learning rate of the tables that is 1 %
 higher. What is not named in a cell is plain: an EBC, table-wise, fused, row-wise Adagrad (SGD for zero-collision
 hashing), fp32, 2 ranks. "mixed" is table-wise, row-wise and data-parallel tables in one collection. Zero-collision
-hashing runs eagerly, with a graph break that the report names; "0 graphs" is a model that runs eagerly as a whole.
+hashing runs eagerly up to its embeddings, with a graph break that the report names; what follows is compiled.
 """
 _UPSTREAM_HEAD = """## TorchRec's own tests
 
