@@ -59,7 +59,9 @@ def read_size(sizes: Tensor, index: int) -> int:
         index: which of them.
 
     Example:
-        >>> read_size(torch.tensor([3, 7]), 1)
+        >>> import warnings
+        >>> with warnings.catch_warnings(action="ignore"):  # torch will call it otherwise
+        ...     read_size(torch.tensor([3, 7]), 1)
         7
     """
     size: int = sizes[index].item()  # type: ignore[assignment]

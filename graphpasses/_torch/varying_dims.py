@@ -9,9 +9,6 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 
-# How torchtitan's tracer is told. Tested: 2.13.
-from torch._dynamo.decorators import mark_dynamic
-
 # Sizes that are equal in the example are one symbol by default. Tested: 2.13.
 from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -26,6 +23,9 @@ def mark_dims(tensor: torch.Tensor, dims: Iterable[int]) -> None:
         tensor: a tensor that nobody else holds.
         dims: the dims.
     """
+    # How torchtitan's tracer is told. Tested: 2.13. Commands that capture nothing need no Dynamo.
+    from torch._dynamo.decorators import mark_dynamic
+
     mark_dynamic(tensor, list(dims))
 
 

@@ -102,9 +102,12 @@ def capture_train_step(
         >>> model.weight.grad.shape
         torch.Size([1, 4])
     """
-    votes = Votes.of_model(model)
-    votes.check_same("optimizer", None if optimizer is None else type(optimizer).__name__)
-    votes.check_same("clip_norm", clip_norm)
+    if (
+        check or optimizer is not None
+    ):  # without a check one rank may capture for others, which wait for its step
+        votes = Votes.of_model(model)
+        votes.check_same("optimizer", None if optimizer is None else type(optimizer).__name__)
+        votes.check_same("clip_norm", clip_norm)
     capture = partial(
         _capture,
         loss_fn,

@@ -50,7 +50,7 @@ def wire_seconds(transfer: Transfer, speeds: Speeds, algorithm: Algorithm) -> fl
     Example:
         >>> gather = Transfer("all_gather", 100_000_000, 4096, 1)
         >>> [f"{1e3 * wire_seconds(gather, Speeds(), name):.1f} ms" for name in ("ring", "hierarchical", "tree")]
-        ['19.6 ms', '7.7 ms', '0.6 ms']
+        ['19.6 ms', '7.6 ms', '0.6 ms']
 
     Source: Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in MPICH", 2005 (rings,
     doubling, halving); Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009;
