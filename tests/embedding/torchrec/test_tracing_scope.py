@@ -5,10 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+import timeit
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("torchrec")
@@ -19,6 +20,7 @@ from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
+from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
 from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 
 
@@ -85,15 +87,24 @@ def test_scope_restores_everything() -> None:
 
 
 def test_scope_is_cheap() -> None:
-    with tracing_scope():
+    """It takes a few times what it takes to set as many functions of a class and back, however fast the machine."""
+
+    class Owner(nn.Module):
         pass
-    durations = []
-    for _ in range(100):
-        start = time.perf_counter()
+
+    def set_by_hand() -> None:
+        for _ in range(2 * len(TORCHREC_PATCHES.patches)):
+            Owner.extra = len
+
+    def enter() -> None:
         with tracing_scope():
             pass
-        durations.append(time.perf_counter() - start)
-    assert min(durations) < 50e-6
+
+    fastest = [
+        min(timeit.repeat(function, number=1, repeat=200, timer=time.process_time))
+        for function in (enter, enter, set_by_hand)  # the first call resolves what is patched
+    ]
+    assert fastest[1] < 20 * fastest[2]  # seven times as seen; to resolve the patches takes thousands
 
 
 def test_scope_needs_no_torchrec() -> None:
@@ -102,6 +113,7 @@ import sys, torch
 sys.modules["torchrec"] = None  # not installed
 from graphpasses.embedding.torchrec.input_dists import needs_eager_call
 from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
+from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
 from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 model = torch.compile(torch.nn.Linear(2, 2), backend="eager", fullgraph=True)
 assert not needs_eager_call([model])
