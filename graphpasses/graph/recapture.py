@@ -13,6 +13,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.graph.train_graph import GraphInput
+from graphpasses.graph.update import Update
 from graphpasses.graph.votes import Votes
 
 __all__ = ["MAX_STEPS", "FailedElsewhereError", "Recipe", "Variants"]
@@ -27,6 +28,7 @@ class Step(Protocol):
     guards: Guards | None
     recipe: Recipe | None
     report: PipelineReport | None
+    update: Update | None
 
     @property
     def graph(self) -> fx.Graph:
@@ -88,9 +90,12 @@ class Variants(Generic[S]):
 
         Raises:
             CaptureError: there is none, and none may be captured: the message names the line and both values.
-            AgreementError: at the first call: ranks launch different collectives.
+            AgreementError: at the first call: ranks launch different collectives, or update otherwise.
         """
         if not self._is_checked:
+            update = self.steps[0].update
+            self._votes.check_same("optimizer", None if update is None else type(update.optimizer).__name__)
+            self._votes.check_same("clip_norm", None if update is None else update.clip_norm)
             self._check_launches(self.steps[0])
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have

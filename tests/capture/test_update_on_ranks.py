@@ -188,11 +188,12 @@ def train_all() -> dict[str, Outcome]:
             outcomes[name] = Outcome(error=traceback.format_exc())
     for name in ("tied", "hybrid"):
         outcomes[f"other_norms_{name}"] = capture_with_other_norms(name)
+    outcomes["other_norms_unchecked"] = capture_with_other_norms("tied", check=False)
     return outcomes
 
 
-def capture_with_other_norms(name: str) -> Outcome:
-    """Captures with another norm on the last rank; nothing may be traced."""
+def capture_with_other_norms(name: str, *, check: bool = True) -> Outcome:
+    """Captures with another norm on the last rank; nothing may be traced, or without a check nothing may run."""
     case = CASES[name]
     model = shard_eagerly(case, case.build())
     is_last = torch.distributed.get_rank() == NUM_RANKS - 1
@@ -204,9 +205,11 @@ def capture_with_other_norms(name: str) -> Outcome:
 
     optimizer = SGD(model.parameters())
     try:
-        capture_train_step(
-            loss_fn, model, *case.batch(0), optimizer=optimizer, clip_norm=2.0 if is_last else 1.0
+        norm = 2.0 if is_last else 1.0
+        step = capture_train_step(
+            loss_fn, model, *case.batch(0), optimizer=optimizer, clip_norm=norm, check=check
         )
+        step(*case.batch(0))
     except AgreementError as error:
         return Outcome(error=str(error), has_gradients=bool(calls))
     return Outcome()
@@ -260,6 +263,7 @@ def test_refuses_other_norms_on_all_ranks(outcomes: list[dict[str, Outcome]]) ->
     named = "ranks {} and {} capture one step with different clip_norm: 1.0 and 2.0. Give all ranks the same"
     elsewhere = "other ranks were given different clip_norm; their messages say which"
     assert [each["other_norms_tied"].error for each in outcomes] == [named.format(0, 3)] * NUM_RANKS
+    assert [each["other_norms_unchecked"].error for each in outcomes] == [named.format(0, 3)] * NUM_RANKS
     # In a mesh of two axes, rank 0 shares a group with no rank that differs.
     expected = [elsewhere, named.format(1, 3), named.format(2, 3), named.format(1, 3)]
     assert [each["other_norms_hybrid"].error for each in outcomes] == expected
