@@ -33,12 +33,12 @@ _NAMES = {
 
 
 def has_fixed_sizes(graph: TrainGraph) -> bool:
-    """Whether no dim of a step's inputs may vary: bytes and FLOPs are then numbers.
+    """Whether no dim of a step's values may vary, nor depends on data: bytes and FLOPs are then numbers.
 
     Args:
         graph: the step.
     """
-    values = (node.meta.get("val") for node in graph.placeholders)
+    values = (value for node in graph.graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
     return all(
         isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape
     )
