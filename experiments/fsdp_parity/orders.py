@@ -22,7 +22,7 @@ def reorder(plan: BucketPlan, key: Callable[[str], object]) -> BucketPlan:
         >>> reorder(BucketPlan.from_parameters([["b", "a"]]), str).entries[0].fqns
         ('a', 'b')
     """
-    entries = (replace(entry, fqns=tuple(sorted(entry.fqns, key=key))) for entry in plan.entries)  # type: ignore[type-var,arg-type]
+    entries = (replace(entry, fqns=tuple(sorted(entry.fqns, key=key))) for entry in plan.entries)
     return replace(plan, entries=tuple(entries))
 
 

@@ -135,7 +135,7 @@ def _cell(text: str) -> str:
 
 def _machine(device: str) -> str:
     if device == "cuda":
-        major, minor, patch = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        major, minor, patch = torch.cuda.nccl.version()
         return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {major}.{minor}.{patch}"
     return f"no GPU, {platform.machine()}, {os.cpu_count()} cores"
 

@@ -51,7 +51,7 @@ def build(device: str, num_layers: int | None = None) -> nn.Module:
     model = transformer(num_layers or usual, dim, VOCAB).to(device)
     mesh = dist.init_device_mesh(device, (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in [*model.layers, model]:  # type: ignore[union-attr]
+    for module in [*model.layers, model]:
         fully_shard(module, mesh=mesh, mp_policy=policy)
     return model
 
@@ -101,7 +101,7 @@ def eager(model: nn.Module, tokens: Tensor) -> Gradients:
 
     def gradients(model: nn.Module, tokens: Tensor, index: int) -> Tensor:
         loss = loss_fn(model, tokens)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return loss.detach()
 
     return gradients
@@ -120,7 +120,7 @@ def one_bit_wrong(model: nn.Module, tokens: Tensor) -> Gradients:
     def gradients(model: nn.Module, tokens: Tensor, index: int) -> Tensor:
         loss = step(tokens)
         if index == 3:
-            gradient = next(model.parameters()).grad.to_local()  # type: ignore[union-attr]
+            gradient = next(model.parameters()).grad.to_local()
             gradient.view(torch.int32).view(-1)[:1].bitwise_xor_(1)
         return loss
 
@@ -175,7 +175,7 @@ def parity_with_optimizer(device: str, num_steps: int) -> Found:
                 if step is not None:
                     step(tokens)
                 else:
-                    loss_fn(model, tokens).backward()  # type: ignore[no-untyped-call]
+                    loss_fn(model, tokens).backward()
                     nn.utils.clip_grad_norm_(model.parameters(), norm)
                     optimizer.step()
                     optimizer.zero_grad()
@@ -204,7 +204,7 @@ def cuda_graphs(device: str, num_steps: int) -> Found:
         step, given = captured(model, tokens), tokens.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
             for _ in range(3):
                 step(given)
                 model.zero_grad()
@@ -248,13 +248,13 @@ def inductor(device: str, num_steps: int) -> Found:
     gradients: dict[str, list[Tensor]] = {}
     for name, way in ways.items():
         model.zero_grad()
-        loss_fn(way, data[0]).backward()  # type: ignore[no-untyped-call,arg-type]
+        loss_fn(way, data[0]).backward()
         gradients[name] = [
             parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
         ]
 
     def run(way: Callable[..., Any], index: int) -> None:
-        loss_fn(way, data[index % len(data)]).backward()  # type: ignore[no-untyped-call,arg-type]
+        loss_fn(way, data[index % len(data)]).backward()
         model.zero_grad()
         wait(device)
 

@@ -83,9 +83,9 @@ def permute_bucket(graph: TrainGraph) -> Iterator[Edit]:
 
     def exchange(pack: fx.Node, one: fx.Node, other: fx.Node) -> Callable[[Copy], None]:
         def apply(copy: Copy) -> None:
-            members = list(copy[pack].args[0])  # type: ignore[arg-type]
+            members = list(copy[pack].args[0])
             i, j = one.args[1], other.args[1]
-            members[i], members[j] = members[j], members[i]  # type: ignore[index]
+            members[i], members[j] = members[j], members[i]
             copy[pack].args = (members, *copy[pack].args[1:])
             copy[one].args, copy[other].args = (copy[one].args[0], j), (copy[other].args[0], i)
 
@@ -222,7 +222,7 @@ def _move_write(graph: TrainGraph, node: fx.Node) -> Iterator[Edit]:
         copy.graph.graph.erase_node(copy[node])
 
     def double(copy: Copy) -> None:
-        copy.after(copy[node], node.target, *copy[node].args, **copy[node].kwargs)  # type: ignore[arg-type]
+        copy.after(copy[node], node.target, *copy[node].args, **copy[node].kwargs)
 
     if all(each.op != "placeholder" for each in inputs[1:]) and inputs[1:]:
         yield Edit("write", f"{node} as early as it can be", early)

@@ -229,7 +229,7 @@ def _exchanged(mesh: DeviceMesh) -> Iterator[Pair]:
 class Keep(GraphPass):
     """Keeps the graph of each stage."""
 
-    name: str  # type: ignore[misc]
+    name: str
     numerics: ClassVar[Numerics] = Numerics.BITWISE
     graphs: dict[Stage, TrainGraph] = field(default_factory=dict, compare=False)
 
@@ -249,7 +249,7 @@ def _call(model: nn.Module, *batch: Tensor) -> Tensor:
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:
-    for module in (*model.layers, model):  # type: ignore[misc]
+    for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     return model
 

@@ -227,7 +227,7 @@ def permute_pieces(graph: TrainGraph) -> Iterator[Edit]:
 
     def exchange_parts(node: fx.Node, i: int, j: int) -> Callable[[Copy], None]:
         def apply(copy: Copy) -> None:
-            parts = list(node.args[0])  # type: ignore[arg-type]
+            parts = list(node.args[0])
             parts[i], parts[j] = parts[j], parts[i]
             _set(copy, node, 0, parts)
 
@@ -273,8 +273,8 @@ def wrong_additions(graph: TrainGraph) -> Iterator[Edit]:
         def apply(copy: Copy) -> None:
             a, b = inner.args[:2]
             with copy.graph.graph.inserting_before(copy[node]):
-                last = copy.graph.emit(aten.add.Tensor, (copy[b], copy[c]), like=copy[node])  # type: ignore[index]
-            copy[node].args = (copy[a], last)  # type: ignore[index]
+                last = copy.graph.emit(aten.add.Tensor, (copy[b], copy[c]), like=copy[node])
+            copy[node].args = (copy[a], last)
 
         return apply
 
@@ -339,7 +339,7 @@ def other_dtype(graph: TrainGraph) -> Iterator[Edit]:
                 for _, arg in reads(kept):
                     kwargs = {"dtype": torch.float32}
                     wide.append(copy.graph.emit(aten._to_copy.default, (arg,), kwargs, like=kept))
-                value = copy.graph.emit(kept.target, (*wide, *kept.args[len(wide) :]), kept.kwargs, like=kept)  # type: ignore[arg-type]
+                value = copy.graph.emit(kept.target, (*wide, *kept.args[len(wide) :]), kept.kwargs, like=kept)
                 value = copy.graph.emit(aten._to_copy.default, (value,), {"dtype": dtype}, like=kept)
             kept.replace_all_uses_with(value)
 

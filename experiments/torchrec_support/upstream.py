@@ -188,9 +188,9 @@ def _collect(receivers: list[Connection], timeout: float) -> Outcome:
         if not ready:
             return Outcome("fails", f"ran longer than {timeout:g} s")
         for receiver in ready:
-            waiting.remove(receiver)  # type: ignore[arg-type]
+            waiting.remove(receiver)
             try:
-                last = receiver.recv()  # type: ignore[union-attr]
+                last = receiver.recv()
             except EOFError:
                 return Outcome("fails", "a rank died")
             if last.kind != "passed":

@@ -80,7 +80,7 @@ def load_tests(sources: Path) -> Iterator[unittest.TestCase]:
         modules = [importlib.import_module(f"{_PACKAGES[0]}.{name}") for name in TEST_MODULES]
     for module in modules:
         for suite in unittest.defaultTestLoader.loadTestsFromModule(module):
-            yield from suite  # type: ignore[misc]
+            yield from suite
 
 
 def _skip_unless_gpu(skip_if: Callable[[object, str], Any]) -> Callable[[object, str], Any]:

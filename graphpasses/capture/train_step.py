@@ -102,12 +102,8 @@ def capture_train_step(
         >>> model.weight.grad.shape
         torch.Size([1, 4])
     """
-    if (
-        check or optimizer is not None
-    ):  # without a check one rank may capture for others, which wait for its step
-        votes = Votes.of_model(model)
-        votes.check_same("optimizer", None if optimizer is None else type(optimizer).__name__)
-        votes.check_same("clip_norm", clip_norm)
+    if check:  # without it one rank may capture for others, which wait for its step
+        Votes.of_model(model).check_update(optimizer, clip_norm)
     capture = partial(
         _capture,
         loss_fn,

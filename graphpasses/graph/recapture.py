@@ -94,8 +94,8 @@ class Variants(Generic[S]):
         """
         if not self._is_checked:
             update = self.steps[0].update
-            self._votes.check_same("optimizer", None if update is None else type(update.optimizer).__name__)
-            self._votes.check_same("clip_norm", None if update is None else update.clip_norm)
+            given = (None, None) if update is None else (update.optimizer, update.clip_norm)
+            self._votes.check_update(*given)
             self._check_launches(self.steps[0])
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have

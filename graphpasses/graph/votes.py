@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.group_ranks import mesh_group_names, named_group
@@ -95,21 +96,23 @@ class Votes:
                 found or "other ranks launch different collectives; their messages say which"
             )
 
-    def check_same(self, what: str, value: object) -> None:
-        """Raises on all ranks if they were given different values of something.
+    def check_update(self, optimizer: Optimizer | None, clip_norm: float | None) -> None:
+        """Raises on all ranks if they were given optimizers of different classes, or other norms to clip to.
 
         Args:
-            what: its name.
-            value: this rank's.
+            optimizer: this rank's; None if its step ends with gradients.
+            clip_norm: this rank's.
 
         Raises:
             AgreementError: on ranks that share a group with two that differ it names both.
         """
+        self._check_same("optimizer", None if optimizer is None else type(optimizer).__name__)
+        self._check_same("clip_norm", clip_norm)
+
+    def _check_same(self, what: str, value: object) -> None:
         if not self.groups or self._are_the_same(text := repr(value)):
             return
-        found = [
-            self._unlike_values(what, text, group) for group in self.groups
-        ]  # all groups: others wait there
+        found = [self._unlike_values(what, text, group) for group in self.groups]  # all: others wait there
         elsewhere = f"other ranks were given different {what}; their messages say which"
         raise AgreementError(next(filter(None, found), elsewhere))
 

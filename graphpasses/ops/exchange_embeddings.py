@@ -17,7 +17,13 @@ __all__ = ["EXCHANGE_EMBEDDINGS", "exchange_embeddings"]
 
 
 def exchange_embeddings(
-    tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str, divisor: int
+    tensor: Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    group: str,
+    divisor: int,
+    codec: Any = None,
+    gradient_codec: Any = None,
 ) -> Tensor:
     """Sends each rank its part of a tensor.
 
@@ -27,6 +33,8 @@ def exchange_embeddings(
         input_splits: per rank: how many rows it gets.
         group: the group's name, as functional collectives have it.
         divisor: what gradients, which go back, are divided by there; 1 for not at all.
+        codec: TorchRec's, which encodes what is sent and decodes what comes; None sends the numbers themselves.
+        gradient_codec: the same for gradients.
 
     Returns:
         The received parts by rank, [sum(output_splits), ...].
@@ -36,7 +44,8 @@ def exchange_embeddings(
         ...     exchange_embeddings(torch.ones(5, 4), [2, 1], [2, 3], dist.group.WORLD.group_name, 2).shape
         torch.Size([3, 4])
     """
-    result: Tensor = _Exchange.apply(tensor, output_splits, input_splits, group, divisor)  # type: ignore[no-untyped-call]
+    splits = output_splits, input_splits
+    result: Tensor = _Exchange.apply(tensor, *splits, group, divisor, codec, gradient_codec)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -49,21 +58,27 @@ class _Exchange(torch.autograd.Function):
         input_splits: Sequence[int],
         group: str,
         divisor: int,
+        codec: Any,
+        gradient_codec: Any,
     ) -> Tensor:
-        ctx.splits, ctx.group, ctx.divisor = (input_splits, output_splits), group, divisor
-        return _send(tensor, output_splits, input_splits, group)
+        ctx.splits, ctx.group = (input_splits, output_splits), group
+        ctx.divisor, ctx.codec = divisor, gradient_codec
+        return _send(tensor, output_splits, input_splits, group, codec)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         output_splits, input_splits = ctx.splits
-        gradient = _send(gradients[0], output_splits, input_splits, ctx.group)
-        return gradient if ctx.divisor == 1 else gradient / ctx.divisor, None, None, None, None
+        gradient = _send(gradients[0], output_splits, input_splits, ctx.group, ctx.codec)
+        return gradient if ctx.divisor == 1 else gradient / ctx.divisor, None, None, None, None, None, None
 
 
-def _send(tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str) -> Tensor:
-    sent = torch.ops._c10d_functional.all_to_all_single(tensor, output_splits, input_splits, group)
+def _send(
+    tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str, codec: Any
+) -> Tensor:
+    encoded = tensor if codec is None else codec.encode(tensor, codec.create_context())
+    sent = torch.ops._c10d_functional.all_to_all_single(encoded, output_splits, input_splits, group)
     received: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
-    return received
+    return received if codec is None else codec.decode(received, codec.create_context())
 
 
 EXCHANGE_EMBEDDINGS = define_composite_operator(

@@ -12,9 +12,9 @@ from graphpasses.errors import UnsupportedError
 
 
 def compiled(**options: object) -> nn.Module:
-    backend = Backend(lambda graph, inputs: graph.forward, lambda root, compiled, _: compiled, **options)  # type: ignore[arg-type]
+    backend = Backend(lambda graph, inputs: graph.forward, lambda root, compiled, _: compiled, **options)
     with backend.expected():
-        module: nn.Module = torch.compile(nn.Linear(4, 2), backend=backend)  # type: ignore[assignment]
+        module: nn.Module = torch.compile(nn.Linear(4, 2), backend=backend)
     return module
 
 

@@ -249,7 +249,7 @@ class NotesItsTask(Block):
 def test_what_forward_sets_once_in_a_shared_config() -> None:
     def build_one() -> nn.Module:
         config = Config()
-        config.problem_type = None  # type: ignore[attr-defined]
+        config.problem_type = None
         torch.manual_seed(0)
         return nn.Sequential(NotesItsTask(config))
 

@@ -131,7 +131,7 @@ def test_what_the_step_does_not_read_may_change() -> None:
     step = capture_train_step(trainer, model, X)
     trainer.num_steps += 1
     trainer.settings.unread = 1
-    trainer.loss_of_last_step = step(X)  # type: ignore[attr-defined]
+    trainer.loss_of_last_step = step(X)
     globals()["UNREAD"] = 2.0
     assert same_bits(step(X), trainer(model, X).detach())
 
@@ -272,8 +272,8 @@ def by_default() -> Callable[..., torch.Tensor]:
 def by_attribute_of_a_function() -> Callable[..., torch.Tensor]:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(loss_fn, "mask"):
-            loss_fn.mask = torch.full((4,), 0.5)  # type: ignore[attr-defined]
-        return (model(x) * loss_fn.mask).mean()  # type: ignore[attr-defined]
+            loss_fn.mask = torch.full((4,), 0.5)
+        return (model(x) * loss_fn.mask).mean()
 
     return loss_fn
 

@@ -310,7 +310,7 @@ def test_wrong_options_are_refused_where_they_are_written() -> None:
     ):
         torch.compile(model, backend="graphpasses", options={"iner": "inductor"})
     with pytest.raises(PipelineError, match="option 'inner' is 'inductor' or 'aot_eager', got 'eager'"):
-        graphpasses.compile(model, inner="eager")  # type: ignore[arg-type]
+        graphpasses.compile(model, inner="eager")
     with pytest.raises(PipelineError, match=r"option 'pipeline' takes a graphpasses\.Pipeline, got str"):
         torch.compile(model, backend="graphpasses", options={"pipeline": "fuse"})
     with pytest.raises(PipelineError, match=r"write disable=\['look'\]"):

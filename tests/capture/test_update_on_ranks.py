@@ -193,25 +193,20 @@ def train_all() -> dict[str, Outcome]:
 
 
 def capture_with_other_norms(name: str, *, check: bool = True) -> Outcome:
-    """Captures with another norm on the last rank; nothing may be traced, or without a check nothing may run."""
+    """Captures with another norm on the last rank, and returns which call refuses that, and how."""
     case = CASES[name]
     model = shard_eagerly(case, case.build())
-    is_last = torch.distributed.get_rank() == NUM_RANKS - 1
-    calls: list[int] = []
-
-    def loss_fn(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        return next_token_loss(model, *batch)
-
+    norm = 2.0 if torch.distributed.get_rank() == NUM_RANKS - 1 else 1.0
     optimizer = SGD(model.parameters())
+    refused_by = "capture"
     try:
-        norm = 2.0 if is_last else 1.0
         step = capture_train_step(
-            loss_fn, model, *case.batch(0), optimizer=optimizer, clip_norm=norm, check=check
+            next_token_loss, model, *case.batch(0), optimizer=optimizer, clip_norm=norm, check=check
         )
+        refused_by = "step"
         step(*case.batch(0))
     except AgreementError as error:
-        return Outcome(error=str(error), has_gradients=bool(calls))
+        return Outcome(error=f"{refused_by}: {error}")
     return Outcome()
 
 
@@ -260,13 +255,18 @@ def test_control_differs(name: str, outcomes: list[dict[str, Outcome]]) -> None:
 
 @pytest.mark.multiprocess
 def test_refuses_other_norms_on_all_ranks(outcomes: list[dict[str, Outcome]]) -> None:
-    named = "ranks {} and {} capture one step with different clip_norm: 1.0 and 2.0. Give all ranks the same"
-    elsewhere = "other ranks were given different clip_norm; their messages say which"
-    assert [each["other_norms_tied"].error for each in outcomes] == [named.format(0, 3)] * NUM_RANKS
-    assert [each["other_norms_unchecked"].error for each in outcomes] == [named.format(0, 3)] * NUM_RANKS
-    # In a mesh of two axes, rank 0 shares a group with no rank that differs.
-    expected = [elsewhere, named.format(1, 3), named.format(2, 3), named.format(1, 3)]
-    assert [each["other_norms_hybrid"].error for each in outcomes] == expected
-    assert not any(
-        each[f"other_norms_{name}"].has_gradients for each in outcomes for name in ("tied", "hybrid")
+    named = (
+        "{}: ranks {} and {} capture one step with different clip_norm: 1.0 and 2.0. Give all ranks the same"
     )
+    elsewhere = "capture: other ranks were given different clip_norm; their messages say which"
+
+    def errors(name: str) -> list[str]:
+        return [each[f"other_norms_{name}"].error for each in outcomes]
+
+    assert errors("tied") == [named.format("capture", 0, 3)] * NUM_RANKS
+    assert errors("unchecked") == [named.format("step", 0, 3)] * NUM_RANKS  # one rank may capture for others
+    # In a mesh of two axes, rank 0 shares a group with no rank that differs.
+    assert errors("hybrid") == [
+        elsewhere,
+        *(named.format("capture", *pair) for pair in ((1, 3), (2, 3), (1, 3))),
+    ]

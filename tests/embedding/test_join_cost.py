@@ -17,10 +17,7 @@ def of(*sizes: int | None, columns: int = 16) -> list[BatchOfBags]:
 def cost(lookups: Sequence[BatchOfBags], groups: Sequence[Sequence[int]]) -> float:
     """20 us per lookup, and the padding."""
     members = [[lookups[index] for index in group] for group in groups]
-    return sum(
-        20 + padding_cost(group, max(each.batch_size for each in group))
-        for group in members  # type: ignore[type-var]
-    )
+    return sum(20 + padding_cost(group, max(each.batch_size for each in group)) for group in members)
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:

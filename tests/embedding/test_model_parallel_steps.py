@@ -73,7 +73,7 @@ def compiled() -> dict[str, list[object]]:
             for loss in losses:
                 loss.backward()
             equal.append(torch.equal(*losses) and same(state_of(eager), state_of(model)))
-        facts[kind.__name__] = [equal, *(calls_of(lambda run=run: run(*batch(3))) for run in runs)]  # type: ignore[misc]
+        facts[kind.__name__] = [equal, *(calls_of(lambda run=run: run(*batch(3))) for run in runs)]
     return facts
 
 

@@ -33,7 +33,7 @@ def wrong(device: str, num_steps: int) -> tuple[bool, list[tuple[str, str]]]:
     ],
 )
 def test_status(check: object, status: str, reason: str) -> None:
-    result = command._run(Check("mine", check), "cpu", 4)  # type: ignore[arg-type]
+    result = command._run(Check("mine", check), "cpu", 4)
     assert (result.status, result.reason) == (status, reason)
     assert Result.from_json(result.to_json()) == result
 

@@ -28,7 +28,7 @@ def printed(table: Table) -> list[list[str]]:
     """Returns the cells of each row below the header."""
     console = Console(file=io.StringIO(), width=1000)
     console.print(table)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = console.file.getvalue().splitlines()
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
 
 
@@ -57,7 +57,7 @@ def record(folder: Path, variant: str, weights: list[float], *, complete: bool =
 def test_verdict(tmp_path: Path, weights: list[float], must: str, status: Status, result: str) -> None:
     record(tmp_path, "eager", [1.0, 2.0])
     record(tmp_path, "compiled", weights)
-    verdict = judge("case", Comparison("compiled", "eager", must), tmp_path, 2)  # type: ignore[arg-type]
+    verdict = judge("case", Comparison("compiled", "eager", must), tmp_path, 2)
     assert (verdict.status, verdict.result) == (status, result)
 
 
@@ -68,7 +68,7 @@ def test_verdict(tmp_path: Path, weights: list[float], must: str, status: Status
 def test_a_killed_run(tmp_path: Path, weight: float, must: str, status: Status) -> None:
     record(tmp_path, "eager", [1.0, 2.0])
     record(tmp_path, "compiled", [1.0, weight], complete=False)
-    verdict = judge("case", Comparison("compiled", "eager", must), tmp_path, 2)  # type: ignore[arg-type]
+    verdict = judge("case", Comparison("compiled", "eager", must), tmp_path, 2)
     assert verdict.status == status
     reason = f", but '{run_path(tmp_path, 'case', 'compiled')}' was cut short"
     assert verdict.result.endswith(reason) == (status == "not compared")
@@ -125,7 +125,7 @@ def test_progress() -> None:
     console, counter = Console(file=io.StringIO()), RunCounter(num_runs=12, num_done=2)
     counter.add(TrainedRun("case", "eager"), console)
     counter.add(TrainedRun("case", "compiled", failure="step 0"), console)
-    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+    assert console.file.getvalue().splitlines() == [
         "[ 3/12]    0 s  case: eager",
         "[ 4/12]    0 s  case: compiled FAILED",
     ]

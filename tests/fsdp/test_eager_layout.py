@@ -37,7 +37,7 @@ class Recorder:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:  # type: ignore[no-untyped-def]
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
         self.record("reduce_scatter", input_tensor, group, op)
         output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()])
 
@@ -117,7 +117,7 @@ def check_case(case: Case) -> None:
     for_all("set_custom_reduce_scatter", recorder)(model)
     all_reduce = dist.all_reduce
 
-    def record_all_reduce(tensor, op, group):  # type: ignore[no-untyped-def]
+    def record_all_reduce(tensor, op, group):
         recorder.record("all_reduce", tensor, group, op)
         return all_reduce(tensor, op=op, group=group)
 

@@ -16,7 +16,7 @@ RANKS = (0, 1, 2, 3)
 PARAMETERS = [("a", (5, 3), 0), ("b", (2,), 0), ("c", (3, 8), 1), ("d", (4, 1, 2), 0)]
 
 
-def bucket(parameters=PARAMETERS, dtype=torch.bfloat16, op="avg") -> BucketLayout:  # type: ignore[no-untyped-def]
+def bucket(parameters=PARAMETERS, dtype=torch.bfloat16, op="avg") -> BucketLayout:
     return make_bucket_layout("reduce_scatter", RANKS, op, dtype, parameters)
 
 

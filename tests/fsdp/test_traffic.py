@@ -71,7 +71,7 @@ def test_the_report_has_it_before_and_after_each_pass(case: tuple[nn.Module, Cap
     assert report is not None
     numbers = [tuple(len(each.transfers) for each in found.traffic or ()) for found in report]
     assert all(num == found.num_collectives for num, found in zip(numbers, report, strict=True))
-    assert report.passes[-1].traffic == (report.passes[-2].traffic[1], graph_traffic(case[1]))  # type: ignore[index]
+    assert report.passes[-1].traffic == (report.passes[-2].traffic[1], graph_traffic(case[1]))
 
 
 def layout(*shapes: tuple[int, ...], num_ranks: int = 8) -> Layout:
@@ -115,7 +115,7 @@ def test_order_of_a_step_that_overlaps() -> None:
 def test_order_of_a_step_that_does_not() -> None:
     traffic = layout_traffic(layout((8, 2)), 8, num_tokens=1, param_dtype="float32", overlap=False)
     pairs = [event for event in traffic.events if event.kind != "compute"]
-    assert pairs == [Event(kind, index) for index in range(3) for kind in ("launch", "wait")]  # type: ignore[arg-type]
+    assert pairs == [Event(kind, index) for index in range(3) for kind in ("launch", "wait")]
 
 
 def test_no_buckets() -> None:

@@ -53,7 +53,7 @@ class Named(NamedTuple):
         return self.x - self.y
 
 
-class Encoding(collections.UserDict):  # type: ignore[type-arg]
+class Encoding(collections.UserDict):
     """As transformers' BatchEncoding is: items that are attributes, and private state of its tokenizer."""
 
     def __init__(self, items: Mapping[str, Any] | None = None) -> None:
@@ -69,7 +69,7 @@ class Encoding(collections.UserDict):  # type: ignore[type-arg]
         return self.x * self.y + self.x
 
 
-class Items(dict):  # type: ignore[type-arg]
+class Items(dict):
     def total(self) -> torch.Tensor:
         return self["x"] * 2 - self["y"]
 
@@ -204,7 +204,7 @@ def test_leaves_of_containers_are_named() -> None:
         "batch[0].scale differs from the captured batch: expected 0.5, got 0.25. Capture a step for it, or pad the "
         "batch"
     )
-    assert refused(lambda: step(Pair(X, nested(X)))) == (  # type: ignore[arg-type]
+    assert refused(lambda: step(Pair(X, nested(X)))) == (
         "batch[0].y differs from the captured batch: expected shape [2, 4], torch.float32, on cpu, got a dict. "
         "Capture a step for it, or pad the batch"
     )

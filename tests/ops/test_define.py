@@ -19,7 +19,7 @@ def test_an_operator_with_a_backward() -> None:
     )
     assert operator is torch.ops.graphpasses.test_scale.default
     x = torch.ones(3, requires_grad=True)
-    results = torch.library.opcheck(operator, (x, 3.0))  # type: ignore[arg-type]
+    results = torch.library.opcheck(operator, (x, 3.0))
     assert set(results.values()) == {"SUCCESS"}
     operator(x, 3.0).sum().backward()
     assert x.grad is not None

@@ -23,7 +23,7 @@ def test_operator_is_registered_whole(splits: list[int]) -> None:
         assert tensor.grad.shape == tensor.shape
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         arguments = (tensor.detach(), splits, 1, dist.group.WORLD.group_name, 2)
-        results = torch.library.opcheck(REDUCE_SCATTER_V, arguments, test_utils=checks)  # type: ignore[arg-type]
+        results = torch.library.opcheck(REDUCE_SCATTER_V, arguments, test_utils=checks)
         assert set(results.values()) == {"SUCCESS"}
 
 

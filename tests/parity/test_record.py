@@ -297,12 +297,12 @@ def record_what_json_cannot_take(path: Path) -> tuple[int, list[str]]:
         with contextlib.ExitStack() as closing:
             recorder = ParityRecorder(path, overwrite=True)
             closing.callback(recorder.close, complete=False)
-            recorder.record_passes({"step": PipelineReport((report,))})  # type: ignore[arg-type]
+            recorder.record_passes({"step": PipelineReport((report,))})
             recorder.record(0, 1.0, {})
             if layouts is not None:
-                recorder.record_layouts(layouts)  # type: ignore[arg-type]
+                recorder.record_layouts(layouts)
             with pytest.raises(RunFileError) as error:
-                recorder.record(step, 1.0, {})  # type: ignore[arg-type]
+                recorder.record(step, 1.0, {})
             reasons.append(str(error.value))
     return report.num_calls, reasons
 

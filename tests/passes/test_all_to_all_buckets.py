@@ -101,12 +101,12 @@ def test_a_rank_that_sees_another_order_refuses() -> None:
     seen = []
 
     def agree(question: object, own: list[int]) -> list[int]:
-        seen.append(question.contradiction([0, 0b1, 0], [0, 0b1, 0b1]))  # type: ignore[attr-defined]
-        seen.append(question.contradiction([0, 0b1, 0b1], own))  # type: ignore[attr-defined]
-        seen.append(question.combine([[0, 0b1, 0], [0, 0, 0b10]]))  # type: ignore[attr-defined]
+        seen.append(question.contradiction([0, 0b1, 0], [0, 0b1, 0b1]))
+        seen.append(question.contradiction([0, 0b1, 0b1], own))
+        seen.append(question.combine([[0, 0b1, 0], [0, 0, 0b10]]))
         return own
 
-    sequence.agree = agree  # type: ignore[method-assign, assignment]
+    sequence.agree = agree
     plan_launch_order(graph, sequence, pass_name="test")
     broken, kept, union = seen
     assert broken == (

@@ -117,10 +117,10 @@ def test_rule_says_what_the_operator_computes(target: object) -> None:
             name: values.tensor(dtype, tuple(x.shape), values.source(("input", name), x.numel()))
             for name, x in inputs.items()
         }
-        for args in CASES[target]:  # type: ignore[index]
+        for args in CASES[target]:
             to = ALL if target == aten._to_copy.default else (dtype,)
             for kwargs in [{"dtype": each} for each in to] if target in TAKE_DTYPE else [{}]:
-                expected = target(*replaced(args, inputs), **kwargs)  # type: ignore[operator]
+                expected = target(*replaced(args, inputs), **kwargs)
                 found = RULES[target][1](values, expected, *replaced(args, numbers), **kwargs)
                 num_compared += compared(values, found, expected, inputs)
     assert num_compared
@@ -132,8 +132,8 @@ def compared(values: Values, found: object, expected: object, inputs: dict[str, 
         return sum(compared(values, x, y, inputs) for x, y in zip(found, expected, strict=True))
     assert isinstance(found, Value)
     got = materialized(values, found, inputs)
-    assert got.shape == expected.shape  # type: ignore[attr-defined]
-    assert same_bits(got, expected.contiguous())  # type: ignore[attr-defined]
+    assert got.shape == expected.shape
+    assert same_bits(got, expected.contiguous())
     return 1
 
 

@@ -17,7 +17,7 @@ def times(*events: Event) -> StepTime:
 
 
 def test_waited_for_at_once_is_exposed() -> None:
-    at_once = [Event(kind, index) for index in (0, 1) for kind in ("launch", "wait")]  # type: ignore[arg-type]
+    at_once = [Event(kind, index) for index in (0, 1) for kind in ("launch", "wait")]
     found = times(*at_once[:2], COMPUTE, *at_once[2:], COMPUTE)
     assert found == StepTime(compute=10, wire=10, exposed=10)
     assert found.hidden == 0

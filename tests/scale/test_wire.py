@@ -31,7 +31,7 @@ def microseconds(
     stride: int = 1,
     **changed: float,
 ) -> float:
-    speeds = replace(SPEEDS, **changed)  # type: ignore[arg-type]
+    speeds = replace(SPEEDS, **changed)
     return 1e6 * wire_seconds(Transfer(name, num_bytes, num_ranks, stride), speeds, algorithm)
 
 

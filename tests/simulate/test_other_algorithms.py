@@ -15,7 +15,7 @@ PARAMETERS = [("w1", (4096, 1000), 0), ("b1", (4096,), 0), ("w2", (1000, 4096), 
 def layout(topology: Topology, op: str, collective: str = "all_reduce", *, reverse: bool = False) -> Layout:
     order = PARAMETERS[::-1] if reverse else PARAMETERS
     ranks = range(topology.num_ranks)
-    return Layout((make_bucket_layout(collective, ranks, op, torch.bfloat16, order),))  # type: ignore[arg-type]
+    return Layout((make_bucket_layout(collective, ranks, op, torch.bfloat16, order),))
 
 
 def test_premul_sum_is_no_nvls() -> None:

@@ -32,7 +32,7 @@ def layout(
 ) -> Layout:
     parameters = [(fqn, SHAPES[fqn], 0) for fqn in order]
     ranks = range(topology.num_ranks)
-    return Layout((make_bucket_layout(collective, ranks, op, torch.bfloat16, parameters),))  # type: ignore[arg-type]
+    return Layout((make_bucket_layout(collective, ranks, op, torch.bfloat16, parameters),))
 
 
 def gradients(bucket: BucketLayout, num_rows: int, num_ranks: int) -> dict[str, Tensor]:
@@ -48,9 +48,9 @@ def gradients(bucket: BucketLayout, num_rows: int, num_ranks: int) -> dict[str, 
 def reduced(bucket: BucketLayout, topology: Topology, values: dict[str, Tensor]) -> dict[str, Tensor]:
     packed = torch.cat([values[entry.fqn] for entry in bucket.entries], dim=2).flatten(1)
     if bucket.collective == "reduce_scatter":
-        rows = torch.stack(simulate_reduce_scatter(packed, topology, bucket.op))  # type: ignore[arg-type]
+        rows = torch.stack(simulate_reduce_scatter(packed, topology, bucket.op))
     else:
-        rows = simulate_all_reduce(packed, topology, bucket.op)[None]  # type: ignore[arg-type]
+        rows = simulate_all_reduce(packed, topology, bucket.op)[None]
     sizes = [entry.padded_numel for entry in bucket.entries]
     return dict(zip((entry.fqn for entry in bucket.entries), rows.split(sizes, dim=1), strict=True))
 

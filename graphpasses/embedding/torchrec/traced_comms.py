@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpasses.errors import UnsupportedError
-from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS
+from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS, exchange_embeddings
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V, gather_parts
 
 __all__ = ["all_to_all_single", "carry_codecs", "check_codecs", "reduce_as_eager"]
@@ -105,45 +105,10 @@ def all_to_all_single(original: Any) -> Any:
             divisor = group_size if gradient_division else 1
             if not isinstance(tensor, _Carried):
                 return EXCHANGE_EMBEDDINGS(tensor, output_splits, input_splits, group, divisor)  # type: ignore[no-any-return]
-            codecs = tensor.codecs
-            return _AllToAll.apply(  # type: ignore[no-any-return, no-untyped-call]
-                tensor.tensor, output_splits, input_splits, group, divisor, codecs.forward, codecs.backward
-            )
+            codecs = tensor.codecs.forward, tensor.codecs.backward
+            return exchange_embeddings(tensor.tensor, output_splits, input_splits, group, divisor, *codecs)
 
     return AllToAllSingle
-
-
-def _exchange(
-    tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str, codec: Any
-) -> Tensor:
-    received = torch.ops._c10d_functional.all_to_all_single(
-        codec.encode(tensor, codec.create_context()), output_splits, input_splits, group
-    )
-    decoded: Tensor = codec.decode(torch.ops._c10d_functional.wait_tensor(received), codec.create_context())
-    return decoded
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        group: str,
-        divisor: int,
-        codec: Any,
-        gradient_codec: Any,
-    ) -> Tensor:
-        ctx.splits = input_splits, output_splits
-        ctx.group, ctx.divisor, ctx.codec = group, divisor, gradient_codec
-        return _exchange(tensor, output_splits, input_splits, group, codec)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        output_splits, input_splits = ctx.splits
-        gradient = _exchange(gradients[0], output_splits, input_splits, ctx.group, ctx.codec) / ctx.divisor
-        return gradient, None, None, None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):

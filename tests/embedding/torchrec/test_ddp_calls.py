@@ -32,7 +32,7 @@ class FakeDDP(DistributedDataParallel):
 def test_ddp_calls_nest() -> None:
     log: list[str] = []
     sharded = nn.Linear(1, 1)
-    sharded._lookups = [FakeDDP(log, "table", nn.Linear(1, 1))]  # type: ignore[assignment]
+    sharded._lookups = [FakeDDP(log, "table", nn.Linear(1, 1))]
     table, outer = sharded._lookups[0], FakeDDP(log, "outer", nn.Sequential(sharded, sharded))
     unused = FakeDDP(log, "unused", nn.Linear(1, 1))
     calls = ddp_calls([outer, unused])

@@ -196,7 +196,7 @@ def late_data_parallel() -> list[str]:
     def begin(model: nn.Module, call: Callable[[Any], Any]) -> None:
         with torch.no_grad():
             call(ids(dist.get_rank(), 0, 1))
-        model.init_data_parallel()  # type: ignore[operator]
+        model.init_data_parallel()
 
     return parted(partial(plainly_sharded, init_data_parallel=False), begin=begin)
 

@@ -31,7 +31,7 @@ def test_patches_come_and_go() -> None:
     for _ in range(2):
         with patches:
             assert colorsys.rgb_to_hsv(0, 0, 1) == ORIGINAL(1, 0, 0)
-            assert colorsys.new() == 1  # type: ignore[attr-defined]
+            assert colorsys.new() == 1
             with patches:
                 pass
             assert colorsys.rgb_to_hsv is not ORIGINAL
@@ -51,13 +51,13 @@ def test_static_methods_stay_static() -> None:
         def double(number: int) -> int:
             return 2 * number
 
-    colorsys.Holder = Holder  # type: ignore[attr-defined]
+    colorsys.Holder = Holder
     try:
         with PatchSet(Patch("colorsys:Holder.double", lambda original: lambda number: original(number) + 1)):
             assert Holder.double(3) == Holder().double(3) == 7
         assert Holder.double(3) == 6
     finally:
-        del colorsys.Holder  # type: ignore[attr-defined]
+        del colorsys.Holder
 
 
 def test_what_a_user_patched_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

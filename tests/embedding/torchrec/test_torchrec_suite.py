@@ -35,10 +35,10 @@ def run_suite(sources: str, *, ours: bool) -> tuple[int, dict[str, str]]:
 
         base.DistributedModelParallel = DistributedModelParallel
 
-    class StateDict(base.ModelParallelStateDictBase):  # type: ignore[misc, name-defined]
+    class StateDict(base.ModelParallelStateDictBase):
         backend = "gloo"
 
-    class SparseOnly(base.ModelParallelSparseOnlyBase):  # type: ignore[misc, name-defined]
+    class SparseOnly(base.ModelParallelSparseOnlyBase):
         backend = "gloo"
 
     dist.destroy_process_group()  # each test makes its own

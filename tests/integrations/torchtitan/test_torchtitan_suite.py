@@ -117,7 +117,7 @@ def on_cpu(test_passes: ModuleType) -> type[unittest.TestCase]:
     """Returns the tests of the order of all-gathers without their processes and GPUs."""
     read = test_passes.TestBucketingPrefetchOrder._get_bucketed_ag_layer_order
 
-    class PrefetchOrderOnCpu(test_passes.TestBucketingPrefetchOrder):  # type: ignore[misc, name-defined]
+    class PrefetchOrderOnCpu(test_passes.TestBucketingPrefetchOrder):
         world_size = NUM_RANKS
         layers: ClassVar[list[int]] = []
 

@@ -40,7 +40,7 @@ def columns(*widths: int) -> list[Tensor]:
 
 
 def split(x: Tensor, *widths: int) -> Sequence[Tensor]:
-    return aten.split_with_sizes.default(x, list(widths), 1)  # type: ignore[no-any-return]
+    return aten.split_with_sizes.default(x, list(widths), 1)
 
 
 def copies(graph: TrainGraph) -> list[list[tuple[str, int, int]]]:
