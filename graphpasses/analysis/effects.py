@@ -31,10 +31,9 @@ from graphpasses._torch.schemas import (
     written_names,
 )
 from graphpasses.graph import WAIT
-from graphpasses.graph.nodes import GROUP_ARGUMENTS, collective_group, storages
+from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, storages
 
 __all__ = [
-    "METADATA_OPS",
     "UNKNOWN_GROUP",
     "Effects",
     "collective_group",
@@ -58,16 +57,6 @@ _FUNCTIONALIZED = (
     torch.ops.higher_order.auto_functionalized,
     torch.ops.higher_order.auto_functionalized_v2,
 )
-
-METADATA_OPS = frozenset(
-    {
-        aten.sym_size.int,
-        aten.sym_stride.int,
-        aten.sym_numel.default,
-        aten.sym_storage_offset.default,
-    }
-)
-"""What reads a tensor's shape, not its values."""
 
 _IN_PLACE_OPERATORS = frozenset(
     {"setitem", "delitem"}

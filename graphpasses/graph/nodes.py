@@ -22,6 +22,7 @@ from graphpasses._torch.schemas import given_arguments, writes_arguments
 __all__ = [
     "ALL_TO_ALL",
     "GROUP_ARGUMENTS",
+    "METADATA_OPS",
     "WAIT",
     "argument",
     "collective_group",
@@ -42,6 +43,16 @@ ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 GROUP_ARGUMENTS = ("group", "group_name", "process_group")  # what collectives call their group
+
+METADATA_OPS = frozenset(
+    {
+        torch.ops.aten.sym_size.int,
+        torch.ops.aten.sym_stride.int,
+        torch.ops.aten.sym_numel.default,
+        torch.ops.aten.sym_storage_offset.default,
+    }
+)
+"""What reads a tensor's shape, not its values: also of what a collective will bring, before it is there."""
 
 _COLLECTIVES = (
     torch.ops._c10d_functional.all_gather_into_tensor.default,

@@ -16,6 +16,7 @@ from graphpasses.graph.contract import Contract
 from graphpasses.graph.dynamo_graph import DynamoGraph
 from graphpasses.graph.known_values import KnownValues, summary
 from graphpasses.graph.nodes import (
+    METADATA_OPS,
     WAIT,
     fake_value,
     find_collectives,
@@ -209,10 +210,10 @@ def _gradient_like_parameter(checked: Checked) -> Iterator[Broken]:
 
 
 def _one_wait(checked: Checked) -> Iterator[Broken]:
-    """A collective has one reader, its wait."""
+    """A collective has one reader of its values, its wait."""
     for node in find_collectives(checked.graph.graph):
         num_waits = sum(user.target == WAIT for user in node.users)
-        num_others = len(node.users) - num_waits
+        num_others = sum(user.target != WAIT and user.target not in METADATA_OPS for user in node.users)
         if num_waits != 1 or num_others:
             yield Broken(
                 f"left collective {node.name} with {num_waits} waits and {num_others} other users; "
@@ -221,9 +222,12 @@ def _one_wait(checked: Checked) -> Iterator[Broken]:
 
 
 def _wait_of_collective(checked: Checked) -> Iterator[Broken]:
-    """A wait waits for a collective."""
+    """A wait waits for a collective, or again for what one brought, as in traces of a tensor that is used twice."""
     for node in checked.graph.graph.find_nodes(op="call_function", target=WAIT, sort=False):
-        if not (isinstance(node.args[0], fx.Node) and is_collective(node.args[0])):
+        launch = node.args[0]
+        while isinstance(launch, fx.Node) and launch.target == WAIT:
+            launch = launch.args[0]
+        if not (isinstance(launch, fx.Node) and is_collective(launch)):
             yield Broken(f"left {node.name} waiting for {node.args[0]}, not a collective")
 
 

@@ -15,14 +15,13 @@ from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenVi
 from graphpasses._torch.schemas import bind_named, given_arguments, is_seeded
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.analysis.effects import (
-    METADATA_OPS,
     is_elementwise_on_lists,
     names_written,
     operator_effects,
 )
 from graphpasses.embedding.torchrec.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
-from graphpasses.graph.nodes import collective_group, freeze, is_collective
+from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective
 from graphpasses.graph.train_graph import InputKind, OutputKind
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
@@ -142,8 +141,8 @@ class Evaluation(Memory):
             return self._waiting.pop(node.args[0])  # type: ignore[arg-type]
         if node.target == UNPACK and (unpacked := self._unpacked(node, fake)) is not None:
             return unpacked
-        if node.target in METADATA_OPS and type(fake) is int:
-            return self.opaque(node, fake, ("size", fake))
+        if node.target in METADATA_OPS:
+            return self._size(node, fake)
         effects = operator_effects(node)
         if not effects.writes and effects.group is None and node.target in RULES:
             found = self._moved(node, fake)
@@ -167,6 +166,14 @@ class Evaluation(Memory):
         if effects.writes:
             return self._written(node, effects.writes, key, result)
         return result
+
+    def _size(self, node: fx.Node, fake: Any) -> Result:
+        """Returns the value of a size; what a collective will bring has one before it is there."""
+        of, *dim = node.args
+        value = self._waiting[of] if of in self._waiting else self._read(of)  # type: ignore[index, arg-type]
+        given = self._numbers(value, self._facts.geometries[of])  # type: ignore[index]
+        key = (fake,) if type(fake) is int else (str(node.target), given, *dim)
+        return self.opaque(node, fake, ("size", *key))
 
     def _after_others(self, target: Any, has_hidden_state: bool, key: Hashable) -> Hashable:
         """Returns what a call depends on that may draw random numbers, or have a state of its own."""
@@ -268,7 +275,7 @@ class Evaluation(Memory):
         if node.target in movement.IDENTITIES and isinstance(x := self._read(argument(node)), Value):
             self._done.axioms.add(name)
             return x
-        if not _is_known(self._facts.geometries[node]):
+        if (seen := self._facts.geometries[node]) is None or None in seen:  # sizes or strides depend on data
             return None
         args = evaluated(node.args, self._read)
         kwargs = evaluated(node.kwargs, self._read)
@@ -343,11 +350,6 @@ class Evaluation(Memory):
             if key[0] == "state read" and state.pieces[0].offset == 0:
                 self._random = key[1]
         return None
-
-
-def _is_known(seen: Any) -> bool:
-    """Whether shapes and strides do not depend on data."""
-    return seen is not None and None not in seen
 
 
 def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from graphpasses.graph import WAIT
 from graphpasses.proof.axioms import AXIOMS, Result, axiom
 from graphpasses.proof.elements import constant, filled
 from graphpasses.proof.pieces import Piece, Pieces, concatenated, expanded, joined, permuted, sliced
@@ -28,8 +29,9 @@ IDENTITIES = (
     aten.contiguous.default,
     aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
+    WAIT,
 )
-"""What returns the tensor that it is given, or a copy, whatever its shape."""
+"""What returns the tensor that it is given, or a copy, whatever its shape; a wait does for what came already."""
 
 # ---- what keeps all elements in their order -----------------------------------------------------------------------
 

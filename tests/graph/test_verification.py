@@ -127,14 +127,15 @@ def test_reader_beside_the_wait(step: TrainGraph) -> None:
 
 
 def test_wait_for_no_collective(step: TrainGraph) -> None:
-    def wait_for_input(graph: TrainGraph) -> None:
+    def wait_for_view(graph: TrainGraph) -> None:
         wait = first(graph, WAIT)
-        user = next(iter(wait.users))
+        view = graph.emit(torch.ops.aten.alias.default, (wait,), like=wait)
+        user = next(user for user in wait.users if user is not view)
         with graph.graph.inserting_before(user):
-            user.replace_input_with(wait, graph.emit(WAIT, (wait,), like=wait))
+            user.replace_input_with(wait, graph.emit(WAIT, (view,), like=wait))
 
     assert_rejected(
-        step, wait_for_input, "left wait_tensor_default waiting for wait_tensor, not a collective"
+        step, wait_for_view, "left wait_tensor_default waiting for alias_default, not a collective"
     )
 
 

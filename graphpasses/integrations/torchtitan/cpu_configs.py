@@ -33,6 +33,8 @@ class Recipe:
         num_layers: how many of its layers are left; None is all.
         num_replicas: of HSDP.
         tensor_parallel: degree of tensor parallelism.
+        expert_parallel: degree of expert parallelism.
+        context_parallel: degree of context parallelism.
     """
 
     model: Literal["llama3", "qwen3", "deepseek_v3"]
@@ -44,6 +46,8 @@ class Recipe:
     num_layers: int | None = None
     num_replicas: int = 1
     tensor_parallel: int = 1
+    expert_parallel: int = 1
+    context_parallel: int = 1
 
 
 def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str | None) -> Any:
@@ -85,9 +89,12 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     config.dump_folder = str(folder / "out")
     config.training.mixed_precision_reduce = recipe.reduce_dtype
     config.training.seq_len, config.training.local_batch_size, config.training.steps = 64, 1, num_steps
+    config.training.disable_cuda_graphs = True  # else its check of options forbids expert parallelism
     config.parallelism.spmd_backend = "partial_dtensor"
     config.parallelism.data_parallel_replicate_degree = recipe.num_replicas
     config.parallelism.tensor_parallel_degree = recipe.tensor_parallel
+    config.parallelism.expert_parallel_degree = recipe.expert_parallel
+    config.parallelism.context_parallel_degree = recipe.context_parallel
     config.activation_checkpoint = None
     config.debug.seed, config.debug.deterministic = 42, True
     if pipeline is None:
