@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 __all__ = [
     "SET_GRAD_ENABLED",
     "bind_named",
+    "draws",
     "given_arguments",
     "inner_names",
     "is_higher_order",
@@ -149,6 +150,15 @@ def written_names(target: Any) -> frozenset[str]:
 def is_seeded(target: Any) -> bool:
     """Whether an operator says that it draws random numbers."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a call of an operator draws random numbers. Attention's say that they do, and without dropout do not.
+
+    Args:
+        node: any node.
+    """
+    return is_seeded(node.target) and named_arguments(node).get("dropout_p") != 0
 
 
 @cache

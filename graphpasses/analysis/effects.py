@@ -19,10 +19,10 @@ from torch import fx
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import (
     SET_GRAD_ENABLED,
+    draws,
     given_arguments,
     is_higher_order,
     is_operator,
-    is_seeded,
     is_tensor_subclass,
     random_names,
     returns_alias,
@@ -118,7 +118,7 @@ def operator_effects(node: fx.Node) -> Effects:
         reads=_read_inputs(node),
         writes=tuple(_written_inputs(node)),
         shares=tuple(_shared_inputs(node)),
-        has_hidden_state=is_seeded(node.target) or is_higher_order(node) or _writes_beside_aten(node.target),
+        has_hidden_state=draws(node) or is_higher_order(node) or _writes_beside_aten(node.target),
         group=collective_group(node),
     )
 
@@ -270,7 +270,7 @@ def _draws_random_numbers(node: fx.Node) -> bool:
     if is_higher_order(node):
         return any(map(_draws_random_numbers, _inner_nodes(node)))
     if is_operator(node.target):
-        return is_seeded(node.target)
+        return draws(node)
     if node.op not in ("call_function", "call_method"):
         return False
     name = _name(node.target).rstrip("_")

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import fx
 
-from graphpasses._torch.schemas import is_seeded, named_arguments
+from graphpasses._torch.schemas import draws
 from graphpasses.analysis.backward import is_backward
 from graphpasses.capture.refusals import named_call
 from graphpasses.errors import CaptureError
@@ -82,34 +82,32 @@ def check_random_state(graph: CapturedStep, calls: RandomCalls) -> None:
         CaptureError: loss_fn seeds, or draws Python's or NumPy's random numbers; or backward sets the state for
             numbers of another device than the CPU.
     """
-    draws = [node for node in graph.graph.nodes if _draws(node)]
+    drawing = [node for node in graph.graph.nodes if _draws(node)]
     states = [node for node in graph.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
     if calls.others:
         raise CaptureError(
             f"loss_fn draws random numbers of {calls.others[0]}, and a captured step would repeat those of its "
             "capture. Draw them with torch, or outside, and give them in the batch"
         )
-    if calls.seeds and draws:
+    if calls.seeds and drawing:
         raise CaptureError(
-            f"loss_fn calls {calls.seeds[0]}, and {named_call(draws[0])} draws from its generator; a captured step "
+            f"loss_fn calls {calls.seeds[0]}, and {named_call(drawing[0])} draws from its generator; a captured step "
             "would not seed again. Seed before the step"
         )
-    elsewhere = [node for node in draws if is_backward(node) and _device(node).type != "cpu"]
+    elsewhere = [node for node in drawing if is_backward(node) and _device(node).type != "cpu"]
     if elsewhere and any(node.target is SET_RANDOM_STATE for node in states):
         raise CaptureError(
             f"activation checkpointing computes {named_call(elsewhere[0])} again in backward, with forward's random "
             f"numbers (preserve_rng_state=True), on {_device(elsewhere[0])}; a captured step does so on the "
             "CPU only. Set the dropout of checkpointed blocks to 0, or do not checkpoint them"
         )
-    if not draws:
+    if not drawing:
         for node in reversed(states):
             graph.graph.erase_node(node)
 
 
 def _draws(node: fx.Node) -> bool:
-    # Attention's operators say that they draw; without dropout they do not.
-    is_state = node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)
-    return is_seeded(node.target) and not is_state and named_arguments(node).get("dropout_p") != 0
+    return draws(node) and node.target not in (READ_RANDOM_STATE, SET_RANDOM_STATE)
 
 
 def _device(node: fx.Node) -> torch.device:

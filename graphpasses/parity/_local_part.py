@@ -54,7 +54,7 @@ def local_part(
         return LocalPart(name, None)
     if isinstance(tensor, DTensor):
         is_whole = all(isinstance(each, Replicate) for each in tensor.placements)
-        if not (is_whole and num_root_ranks(tensor) == num_ranks):
+        if not (per_rank or (is_whole and num_root_ranks(tensor) == num_ranks)):
             return _local_part_of_dtensor(name, tensor, group)
         tensor = tensor.to_local()  # every rank has it, also where its mesh is one of several along an axis
     tensor = wait_for(tensor)

@@ -112,7 +112,7 @@ def check_replicas(
     raise ReplicaMismatchError(
         f"{part.name!r} should be the same on ranks {together}, but the values of ranks "
         f"{' and '.join(map(str, ranks))} differ{more}; synchronise it, "
-        "or name it in per_rank if it is a plain tensor of which each rank holds its own"
+        "or name it in per_rank if each rank holds its own"
     )
 
 

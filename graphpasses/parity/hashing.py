@@ -81,9 +81,9 @@ def tensor_hashes(
             DTensors placed by Shard of any dimension (uneven too), Replicate and FSDP2's _StridedShard.
         group: the ranks that call this together, all with the same names (default: all ranks; with pipeline
             parallelism, the ranks of one stage).
-        per_rank: names of plain tensors of which each rank holds its own, of one shape (the running
-            statistics of a batch norm without synchronisation); hashed as a stack over the ranks, hence
-            differently for other numbers of ranks.
+        per_rank: names of tensors of which each rank holds its own, of one shape (the running statistics of a
+            batch norm without synchronisation, DTensors that are Partial); hashed as a stack over the ranks,
+            hence differently for other numbers of ranks.
 
     Returns:
         32 hexadecimal digits for each name, in the order given, the same on every rank.

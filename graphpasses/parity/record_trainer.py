@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import parameter_groups
 from graphpasses.errors import GraphPassesError, LayoutError, UnsupportedError
@@ -102,6 +103,7 @@ def recorded(
         seed=config.debug.seed,
         topology=topology,
         layouts=_eager_layout(model, config),
+        per_rank=_partial_buffers(model),
         overwrite=overwrite,
     ) as recorder:
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in hooks]
@@ -117,6 +119,15 @@ def recorded(
                     delattr(owner, name)
                 else:
                     setattr(owner, name, own)
+
+
+def _partial_buffers(model: nn.Module) -> list[str]:
+    """Returns the buffers of which each rank holds its own summand: how many tokens its routers sent where."""
+    return [
+        name
+        for name, buffer in model.named_buffers()
+        if isinstance(buffer, DTensor) and any(each.is_partial() for each in buffer.placements)
+    ]
 
 
 def _record_rewritten(recorder: ParityRecorder, report: PipelineReport, step: TrainGraph) -> None:

@@ -12,7 +12,7 @@ from graphpasses.graph.nodes import source_line
 from graphpasses.proof.evaluated import Argument, Evaluated
 from graphpasses.proof.values import Value, Values
 
-__all__ = ["Difference", "find_difference", "place_of"]
+__all__ = ["Difference", "are_drawn_alike", "find_difference", "place_of"]
 
 # What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.
 _FOLLOWED = (
@@ -99,6 +99,29 @@ def find_difference(
             by_data = _has_unknown_shape(one) or _has_unknown_shape(two)
             return Difference(*nodes, found.reason, found.unknown or "sizes that depend on data" * by_data)
         one, two = found
+
+
+def are_drawn_alike(values: Values, one: int, two: int) -> bool:
+    """Whether the same operators drew random numbers in one order, if perhaps for other values.
+
+    Args:
+        values: of both graphs.
+        one: the number of a state of the generator.
+        two: the number of another.
+    """
+    while one != two:
+        a, b = values.key(one), values.key(two)
+        if not a[0] == b[0] == "random state after" or _without_values(a[1][1]) != _without_values(b[1][1]):
+            return False
+        one, two = a[1][2], b[1][2]
+    return True
+
+
+def _without_values(key: Any) -> Any:
+    """Returns what a call depends on beside the values of its tensors."""
+    if isinstance(key, Argument):
+        return key.strides
+    return tuple(map(_without_values, key)) if isinstance(key, tuple) else key
 
 
 def _has_unknown_shape(value: Value) -> bool:

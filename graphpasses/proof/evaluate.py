@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
-from graphpasses._torch.schemas import bind_named, given_arguments, is_seeded
+from graphpasses._torch.schemas import bind_named, draws, given_arguments, is_seeded
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.analysis.effects import (
     is_elementwise_on_lists,
@@ -26,7 +25,7 @@ from graphpasses.graph.train_graph import InputKind, OutputKind
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.ops.size_tensor import SIZE_TENSOR
-from graphpasses.proof import elements, movement
+from graphpasses.proof import movement
 from graphpasses.proof.axioms import RULES
 from graphpasses.proof.evaluated import Collective, Evaluated, Result
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
@@ -66,6 +65,7 @@ class Evaluation(Memory):
         self._hidden = values.source(("hidden state",))
         self._inputs: dict[fx.Node, str] = {}
         self._exchanges = Exchanges(facts)
+        self._brought: dict[fx.Node, Result] = {}
 
     def run(self) -> Evaluated:
         """Returns what the graph does."""
@@ -157,7 +157,9 @@ class Evaluation(Memory):
             return self._functionalized(node, call)
         if is_elementwise_on_lists(node.target):
             return self._each(node, fake)
-        key: Hashable = self._after_others(node.target, effects.has_hidden_state, self._key(node))
+        key: Hashable = self._after_others(
+            draws(node), effects.has_hidden_state and not _is_function(node.target), self._key(node)
+        )
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
             inputs, splits = node.args
@@ -168,19 +170,19 @@ class Evaluation(Memory):
         return result
 
     def _size(self, node: fx.Node, fake: Any) -> Result:
-        """Returns the value of a size; what a collective will bring has one before it is there."""
+        """Returns the value of a size; what a collective brings has one as soon as it is launched."""
         of, *dim = node.args
-        value = self._waiting[of] if of in self._waiting else self._read(of)  # type: ignore[index, arg-type]
+        value = self._brought[of] if of in self._brought else self._read(of)  # type: ignore[index, arg-type]
         given = self._numbers(value, self._facts.geometries[of])  # type: ignore[index]
         key = (fake,) if type(fake) is int else (str(node.target), given, *dim)
         return self.opaque(node, fake, ("size", *key))
 
-    def _after_others(self, target: Any, has_hidden_state: bool, key: Hashable) -> Hashable:
+    def _after_others(self, is_drawn: bool, has_hidden_state: bool, key: Hashable) -> Hashable:
         """Returns what a call depends on that may draw random numbers, or have a state of its own."""
-        if is_seeded(target):
+        if is_drawn:
             key = ("drawn", key, self._random)
             self._random = self._table.source(("random state after", key))
-        elif has_hidden_state and not _is_function(target):
+        elif has_hidden_state:
             key = ("hidden", key, self._hidden)
             self._hidden = self._table.source(("hidden state after", key))
         return key
@@ -190,7 +192,9 @@ class Evaluation(Memory):
         written = [view.base for view in _views(call)]
         values = {name: _written_bases(view, call.bases) for name, view in call.writes.items()}
         args, kwargs = bind_named(call.op, {**call.reads, **values})
-        key = self._after_others(call.op, True, self._call(call.op, args, kwargs))
+        key = self._after_others(
+            is_seeded(call.op), not _is_function(call.op), self._call(call.op, args, kwargs)
+        )
         fakes = list(self._facts[node])
         results = [
             self.opaque(node, fake, key, index if call.num_results > 1 else None)
@@ -251,25 +255,6 @@ class Evaluation(Memory):
         if isinstance(old, Value) and isinstance(new, Value):
             self._counts[new.number] = self._counts.get(old.number, old.number)
 
-    def _copied(self, node: fx.Node) -> Value | None:
-        target, source = self._facts[node.args[0]], self._read(node.args[1])  # type: ignore[index, arg-type]
-        if not isinstance(source, Value):
-            return None
-        if source.pieces is None:  # its sizes depend on data
-            given = self._facts[node.args[1]]  # type: ignore[index]
-            alike = source.dtype == target.dtype and statically_known_true(sym_eq(given.shape, target.shape))
-            return source if alike else None
-        if source.shape != tuple(target.shape):
-            return None
-        self._done.axioms.add("casts")
-        return elements.cast(self._table, source, target.dtype)
-
-    def _added(self, node: fx.Node) -> Value | None:
-        if node.kwargs or len(node.args) != 2 or not all(isinstance(each, fx.Node) for each in node.args):
-            return None
-        x, y = (self._read(each) for each in node.args)  # type: ignore[arg-type]
-        return elements.add(self._table, x, y) if isinstance(x, Value) and isinstance(y, Value) else None
-
     def _moved(self, node: fx.Node, fake: Any) -> Result:
         name, rule = RULES[node.target]
         if node.target in movement.IDENTITIES and isinstance(x := self._read(argument(node)), Value):
@@ -311,7 +296,7 @@ class Evaluation(Memory):
                 str(collective_group(node)),
                 is_made_of_sizes=argument(node).target == SIZE_TENSOR,
             )
-        self._waiting[node] = result
+        self._waiting[node] = self._brought[node] = result
         given = tuple(
             each for each in (self._read(x) for x in node.all_input_nodes) if isinstance(each, Value)
         )

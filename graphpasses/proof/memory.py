@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch.schemas import is_operator, schemas
 from graphpasses.embedding.torchrec.names import BOUNDS_CHECK
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.nodes import freeze, memories
 from graphpasses.graph.size_arithmetic import size_expression
+from graphpasses.proof import elements
 from graphpasses.proof.evaluated import Argument, Evaluated, Result
 from graphpasses.proof.facts import Facts
 from graphpasses.proof.values import Geometry, Value, Values, fills_alike, geometry
@@ -124,6 +126,25 @@ class Memory:
                     )
                     held.value = self.opaque(other, self._facts[other], beside)
                     held.node = by
+
+    def _copied(self, node: fx.Node) -> Value | None:
+        target, source = self._facts[node.args[0]], self._read(node.args[1])  # type: ignore[index, arg-type]
+        if not isinstance(source, Value):
+            return None
+        if source.pieces is None:  # its sizes depend on data
+            given = self._facts[node.args[1]]  # type: ignore[index]
+            alike = source.dtype == target.dtype and statically_known_true(sym_eq(given.shape, target.shape))
+            return source if alike else None
+        if source.shape != tuple(target.shape):
+            return None
+        self._done.axioms.add("casts")
+        return elements.cast(self._table, source, target.dtype)
+
+    def _added(self, node: fx.Node) -> Value | None:
+        if node.kwargs or len(node.args) != 2 or not all(isinstance(each, fx.Node) for each in node.args):
+            return None
+        x, y = (self._read(each) for each in node.args)  # type: ignore[arg-type]
+        return elements.add(self._table, x, y) if isinstance(x, Value) and isinstance(y, Value) else None
 
     # ---- numbers --------------------------------------------------------------------------------------------------
 

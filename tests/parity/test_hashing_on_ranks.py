@@ -24,7 +24,7 @@ SCATTERED = (
     "UnsupportedError: cannot hash 'up.weight': with [_StridedShard(dim=0, sf=2), Replicate()], "
     "a rank's shard is not one contiguous range of the whole tensor (rank 0)"
 )
-HINT = "synchronise it, or name it in per_rank if it is a plain tensor of which each rank holds its own"
+HINT = "synchronise it, or name it in per_rank if each rank holds its own"
 
 
 def whole_tensors() -> dict[str, Tensor]:
