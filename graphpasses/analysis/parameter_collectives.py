@@ -93,9 +93,9 @@ class GradReduction:
         name: the name of the output that it goes to; a tied parameter has several.
         gradient: this rank's whole gradient, before FSDP casts, pads or reduces it.
         entry: the node of the chain that reads ``gradient``.
-        reduce_scatter: the reduce-scatter.
-        wait: its wait.
-        all_reduce: the all-reduce that the trace puts *before* it under HSDP, or None.
+        reduce_scatter: the reduce-scatter; None under HSDP whose groups of shards have one rank.
+        all_reduce: HSDP's all-reduce, which the trace puts *before* the reduce-scatter; None without HSDP.
+        wait: the wait of the reduce-scatter, else of the all-reduce.
         tail: the nodes after ``wait`` that undo padding and casts, in order.
     """
 
@@ -103,10 +103,15 @@ class GradReduction:
     name: str
     gradient: fx.Node
     entry: fx.Node
-    reduce_scatter: fx.Node
-    wait: fx.Node
+    reduce_scatter: fx.Node | None
     all_reduce: fx.Node | None
+    wait: fx.Node
     tail: tuple[fx.Node, ...]
+
+    @property
+    def launch(self) -> fx.Node:
+        """The collective that ``wait`` waits for."""
+        return argument(self.wait)
 
     @property
     def reduced(self) -> fx.Node:
@@ -267,14 +272,14 @@ def is_read_inside(value: fx.Node) -> bool:
 
 
 def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
-    """Returns, by canonical FQN, every reduce-scatter that contributes to the parameter's gradient.
+    """Returns, by canonical FQN, every reduction that contributes to the parameter's gradient.
 
     Args:
         graph: the captured step.
 
     Returns:
         In output order and, within one output, in the order of autograd's adds. A summand that is not the
-        result of one reduce-scatter of this parameter alone, over its FSDP group, does not appear.
+        result of one reduction of this parameter alone, over its FSDP group, does not appear.
     """
     found: dict[str, list[GradReduction]] = {}
     values = graph.output_values
@@ -282,7 +287,11 @@ def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
         info = graph.parameters[fqn]
         for slot in slots:
             for source, tail in gradient_summands(values[slot]) if values[slot] is not None else ():
-                if is_result_of(source, REDUCE_SCATTER, info.shard_ranks):
+                is_scattered = is_result_of(source, REDUCE_SCATTER, info.shard_ranks)
+                is_whole = len(info.shard_ranks) == 1 and is_result_of(
+                    source, ALL_REDUCE, info.replicate_ranks
+                )
+                if is_scattered or is_whole:
                     found.setdefault(fqn, []).append(_reduction(info, graph.outputs[slot].fqn, source, tail))
     return found
 
@@ -293,15 +302,16 @@ def is_result_of(value: Any, target: Any, ranks: tuple[int, ...]) -> TypeGuard[f
 
 
 def _reduction(info: ParameterInfo, name: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduction:
-    reduce_scatter = argument(wait)
-    gradient, entry = before_padding(reduce_scatter)
-    all_reduce = None
+    reduce_scatter, all_reduce, gradient = None, None, wait
+    if is_result_of(gradient, REDUCE_SCATTER, info.shard_ranks):
+        reduce_scatter = argument(gradient)
+        gradient, entry = before_padding(reduce_scatter)
     if is_result_of(gradient, ALL_REDUCE, info.replicate_ranks):
         all_reduce = argument(gradient)
         gradient, entry = before_padding(all_reduce)
     if gradient.target == CAST and set(gradient.kwargs) == {"dtype"}:
         gradient, entry = argument(gradient), gradient
-    return GradReduction(info.fqn, name, gradient, entry, reduce_scatter, wait, all_reduce, tail)
+    return GradReduction(info.fqn, name, gradient, entry, reduce_scatter, all_reduce, wait, tail)
 
 
 def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -59,7 +59,7 @@ def test_every_parameter_is_found(rank: int, hybrid: bool) -> None:
                 assert tuple(reduction.gradient.meta["val"].shape) == graph.parameters[fqn].shape
                 assert reduction.gradient.meta["val"].dtype == torch.bfloat16
                 assert reduction.gradient in reduction.entry.all_input_nodes
-                assert reduction.reduce_scatter.target == REDUCE_SCATTER
+                assert reduction.launch.target == REDUCE_SCATTER
                 assert reduction.reduced.meta["val"].dtype == torch.float32
                 assert (reduction.all_reduce is not None) == hybrid
                 if reduction.all_reduce is not None:
@@ -80,7 +80,7 @@ def test_collectives_of_tensor_parallelism_are_none_of_fsdps(hybrid: bool, reduc
         assert reductions.keys() == graph.parameters.keys()
         for fqn, (reduction,) in reductions.items():
             ranks = graph.parameters[fqn].shard_ranks
-            assert collective_ranks(reduction.reduce_scatter) == ranks == (0, 2)
+            assert collective_ranks(reduction.launch) == ranks == (0, 2)
             assert (reduction.all_reduce is not None) == hybrid
             if reduction.all_reduce is not None:
                 assert collective_ranks(reduction.all_reduce) == (0, 4)

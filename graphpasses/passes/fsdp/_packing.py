@@ -76,6 +76,8 @@ def pack_reductions(
 ) -> dict[fx.Node, fx.Node]:
     """Reduces several gradients with one reduce-scatter and, with HSDP, one all-reduce, after the last of them.
 
+    Where the groups of shards have one rank, there is the all-reduce alone.
+
     Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce``.
 
     Args:
@@ -88,8 +90,8 @@ def pack_reductions(
         Each reduced gradient and what takes its place; only the output reads them.
     """
     last = max((reduction.gradient for reduction in reductions), key=order.__getitem__)
-    like = reductions[0].reduce_scatter
-    num_shards, group = like.args[2:]
+    like, reduce_scatter = reductions[0].launch, reductions[0].reduce_scatter
+    num_shards, group = (1, "") if reduce_scatter is None else reduce_scatter.args[2:]
     assert isinstance(num_shards, int)
     dtype = how.dtype or like.meta["val"].dtype
     gradients = [reduction.gradient for reduction in reductions]
@@ -97,15 +99,14 @@ def pack_reductions(
     uniform = len({gradient.meta["val"].dtype for gradient in gradients}) == 1
     with graph.graph.inserting_before(last.next):
         rows = [
-            _by_shard(
-                graph, gradient if uniform else _cast(graph, gradient, dtype), reduction, int(num_shards)
-            )
+            _by_shard(graph, gradient if uniform else _cast(graph, gradient, dtype), reduction, num_shards)
             for gradient, reduction in zip(gradients, reductions, strict=True)
         ]
         packed = graph.emit(aten._chunk_cat.default, (rows, 0, num_shards), like=like)
         value = _divide(graph, _cast(graph, packed, dtype), how.predivide)
-        value = graph.emit(REDUCE_SCATTER, (value, how.reduce_scatter_op, num_shards, group), like=like)
-        value = graph.emit(WAIT, (value,), like=like)
+        if reduce_scatter is not None:
+            value = graph.emit(REDUCE_SCATTER, (value, how.reduce_scatter_op, num_shards, group), like=like)
+            value = graph.emit(WAIT, (value,), like=like)
         if all_reduce := reductions[0].all_reduce:
             value = graph.emit(ALL_REDUCE, (value, how.all_reduce_op, all_reduce.args[2]), like=like)
             value = graph.emit(WAIT, (value,), like=like)
@@ -141,13 +142,12 @@ def _by_shard(graph: TrainGraph, gradient: fx.Node, reduction: GradReduction, nu
             "ranks do not divide; eager FSDP2 refuses it too. Shard it on dim 0"
         )
     split = graph.emit(
-        aten.split.Tensor, (gradient, info.shape[dim] // num_shards, dim), like=reduction.reduce_scatter
+        aten.split.Tensor, (gradient, info.shape[dim] // num_shards, dim), like=reduction.launch
     )
     chunks = [
-        graph.emit(operator.getitem, (split, index), like=reduction.reduce_scatter)
-        for index in range(num_shards)
+        graph.emit(operator.getitem, (split, index), like=reduction.launch) for index in range(num_shards)
     ]
-    return graph.emit(aten.cat.default, (chunks,), like=reduction.reduce_scatter)
+    return graph.emit(aten.cat.default, (chunks,), like=reduction.launch)
 
 
 def _cast(graph: TrainGraph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -103,14 +103,13 @@ def _by_group(members: Iterable[T], key: Callable[[T], object]) -> list[tuple[T,
 
 
 def _reduce_group(reduction: GradReduction) -> object:
-    all_reduce = reduction.all_reduce.args[1:] if reduction.all_reduce else None
-    return reduction.reduce_scatter.args[1:], all_reduce
+    return tuple(each and each.args[1:] for each in (reduction.reduce_scatter, reduction.all_reduce))
 
 
 def _captured_reduction(reduction: GradReduction) -> Reduction:
-    op = reduction.reduce_scatter.args[1]
+    op = reduction.launch.args[1]
     all_reduce_op = reduction.all_reduce.args[1] if reduction.all_reduce else op
-    return Reduction(op, all_reduce_op, dtype=reduction.reduce_scatter.meta["val"].dtype)  # type: ignore[arg-type]
+    return Reduction(op, all_reduce_op, dtype=reduction.launch.meta["val"].dtype)  # type: ignore[arg-type]
 
 
 def _notes(

@@ -97,12 +97,12 @@ def _reject_reason(
     found: list[GradReduction], num_summands: int, values: list[fx.Node], slots: list[int]
 ) -> str | None:
     if len(found) != num_summands:
-        return "some are not the result of one reduce-scatter"
+        return "some are not the result of one reduction"
     facts = {
         (
             reduction.gradient.meta["val"].dtype,
             tuple(reduction.gradient.meta["val"].shape),
-            reduction.reduce_scatter.args[1:],
+            reduction.launch.args[1:],
             reduction.all_reduce.args[1:] if reduction.all_reduce else None,
         )
         for reduction in found

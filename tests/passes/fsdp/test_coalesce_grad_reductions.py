@@ -100,7 +100,7 @@ def test_fp32_reduction_adds_in_bf16_and_casts_then() -> None:
         (reduction,) = find_grad_reductions(graph)["emb.weight"]
         assert reduction.gradient.target == aten.add.Tensor
         assert reduction.gradient.meta["val"].dtype == torch.bfloat16
-        assert reduction.reduce_scatter.meta["val"].dtype == torch.float32
+        assert reduction.launch.meta["val"].dtype == torch.float32
 
 
 def test_three_uses_are_added_in_eagers_order() -> None:
@@ -213,7 +213,7 @@ def assert_left_alone(graph: TrainGraph, reason: str) -> None:
 def test_another_op_is_left_alone() -> None:
     with on_fake_ranks(LanguageModel()) as captured:
         graph = captured.copy()
-        scatter = find_grad_reductions(graph)["emb.weight"][0].reduce_scatter
+        scatter = find_grad_reductions(graph)["emb.weight"][0].launch
         scatter.args = (scatter.args[0], "avg", *scatter.args[2:])
         assert_left_alone(graph, "their dtypes, ops or process groups differ")
 
@@ -239,7 +239,7 @@ def test_summand_that_is_not_reduced_is_left_alone() -> None:
         value = graph.output_values[slot]
         with graph.graph.inserting_before(graph.graph.output_node()):
             graph.set_output(slot, graph.emit(aten.mul.Tensor, (value, 0.5), like=value))
-        assert_left_alone(graph, "some are not the result of one reduce-scatter")
+        assert_left_alone(graph, "some are not the result of one reduction")
 
 
 def test_gradient_that_the_step_reads_is_left_alone() -> None:
