@@ -19,9 +19,12 @@ from torch import nn
 from graphpasses.errors import IdentityError
 from graphpasses.text import did_you_mean
 
-__all__ = ["IdentityMap", "find_state", "preserve_identity", "same_bits", "walk_modules"]
+__all__ = ["IdentityMap", "find_state", "preserve_identity", "same_bits", "unwrapped_name", "walk_modules"]
 
 Aliases = tuple[tuple[str, ...], ...]
+
+# Attributes in which torch's wrappers keep the module that they wrap: activation checkpointing, torch.compile.
+_WRAPPED = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
 @dataclass(frozen=True, repr=False)
@@ -362,3 +365,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     x, y = (t.to(x.device).contiguous().view(-1).view(torch.uint8) for t in (x, y))
     return torch.equal(x, y)
+
+
+def unwrapped_name(fqn: str) -> str:
+    """Returns the name that a parameter or buffer has in checkpoints, where torch's wrappers have no part in it.
+
+    Args:
+        fqn: its name in a model, parts of which are wrapped for activation checkpointing or compiled.
+
+    Example:
+        >>> unwrapped_name("layers.0._checkpoint_wrapped_module.weight")
+        'layers.0.weight'
+    """
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPED)

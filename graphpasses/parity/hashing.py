@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphpasses.identity import unwrapped_name
 from graphpasses.parity._lanes import MASK, lanes_of_each
 from graphpasses.parity._local_part import LocalPart, local_part
 from graphpasses.parity._replicas import (
@@ -120,6 +121,8 @@ def weight_hashes(
 ) -> dict[str, str]:
     """Hashes every parameter and buffer of a model, shared ones once, under their first-seen FQN.
 
+    Names are those of checkpoints: what torch wraps for activation checkpointing, or compiles, keeps its own.
+
     Args:
         model: a module; its tensors as :func:`tensor_hashes` takes them.
         group: see :func:`tensor_hashes`.
@@ -195,13 +198,13 @@ def gradient_hashes(
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns what :func:`weight_hashes` hashes."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    """Returns what :func:`weight_hashes` hashes, under the names that checkpoints have."""
+    return {unwrapped_name(name): each for name, each in (*model.named_parameters(), *model.named_buffers())}
 
 
 def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Returns what :func:`gradient_hashes` hashes."""
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    """Returns what :func:`gradient_hashes` hashes, under the names that checkpoints have."""
+    return {unwrapped_name(name): parameter.grad for name, parameter in model.named_parameters()}
 
 
 def _sum_over_ranks(parts: list[LocalPart], local: Tensor, group: dist.ProcessGroup | None) -> Tensor:

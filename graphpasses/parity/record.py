@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
+from graphpasses.identity import unwrapped_name
 from graphpasses.parity._replicas import communication_device
 from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
 from graphpasses.parity.record_operators import OperatorFile
@@ -88,7 +89,7 @@ class ParityRecorder:
     ) -> None:
         self._operators = operators if isinstance(operators, Mapping) else dict.fromkeys(operators, ())
         self._path = Path(path)
-        self._per_rank = frozenset(per_rank)
+        self._per_rank = frozenset(map(unwrapped_name, per_rank))
         self._file: int | None = None
         self._failure: str | None = None
         self._last_step: int | None = None

@@ -31,10 +31,11 @@ class Recipe:
         chunked_loss: whether the loss is torchtitan's chunked one.
         reduce_dtype: of gradients; torchtitan's own configurations know float32 only.
         num_layers: how many of its layers are left; None is all.
+        num_experts: how many experts its layers have; None is as many as they have.
+        checkpointing: what is computed again in backward: by eager's checkpoints, by graph_trainer's memory policy.
         num_replicas: of HSDP.
         tensor_parallel: degree of tensor parallelism.
         expert_parallel: degree of expert parallelism.
-        context_parallel: degree of context parallelism.
     """
 
     model: Literal["llama3", "qwen3", "deepseek_v3"]
@@ -44,10 +45,11 @@ class Recipe:
     chunked_loss: bool = False
     reduce_dtype: str = "float32"
     num_layers: int | None = None
+    num_experts: int | None = None
+    checkpointing: Literal["", "selective", "full"] = ""
     num_replicas: int = 1
     tensor_parallel: int = 1
     expert_parallel: int = 1
-    context_parallel: int = 1
 
 
 def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str | None) -> Any:
@@ -60,11 +62,13 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
         pipeline: of graph_trainer's passes; None for torchtitan's eager trainer.
     """
     from torchtitan.components.loss import ChunkedLossWrapper
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.experiments.graph_trainer.common_utils import build_decoder_config_for_backend
     from torchtitan.experiments.graph_trainer.configs import (
         GraphTrainerCompileConfig,
         to_graph_trainer_config,
     )
+    from torchtitan.models.common import Linear
     from torchtitan.models.common.param_init import skip_param_init
 
     models = importlib.import_module(f"torchtitan.models.{recipe.model}")
@@ -80,7 +84,12 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
         decoder.tok_embeddings.param_init = {"weight": skip_param_init}
     if recipe.biased:
         for layer in decoder.layers:
-            _add_biases(layer)
+            _change(layer, Linear.Config, bias=True)
+    if recipe.num_experts is not None:
+        for layer in decoder.layers:
+            _change(layer, object, num_experts=recipe.num_experts)
+            if layer.moe is not None:
+                layer.moe.router.gate.out_features = recipe.num_experts
     config.model_spec = replace(models.model_registry(recipe.flavor), model=decoder)
     if not recipe.chunked_loss and isinstance(config.loss, ChunkedLossWrapper.Config):
         config.loss = config.loss.loss_fn
@@ -94,26 +103,28 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     config.parallelism.data_parallel_replicate_degree = recipe.num_replicas
     config.parallelism.tensor_parallel_degree = recipe.tensor_parallel
     config.parallelism.expert_parallel_degree = recipe.expert_parallel
-    config.parallelism.context_parallel_degree = recipe.context_parallel
-    config.activation_checkpoint = None
+    checkpoints = {"": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    config.activation_checkpoint = checkpoints[recipe.checkpointing]
     config.debug.seed, config.debug.deterministic = 42, True
     if pipeline is None:
         return config
     graph_models = importlib.import_module(f"torchtitan.experiments.graph_trainer.{recipe.model}")
     config = to_graph_trainer_config(config, graph_models.model_registry)
     config.compile = GraphTrainerCompileConfig(enable=True, pass_pipeline=pipeline)
+    if recipe.checkpointing == "full":
+        config.compile.memory_policy = "full"
     return config
 
 
-def _add_biases(config: Any) -> None:
-    from torchtitan.models.common import Linear
-
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, Linear.Config):
-            value.bias = True
-        elif is_dataclass(value):
-            _add_biases(value)
+def _change(config: Any, kind: type, **changes: Any) -> None:
+    """Sets fields of a configuration, and of all inside of it, where they are of a kind and have these fields."""
+    names = {field.name for field in fields(config)}
+    if isinstance(config, kind):
+        for name in changes.keys() & names:
+            setattr(config, name, changes[name])
+    for value in (getattr(config, name) for name in names):
+        if is_dataclass(value):
+            _change(value, kind, **changes)
 
 
 def _by_both(recipe: Recipe) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -125,3 +136,4 @@ llama3, graph_llama3 = _by_both(Recipe("llama3"))
 llama3_tied, graph_llama3_tied = _by_both(Recipe("llama3", tied=True))
 qwen3, graph_qwen3 = _by_both(Recipe("qwen3", tied=True, chunked_loss=True))
 deepseek_v3, graph_deepseek_v3 = _by_both(Recipe("deepseek_v3"))
+deepseek_v3_experts, graph_deepseek_v3_experts = _by_both(Recipe("deepseek_v3", expert_parallel=2))

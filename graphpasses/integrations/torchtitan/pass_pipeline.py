@@ -78,6 +78,7 @@ def graph_passes(
     """
     _check_options(config)
     trainer = _trainer_of(config)
+    _refuse_lost_gradients(trainer)
     step = read_traced_result(traced, model=trainer.model_parts[0])
     plan, expected_layout = eager_buckets(trainer)
     _refuse_other_shards(step, expected_layout)
@@ -146,6 +147,26 @@ def _trainer_of(config: Any) -> Any:
             "and do not precompile"
         )
     return trainer
+
+
+def _refuse_lost_gradients(trainer: Any) -> None:
+    """DTensor's ``local_map`` waits for what tensor parallelism gathers with ``AsyncCollectiveTensor.wait``.
+
+    Autograd does not see that, and eager's routed experts give no gradient to their input. A trace has no such
+    tensors, and has the gradient.
+    """
+    dims, parallelism = trainer.parallel_dims, trainer.config.parallelism
+    is_gathered = dims.tp_enabled and not dims.ep_enabled and parallelism.enable_sequence_parallel
+    experts = [
+        name for name, each in trainer.model_parts[0].named_modules() if hasattr(each, "token_dispatcher")
+    ]
+    if is_gathered and experts:
+        raise UnsupportedError(
+            f"torchtitan's eager trainer loses the gradient of what {experts[0]!r} is given, since tensor "
+            "parallelism gathers it out of autograd's sight (local_map); graph_trainer's trace has it, and trains "
+            "otherwise. Use expert parallelism (--parallelism.expert_parallel_degree), train without tensor "
+            "parallelism, or use another --compile.pass_pipeline"
+        )
 
 
 def _refuse_other_shards(step: TrainGraph, expected_layout: Layout) -> None:
