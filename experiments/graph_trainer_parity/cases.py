@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from experiments.harness.verdict import Comparison, Must
 from graphpasses.integrations.torchtitan.cpu_configs import Recipe
@@ -12,17 +13,19 @@ __all__ = [
     "CASES",
     "CHECKPOINT_STEP",
     "DEFAULTS",
+    "DIVIDED",
     "EAGER",
+    "NORM_REVERSED",
     "OURS",
     "RESTARTS",
     "SORTED",
-    "TOPOLOGY",
     "Case",
 ]
 
 EAGER, OURS, DEFAULTS = "eager", "graphpasses", "graph_trainer's own passes"
 SORTED = "parameters sorted by name"
-TOPOLOGY = {"num_ranks": 4, "gpus_per_node": 2, "mode": "rail"}
+DIVIDED = "experts' gradients divided by the expert parallel degree"
+NORM_REVERSED = "norm of the gradients added in reverse"
 CHECKPOINT_STEP = 10
 # A run of our pipeline from a checkpoint of another run.
 RESTARTS = {f"from {name}'s checkpoint of step {CHECKPOINT_STEP}": name for name in (OURS, EAGER)}
@@ -36,11 +39,13 @@ class Case:
         name: for the table.
         recipe: the model.
         must: the ways of graph_trainer, and what each must be.
+        num_ranks: number of processes, two to a node.
     """
 
     name: str
     recipe: Recipe
     must: tuple[tuple[str, Must], ...] = ((OURS, "equal"),)
+    num_ranks: int = 4
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -65,9 +70,15 @@ class Case:
         return scratch / "dump" / self.name / RESTARTS.get(variant, variant)
 
     @property
-    def mesh(self) -> tuple[int, int]:
+    def mesh(self) -> tuple[int, ...]:
         """Trainers of equal meshes may share processes: DTensor's caches take other meshes of equal names for one."""
-        return self.recipe.num_replicas, self.recipe.tensor_parallel
+        recipe = self.recipe
+        return self.num_ranks, recipe.num_replicas, recipe.tensor_parallel, recipe.expert_parallel
+
+    @property
+    def topology(self) -> dict[str, Any]:
+        """The cluster that the processes play."""
+        return {"num_ranks": self.num_ranks, "gpus_per_node": 2, "mode": "rail"}
 
 
 _OURS, _UNLIKE = (OURS, "equal"), (DEFAULTS, "differ")
@@ -91,4 +102,36 @@ CASES = (
     Case("deepseek_v3", Recipe("deepseek_v3", num_layers=3)),
     Case("llama3 tied, 2 replicas", Recipe("llama3", tied=True, num_replicas=2), (_OURS, _UNLIKE)),
     Case("llama3, tensor parallel 2", Recipe("llama3", tensor_parallel=2)),
+    # Four ranks share each expert: fewer, and gradients would have but one order.
+    Case(
+        "deepseek_v3, expert parallel 2, bf16 reduction",
+        Recipe("deepseek_v3", num_layers=2, expert_parallel=2, reduce_dtype="bfloat16"),
+        (_OURS, (SORTED, "differ"), (DIVIDED, "differ"), (NORM_REVERSED, "differ")),
+        num_ranks=8,
+    ),
+    Case(
+        "deepseek_v3, expert parallel 2, 4 experts on dim 1",
+        Recipe("deepseek_v3", num_layers=2, expert_parallel=2, num_experts=4),
+        num_ranks=8,
+    ),
+    Case(
+        "deepseek_v3, expert parallel 4, tensor parallel 2, all computed again",
+        Recipe("deepseek_v3", num_layers=2, expert_parallel=4, tensor_parallel=2, checkpointing="full"),
+        num_ranks=8,
+    ),
+    Case(
+        "deepseek_v3, expert parallel 2, 2 replicas",
+        Recipe("deepseek_v3", num_layers=2, expert_parallel=2, num_replicas=2),
+    ),
+    Case(
+        "qwen3 experts, expert parallel 4, some computed again",
+        Recipe(
+            "qwen3",
+            "debugmodel_moe",
+            num_layers=2,
+            num_experts=8,
+            expert_parallel=4,
+            checkpointing="selective",
+        ),
+    ),
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from experiments.graph_trainer_parity.cases import TOPOLOGY, Case
+from experiments.graph_trainer_parity.cases import Case
 from experiments.harness.parity import TrainedRun
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.simulate import Topology, configure
@@ -92,7 +92,7 @@ def train_cases(
     Yields:
         The runs, as they end.
     """
-    configure(Topology(**TOPOLOGY))
+    configure(Topology(**cases[0].topology))
     with as_torchrun(scratch, ports) as begin:
         # Imports torchtitan, which asks for a device.
         from experiments.graph_trainer_parity.train import train

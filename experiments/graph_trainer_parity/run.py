@@ -29,5 +29,5 @@ def train_and_judge(experiment: ParityExperiment, cases: Sequence[Case]) -> list
         for _, group in itertools.groupby(sorted(cases, key=lambda case: case.mesh), lambda case: case.mesh):
             members = tuple(group)
             with stores(num_runs(members)) as ports:
-                experiment.train(train_cases, members, 4, Path(scratch), ports)
+                experiment.train(train_cases, members, members[0].num_ranks, Path(scratch), ports)
     return judge_all(cases, experiment.folder, experiment.num_steps, experiment.runs)

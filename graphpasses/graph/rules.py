@@ -102,7 +102,8 @@ def _well_formed(checked: Checked) -> Iterator[Broken]:
     try:
         graph.graph.lint()
     except RuntimeError as error:
-        yield Broken(f"left a malformed graph: {error}", error)
+        first_line = str(error).partition("\n")[0]  # then comes the whole graph
+        yield Broken(f"left a malformed graph: {first_line}", error)
     if [*reversed(graph.graph.nodes)][::-1] != [*graph.graph.nodes]:
         yield Broken("left a malformed graph: a node was inserted before one that was erased")
 

@@ -171,6 +171,12 @@ def test_hidden_state_of_operators() -> None:
     assert not operator_effects(call(aten.add_.Tensor)).has_hidden_state
 
 
+@pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.1, True)])
+def test_attention_draws_for_its_dropout_alone(dropout: float, draws: bool) -> None:
+    attention = call(aten._scaled_dot_product_flash_attention_for_cpu.default, "v", dropout)
+    assert operator_effects(attention).has_hidden_state == draws
+
+
 def test_what_is_no_call_does_nothing() -> None:
     assert operator_effects(fx.Graph().placeholder("x")) == Effects()
 

@@ -100,6 +100,7 @@ def test_well_formed(stage: Stage) -> None:
 
     (message,) = broken("well-formed", graph, read_before)
     assert re.match(r"left a malformed graph: Argument 'arg0_1' of Node 'sin' was used before it", message)
+    assert "\n" not in message
 
 
 def test_well_formed_after_an_insertion_before_an_erased_node() -> None:
@@ -235,6 +236,25 @@ def test_one_wait(step: CapturedStep) -> None:
     assert broken("one-wait", step, wait_twice) == [
         "left collective all_gather_into_tensor with 2 waits and 0 other users; expected exactly one wait"
     ]
+
+
+def test_sizes_of_what_will_come_may_be_read(step: CapturedStep) -> None:
+    def read_size(graph: TrainGraph) -> None:
+        wait = first(graph, WAIT)
+        with graph.graph.inserting_before(wait):
+            size = graph.emit(torch.ops.aten.sym_size.int, (argument(wait), 0), like=wait)
+            graph.emit(torch.ops.aten.zeros.default, ([size],), like=wait)
+
+    assert not broken("one-wait", step, read_size)
+
+
+def test_wait_of_wait(step: CapturedStep) -> None:
+    def wait_again(graph: TrainGraph) -> None:
+        wait = first(graph, WAIT)
+        with graph.graph.inserting_after(wait):
+            graph.emit(WAIT, (wait,), like=wait)
+
+    assert not broken("wait-of-collective", step, wait_again)
 
 
 def test_wait_of_collective(step: CapturedStep) -> None:

@@ -129,9 +129,9 @@ def test_reader_beside_the_wait(step: TrainGraph) -> None:
 def test_wait_for_no_collective(step: TrainGraph) -> None:
     def wait_for_view(graph: TrainGraph) -> None:
         wait = first(graph, WAIT)
-        view = graph.emit(torch.ops.aten.alias.default, (wait,), like=wait)
-        user = next(user for user in wait.users if user is not view)
+        user = next(iter(wait.users))
         with graph.graph.inserting_before(user):
+            view = graph.emit(torch.ops.aten.alias.default, (wait,), like=wait)
             user.replace_input_with(wait, graph.emit(WAIT, (view,), like=wait))
 
     assert_rejected(

@@ -88,7 +88,9 @@ def hash_on_ranks(folder: str) -> dict[str, Any]:
     )
     found["transposed"] = tensor_hash(distribute_tensor(tensors["uneven"], mesh, [Shard(0)]).t())
     found["fsdp"] = trained(fully_shard(Model(), mesh=mesh))
-    found["own"] = tensor_hashes({"mean": torch.full((2,), float(rank))}, per_rank={"mean"})["mean"]
+    mean = torch.full((2,), float(rank))
+    for kind, own in (("plain", mean), ("partial", DTensor.from_local(mean, mesh, [Partial()]))):
+        found[f"own {kind}"] = tensor_hashes({"mean": own}, per_rank={"mean"})["mean"]
 
     local = torch.ones(3)
     local[1] += rank == num_ranks - 1
@@ -255,7 +257,7 @@ def test_a_group_of_some_ranks(found: tuple[int, dict[str, Any]], expected: dict
 def test_values_of_each_rank_its_own_are_stacked(found: tuple[int, dict[str, Any]]) -> None:
     num_ranks, hashes = found
     stacked = torch.stack([torch.full((2,), float(rank)) for rank in range(num_ranks)])
-    assert hashes["own"] == tensor_hash(stacked)
+    assert hashes["own plain"] == hashes["own partial"] == tensor_hash(stacked)
 
 
 @pytest.mark.multiprocess

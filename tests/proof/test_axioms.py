@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphpasses.graph import WAIT
 from graphpasses.identity import same_bits
 from graphpasses.ops.pack_all_to_all import pack_all_to_all, unpack_all_to_all
 from graphpasses.proof.axioms import AXIOMS, RULES
@@ -30,6 +31,7 @@ CASES = {
     aten.contiguous.default: [(X,)],
     aten.lift_fresh.default: [(X,)],
     aten.lift_fresh_copy.default: [(X,)],
+    WAIT: [(X,)],
     aten.squeeze.default: [(X,)],
     aten.squeeze.dim: [(X, 0)],
     aten.squeeze.dims: [(X, [0])],

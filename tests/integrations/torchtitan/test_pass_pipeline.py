@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from experiments.graph_trainer_parity.ranks import as_torchrun, stores
 from graphpasses.commands.train_torchtitan_on_cpu import make_assets
@@ -42,6 +43,10 @@ CASES = {
     },
     # By itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
     "hybrid": {"llama3 tied": Case(Recipe("llama3", tied=True, num_layers=2, num_replicas=2))},
+    # Sizes depend on where routers send tokens; each expert's weights have two ranks, the dense ones four.
+    "sharded × expert parallel": {
+        "deepseek_v3": Case(Recipe("deepseek_v3", num_layers=2, expert_parallel=2)),
+    },
     "sharded × tensor parallel": {"llama3": Case(Recipe("llama3", num_layers=2, tensor_parallel=2))},
 }
 
@@ -88,6 +93,7 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
             assert ours.header.layouts
             assert not diff_layouts(eager.header.layouts, ours.header.layouts)
         assert all(any(each.excerpts for each in report) for report in ours.passes.values())
+        assert all("proved equal in bits, 0 not proved" in report.proof for report in ours.passes.values())
 
 
 def test_weights_that_tensor_parallelism_unties_are_refused() -> None:
@@ -104,6 +110,33 @@ def test_weights_that_tensor_parallelism_unties_are_refused() -> None:
         "'emb.weight' and 'head.weight' are one tied weight, which torchtitan's tensor parallelism takes for several "
         "until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie them "
         "(enable_weight_tying = False), or train with tensor_parallel_degree 1"
+    )
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_eager_experts_that_lose_a_gradient_are_refused(is_refused: bool) -> None:
+    """Whose bits: with sequence parallelism, eager's routed experts give no gradient to their input."""
+    pytest.importorskip("torchtitan")
+    from graphpasses.integrations.torchtitan.pass_pipeline import _refuse_lost_gradients
+
+    model = nn.Module()
+    model.moe = nn.Module()
+    model.moe.token_dispatcher = object()
+    trainer = SimpleNamespace(
+        model_parts=[model],
+        parallel_dims=SimpleNamespace(tp_enabled=True, ep_enabled=not is_refused),
+        config=SimpleNamespace(parallelism=SimpleNamespace(enable_sequence_parallel=True)),
+    )
+    if not is_refused:
+        _refuse_lost_gradients(trainer)
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        _refuse_lost_gradients(trainer)
+    assert str(caught.value) == (
+        "torchtitan's eager trainer loses the gradient of what 'moe' is given, since tensor parallelism gathers it "
+        "out of autograd's sight (local_map); graph_trainer's trace has it, and trains otherwise. Use expert "
+        "parallelism (--parallelism.expert_parallel_degree), train without tensor parallelism, or use another "
+        "--compile.pass_pipeline"
     )
 
 

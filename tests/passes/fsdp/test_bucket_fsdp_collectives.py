@@ -7,10 +7,15 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.parameter_collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from graphpasses.capture.simple_fsdp import simple_fsdp
+from graphpasses.capture.train_step import capture_train_step
 from graphpasses.errors import LayoutError, PlanError, UnsupportedError
-from graphpasses.fsdp import BucketPlan, Layout, Reduction, make_bucket_layout
+from graphpasses.fsdp import BucketPlan, Layout, Reduction, diff_layouts, eager_layout, make_bucket_layout
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import BucketFSDPCollectives, CoalesceGradReductions, DeduplicateShared
@@ -24,7 +29,9 @@ from tests.helpers.models import (
     collective_calls,
     frozen,
     mixed_dtypes,
+    next_token_loss,
     on_fake_ranks,
+    token_batch,
 )
 
 aten = torch.ops.aten
@@ -96,6 +103,23 @@ def test_hybrid_reduces_within_then_across() -> None:
             wait = all_reduce.args[0]
             assert wait.args[0].target == REDUCE_SCATTER
             assert all_reduce.meta["val"].numel() * 2 == wait.args[0].args[0].meta["val"].numel()
+
+
+def test_hybrid_whose_groups_of_shards_have_one_rank() -> None:
+    with fake_process_group(4):
+        mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
+        model = simple_fsdp(LanguageModel(), mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        captured = capture_train_step(next_token_loss, model, *token_batch())
+        assert captured.collectives() == {"all_reduce": 18}
+        _, graph = run(captured)
+        assert graph.collectives() == {"all_reduce": 3}
+        buckets = graph_layout(graph).buckets
+        assert {bucket.collective for bucket in buckets} == {"all_reduce"}
+        eager = LanguageModel()
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+        for module in (*eager.layers, eager):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        assert not diff_layouts(eager_layout(eager), graph_layout(graph))
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
