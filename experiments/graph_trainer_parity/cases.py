@@ -106,7 +106,7 @@ CASES = (
     Case(
         "deepseek_v3, expert parallel 2, bf16 reduction",
         Recipe("deepseek_v3", num_layers=2, expert_parallel=2, reduce_dtype="bfloat16"),
-        (_OURS, (SORTED, "differ"), (DIVIDED, "differ"), (NORM_REVERSED, "differ")),
+        (_OURS, (SORTED, "differ")),
         num_ranks=8,
     ),
     Case(
@@ -115,9 +115,8 @@ CASES = (
         num_ranks=8,
     ),
     Case(
-        "deepseek_v3, expert parallel 4, tensor parallel 2, all computed again",
-        Recipe("deepseek_v3", num_layers=2, expert_parallel=4, tensor_parallel=2, checkpointing="full"),
-        num_ranks=8,
+        "deepseek_v3, expert parallel 2, tensor parallel 2, all computed again",
+        Recipe("deepseek_v3", num_layers=2, expert_parallel=2, tensor_parallel=2, checkpointing="full"),
     ),
     Case(
         "deepseek_v3, expert parallel 2, 2 replicas",
@@ -133,5 +132,6 @@ CASES = (
             expert_parallel=4,
             checkpointing="selective",
         ),
+        (_OURS, (DIVIDED, "differ"), (NORM_REVERSED, "differ")),
     ),
 )
