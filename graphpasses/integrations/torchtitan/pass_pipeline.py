@@ -35,12 +35,13 @@ PIPELINE = "graphpasses"
 # Ours in place of torchtitan's deduplicate_fsdp_unshard_chains, bucketing and reordering.
 _BEFORE_MEMORY_POLICY = ("deduplicate-shared", "coalesce-grad-reductions")
 
-# Options of graph_trainer whose passes work on its own buckets, or on a graph that they already rewrote.
+# Options of graph_trainer whose passes work on its own buckets, on a graph that they already rewrote, or round.
 _UNSUPPORTED = (
     "enable_fsdp_ag_rs_overlap",
     "enable_fsdp_dense_region_overlap",
     "enable_async_tensor_parallel",
     "enable_autoparallel",
+    "numerics_changing_optim",
     "ep_overlap.enabled",
     "precompile_artifact_dir",
 )
@@ -50,7 +51,23 @@ _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 @register_post_init_hook(PIPELINE)  # type: ignore[untyped-decorator]
 def _remember(trainer: Any) -> None:
-    """The pipeline is given the configuration alone, and needs the model."""
+    """The pipeline is given the configuration alone, and needs the model.
+
+    Raises:
+        UnsupportedError: graph_trainer would ask for no pipeline, and train without a word.
+    """
+    mode = trainer.config.compile.mode
+    asks = f"--compile.pass_pipeline {PIPELINE} would do nothing:"
+    if trainer.parallel_dims.pp_enabled:
+        raise UnsupportedError(
+            f"{asks} with pipeline parallelism graph_trainer compiles stages by itself, or not at all. Train with "
+            "--parallelism.pipeline_parallel_degree 1, or leave the pipeline out"
+        )
+    if mode != "aot_fx_trace":
+        raise UnsupportedError(
+            f"{asks} graph_trainer runs pipelines with --compile.mode aot_fx_trace, and the mode is {mode!r}. Use "
+            "that mode, or leave the pipeline out"
+        )
     _trainers[id(trainer.config)] = trainer
 
 
@@ -136,6 +153,11 @@ def _check_options(config: Any) -> None:
             raise UnsupportedError(
                 f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
             )
+    if config.compile.inductor_compilation == "full":
+        logger.warning(
+            f"--compile.inductor_compilation full: Inductor compiles the whole graph that the pipeline {PIPELINE} "
+            "leaves, and may round otherwise than eager; what is proved is the graph that it is given"
+        )
 
 
 def _trainer_of(config: Any) -> Any:

@@ -145,6 +145,7 @@ def test_eager_experts_that_lose_a_gradient_are_refused(is_refused: bool) -> Non
     [
         ("enable_fsdp_ag_rs_overlap", True),
         ("ep_overlap.enabled", True),
+        ("numerics_changing_optim", True),
         ("precompile_artifact_dir", "somewhere"),
     ],
 )
@@ -161,6 +162,42 @@ def test_options_that_do_not_go_with_our_passes(option: str, value: object) -> N
         graph_passes(None, config)
     assert str(caught.value) == (
         f"--compile.{option} does not go with --compile.pass_pipeline graphpasses; leave one of them out"
+    )
+
+
+@pytest.mark.parametrize("has_stages", [True, False])
+def test_trainers_that_ask_for_no_pipeline_are_refused(has_stages: bool) -> None:
+    pytest.importorskip("torchtitan")
+    from graphpasses.integrations.torchtitan.pass_pipeline import _remember
+
+    trainer = SimpleNamespace(
+        parallel_dims=SimpleNamespace(pp_enabled=has_stages),
+        config=SimpleNamespace(compile=SimpleNamespace(mode="jit")),
+    )
+    with pytest.raises(UnsupportedError) as caught:
+        _remember(trainer)
+    why = (
+        "with pipeline parallelism graph_trainer compiles stages by itself, or not at all. Train with "
+        "--parallelism.pipeline_parallel_degree 1, or leave the pipeline out"
+        if has_stages
+        else "graph_trainer runs pipelines with --compile.mode aot_fx_trace, and the mode is 'jit'. Use that mode, "
+        "or leave the pipeline out"
+    )
+    assert str(caught.value) == f"--compile.pass_pipeline graphpasses would do nothing: {why}"
+
+
+def test_inductor_after_the_pipeline_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("torchtitan")
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+
+    from graphpasses.integrations.torchtitan.pass_pipeline import _check_options
+
+    for compilation in ("regional", "full"):
+        _check_options(SimpleNamespace(compile=GraphTrainerCompileConfig(inductor_compilation=compilation)))
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "--compile.inductor_compilation full: Inductor compiles the whole graph that the pipeline graphpasses "
+        "leaves, and may round otherwise than eager; what is proved is the graph that it is given"
     )
 
 
