@@ -1,7 +1,6 @@
-"""The code of large FX graphs: torch's own, but that it looks each operator up once, in a third of its time.
+"""The code of large FX graphs: torch's own, word for word, in a third of its time.
 
-torch asks for the name of a node wherever it stands in the code, and for that of an operator at every call. Its code
-looks up four attributes at every call of an operator, which Python compiles for longer than all else in the call.
+torch asks for the name of a node wherever it stands in the code, and for that of an operator at every call.
 """
 
 from __future__ import annotations
@@ -64,10 +63,9 @@ def _python_code(graph: fx.Graph, root_module: str) -> PythonCode:
     empty = fx.Graph()
     empty.output(())
     outline = empty.python_code(root_module)  # has the global names that all code has
-    names = _checked_names(nodes, {root_module, *outline.globals, *keyword.kwlist, *dir(builtins)})
+    _check_names(nodes, {root_module, *outline.globals, *keyword.kwlist, *dir(builtins)})
     freed = _freed_after(nodes)
     calls: dict[int, str] = {}  # by id: operators' hashes take as long as all else
-    operators: dict[str, str] = {}
     parameters: list[str] = []
     lines: list[str] = []
     indices: list[int] = []
@@ -79,7 +77,7 @@ def _python_code(graph: fx.Graph, root_module: str) -> PythonCode:
             continue
         if node.op == "call_function" and "is_wrapped" not in node.meta:
             if (call := calls.get(id(node.target))) is None:
-                call = calls[id(node.target)] = _call(node.target, operators)
+                call = calls[id(node.target)] = _call(node.target)
             line = f"{node.name} = {_call_text(call, node)}"
         elif node.op == "get_attr" and all(map(str.isidentifier, node.target.split("."))):
             line = f"{node.name} = {root_module}.{node.target}"
@@ -87,31 +85,23 @@ def _python_code(graph: fx.Graph, root_module: str) -> PythonCode:
             line = f"return {_text(node.args[0])}"
         else:
             raise _UnknownCodeError
-        if (unread := freed.get(node)) and node.op != "output":
-            line += f";  {' = '.join(unread)} = None"
+        if (names := freed.get(node)) and node.op != "output":
+            line += f";  {' = '.join(names)} = None"
         lines.append(f"    {line}\n")
         indices.append(index)
-    if not operators.keys().isdisjoint(names):
-        raise _UnknownCodeError
     head = graph._codegen.gen_fn_def(parameters, "")
-    lookups = "".join(f"    {name} = {operator}\n" for name, operator in operators.items())
-    nodes_of_lines = [*[None] * len(operators), *indices, indices[-1]]
-    lineno_map: dict[int, int | None] = dict(enumerate(nodes_of_lines, start=1))
+    lineno_map: dict[int, int | None] = dict(enumerate([*indices, indices[-1]], start=1))
     return PythonCode(
-        f"\n\n\n{head}\n{lookups}{''.join(lines)}    ",
-        outline.globals,
-        lineno_map,
-        outline._prologue_start,
+        f"\n\n\n{head}\n{''.join(lines)}    ", outline.globals, lineno_map, outline._prologue_start
     )
 
 
-def _checked_names(nodes: list[fx.Node], reserved: set[str]) -> set[str]:
+def _check_names(nodes: list[fx.Node], reserved: set[str]) -> None:
     names = {node.name for node in nodes}
     if len(names) < len(nodes) or not names.isdisjoint(reserved) or not "".join(names).isascii():
         raise _UnknownCodeError
     if not all(map(str.isidentifier, names)) or any(node.type is not None for node in nodes):
         raise _UnknownCodeError
-    return names
 
 
 def _freed_after(nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
@@ -129,13 +119,10 @@ def _freed_after(nodes: list[fx.Node]) -> dict[fx.Node, list[str]]:
     return freed
 
 
-def _call(target: Any, operators: dict[str, str]) -> str:
-    """Returns the name of an operator, which is added to those to look up; of Python's own a format of arguments."""
+def _call(target: Any) -> str:
+    """Returns the name of an operator, or, of Python's own, a format of its arguments."""
     if isinstance(target, torch._ops.OpOverload):
-        path = _get_qualified_name(target)
-        name = path.removeprefix("torch.ops.").replace(".", "_")
-        operators[name] = path
-        return name
+        return _get_qualified_name(target)
     if getattr(target, "__module__", "") == "_operator" and target.__name__ in magic_methods:
         return magic_methods[target.__name__]
     raise _UnknownCodeError
