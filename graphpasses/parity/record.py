@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -99,7 +99,8 @@ class ParityRecorder:
         if topology is None and distributed:  # a group of nccl_sim or of run_cluster has one
             simulated = getattr(dist.group.WORLD, "topology", None)
             topology = None if simulated is None else asdict(simulated)
-        header = RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, layouts)
+        named = layouts and _unwrapped(layouts)
+        header = RunHeader(str(torch.__version__), self._world_size, run, model, seed, topology, named)
         line = header_line(header)  # on all ranks, so that all raise what JSON cannot take
         self._raise_together(self._open(line, overwrite) if self._rank == 0 else None)
         self._operator_file = OperatorFile(self._path, self._rank, self._world_size)
@@ -232,7 +233,7 @@ class ParityRecorder:
             layouts: of the run's reductions; of several calls the last one counts. If they cannot be written, the
                 next :meth:`record` says so on all ranks.
         """
-        self._write(lambda: layouts_line(layouts))
+        self._write(lambda: layouts_line(_unwrapped(layouts)))
 
     def record_passes(self, passes: PipelineReport | Mapping[str, PipelineReport]) -> None:
         """Writes what passes did to the run's graphs, for ``graphpasses report``; not compared between runs.
@@ -294,3 +295,15 @@ class ParityRecorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(complete=error is None)
+
+
+def _unwrapped(layout: Layout) -> Layout:
+    """Returns a layout under the names that the weights are recorded under."""
+    return Layout(
+        tuple(
+            replace(
+                bucket, entries=tuple(replace(each, fqn=unwrapped_name(each.fqn)) for each in bucket.entries)
+            )
+            for bucket in layout.buckets
+        )
+    )
