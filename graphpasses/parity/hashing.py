@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,8 @@ __all__ = [
     "weight_hash",
     "weight_hashes",
 ]
+
+T = TypeVar("T")
 
 
 def tensor_hash(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> str:
@@ -199,12 +202,20 @@ def gradient_hashes(
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Returns what :func:`weight_hashes` hashes, under the names that checkpoints have."""
-    return {unwrapped_name(name): each for name, each in (*model.named_parameters(), *model.named_buffers())}
+    return _as_in_checkpoints((*model.named_parameters(), *model.named_buffers()))
 
 
 def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Returns what :func:`gradient_hashes` hashes, under the names that checkpoints have."""
-    return {unwrapped_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    return _as_in_checkpoints((name, parameter.grad) for name, parameter in model.named_parameters())
+
+
+def _as_in_checkpoints(named: Iterable[tuple[str, T]]) -> dict[str, T]:
+    found: dict[str, T] = {}
+    for name, value in named:
+        short = unwrapped_name(name)
+        found[name if short in found else short] = value  # a wrapper's own may have the name of what it wraps
+    return found
 
 
 def _sum_over_ranks(parts: list[LocalPart], local: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -9,7 +9,15 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
-from graphpasses.parity import ParityRecorder, read_run
+from graphpasses.parity import ParityRecorder, gradient_hashes, read_run, weight_hashes
+
+
+def test_no_tensor_is_lost_where_a_wrapper_has_one_of_the_same_name() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2))
+    model._orig_mod = nn.Linear(2, 2)
+    assert list(weight_hashes(model)) == ["weight", "_orig_mod.weight", "bias"]
+    assert list(gradient_hashes(model)) == ["weight", "_orig_mod.weight", "bias"]
 
 
 def test_names_are_those_of_checkpoints(tmp_path: Path) -> None:
