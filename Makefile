@@ -29,7 +29,7 @@ $(READY): $(LOCK) pyproject.toml
 	@$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-parity: $(READY) ## train models of every kind, eagerly and as graphs, and compare every bit: one table, 5 minutes
+parity: $(READY) ## train models of every kind, eagerly and as graphs, and compare every bit: one table, 8 minutes
 	$(RUN) -m experiments.parity
 
 parity-full: $(READY) ## the same with all models: the tables of docs/results.md, an hour
