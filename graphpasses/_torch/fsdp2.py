@@ -32,6 +32,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.fsdp2_dtypes import compute_dtypes, reduce_dtype
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.identity import same_bits
 
@@ -79,7 +80,7 @@ class ParameterGroup:
         all_reduce_op: ``"avg"`` or ``"sum"``; only HSDP uses it.
         predivide: what the packed gradients are divided by before the reduce-scatter, or None.
         postdivide: what they are divided by after the last collective, or None.
-        param_dtype: dtype in which the modules compute.
+        param_dtypes: of the unsharded parameters.
         reduce_dtype: dtype on the wire.
         reduces_unused: whether zeros are reduced for trainable parameters without a gradient.
         reshards_after_forward: whether the parameters are freed after forward and gathered again in backward.
@@ -93,7 +94,7 @@ class ParameterGroup:
     all_reduce_op: ReduceOpName
     predivide: float | None
     postdivide: float | None
-    param_dtype: torch.dtype
+    param_dtypes: frozenset[torch.dtype]
     reduce_dtype: torch.dtype
     reduces_unused: bool
     reshards_after_forward: bool
@@ -226,11 +227,11 @@ def _read_group(
         )
     shard_group = group._reduce_scatter_process_group
     replicate_group = group._all_reduce_process_group if isinstance(mesh_info, HSDPMeshInfo) else None
-    param_dtype, reduce_dtype = _dtypes(group, name)
+    wire_dtype = reduce_dtype(group, name)
     predivide, postdivide, *ops = _get_gradient_divide_factors(
         shard_group,
         replicate_group,
-        reduce_dtype,
+        wire_dtype,
         group.device.type,
         group.gradient_divide_factor,
         group.force_sum_reduction_for_comms,
@@ -264,29 +265,11 @@ def _read_group(
         # FSDP2's `_div_if_needed` skips a division by one.
         predivide=None if predivide in (None, 1) else float(predivide),
         postdivide=None if postdivide in (None, 1) else float(postdivide),
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
+        param_dtypes=frozenset(compute_dtypes(group)),
+        reduce_dtype=wire_dtype,
         reduces_unused=getattr(group, "reduce_scatter_unused_params", False),  # 2.13 has it
         reshards_after_forward=group.post_forward_mesh_info is not None and not keeps_parameters,
     )
-
-
-def _dtypes(group: FSDPParamGroup, name: str) -> tuple[torch.dtype, torch.dtype]:
-    """What a group computes in and reduces in: the trained dtype, unless the policy says otherwise.
-
-    The rule is that of ``FSDPParam.init_dtype_attrs``, which runs at the first forward only: it cannot be read.
-    """
-    policy = group.mp_policy
-    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad] or group.fsdp_params
-    dtypes = {p.sharded_param.dtype for p in trained}
-    if len(dtypes) > 1:
-        raise LayoutError(
-            f"FSDP2 group {name!r} has trainable parameters of several dtypes, "
-            f"{', '.join(sorted(map(str, dtypes)))}, which FSDP2 refuses to run; put them in separate groups"
-        )
-    dtype = dtypes.pop()
-    param_dtype = (policy.param_dtype if dtype.is_floating_point else None) or dtype
-    return param_dtype, policy.reduce_dtype or param_dtype
 
 
 def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 # Whose settings they are. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from graphpasses._torch.fsdp2_dtypes import group_policies
 from graphpasses.errors import UnsupportedError
 
 __all__ = ["group_name", "group_settings", "refuse_custom_communication"]
@@ -28,7 +29,6 @@ _SETTINGS = {
     "set_all_reduce_hook": "_all_reduce_hook",
     "set_custom_all_gather": "_all_gather_comm",
     "set_custom_reduce_scatter": "_reduce_scatter_comm",
-    "mp_policy": "mp_policy",
 }
 _COPY_OR_ADD_AS_NCCL = (
     DefaultAllGather,
@@ -41,8 +41,15 @@ _COPY_OR_ADD_AS_NCCL = (
 def group_settings(groups: Iterable[FSDPParamGroup]) -> tuple[dict[str, Any], ...]:
     """Returns the settings of each group that decide about bits, by the name of what sets them."""
     return tuple(
-        {name: _as_value(getattr(group, attr, None)) for name, attr in _SETTINGS.items()} for group in groups
+        {name: _as_value(getattr(group, attr, None)) for name, attr in _SETTINGS.items()}
+        | {"mp_policy": _policy(group)}
+        for group in groups
     )
+
+
+def _policy(group: FSDPParamGroup) -> object:
+    policies = tuple(dict.fromkeys(group_policies(group)))
+    return policies[0] if len(policies) == 1 else policies
 
 
 def _as_value(setting: object) -> object:

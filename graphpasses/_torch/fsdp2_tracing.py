@@ -35,6 +35,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states, op_name, parameter_groups, reshard
+from graphpasses._torch.fsdp2_dtypes import (
+    KEEPS_GRADIENT_DTYPES,
+    check_kept_dtypes,
+    make_leaf,
+    unsharded_spec,
+)
 from graphpasses._torch.fsdp2_settings import group_name, refuse_custom_communication
 from graphpasses.errors import CaptureError, UnsupportedError
 
@@ -66,6 +72,11 @@ def prepare_for_tracing(model: nn.Module) -> None:
     for module, state in fsdp_states(model):
         if module not in inside:  # a root: the first that runs forward
             state._lazy_init()
+            if getattr(state._state_ctx, "manual_backward_finalization", False):  # 2.15 has it
+                raise UnsupportedError(
+                    "FSDP2's root module is to be finalized by hand (set_manual_backward_finalization), and a "
+                    "captured step reduces all gradients before it ends. Turn it off"
+                )
         inside.update(module.modules())
     groups = fsdp_groups(model)
     reshard(groups)
@@ -126,7 +137,8 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
                 info = parameter._module_info
                 parameter.sharded_param = cast(nn.Parameter, info.module._parameters[info.param_name])
                 parameter.all_gather_outputs = []
-                parameter.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
+                    parameter.unsharded_accumulated_grad = None
                 vars(parameter).pop("_unsharded_param", None)
         # record_function makes operators that a graph has no use for.
         stack.enter_context(mock.patch.object(torch.profiler, "record_function", _nothing_recorded))
@@ -246,18 +258,9 @@ def _gather(group: FSDPParamGroup) -> None:
             whole = torch.cat(torch.split(whole, shard.shape[0]), dim)
         elif whole.shape != size:
             whole = whole[: size[0]]
-        if (spec := _unsharded_spec(parameter, whole)) is not None:
+        if (spec := unsharded_spec(parameter, whole)) is not None:
             whole = _from_local_no_grad(whole, spec)
-        parameter._unsharded_param = nn.Parameter(whole, requires_grad=parameter.sharded_param.requires_grad)
-
-
-def _unsharded_spec(parameter: FSDPParam, whole: Tensor) -> Any:
-    """Returns what an unsharded parameter is as a DTensor, with tensor parallelism; else None."""
-    values = vars(parameter)
-    spec = values.get("_unsharded_dtensor_spec", values.get("_tp_spec"))  # its name up to torch 2.11
-    if spec is None or not hasattr(FSDPParam, "_get_unsharded_dtensor_spec"):  # 2.13 has it
-        return spec
-    return parameter._get_unsharded_dtensor_spec(whole)
+        parameter._unsharded_param = make_leaf(parameter, whole)
 
 
 def _padded_shard(parameter: FSDPParam, num_shards: int) -> Tensor:
@@ -288,7 +291,11 @@ def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tu
     """Reduces what a group has of gradients, as ``foreach_reduce`` of FSDP2's ``_fsdp_collectives.py``."""
     parameters: list[FSDPParam] = call["fsdp_params"]
     gradients: list[Tensor] = call["unsharded_grads"]
-    _check_dtypes(group, parameters, gradients)
+    if KEEPS_GRADIENT_DTYPES:
+        kept: torch.dtype | None = check_kept_dtypes(group_name(group), parameters)
+    else:
+        _check_dtypes(group, parameters, gradients)
+        kept = call["orig_dtype"]
     process_group, all_reduce_group = call["reduce_scatter_group"], call["all_reduce_group"]
     num_shards = process_group.size()
     dtype = call["reduce_dtype"] or gradients[0].dtype
@@ -308,6 +315,8 @@ def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tu
         else gradient
         for p, gradient in zip(parameters, gradients, strict=True)
     ]
+    if len({row.dtype for row in rows}) > 1:  # what the copy casts is what is cast before it
+        rows = [row.to(dtype) for row in rows]
     packed = _divided(aten._chunk_cat.default(rows, 0, num_shards).to(dtype), predivide)
     if num_shards > 1:
         value = collectives.reduce_scatter_tensor.default(
@@ -320,8 +329,8 @@ def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tu
         value = collectives.all_reduce.default(value, all_reduce_op, all_reduce_group.group_name)
         value = collectives.wait_tensor.default(value)
     value = _divided(value, postdivide)
-    if call["orig_dtype"] is not None:
-        value = value.to(call["orig_dtype"])
+    if kept is not None:
+        value = value.to(kept)
     shapes = [[-(-row.shape[0] // num_shards), *row.shape[1:]] for row in rows]
     parts = value.view(-1).split_with_sizes([torch.Size(shape).numel() for shape in shapes])
     for parameter, part, shape in zip(parameters, parts, shapes, strict=True):

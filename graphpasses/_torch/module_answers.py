@@ -15,6 +15,9 @@ import torch
 # ``module.name`` and ``from module import name``, not for the module's own code. Tested: 2.13.
 from torch import _guards, _subclasses
 from torch._subclasses import fake_tensor
+
+# From torch 2.15 on DTensor pads and narrows by nothing where it is traced, and asks this module whether it is.
+from torch.distributed.tensor import _collective_utils
 from torch.fx import _symbolic_trace
 
 __all__ = ["answers_as_in_eager"]
@@ -45,7 +48,8 @@ _IN_EAGER: tuple[tuple[ModuleType, Mapping[str, Any]], ...] = (
 def answers_as_in_eager() -> Iterator[None]:
     """Lets torch say, in the block, that nothing is traced or compiled and no tensor is a fake one.
 
-    torch's own code, which traces, is told the truth; so is a module that is imported in the block, which keeps it.
+    torch's own code, which traces, is told the truth, but for DTensor's paddings, which eager leaves out; so is a
+    module that is imported in the block, which keeps it.
 
     Example:
         >>> def name():
@@ -59,6 +63,8 @@ def answers_as_in_eager() -> Iterator[None]:
         stack.enter_context(
             mock.patch.multiple(torch.compiler, _is_compiling_flag=False, _is_exporting_flag=False)
         )
+        if hasattr(_collective_utils, "get_proxy_mode"):
+            stack.enter_context(mock.patch.object(_collective_utils, "get_proxy_mode", _none))
         for module, answers in _IN_EAGER:
             names = {name: _answer(name, answer) for name, answer in answers.items()}
             before = module.__class__

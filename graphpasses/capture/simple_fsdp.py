@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from graphpasses._torch.fsdp2_dtypes import default_reduce_dtype
 from graphpasses._torchtitan import forget_wrapper_classes
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph.parameters import parameter_infos
@@ -33,15 +34,16 @@ def simple_fsdp(
         mesh: one axis for FSDP; two axes, replicate then shard, for HSDP. With tensor parallelism a part of the same
             mesh, in front of its axis.
         param_dtype: dtype of the unsharded parameters and of compute; None keeps the parameters'.
-        reduce_dtype: dtype in which gradients are reduced; None means ``param_dtype``, as in FSDP2.
+        reduce_dtype: dtype in which gradients are reduced; None means FSDP2's default, which is ``param_dtype`` up to
+            torch 2.14 and the parameters' own dtype from 2.15 on.
         shard_dim: tensor dim to shard.
 
     Returns:
         ``model``.
 
     Raises:
-        UnsupportedError: the mesh has neither one nor two axes, a parameter has no dim to shard, or its shards over
-            tensor parallelism are uneven.
+        UnsupportedError: the mesh has neither one nor two axes, a parameter has no dim to shard, its shards over
+            tensor parallelism are uneven, or FSDP2's default of ``reduce_dtype`` would differ by parameter.
 
     Example:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -74,7 +76,8 @@ def simple_fsdp(
             mesh,
             mode="fully_shard" if mesh.ndim == 1 else "hybrid_shard",
             mp_policy=titan.MixedPrecisionPolicy(
-                param_dtype=param_dtype, reduce_dtype=reduce_dtype or param_dtype
+                param_dtype=param_dtype,
+                reduce_dtype=reduce_dtype or default_reduce_dtype(model, param_dtype),
             ),
             shard_dim=shard_dim,
         )

@@ -28,6 +28,7 @@ class ParameterInfo:
         shard_dim: tensor dim that FSDP shards, or None for a parameter that is not sharded.
         shard_ranks: global ranks among which FSDP shards it, in order; empty where it is not sharded.
         replicate_ranks: with HSDP, global ranks that hold the same shard, in order; else empty.
+        grad_dtype: dtype of its gradient, if that is not its own: what ``torch.Tensor.grad_dtype`` was set to.
     """
 
     fqn: str
@@ -37,6 +38,7 @@ class ParameterInfo:
     shard_dim: int | None
     shard_ranks: tuple[int, ...]
     replicate_ranks: tuple[int, ...] = ()
+    grad_dtype: torch.dtype | None = None
 
 
 def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, ParameterInfo]:
@@ -54,7 +56,15 @@ def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, Parame
 
 
 def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
-    info = ParameterInfo(fqn, tuple(parameter.shape), parameter.dtype, parameter.requires_grad, None, ())
+    info = ParameterInfo(
+        fqn,
+        tuple(parameter.shape),
+        parameter.dtype,
+        parameter.requires_grad,
+        shard_dim=None,
+        shard_ranks=(),
+        grad_dtype=None if parameter.grad_dtype == parameter.dtype else parameter.grad_dtype,
+    )
     if not isinstance(parameter, DTensor):
         return info
     placements, mesh = parameter.placements, parameter.device_mesh

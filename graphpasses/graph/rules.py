@@ -197,7 +197,7 @@ def _fixed_signature(checked: Checked) -> Iterator[Broken]:
 
 
 def _gradient_like_parameter(checked: Checked) -> Iterator[Broken]:
-    """A gradient has the shape, the dtype and the device of the parameter that gets it."""
+    """A gradient has the shape and the device of the parameter that gets it, and its dtype or ``grad_dtype``."""
     graph = checked.graph
     values = graph.output_values
     stored = {fqn: placeholder.meta["val"] for fqn, placeholder in graph.parameter_placeholders()}
@@ -205,7 +205,9 @@ def _gradient_like_parameter(checked: Checked) -> Iterator[Broken]:
         for value in (values[slot] for slot in slots):
             if fqn not in stored or value is None or value.meta.get("val") is None:
                 continue
-            expected, got = summary(stored[fqn]), summary(value.meta["val"])
+            dtype = graph.parameters[fqn].grad_dtype
+            like = stored[fqn] if dtype is None else stored[fqn].to(dtype)
+            expected, got = summary(like), summary(value.meta["val"])
             if expected != got:
                 yield Broken(f"left {value.name} as the gradient of {fqn!r}: expected {expected}, got {got}")
 

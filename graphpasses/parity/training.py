@@ -259,7 +259,9 @@ def _read_eager(task: Task, mesh: DeviceMesh) -> _Eager:
 
 def _checked(model: nn.Module) -> _Eager:
     plan = BucketPlan.from_fully_shard(model)
-    policies = frozenset((group.param_dtype, group.reduce_dtype) for group in parameter_groups(model))
+    policies = frozenset(
+        (dtype, group.reduce_dtype) for group in parameter_groups(model) for dtype in group.param_dtypes
+    )
     widest = max((param_dtype for param_dtype, _ in policies), key=lambda dtype: dtype.itemsize)
     check_memory(model, plan, dist.get_world_size(), widest)
     return _Eager(plan, eager_layout(model), policies)

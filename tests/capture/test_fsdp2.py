@@ -17,6 +17,7 @@ from graphpasses.errors import CaptureError, LayoutError, PlanError, Unsupported
 from graphpasses.fsdp import BucketPlan
 from graphpasses.graph import CapturedStep
 from graphpasses.passes import default_pipeline
+from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import LanguageModel, make_mesh, next_token_loss, token_batch
 
 
@@ -265,14 +266,50 @@ def test_gradients_of_several_dtypes() -> None:
     with fake_process_group(4):
         capture(is_trained=False)  # the near miss: a parameter without a gradient
         for check in (True, False):
-            assert refused(lambda check=check: capture(is_trained=True, check=check)) == (
-                "FSDP2 group '(root)' has gradients of several dtypes, which eager FSDP2 refuses to reduce: "
+            kind = UnsupportedError if HAS_DTYPES_BY_PARAMETER else CaptureError
+            assert refused(lambda check=check: capture(is_trained=True, check=check), kind) == (
+                "FSDP2 group '(root)' keeps gradients in several dtypes, or in any (grad_dtype): torch.float32 of "
+                "'up.weight', 'up.bias'; torch.bfloat16 of 'gain'. A captured step packs gradients of one dtype. "
+                "Give all parameters of the group one grad_dtype, or shard the module of the others by itself"
+                if HAS_DTYPES_BY_PARAMETER
+                else "FSDP2 group '(root)' has gradients of several dtypes, which eager FSDP2 refuses to reduce: "
                 "torch.float32 of 'up.weight', 'up.bias'; torch.bfloat16 of 'gain'. Give all gradients of the group "
                 "one dtype, or shard the module of the others by itself"
             )
+        if HAS_DTYPES_BY_PARAMETER:
+            return
         eager = fully_shard(_Unfreezes(is_trained=True), mesh=make_mesh())
         with pytest.raises(AssertionError, match="expects uniform gradient dtype"):
             eager(torch.ones(2, 4)).backward()
+
+
+@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch has no such setting")
+@pytest.mark.parametrize("kept", [None, torch.bfloat16])
+def test_gradients_that_are_kept_otherwise(kept: torch.dtype | None) -> None:
+    with fake_process_group(4):
+        model = nn.Linear(4, 4)
+        model.bias.grad_dtype = kept
+        fully_shard(model, mesh=make_mesh())
+        message = refused(
+            lambda: capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4)),
+            UnsupportedError,
+        )
+    assert message == (
+        "FSDP2 group '(root)' keeps gradients in several dtypes, or in any (grad_dtype): torch.float32 of 'weight'; "
+        f"{kept} of 'bias'. A captured step packs gradients of one dtype. Give all parameters of the group one "
+        "grad_dtype, or shard the module of the others by itself"
+    )
+
+
+@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch has no such setting")
+def test_gradients_that_are_reduced_by_hand() -> None:
+    with fake_process_group(4):
+        model = sharded()
+        model.set_manual_backward_finalization(True)
+        assert refused(lambda: captured(model), UnsupportedError) == (
+            "FSDP2's root module is to be finalized by hand (set_manual_backward_finalization), and a captured step "
+            "reduces all gradients before it ends. Turn it off"
+        )
 
 
 def test_trainable_parameters_of_several_dtypes() -> None:

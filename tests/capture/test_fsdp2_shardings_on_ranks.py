@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from graphpasses.capture import capture_train_step
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
+from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import NUM_TOKENS, LanguageModel, make_mesh, next_token_loss, token_batch
 from tests.helpers.step_cases import NUM_RANKS, Batch, Outcome, check_equals_eager, each_outcome, train_both
 
@@ -97,6 +98,31 @@ def with_zeros_for_unused(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, mp_policy=BF16)
 
 
+def reduced_as_the_policy_leaves_it(model: nn.Module, mesh: DeviceMesh) -> None:
+    """In bfloat16 up to torch 2.14, in float32 from then on."""
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+
+def dtypes_by_parameter(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Gathered as bytes; gradients of two dtypes are packed into one."""
+    gains = {layer.gain for layer in model.layers}
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16, param_dtype_override_fn=lambda p: p.dtype if p in gains else None
+    )
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def kept_in_float32(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Parameters of bfloat16 whose gradients are reduced and kept in float32, without a policy that says so."""
+    model.bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh], None]]] = {
     shard.__name__: (LanguageModel, shard)
     for shard in (
@@ -107,6 +133,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh]
         on_several_dims,
         to_a_smaller_mesh,
         with_zeros_for_unused,
+        reduced_as_the_policy_leaves_it,
+        *((dtypes_by_parameter, kept_in_float32) if HAS_DTYPES_BY_PARAMETER else ()),
     )
 } | {"in_turn": (InTurn, per_layer)}
 

@@ -13,6 +13,7 @@ from graphpasses.capture import simple_fsdp
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph.parameters import get_state
 from graphpasses.identity import IdentityMap
+from tests.helpers.fsdp2_cases import DEFAULT_REDUCE_DTYPE
 from tests.helpers.models import Even, LanguageModel, captured_fsdp, frozen, make_mesh
 
 
@@ -40,10 +41,10 @@ def test_shards_on_another_dim() -> None:
         assert {p.placements for p in model.parameters()} == {(Shard(1),)}
 
 
-def test_reduce_dtype_defaults_to_param_dtype() -> None:
-    """As in FSDP2; SimpleFSDP alone reduces in fp32."""
+def test_reduce_dtype_defaults_to_fsdp2s() -> None:
+    """The dtype of compute, or from torch 2.15 on that of the parameters."""
     for options, expected in (
-        ({"param_dtype": torch.bfloat16, "reduce_dtype": None}, torch.bfloat16),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": None}, DEFAULT_REDUCE_DTYPE),
         ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, torch.float32),
         ({"param_dtype": None, "reduce_dtype": None}, torch.float32),
     ):

@@ -14,6 +14,12 @@ from torch.distributed.tensor import Shard
 from graphpasses.fsdp import Reduction
 
 NUM_RANKS = 4
+HAS_DTYPES_BY_PARAMETER = "param_dtype_override_fn" in MixedPrecisionPolicy.__dataclass_fields__
+"""Whether FSDP2 lets parameters have dtypes of their own, as from torch 2.15 on."""
+
+DEFAULT_REDUCE_DTYPE = torch.float32 if HAS_DTYPES_BY_PARAMETER else torch.bfloat16
+"""In what FSDP2 reduces the gradients of float32 parameters that compute in bfloat16, if the policy names nothing."""
+
 AVG = Reduction("avg", "avg", dtype=torch.float32)
 
 
@@ -205,7 +211,7 @@ CASES = {
     "bf16": Case(
         sizes,
         policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        reduction=Reduction("avg", "avg", dtype=torch.bfloat16),
+        reduction=Reduction("avg", "avg", dtype=DEFAULT_REDUCE_DTYPE),
     ),
     "bf16_reduced_in_fp32": Case(
         sizes, policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,0 +1,176 @@
+"""In which dtypes FSDP2's groups compute, keep gradients and reduce them.
+
+torch 2.15 has a policy for each parameter (``param_dtype_override_fn``), and reduces in the dtype in which gradients
+are kept where the policy names none; before, a group has one policy, and what that computes in is reduced. Which of
+the rules holds is seen by what FSDP2's classes have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+# Has `_get_dtensor_spec_with_dtype`. torch 2.15.0.
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+# Whose policy it is. torch 2.13.0, 2.15.0.
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from graphpasses.errors import LayoutError, UnsupportedError
+
+__all__ = [
+    "KEEPS_GRADIENT_DTYPES",
+    "check_kept_dtypes",
+    "compute_dtypes",
+    "default_reduce_dtype",
+    "group_policies",
+    "make_leaf",
+    "reduce_dtype",
+    "unsharded_spec",
+]
+
+KEEPS_GRADIENT_DTYPES = hasattr(FSDPParam, "unsharded_grad_dtype")  # 2.15 has it
+"""Whether parameters say in which dtypes gradients are added and kept, and those that are packed may have several."""
+
+
+def group_policies(group: FSDPParamGroup) -> tuple[MixedPrecisionPolicy, ...]:
+    """Returns the mixed-precision policy of each parameter, in the group's order."""
+    if hasattr(group, "mp_policy"):  # up to 2.14
+        return (group.mp_policy,) * len(group.fsdp_params)
+    return tuple(parameter.mp_policy for parameter in group.fsdp_params)
+
+
+def compute_dtypes(group: FSDPParamGroup) -> tuple[torch.dtype, ...]:
+    """Returns the dtype of each unsharded parameter, in the group's order.
+
+    The rule is that of ``FSDPParam.init_dtype_attrs``, which runs at the first forward only: it cannot be read.
+    """
+    return tuple(
+        (policy.param_dtype if parameter.sharded_param.dtype.is_floating_point else None)
+        or parameter.sharded_param.dtype
+        for parameter, policy in zip(group.fsdp_params, group_policies(group), strict=True)
+    )
+
+
+def reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
+    """Returns the dtype in which a group's gradients travel.
+
+    Source: ``FSDPParamGroup._init_mp_dtypes``, and from torch 2.15 on ``FSDPParamGroup._get_reduce_dtype``.
+
+    Args:
+        group: of a model.
+        name: of the group, for errors.
+
+    Raises:
+        LayoutError: its trainable parameters have several dtypes.
+        UnsupportedError: their gradients are kept in several, or in any.
+    """
+    described = list(zip(group.fsdp_params, group_policies(group), compute_dtypes(group), strict=True))
+    described = [each for each in described if each[0].sharded_param.requires_grad] or described
+    parameters = [parameter for parameter, _, _ in described]
+    dtypes = {parameter.sharded_param.dtype for parameter in parameters}
+    if len(dtypes) > 1:
+        raise LayoutError(
+            f"FSDP2 group {name!r} has trainable parameters of several dtypes, "
+            f"{', '.join(sorted(map(str, dtypes)))}, which FSDP2 refuses to run; put them in separate groups"
+        )
+    if not KEEPS_GRADIENT_DTYPES:
+        _, policy, compute_dtype = described[0]
+        return policy.reduce_dtype or compute_dtype
+    kept = check_kept_dtypes(name, parameters)
+    return described[0][1].reduce_dtype or kept
+
+
+def default_reduce_dtype(model: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype | None:
+    """Returns in what FSDP2 reduces a model's gradients whose policy names no dtype for it; None: in their own.
+
+    Args:
+        model: not yet sharded.
+        param_dtype: of the policy.
+
+    Raises:
+        UnsupportedError: its parameters have several dtypes, each of which a group of FSDP2 may have.
+    """
+    if param_dtype is None or not KEEPS_GRADIENT_DTYPES:
+        return param_dtype
+    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
+    if len(dtypes) > 1:
+        raise UnsupportedError(
+            f"the model has trainable parameters of several dtypes, {', '.join(sorted(map(str, dtypes)))}, and FSDP2 "
+            "reduces gradients in that of their parameters; say in which with reduce_dtype"
+        )
+    return dtypes.pop() if dtypes else param_dtype
+
+
+def check_kept_dtypes(name: str, parameters: Iterable[FSDPParam]) -> torch.dtype:
+    """Returns the dtype in which torch 2.15 keeps the gradients of parameters; it packs several in another order.
+
+    Source: ``FSDPParamGroup._init_reduce_scatter_param_order``.
+
+    Args:
+        name: of their group, for errors.
+        parameters: that are reduced together.
+
+    Raises:
+        UnsupportedError: there are several, or one is not known before the step.
+    """
+    fqns: dict[torch.dtype | None, list[str]] = {}
+    for parameter in parameters:
+        fqns.setdefault(_kept_dtype(parameter), []).append(
+            parameter._param_fqn or parameter._module_info.param_name
+        )
+    (dtype, *others) = fqns
+    if dtype is None or others:
+        found = "; ".join(f"{each} of {', '.join(map(repr, names))}" for each, names in fqns.items())
+        raise UnsupportedError(
+            f"FSDP2 group {name!r} keeps gradients in several dtypes, or in any (grad_dtype): {found}. A captured "
+            "step packs gradients of one dtype. Give all parameters of the group one grad_dtype, or shard the module "
+            "of the others by itself"
+        )
+    return dtype
+
+
+def _kept_dtype(parameter: Any) -> torch.dtype | None:
+    sharded = parameter.sharded_param
+    is_known = (
+        parameter._has_sharded_grad_dtype_override
+    )  # read when it was sharded, and at the first forward
+    kept: torch.dtype | None = parameter.sharded_grad_dtype if is_known else sharded.dtype
+    return sharded.grad_dtype if sharded._has_grad_dtype_override and not is_known else kept
+
+
+def make_leaf(parameter: FSDPParam, whole: Tensor) -> nn.Parameter:
+    """Returns an unsharded parameter as FSDP2 makes it: autograd adds its gradients in the dtype that FSDP2 says.
+
+    Source: ``FSDPParam.init_unsharded_param``.
+
+    Args:
+        parameter: of a group.
+        whole: what was gathered.
+    """
+    leaf = nn.Parameter(whole, requires_grad=parameter.sharded_param.requires_grad)
+    if KEEPS_GRADIENT_DTYPES:
+        leaf.grad_dtype = cast(Any, parameter).unsharded_grad_dtype
+    return leaf
+
+
+def unsharded_spec(parameter: FSDPParam, whole: Tensor) -> Any:
+    """Returns what an unsharded parameter is as a DTensor, with tensor parallelism; else None.
+
+    Args:
+        parameter: of a group.
+        whole: what was gathered, in its dtype.
+    """
+    values = vars(parameter)
+    spec = values.get("_unsharded_dtensor_spec", values.get("_tp_spec"))  # its name up to torch 2.11
+    if spec is None:
+        return None
+    if hasattr(parameter, "_get_unsharded_dtensor_spec"):  # 2.13, 2.14
+        return parameter._get_unsharded_dtensor_spec(whole)
+    with_dtype = getattr(_fsdp_param, "_get_dtensor_spec_with_dtype", None)  # 2.15
+    return with_dtype(spec, whole.dtype) if with_dtype else spec
