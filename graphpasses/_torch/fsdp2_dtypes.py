@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 # Whose policy it is. torch 2.13.0, 2.15.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import LayoutError, UnsupportedError
 
@@ -27,10 +28,10 @@ __all__ = [
     "KEEPS_GRADIENT_DTYPES",
     "check_kept_dtypes",
     "compute_dtypes",
-    "default_reduce_dtype",
     "group_policies",
     "make_leaf",
     "reduce_dtype",
+    "simple_reduce_dtype",
     "unsharded_spec",
 ]
 
@@ -86,25 +87,47 @@ def reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
     return described[0][1].reduce_dtype or kept
 
 
-def default_reduce_dtype(model: nn.Module, param_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Returns in what FSDP2 reduces a model's gradients whose policy names no dtype for it; None: in their own.
+def simple_reduce_dtype(
+    model: nn.Module, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """Returns in what SimpleFSDP must reduce a model's gradients, so that their bits are FSDP2's; None: in their own.
+
+    SimpleFSDP adds the gradients of a parameter in the dtype of compute. Up to torch 2.14 so does FSDP2; from 2.15 on
+    autograd adds them in FSDP2's dtype of reduction, unless that is wider and nothing but FSDP2 reduces them. Source:
+    ``FSDPParamGroup._init_mp_dtypes``, ``FSDPParam.may_reduce_grad_outside_dp``.
 
     Args:
-        model: not yet sharded.
-        param_dtype: of the policy.
+        model: not yet sharded by FSDP.
+        param_dtype: dtype of compute, or None for the parameters' own.
+        reduce_dtype: what the user wants, or None for FSDP2's default.
 
     Raises:
-        UnsupportedError: its parameters have several dtypes, each of which a group of FSDP2 may have.
+        UnsupportedError: FSDP2's default would differ by parameter, or its additions from SimpleFSDP's.
     """
-    if param_dtype is None or not KEEPS_GRADIENT_DTYPES:
-        return param_dtype
-    dtypes = {p.dtype for p in model.parameters() if p.requires_grad and p.is_floating_point()}
-    if len(dtypes) > 1:
-        raise UnsupportedError(
-            f"the model has trainable parameters of several dtypes, {', '.join(sorted(map(str, dtypes)))}, and FSDP2 "
-            "reduces gradients in that of their parameters; say in which with reduce_dtype"
-        )
-    return dtypes.pop() if dtypes else param_dtype
+    if not KEEPS_GRADIENT_DTYPES:
+        return reduce_dtype or param_dtype
+    trained = {fqn: p for fqn, p in model.named_parameters() if p.requires_grad and p.is_floating_point()}
+    dtypes = {p.dtype for p in trained.values()}
+    if reduce_dtype is None and param_dtype is not None:
+        if len(dtypes) > 1:
+            raise UnsupportedError(
+                f"the model has trainable parameters of several dtypes, {', '.join(sorted(map(str, dtypes)))}, and "
+                "FSDP2 reduces gradients in that of their parameters; say in which with reduce_dtype"
+            )
+        reduce_dtype = next(iter(dtypes), param_dtype)
+    for fqn, parameter in trained.items():
+        compute_dtype = param_dtype or parameter.dtype
+        if reduce_dtype in (None, compute_dtype):
+            continue
+        is_partial = isinstance(parameter, DTensor) and any(p.is_replicate() for p in parameter.placements)
+        if is_partial or reduce_dtype.itemsize <= compute_dtype.itemsize:
+            reason = "tensor parallelism reduces them" if is_partial else "FSDP2 adds those of its uses"
+            raise UnsupportedError(
+                f"the gradients of parameter {fqn!r} are computed in {compute_dtype}, and from torch 2.15 on "
+                f"{reason} in reduce_dtype {reduce_dtype} already; SimpleFSDP does not. Capture the model that "
+                f"fully_shard sharded, or reduce in {compute_dtype}"
+            )
+    return reduce_dtype
 
 
 def check_kept_dtypes(name: str, parameters: Iterable[FSDPParam]) -> torch.dtype:

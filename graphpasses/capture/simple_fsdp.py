@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphpasses._torch.fsdp2_dtypes import default_reduce_dtype
+from graphpasses._torch.fsdp2_dtypes import simple_reduce_dtype
 from graphpasses._torchtitan import forget_wrapper_classes
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph.parameters import parameter_infos
@@ -43,7 +43,9 @@ def simple_fsdp(
 
     Raises:
         UnsupportedError: the mesh has neither one nor two axes, a parameter has no dim to shard, its shards over
-            tensor parallelism are uneven, or FSDP2's default of ``reduce_dtype`` would differ by parameter.
+            tensor parallelism are uneven, or FSDP2 of this torch reduces its gradients in a way that SimpleFSDP
+            cannot (``reduce_dtype`` that is not ``param_dtype``, from torch 2.15 on: where it is no wider, or where
+            tensor parallelism replicates a parameter).
 
     Example:
         >>> from torch.distributed.device_mesh import init_device_mesh
@@ -77,7 +79,7 @@ def simple_fsdp(
             mode="fully_shard" if mesh.ndim == 1 else "hybrid_shard",
             mp_policy=titan.MixedPrecisionPolicy(
                 param_dtype=param_dtype,
-                reduce_dtype=reduce_dtype or default_reduce_dtype(model, param_dtype),
+                reduce_dtype=simple_reduce_dtype(model, param_dtype, reduce_dtype),
             ),
             shard_dim=shard_dim,
         )

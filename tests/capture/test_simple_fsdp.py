@@ -13,8 +13,17 @@ from graphpasses.capture import simple_fsdp
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph.parameters import get_state
 from graphpasses.identity import IdentityMap
-from tests.helpers.fsdp2_cases import DEFAULT_REDUCE_DTYPE
-from tests.helpers.models import Even, LanguageModel, captured_fsdp, frozen, make_mesh
+from tests.helpers.fsdp2_cases import DEFAULT_REDUCE_DTYPE, HAS_DTYPES_BY_PARAMETER
+from tests.helpers.models import (
+    Even,
+    LanguageModel,
+    Parallel,
+    captured_fsdp,
+    frozen,
+    make_mesh,
+    make_parallel_meshes,
+    parallelize,
+)
 
 
 def test_keeps_ties_and_frozen_parameters() -> None:
@@ -54,6 +63,42 @@ def test_reduce_dtype_defaults_to_fsdp2s() -> None:
             op="call_function", target=torch.ops._c10d_functional.reduce_scatter_tensor.default
         )
         assert {node.meta["val"].dtype for node in scatters} == {expected}
+
+
+@pytest.mark.skipif(
+    not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch adds gradients as SimpleFSDP does"
+)
+def test_additions_that_are_not_fsdp2s() -> None:
+    options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float16}
+    end = (
+        "in reduce_dtype torch.float16 already; SimpleFSDP does not. Capture the model that fully_shard sharded, or "
+        "reduce in torch.bfloat16"
+    )
+    with fake_process_group(4):
+        with pytest.raises(UnsupportedError) as caught:
+            simple_fsdp(nn.Linear(4, 4), make_mesh(), **options)
+        assert str(caught.value) == (
+            "the gradients of parameter 'weight' are computed in torch.bfloat16, and from torch 2.15 on FSDP2 adds "
+            f"those of its uses {end}"
+        )
+        data_mesh, tensor_mesh = make_parallel_meshes()
+        model = parallelize(Parallel(), tensor_mesh)
+        with pytest.raises(UnsupportedError, match="tensor parallelism reduces them in reduce_dtype"):
+            simple_fsdp(model, data_mesh, param_dtype=torch.bfloat16)
+        simple_fsdp(
+            model, data_mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+        )  # the near miss
+
+
+@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch reduces in the dtype of compute")
+def test_no_one_default() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64))
+    with fake_process_group(4), pytest.raises(UnsupportedError) as caught:
+        simple_fsdp(model, make_mesh(), param_dtype=torch.bfloat16)
+    assert str(caught.value) == (
+        "the model has trainable parameters of several dtypes, torch.float32, torch.float64, and FSDP2 reduces "
+        "gradients in that of their parameters; say in which with reduce_dtype"
+    )
 
 
 def test_does_not_reuse_an_earlier_models_wrapper() -> None:

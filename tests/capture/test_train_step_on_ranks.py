@@ -16,8 +16,8 @@ from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.models import next_token_loss, parallelize
 from tests.helpers.step_cases import (
-    CASES,
     NUM_RANKS,
+    SIMPLE_CASES,
     Batch,
     Case,
     Outcome,
@@ -80,7 +80,7 @@ def train(case: Case) -> Outcome:
 
 def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
-    return each_outcome(lambda name: train((CASES | CONTROLS)[name]), CASES | CONTROLS)
+    return each_outcome(lambda name: train((SIMPLE_CASES | CONTROLS)[name]), SIMPLE_CASES | CONTROLS)
 
 
 @pytest.fixture(scope="module")
@@ -89,14 +89,14 @@ def outcomes() -> list[dict[str, Outcome]]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SIMPLE_CASES)
 def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    check_equals_eager(outcomes, name, NUM_STEPS * CASES[name].num_backwards)
+    check_equals_eager(outcomes, name, NUM_STEPS * SIMPLE_CASES[name].num_backwards)
     assert {each[name].layouts for each in outcomes} == {"layouts are equal"}
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SIMPLE_CASES)
 def test_launches_as_many_collectives_as_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
     outcome = outcomes[0][name]
     assert not outcome.error
