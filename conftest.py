@@ -12,6 +12,7 @@ import functools
 import multiprocessing
 import subprocess
 from collections.abc import Iterator
+from importlib.util import find_spec
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,6 +25,14 @@ from torch import nn
 
 import graphpasses
 from graphpasses._torch.fake_process_group import fake_process_group
+
+
+# Modules that name TorchRec have examples that need it, and so has pytest, to find them.
+collect_ignore = (
+    []
+    if find_spec("torchrec")
+    else ["graphpasses/embedding/model_parallel.py", "graphpasses/embedding/planner.py"]
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,6 +22,7 @@ from torch import fx
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.analysis.backward import is_backward
 from graphpasses.graph import WAIT, TrainGraph, argument, wait_of
+from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.graph.parameters import ParameterInfo
 
 __all__ = [
@@ -58,7 +59,7 @@ UNSHARD_OPS = _PACK_OPS | {
 }
 # What stands between a reduction's wait and the gradient output.
 _AFTER_REDUCTION = frozenset(
-    {CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, aten.detach.default}
+    {CAST, aten.slice.Tensor, aten.view.default, aten.reshape.default, *SAME_TENSOR_OPS}
 )
 
 
@@ -209,7 +210,7 @@ def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, 
         while source.target in _AFTER_REDUCTION:
             tail.insert(0, source)
             source = argument(source)
-        if is_add(source) and all(node.target == aten.detach.default for node in tail):
+        if is_add(source) and SAME_TENSOR_OPS.issuperset(node.target for node in tail):
             pending += reversed(source.all_input_nodes)
         else:
             yield source, tuple(tail)
@@ -249,7 +250,7 @@ def added_uses(gradient: fx.Node) -> list[fx.Node]:
 def _is_alone(node: fx.Node) -> bool:
     """Whether the memory of ``node`` was made by the graph and has one reader."""
     while len(node.users) == 1:
-        if node.target not in (aten.detach.default, ADD_IN_PLACE):
+        if node.target not in {*SAME_TENSOR_OPS, ADD_IN_PLACE}:
             return node.target in (WAIT, CAST, aten.add.Tensor)
         node = argument(node)
     return False

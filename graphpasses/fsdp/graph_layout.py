@@ -22,6 +22,7 @@ from graphpasses.analysis.parameter_collectives import (
 from graphpasses.errors import LayoutError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
 from graphpasses.graph import TrainGraph, argument
+from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.graph.parameters import ParameterInfo
 
 __all__ = ["graph_layout", "reduced_parts"]
@@ -33,7 +34,7 @@ SPLIT = aten.split_with_sizes.default
 _KEEP_PLACE = frozenset(
     {
         CAST,
-        aten.detach.default,
+        *SAME_TENSOR_OPS,
         aten.div.Scalar,
         aten.reshape.default,
         aten.slice.Tensor,

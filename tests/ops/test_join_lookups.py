@@ -50,6 +50,8 @@ def test_outputs_are_split() -> None:
     assert pooled.grad.tolist() == [[2.0] * 4 + [0.0] * 2] * 2
 
 
+# From torch 2.15 on opcheck itself reads a gradient that is none.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_operators_are_proper(batch_size: int) -> None:
     pooled = torch.randn(2, 6, requires_grad=True)

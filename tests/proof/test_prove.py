@@ -15,6 +15,7 @@ import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import ProofError
 from graphpasses.graph import WAIT, CapturedStep, TrainGraph
+from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from tests.proof.steps import NUM_RANKS, RANK, calls, capture, sharded
 
@@ -106,7 +107,7 @@ def one_weight_for_another(graph: TrainGraph) -> None:
 def is_gathered_square(value: object) -> bool:
     return (
         isinstance(value, fx.Node)
-        and value.target == aten.detach.default
+        and value.target in SAME_TENSOR_OPS
         and tuple(value.meta["val"].shape) == (6, 6)
     )
 

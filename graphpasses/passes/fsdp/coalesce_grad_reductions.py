@@ -22,6 +22,7 @@ from graphpasses.analysis.parameter_collectives import (
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import WAIT, Stage, TrainGraph, argument
+from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["CoalesceGradReductions"]
@@ -119,7 +120,7 @@ def _is_reduced_already(reduction: GradReduction) -> bool:
 
 
 def _is_sum(gradient: fx.Node) -> bool:
-    while gradient.target in (aten.detach.default, aten.view.default):
+    while gradient.target in {*SAME_TENSOR_OPS, aten.view.default}:
         gradient = argument(gradient)
     return gradient.target == aten.add.Tensor
 
@@ -154,7 +155,7 @@ def _free(value: fx.Node) -> None:
     pending = [value]
     while pending:
         node = pending.pop()
-        if node.target == aten.detach.default or is_add(node):
+        if node.target in SAME_TENSOR_OPS or is_add(node):
             pending += node.all_input_nodes
         if node.target == ADD_IN_PLACE:
             node.target = aten.add.Tensor

@@ -19,6 +19,7 @@ from graphpasses.analysis.parameter_collectives import (
 )
 from graphpasses.errors import PipelineError
 from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective, wait_of
+from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.passes.runner import GraphPass, Numerics
 
 __all__ = ["PrefetchCollectives"]
@@ -29,7 +30,7 @@ _UNPACK_OPS = frozenset(
     {
         CAST,
         WAIT,
-        aten.detach.default,
+        *SAME_TENSOR_OPS,
         aten.div.Scalar,
         aten.slice.Tensor,
         aten.split_with_sizes.default,
