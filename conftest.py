@@ -26,7 +26,6 @@ from torch import nn
 import graphpasses
 from graphpasses._torch.fake_process_group import fake_process_group
 
-
 # Modules that name TorchRec have examples that need it, and so has pytest, to find them.
 collect_ignore = (
     []
