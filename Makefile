@@ -1,13 +1,17 @@
 # `make` lists what there is. Every target sets up .venv first, if it has to.
 
 PYTHON ?= python3.11
-VENV := .venv
+# Which torch: 2.13 is what all else here means; `make test TORCH=2.15` and others set up .venv-2.15.
+TORCH ?= 2.13
+VENV := .venv$(patsubst %,-%,$(filter-out 2.13,$(TORCH)))
 RUN := $(VENV)/bin/python
 IMAGE_PYTHON ?= python3
 # The CUDA lock file where the machine has an NVIDIA GPU, else the CPU one; `make DEVICE=cpu` overrides.
 DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-LOCK := .ci/lock/$(DEVICE).txt
+# Of torch 2.14 and 2.15 there is one build for both: CUDA's, which runs on a CPU, too.
+LOCK := .ci/lock/$(if $(filter 2.13,$(TORCH)),$(DEVICE),torch-$(TORCH)).txt
 READY := $(VENV)/.ready-$(DEVICE)
+$(if $(wildcard $(LOCK)),,$(error TORCH=$(TORCH) has no lock; there are 2.13, 2.14 and 2.15))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup parity parity-full scale gpu test lint types bench docs dist lock clean
@@ -50,8 +54,9 @@ gpu: ## what only a GPU can show, on what the machine has: writes experiments/gp
 	  if $$run -c 'import pytest' 2>/dev/null; then $$run -m pytest -q -rs -m gpu tests/parity/test_hashing.py || status=1; \
 	  else echo "tests marked gpu: skipped, pytest is not installed"; fi; exit $$status
 
-# Two processes, each with whole files, since what is launched once serves a file's tests.
-test: lint types docs ## lint, types, documentation and tests
+# Two processes, each with whole files, since what is launched once serves a file's tests. Lint, types and
+# documentation are the same with every torch.
+test: $(READY) $(if $(filter 2.13,$(TORCH)),lint types docs) ## lint, types, documentation and tests
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(READY) ## ruff, and the layers of imports
@@ -96,7 +101,11 @@ lock: ## renew .ci/lock after a change of pyproject.toml
 	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	  --all-extras pyproject.toml .ci/lock/cuda.in -o .ci/lock/cuda.txt
 	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	  --all-extras pyproject.toml .ci/lock/torch-2.14.in --override .ci/lock/cpu.overrides -o .ci/lock/torch-2.14.txt
+	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
+	  --extra titan --extra dev pyproject.toml .ci/lock/torch-2.15.in -o .ci/lock/torch-2.15.txt
+	uv pip compile --quiet $(UPGRADE) --python-version 3.11 --generate-hashes --no-header --no-annotate \
 	  .ci/lock/dist.in -o .ci/lock/dist.txt
 
 clean: ## delete what make made
-	rm -rf $(VENV) $(VENV)-dist $(VENV)-empty build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* $(VENV)-empty build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
