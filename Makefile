@@ -14,7 +14,7 @@ READY := $(VENV)/.ready-$(DEVICE)
 $(if $(wildcard $(LOCK)),,$(error TORCH=$(TORCH) has no lock; there are 2.13, 2.14 and 2.15))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup parity parity-full scale gpu test lint types bench docs dist lock clean
+.PHONY: help setup parity parity-full scale gpu test versions lint types bench docs dist lock clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -58,6 +58,9 @@ gpu: ## what only a GPU can show, on what the machine has: writes experiments/gp
 # documentation are the same with every torch.
 test: $(READY) $(if $(filter 2.13,$(TORCH)),lint types docs) ## lint, types, documentation and tests
 	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+versions: $(READY) ## all tests and parity with one torch, entered into docs/versions.md; TORCH=2.15 takes another
+	$(RUN) -m experiments.torch_versions
 
 lint: $(READY) ## ruff, and the layers of imports
 	$(RUN) -m ruff check .

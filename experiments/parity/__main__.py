@@ -27,11 +27,15 @@ def main(out: Path = Path("runs/parity"), only: Only = "") -> int:
         out: folder for the run files; look into any two with `graphpasses compare A B`.
         only: train only what has this text in its model or sharding, e.g. "Llama" or "HSDP".
     """
-    selected = select([each for part in PARTS for each in part.shown], only)
+    possible = [part for part in PARTS if part.is_possible]
+    selected = select([each for part in possible for each in part.shown], only)
     if not selected:
         return 2
-    parts = [replace(part, shown=tuple(each for each in part.shown if each in selected)) for part in PARTS]
+    parts = [replace(part, shown=tuple(each for each in part.shown if each in selected)) for part in possible]
     console = make_console()
+    for part in PARTS:
+        if not part.is_possible:
+            console.print(f"{part.needs} is not installed: its {len(part.shown)} cases are left out")
     counter = RunCounter(sum(num_runs(part.cases) for part in parts))
     console.print(f"{len(selected)} cases, {counter.num_runs} runs")
     rows = [each for part in parts if part.shown for each in _train(part, out / part.folder, counter)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from experiments.architectures import cases as architectures
@@ -51,12 +52,19 @@ class Part:
         num_steps: optimizer steps of each run.
         train_and_judge: the experiment's; called with what launches the cases, and with the cases.
         shown: the cases.
+        needs: a package that need not be installed; without it the part is left out.
     """
 
     folder: str
     num_steps: int
     train_and_judge: Callable[[ParityExperiment, Sequence[Any]], list[Verdict]]
     shown: tuple[Shown, ...]
+    needs: str = "torch"
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether what it needs is installed."""
+        return find_spec(self.needs) is not None
 
     @property
     def cases(self) -> tuple[Case, ...]:
@@ -128,5 +136,6 @@ PARTS = (
                 "TorchRec, mixed; HSDP",
             ),
         ),
+        needs="torchrec",
     ),
 )

@@ -1,0 +1,1 @@
+"""What passes with each version of torch: the table of docs/versions.md."""
