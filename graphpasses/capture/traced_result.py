@@ -12,6 +12,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_settings import group_settings
 from graphpasses.analysis.effects import is_written
+from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.batch_structure import BatchStructure
@@ -124,6 +125,7 @@ def read_traced_result(
             f"outputs; its metadata describes {len(inputs)} and {len(outputs)}"
         )
     _keep_one_total(graph)
+    keep_unrounded(graph, model)
     graph.written = frozenset(
         item.fqn for item, node in zip(inputs, graph.placeholders, strict=True) if is_written(node)
     )

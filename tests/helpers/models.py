@@ -115,6 +115,31 @@ class TwoNames(LanguageModel):
         self.layers[1] = self.layers[0]
 
 
+class Promoting(LanguageModel):
+    """In low precision, norms' weights get float32 gradients: the norm itself computes in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.layers:
+            block.norm = nn.RMSNorm(8)
+        self.norm = nn.RMSNorm(8)
+
+
+class PromotingTwice(Promoting):
+    """The same norm runs before each block and after the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.layers:
+            block.norm = nn.Identity()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = layer(self.norm(x))
+        return self.head(self.norm(x))
+
+
 class Unused(LanguageModel):
     """A trainable and a frozen part that forward leaves out."""
 

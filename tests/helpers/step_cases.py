@@ -28,6 +28,8 @@ from tests.helpers.models import (
     Interleaved,
     LanguageModel,
     Parallel,
+    Promoting,
+    PromotingTwice,
     Recomputed,
     Reused,
     TwoNames,
@@ -111,6 +113,8 @@ CASES = {
     "fp32": Case(Short, LAYER, MixedPrecisionPolicy()),
     "mixed_dtypes": Case(mixed_dtypes, [["layers.0", "layers.1"]], MixedPrecisionPolicy()),
     "fp32_reduce": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float32), num_backwards=2),
+    "promoting": Case(Promoting, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "promoting_twice": Case(PromotingTwice, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "no_reduce_dtype": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16)),
     "fp16_reduce": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float16)),
     "hybrid_fp16_reduce": Case(
