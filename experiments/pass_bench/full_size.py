@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from experiments.harness.bench import time_rounds
 from experiments.harness.pipeline_timing import PipelineTiming, time_pipeline
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses._torch.fx_graphs import generate_code
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.collector import paused_collector
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
@@ -85,14 +86,14 @@ def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
         gc.collect()
         run = functools.partial(pipeline.run, captured, prove=False)  # the proof is timed by itself
         seconds, step = _timed(run)
-        first = seconds, _timed(lambda: step.module.code)[0]
+        first = seconds, _timed(generate_code, step.module)[0]
         theirs_first = _time_theirs(captured, pause_gc=False)
         ours = time_pipeline(pipeline, captured, num_rounds, cpu_time=True)
         theirs = _time_theirs(captured, pause_gc=True)
         step = run()
         with paused_collector():
-            code = _timed(lambda: step.module.code)[0]
-            floor = _timed(lambda: captured.copy().module.code)[0]
+            code = _timed(generate_code, step.module)[0]
+            floor = _timed(lambda: generate_code(captured.copy().module))[0]
         layout = graph_layout(step)
         proof, certificate = _timed(functools.partial(prove, layout=layout), captured, step)
         if not certificate:

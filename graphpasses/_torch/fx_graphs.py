@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache, cached_property
 from types import BuiltinFunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -16,10 +18,21 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import PythonCode
 
-from graphpasses._torch.fx_code import quick_code
+from graphpasses._torch.fx_code import quick_code, short_code, torchs_text
 from graphpasses.collector import paused_collector
 
-__all__ = ["LargeGraph", "called_targets", "changed_nodes", "copy_graph", "is_well_formed", "lazy_module"]
+__all__ = [
+    "LargeGraph",
+    "called_targets",
+    "changed_nodes",
+    "copy_graph",
+    "generate_code",
+    "is_well_formed",
+    "lazy_module",
+]
+
+_compiled: ContextVar[fx.Graph | None] = ContextVar("_compiled", default=None)
+"""The graph of whose code :class:`_LazyModule` asks for the text to compile."""
 
 _PLAIN = frozenset({bool, float, int, str, torch.dtype, type(None), fx.Node})
 
@@ -60,7 +73,8 @@ class LargeGraph(fx.Graph):
             root_module: what it calls its module.
             options: torch's own.
         """
-        code = None if any(options.values()) else quick_code(self, root_module)
+        generate = short_code if _compiled.get() is self else quick_code
+        code = None if any(options.values()) else generate(self, root_module)
         return super().python_code(root_module, **options) if code is None else code
 
 
@@ -183,7 +197,34 @@ def lazy_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.G
     return _LazyModule(root, graph)
 
 
+def generate_code(module: fx.GraphModule) -> None:
+    """Generates what a module runs, as its first call does.
+
+    Args:
+        module: of :func:`lazy_module`, or any other, which has it.
+    """
+    _LazyGraphModule.force_recompile(module)
+
+
 class _LazyModule(_LazyGraphModule):
+    """Runs code whose text is shorter than torch's, which ``code`` shows, and which is made when it is read."""
+
+    short: ClassVar[PythonCode]  # of this module alone, as is its class, whose method `forward` it has made
+
+    def real_recompile(self) -> None:
+        """Generates the code, unless it is there."""
+        if self._needs_recompile():
+            token = _compiled.set(self._graph)
+            try:
+                code = self._real_recompile()
+            finally:
+                _compiled.reset(token)
+            type(self).short = replace(code, src=self.__dict__.pop("_code", code.src))
+
+    @cached_property
+    def _code(self) -> str:
+        return torchs_text(self.short)
+
     def _real_recompile(self) -> PythonCode:
         with paused_collector():
             return super()._real_recompile()

@@ -1,8 +1,11 @@
-"""Large graphs have torch's own nodes and code."""
+"""Large graphs have torch's own nodes and code, and modules run a shorter text of it."""
 
 from __future__ import annotations
 
+import copy
 import operator
+import pickle
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +14,8 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpasses._torch.fx_code import quick_code
-from graphpasses._torch.fx_graphs import LargeGraph, copy_graph
+from graphpasses._torch.fx_code import quick_code, short_code, torchs_text
+from graphpasses._torch.fx_graphs import LargeGraph, copy_graph, generate_code, lazy_module
 
 aten = torch.ops.aten
 
@@ -54,6 +57,135 @@ def test_code_of_a_traced_step_is_torchs() -> None:
         torch.ones(2, 4)
     ).graph
     assert quick_code(graph, "self") == graph.python_code("self")
+
+
+def test_short_code_is_torchs_but_for_the_names_of_operators() -> None:
+    graph = LargeGraph()
+    calls_of_all_kinds(graph)
+    code, expected = short_code(graph, "self"), fx.Graph.python_code(graph, "self")
+    assert code is not None
+    assert "    zeros_default = aten_zeros_default([add], layout = torch.strided, memory_format" in code.src
+    assert "torch.ops" not in code.src
+    assert code.src.count("\n") == expected.src.count("\n")
+    assert (code._lineno_map, code._prologue_start) == (expected._lineno_map, expected._prologue_start)
+    assert torchs_text(code) == expected.src
+    assert code.globals["aten_zeros_default"] is aten.zeros.default
+
+
+def test_text_that_looks_like_a_call_stays() -> None:
+    graph = LargeGraph()
+    y = add(graph, aten.relu.default, graph.placeholder("x"))
+    group = "    relu_default = aten_relu_default(x)\n    relu_default = aten_relu_default("
+    graph.output(add(graph, torch.ops._c10d_functional.all_reduce.default, y, "sum", group))
+    assert quick_code(graph, "self") == fx.Graph.python_code(graph, "self")
+
+
+def test_names_that_two_would_have_are_left_to_torch() -> None:
+    graph = LargeGraph()
+    graph.output(add(graph, aten.relu.default, graph.placeholder("aten_relu_default")))
+    assert short_code(graph, "self") is None
+    with torch.library._scoped_library("like", "FRAGMENT") as one:
+        with torch.library._scoped_library("like_this", "FRAGMENT") as two:
+            one.define("this_one(Tensor x) -> Tensor")
+            two.define("one(Tensor x) -> Tensor")
+            graph = LargeGraph()
+            first = add(graph, torch.ops.like.this_one.default, graph.placeholder("x"))
+            graph.output(first)
+            assert short_code(graph, "self") is not None
+            with graph.inserting_after(first):
+                second = add(graph, torch.ops.like_this.one.default, first)
+            graph.output_node().args = (second,)
+            assert short_code(graph, "self") is None
+            assert "torch.ops.like.this_one.default(x)" in graph.python_code("self").src
+
+
+def matmul() -> fx.GraphModule:
+    graph = LargeGraph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    graph.output(add(graph, aten.mm.default, add(graph, aten.exp.default, x), y))
+    return lazy_module({}, graph)
+
+
+def test_what_runs_is_short_and_what_is_read_is_torchs() -> None:
+    module = matmul()
+    expected = fx.GraphModule({}, copy_graph(module.graph))
+    x, y = torch.randn(3, 4), torch.randn(4, 2)
+    assert torch.equal(module(x, y), expected(x, y))
+    assert "_code" not in vars(module)  # which nobody has read
+    assert module.forward.__globals__["aten_mm_default"] is aten.mm.default
+    assert module._lineno_map == expected._lineno_map
+    assert "torch.ops.aten.mm.default(exp_default, y)" in expected.code
+    assert module.code == module._code == expected.code
+    assert str(module) == str(expected)
+    assert module.print_readable(print_output=False) == expected.print_readable(print_output=False)
+
+
+def test_code_is_of_what_runs_until_it_is_generated_again() -> None:
+    module = matmul()
+    assert not hasattr(module, "_code")
+    generate_code(module)
+    before, graph = torchs_text(module.short), module.graph
+    graph.find_nodes(op="call_function", target=aten.exp.default)[0].target = aten.sin.default
+    x, y = torch.randn(3, 4), torch.randn(4, 2)
+    assert module.code == before
+    assert torch.equal(module(x, y), x.exp() @ y)
+    module.recompile()
+    assert "torch.ops.aten.sin.default" in module.code
+    assert torch.equal(module(x, y), x.sin() @ y)
+
+
+def test_code_that_profilers_read_is_torchs() -> None:
+    module = matmul()
+    with fx.experimental._config.patch(enrich_profiler_metadata=True):
+        generate_code(module)
+        assert module.code == fx.GraphModule({}, copy_graph(module.graph)).code
+    assert "## fx_generated_" in module.code
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_copies_and_pickles_are_torchs(read: bool) -> None:
+    module = matmul()
+    generate_code(module)
+    expected = module.code if read else fx.GraphModule({}, copy_graph(module.graph)).code
+    copies = [copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    x, y = torch.randn(3, 4), torch.randn(4, 2)
+    for each in copies:
+        assert each.code.replace(" -> None", "") == expected
+        assert torch.equal(each(x, y), module(x, y))
+    assert module.__reduce__()[1][0]["_code"] == expected  # by which Inductor knows a graph
+    assert module.code == expected
+
+
+def test_a_traceback_shows_the_line() -> None:
+    module = matmul()
+    generate_code(module)
+    with pytest.raises(RuntimeError) as error:
+        module(torch.ones(3, 4), torch.ones(5, 2))
+    (frame,) = (each for each in traceback.extract_tb(error.tb) if "eval_with_key" in each.filename)
+    assert frame.line == "mm_default = aten_mm_default(exp_default, y);  exp_default = y = None"
+    index = module._lineno_map[frame.lineno - module.forward.__code__.co_firstlineno]
+    assert [*module.graph.nodes][index].name == "mm_default"
+
+
+def test_torchs_message_shows_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    graph = LargeGraph()
+    exp = add(graph, aten.exp.default, graph.placeholder("x"))
+    graph.output(add(graph, operator.getitem, exp, 9))
+    with pytest.raises(IndexError):
+        lazy_module({}, graph)(torch.ones(3))
+    message = capsys.readouterr().err
+    assert "line 6 of the traced Module's generated forward function" in message
+    assert "exp_default = aten_exp_default(x);  x = None\n    getitem = exp_default[9]" in message
+
+
+def test_dynamo_traces_what_runs() -> None:
+    module = matmul()
+    x, y = torch.randn(3, 4), torch.randn(4, 2)
+    generate_code(module)  # Dynamo does not trace that
+    graphs: list[fx.GraphModule] = []
+    compiled = torch.compile(module, backend=lambda gm, _: graphs.append(gm) or gm.forward, fullgraph=True)
+    assert torch.equal(compiled(x, y), x.exp() @ y)
+    assert "torch.ops.aten.mm.default(" in graphs[0].code
 
 
 def a_function(graph: fx.Graph) -> None:
