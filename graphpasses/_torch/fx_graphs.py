@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache, cached_property
+from itertools import repeat
+from operator import attrgetter, is_
 from types import BuiltinFunctionType
 from typing import Any, ClassVar
 
@@ -119,16 +121,15 @@ def is_well_formed(graph: fx.Graph) -> bool:
         graph: the graph; public accessors of its nodes take twice as long.
     """
     nodes = [*graph.nodes]
+    before = map(attrgetter("_prev"), [*nodes, graph._root])
+    if not all(map(is_, before, [graph._root, *nodes])) or len({node.name for node in nodes}) < len(nodes):
+        return False
     seen: set[fx.Node] = set()
-    names: set[str] = set()
-    previous: fx.Node = graph._root
     for node in nodes:
-        if node._prev is not previous or not seen.issuperset(node._input_nodes):
+        if not seen.issuperset(node._input_nodes):
             return False
         seen.add(node)
-        names.add(node.name)
-        previous = node
-    return graph._root._prev is previous and len(names) == len(nodes)
+    return True
 
 
 def changed_nodes(
@@ -140,14 +141,15 @@ def changed_nodes(
         graph: the graph.
         records: by node its ``target``, ``args``, ``kwargs`` and ``meta["val"]``; compared by identity.
     """
+    nodes = [*graph.nodes]
+    recorded = map(records.get, nodes, repeat((None, None, None, None)))
     return [
         node
-        for node in graph.nodes
-        if (record := records.get(node)) is None
-        or record[1] is not node._args
-        or record[3] is not node.meta.get("val")
-        or record[0] is not node.target
-        or record[2] is not node._kwargs
+        for node, (target, args, kwargs, value) in zip(nodes, recorded, strict=True)
+        if args is not node._args
+        or value is not node.meta.get("val")
+        or target is not node.target
+        or kwargs is not node._kwargs
     ]
 
 

@@ -36,7 +36,7 @@ class Verifier:
         self._graph = graph
         self._contract = Contract.of(graph)
         self._known = graph.watch_values()
-        self._left: list[tuple[fx.Node, str]] = []
+        self._left: tuple[list[fx.Node], list[str]] = [], []
         self._is_changed = True
 
     @property
@@ -53,8 +53,9 @@ class Verifier:
         Raises:
             VerificationError: it says what is wrong and which pass left it so.
         """
-        same_nodes = self._left == self._named_nodes()
-        self._is_changed = not same_nodes or bool(self._known.changed(self._graph.graph))
+        graph = self._graph.graph
+        same_nodes = len(graph.nodes) == len(self._left[0]) and self._left == self._named_nodes()
+        self._is_changed = not same_nodes or bool(self._known.changed(graph))
         self._check(FORM, pass_name)
 
     def check_rules(self, pass_name: str) -> None:
@@ -67,10 +68,12 @@ class Verifier:
             VerificationError: it says what is wrong and which pass left it so.
         """
         self._check(RULES, pass_name)
-        self._left = self._named_nodes()
+        if self._is_changed:
+            self._left = self._named_nodes()
 
-    def _named_nodes(self) -> list[tuple[fx.Node, str]]:
-        return [(node, node.name) for node in self._graph.graph.nodes]
+    def _named_nodes(self) -> tuple[list[fx.Node], list[str]]:
+        nodes = [*self._graph.graph.nodes]
+        return nodes, [node.name for node in nodes]
 
     def _check(self, rules: Sequence[Rule], pass_name: str) -> None:
         checked = Checked(self._graph, self._contract, self._known, self._is_changed)
