@@ -44,8 +44,8 @@ class FullSizeTiming:
         flavor: of Llama 3.
         capture: to build SimpleFSDP's model and to trace its step.
         capture_fsdp2: the same of the FSDP2 model.
-        first: of the default pipeline's first run in the process, and of generating the rewritten step's code, once,
-            when it is first called; Python's garbage collector is on, as it is when a process starts.
+        first: of the default pipeline's first run in the process, and of generating what the rewritten step runs,
+            once, when it is first called; Python's garbage collector is on, as it is when a process starts.
         theirs_first: of torchtitan's passes' first run likewise, by pass; each generates code.
         ours: the default pipeline's further runs, garbage collector off.
         code: generating its code likewise.
