@@ -33,14 +33,14 @@ def main(out: Path = Path("runs/parity"), only: Only = "") -> int:
         return 2
     parts = [replace(part, shown=tuple(each for each in part.shown if each in selected)) for part in possible]
     console = make_console()
-    for part in PARTS:
-        if not part.is_possible:
-            console.print(f"{part.needs} is not installed: its {len(part.shown)} cases are left out")
     counter = RunCounter(sum(num_runs(part.cases) for part in parts))
     console.print(f"{len(selected)} cases, {counter.num_runs} runs")
     rows = [each for part in parts if part.shown for each in _train(part, out / part.folder, counter)]
     verdicts = [verdict for each in rows for verdict in each.verdicts]
     console.print(make_table(rows))
+    for part in PARTS:
+        if not part.is_possible:
+            console.print(f"{part.needs} is not installed: its {len(part.shown)} cases are left out")
     console.print(f"run files: {out}; look into any two with graphpasses compare A B")
     console.print(f"{summary(verdicts)}; {time.monotonic() - counter.start:.0f} s")
     return int(any(verdict.status != "ok" for verdict in verdicts))

@@ -22,7 +22,7 @@ from experiments.torchrec_parity.results import Facts
 from graphpasses.parity import ParityRecorder
 from graphpasses.parity.launch import RankError
 
-SHOWN = [each for part in PARTS for each in part.shown]
+SHOWN = [each for part in PARTS if part.is_possible for each in part.shown]
 
 
 def record(path: Path, weight: float, num_steps: int) -> None:

@@ -19,6 +19,8 @@ from experiments.torchrec_parity.run import judge_cases, judge_refusals, train_a
 from graphpasses.fsdp import BucketPlan
 from graphpasses.passes import recommender_pipeline
 
+pytest.importorskip("torchrec")
+
 
 def case_named(name: str, **changes: Any) -> Case:
     return replace(next(case for case in CASES if case.name == name), **changes)
