@@ -97,7 +97,12 @@ class Backend:
         finally:
             _expect_no_more()
 
-    # torch sets this when it registers what an entry point named.
+    # How a backend notices that it is looked up: torch 2.15 says so, by its public `_dynamo_backend_init`; torch 2.13
+    # sets `_tags` when it registers what an entry point named; torch 2.14 does neither.
+
+    def _dynamo_backend_init(self) -> None:
+        _expect()
+
     @property
     def _tags(self) -> tuple[str, ...]:
         return ()
@@ -108,16 +113,28 @@ class Backend:
         registry._COMPILER_FNS[_Name(name)] = registry._COMPILER_FNS.pop(name)
         _expect()
 
+    def found_by_name(self) -> Backend:
+        """Returns the backend, which an entry point names; torch 2.14 has it registered before."""
+        if hasattr(registry, "_BACKEND_TAGS") and not hasattr(eval_frame, "_maybe_fire_backend_init"):
+            name = _Name(self.__name__)
+            name.awaits_registration = True
+            registry._COMPILER_FNS[name] = self
+        return self
+
 
 class _Name(str):
     """A backend's name as a key of torch's registry: it notices that it is looked up."""
 
-    __slots__ = ()
+    awaits_registration = False  # torch, which imports the backend now, registers it after
     __hash__ = str.__hash__
 
     def __eq__(self, other: object) -> bool:
-        if sys._getframe(1).f_code is registry.lookup_backend.__code__:
+        asking = sys._getframe(1).f_code
+        if asking is registry.lookup_backend.__code__:
             _expect()
+        elif asking is registry.register_backend.__code__ and self.awaits_registration:
+            self.awaits_registration = False
+            return False
         return str.__eq__(self, other)
 
 

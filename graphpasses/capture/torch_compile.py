@@ -95,6 +95,7 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
     return call
 
 
+@Backend.found_by_name
 @functools.partial(Backend, wrap=_wrap, while_tracing=fake_kernels_if_loaded, when_recorded=check_pipeline)
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None

@@ -34,7 +34,7 @@ from graphpasses.errors import UnsupportedError
 
 __all__ = ["TORCHREC_PATCHES"]
 
-TORCHREC_VERSIONS = ("1.8.0",)
+TORCHREC_VERSIONS = ("1.8.0", "1.9.2")
 
 
 # ---- Python that Dynamo does not know ------------------------------------------------------------------

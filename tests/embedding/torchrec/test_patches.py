@@ -51,7 +51,7 @@ def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: st
         pass
     assert str(error.value) == (
         f"TorchRec {version.partition('+')[0]} was not tested with graphpasses, which traces it with patches; "
-        "install torchrec 1.8.0"
+        "install torchrec 1.8.0 or 1.9.2"
     )
 
 
