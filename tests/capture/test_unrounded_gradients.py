@@ -1,0 +1,74 @@
+"""SimpleFSDP's gradients have the dtype in which FSDP2 of this torch reduces them, or are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.analysis.parameter_collectives import find_grad_reductions
+from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.capture.unrounded_gradients import keep_unrounded
+from graphpasses.errors import UnsupportedError
+from graphpasses.graph import CapturedStep
+from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
+from tests.helpers.models import make_mesh
+
+
+class Promotes(nn.Module):
+    """``gain`` and ``cast`` have float32 gradients; the model itself casts the latter's."""
+
+    def __init__(self, uses: int = 1) -> None:
+        super().__init__()
+        self.gain, self.cast, self.plain = (nn.Parameter(torch.ones(4)) for _ in range(3))
+        self.uses = uses
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain = self.gain
+        for _ in range(self.uses):
+            x = x.float() * gain
+        if self.uses == 2:
+            x = x + (x.bfloat16() * gain).float()
+        return (x * self.cast.float()).sum() + (x.bfloat16() * self.plain).sum()
+
+
+def captured(model: nn.Module, reduce_dtype: torch.dtype | None = torch.float32) -> CapturedStep:
+    simple_fsdp(model, make_mesh(), param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    return capture_train_step(lambda model, x: model(x), model, torch.ones(3, 4))
+
+
+def packed_from(step: CapturedStep) -> dict[str, torch.dtype]:
+    return {
+        fqn: reduction.gradient.meta["val"].dtype for fqn, (reduction,) in find_grad_reductions(step).items()
+    }
+
+
+def test_what_an_operator_promotes_is_not_rounded() -> None:
+    with fake_process_group(4):
+        step = captured(Promotes())
+        wide = torch.float32 if HAS_DTYPES_BY_PARAMETER else torch.bfloat16
+        assert packed_from(step) == {"gain": wide, "cast": torch.bfloat16, "plain": torch.bfloat16}
+        note = (
+            "gradients are not rounded to the dtype of compute before they are reduced, as in FSDP2 of this torch; "
+            "SimpleFSDP alone rounds them: gain"
+        )
+        assert step.notes == ([note] if HAS_DTYPES_BY_PARAMETER else [])
+        before = step.module.code
+        keep_unrounded(step, step.model)  # a second run changes nothing
+        assert step.module.code == before
+
+
+def test_a_reduction_that_is_not_wider_is_left_alone() -> None:
+    with fake_process_group(4):
+        assert set(packed_from(captured(Promotes(), torch.bfloat16)).values()) == {torch.bfloat16}
+
+
+@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="FSDP2 of this torch rounds, too")
+def test_gradients_of_several_dtypes_are_refused() -> None:
+    with fake_process_group(4), pytest.raises(UnsupportedError) as caught:
+        captured(Promotes(uses=2))
+    assert str(caught.value) == (
+        "2 of 3 uses of parameter 'gain' give it a gradient that is wider than it, which FSDP2 of this torch adds to "
+        "the others unrounded; SimpleFSDP rounds it first. Capture the model that fully_shard sharded"
+    )
