@@ -35,7 +35,7 @@ from graphpasses.collector import paused_collector
 try:
     from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, _get_total_cache_entry_count
 except ImportError as error:
-    raise missing_api("torch.compile with graphpasses", error, "2.13") from error
+    raise missing_api("torch.compile with graphpasses", error, "2.13 to 2.15") from error
 
 __all__ = ["Backend", "uncompiled"]
 
