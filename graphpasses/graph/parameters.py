@@ -56,6 +56,8 @@ def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, Parame
 
 
 def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
+    # What is computed, as TorchRec's views of tables are, keeps no gradient.
+    grad_dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
     info = ParameterInfo(
         fqn,
         tuple(parameter.shape),
@@ -63,7 +65,7 @@ def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
         parameter.requires_grad,
         shard_dim=None,
         shard_ranks=(),
-        grad_dtype=None if parameter.grad_dtype == parameter.dtype else parameter.grad_dtype,
+        grad_dtype=None if grad_dtype == parameter.dtype else grad_dtype,
     )
     if not isinstance(parameter, DTensor):
         return info
