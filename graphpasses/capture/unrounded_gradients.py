@@ -25,7 +25,6 @@ from graphpasses.analysis.parameter_collectives import (
 )
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph import TrainGraph, argument
-from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.graph.parameters import get_state
 
 __all__ = ["keep_unrounded"]
@@ -51,8 +50,8 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
         if not any(map(_is_widened, reductions)):
             continue
         _refuse_tensor_parallelism(fqn, get_state(model, fqn))
-        uses = [use for reduction in reductions for use in added_uses(reduction.gradient)]
-        rounded = [rounding for use in uses if (rounding := _rounding(use, casts))]
+        uses = [use for reduction in reductions for use in added_uses(_of_whole(reduction))]
+        rounded = [use for use in uses if _is_rounding(use, casts)]
         if not rounded:
             continue
         if len(rounded) < len(uses) or len(uses) > len(reductions):
@@ -61,8 +60,8 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
                 "which FSDP2 of this torch adds to the others unrounded; SimpleFSDP rounds it first. Capture the "
                 "model that fully_shard sharded"
             )
-        for rounding in rounded:
-            _skip(graph, rounding)
+        for reduction in reductions:
+            _skip_rounding(graph, reduction)
         changed.append(fqn)
     if changed:
         graph.note(
@@ -93,21 +92,23 @@ def _refuse_tensor_parallelism(fqn: str, parameter: torch.Tensor) -> None:
         )
 
 
-def _rounding(use: fx.Node, casts: set[Any]) -> list[fx.Node]:
-    """Returns the engine's cast of a gradient to a narrower dtype, and the views behind it; or nothing."""
-    path = [use]
-    while path[-1].target in {*SAME_TENSOR_OPS, aten.view.default}:
-        path.append(argument(path[-1]))
-    cast = path[-1]
-    # A cast of the model has in backward the number that it has in forward.
-    is_engines = cast.target == CAST and is_backward(cast) and cast.meta.get("seq_nr") not in casts
-    return path[::-1] if is_engines and _width(argument(cast)) > _width(cast) else []
+def _of_whole(reduction: GradReduction) -> fx.Node:
+    """Returns the gradient of what SimpleFSDP hands to the model, which is a view of what it gathered."""
+    gradient = reduction.gradient
+    return argument(gradient) if gradient.target == aten.view.default else gradient
 
 
-def _skip(graph: TrainGraph, rounding: list[fx.Node]) -> None:
-    cast, *views = rounding
-    wide = argument(cast)
-    for view in views:
+def _is_rounding(use: fx.Node, casts: set[Any]) -> bool:
+    """Whether the engine casts a gradient to a narrower dtype; a cast of the model has its forward's number."""
+    is_engines = use.target == CAST and is_backward(use) and use.meta.get("seq_nr") not in casts
+    return is_engines and _width(argument(use)) > _width(use)
+
+
+def _skip_rounding(graph: TrainGraph, reduction: GradReduction) -> None:
+    rounding = _of_whole(reduction)
+    wide = argument(rounding)
+    if reduction.gradient is not rounding:
+        view = reduction.gradient
         view.meta["val"] = view.meta["val"].to(wide.meta["val"].dtype)
-    cast.replace_all_uses_with(wide)
-    graph.graph.erase_node(cast)
+    rounding.replace_all_uses_with(wide)
+    graph.graph.erase_node(rounding)

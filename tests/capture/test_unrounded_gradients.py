@@ -17,11 +17,11 @@ from tests.helpers.models import make_mesh
 
 
 class Promotes(nn.Module):
-    """``gain`` and ``cast`` have float32 gradients; the model itself casts the latter's."""
+    """``gain`` has a float32 gradient, and so have views and casts that the model makes of others."""
 
     def __init__(self, uses: int = 1) -> None:
         super().__init__()
-        self.gain, self.cast, self.plain = (nn.Parameter(torch.ones(4)) for _ in range(3))
+        self.gain, self.cast, self.viewed, self.plain = (nn.Parameter(torch.ones(4)) for _ in range(4))
         self.uses = uses
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,6 +30,7 @@ class Promotes(nn.Module):
             x = x.float() * gain
         if self.uses == 2:
             x = x + (x.bfloat16() * gain).float()
+        x = x.float() * self.viewed.view(1, 4)
         return (x * self.cast.float()).sum() + (x.bfloat16() * self.plain).sum()
 
 
@@ -48,7 +49,8 @@ def test_what_an_operator_promotes_is_not_rounded() -> None:
     with fake_process_group(4):
         step = captured(Promotes())
         wide = torch.float32 if HAS_DTYPES_BY_PARAMETER else torch.bfloat16
-        assert packed_from(step) == {"gain": wide, "cast": torch.bfloat16, "plain": torch.bfloat16}
+        low = dict.fromkeys(("cast", "viewed", "plain"), torch.bfloat16)
+        assert packed_from(step) == {"gain": wide, **low}
         note = (
             "gradients are not rounded to the dtype of compute before they are reduced, as in FSDP2 of this torch; "
             "SimpleFSDP alone rounds them: gain"

@@ -116,13 +116,21 @@ class TwoNames(LanguageModel):
 
 
 class Promoting(LanguageModel):
-    """In low precision, norms' weights get float32 gradients: the norm itself computes in float32."""
+    """In low precision, norms' weights get float32 gradients, as does a view of another parameter."""
+
+    class Norm(nn.RMSNorm):
+        def __init__(self) -> None:
+            super().__init__(8)
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x).float() * self.scale.view(1, 1, 8)).to(x.dtype)
 
     def __init__(self) -> None:
         super().__init__()
         for block in self.layers:
-            block.norm = nn.RMSNorm(8)
-        self.norm = nn.RMSNorm(8)
+            block.norm = Promoting.Norm()
+        self.norm = Promoting.Norm()
 
 
 class PromotingTwice(Promoting):
