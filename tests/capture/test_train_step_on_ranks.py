@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.capture import capture_train_step, simple_fsdp, unrounded_gradients
 from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.graph import TrainGraph
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
+from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import next_token_loss, parallelize
 from tests.helpers.step_cases import (
+    CASES,
     NUM_RANKS,
     SIMPLE_CASES,
     Batch,
@@ -35,7 +38,7 @@ CONTROLS = {
     "tied_not_coalesced": Case(disable=("coalesce-grad-reductions",)),
     "hybrid_not_bucketed": Case(hybrid=True, disable=("bucket-fsdp-collectives",)),
     "nccl_wrong_order": Case(Wide, [["layers.0"]], is_nccl=True, is_reversed=True),
-}
+} | ({"rounded": replace(CASES["promoting"], is_rounded=True)} if HAS_DTYPES_BY_PARAMETER else {})
 
 
 def plan_of(case: Case, eager: nn.Module) -> BucketPlan:
@@ -55,7 +58,9 @@ def compile_step(case: Case, model: nn.Module, eager: nn.Module) -> tuple[TrainG
         reduce_dtype=case.policy.reduce_dtype,
         shard_dim=case.shard_dim,
     )
-    captured = capture_train_step(next_token_loss, model, *case.batch(0))
+    is_kept = unrounded_gradients.KEEPS_GRADIENT_DTYPES and not case.is_rounded
+    with mock.patch.object(unrounded_gradients, "KEEPS_GRADIENT_DTYPES", is_kept):
+        captured = capture_train_step(next_token_loss, model, *case.batch(0))
     expected_layout = None if case.disable or case.is_reversed else eager_layout(eager)
     pipeline = default_pipeline(plan_of(case, eager), expected_layout=expected_layout, disable=case.disable)
     return captured, pipeline.run(captured)

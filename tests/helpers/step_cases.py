@@ -72,6 +72,7 @@ class Case:
     disable: tuple[str, ...] = ()
     is_nccl: bool = False
     is_reversed: bool = False
+    is_rounded: bool = False  # as SimpleFSDP rounds, and FSDP2 from torch 2.15 on does not
 
     @cached_property
     def parallel_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
