@@ -120,11 +120,13 @@ def page(records: list[Record]) -> str:
         "",
         "This page was written by `make versions`, `make versions TORCH=2.14` and `make versions TORCH=2.15`: each",
         "runs all tests and `make parity` with what its lock pins, and enters what it saw. Tests of what a version",
-        "lacks are skipped: FBGEMM has no release for torch 2.15 yet, so nothing of TorchRec runs there.",
+        "lacks are skipped: FBGEMM 1.9.0 does not load with torch 2.15, so nothing of TorchRec runs there.",
         "",
         "| torch | torchtitan | TorchRec | FBGEMM | tests passed | skipped | failed | `make parity` | run on |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
+    if not records:
+        lines = [*lines[:-2], "No whole run is recorded yet."]
     for record in records:
         v, t = record.versions, record.tests
         fbgemm = v.get("fbgemm-gpu", v.get("fbgemm-gpu-cpu", "none"))

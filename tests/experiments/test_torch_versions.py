@@ -70,6 +70,10 @@ def test_page() -> None:
     ]
 
 
+def test_page_without_records() -> None:
+    assert page([]).splitlines()[-2:] == ["", "No whole run is recorded yet."]
+
+
 def test_the_page_in_the_docs_is_what_was_recorded() -> None:
     root = Path(__file__).parents[2]
     records = read_records(root / "experiments" / "torch_versions" / "records")
