@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ import torch
 
 from experiments.gpu import hashes, lookups, steps
 from experiments.gpu.result import Check, Result, SkippedError
+from experiments.harness.versions import installed_versions
 from graphpasses.errors import UnsupportedError
 
 CHECKS = (
@@ -32,7 +32,6 @@ CHECKS = (
     Check("cost of locate", steps.locate_cost),
 )
 _MARK = "experiments.gpu: "
-_PACKAGES = ("torch", "triton", "torchtitan", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,7 +113,7 @@ def _page(results: Sequence[Result], device: str, num_steps: int) -> str:
         "Written by `make gpu` (`python -m experiments.gpu`); [README](README.md) says what each check does.",
         "",
         f"{datetime.date.today()}; {_machine(device)}; {num_steps} steps; Python {platform.python_version()}; "
-        + ", ".join(_versions()),
+        + ", ".join(f"{name} {version}" for name, version in installed_versions().items()),
         "",
         "| check | | seconds |",
         "|---|---|---:|",
@@ -138,16 +137,6 @@ def _machine(device: str) -> str:
         major, minor, patch = torch.cuda.nccl.version()
         return f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, NCCL {major}.{minor}.{patch}"
     return f"no GPU, {platform.machine()}, {os.cpu_count()} cores"
-
-
-def _versions() -> list[str]:
-    found = []
-    for name in _PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name}")
-    return found
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import tyro
 
+from experiments.harness.versions import installed_versions
 from experiments.torch_versions.record import (
     Record,
     count_tests,
     page,
     parity_summary,
     read_records,
-    versions_here,
     write_record,
 )
 
@@ -46,7 +46,7 @@ def main(
         counts, failed = count_tests(tests) if tests else _run_tests()
         found = parity_summary(_run_parity()) if parity else "not run"
         today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
-        write_record(Record(versions_here(), today, counts, failed, found), records)
+        write_record(Record(installed_versions(), today, counts, failed, found), records)
         is_well = not failed and (found.startswith("0 of ") or not parity)
     write.write_text(page(read_records(records)), encoding="utf-8")
     print(f"written: {write}")

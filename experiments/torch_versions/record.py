@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import re
 from dataclasses import asdict, dataclass
@@ -10,17 +9,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 __all__ = [
-    "PACKAGES",
     "Record",
     "count_tests",
     "page",
     "parity_summary",
     "read_records",
-    "versions_here",
     "write_record",
 ]
-
-PACKAGES = ("torch", "torchtitan", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "triton", "transformers")
 
 
 @dataclass(frozen=True)
@@ -45,17 +40,6 @@ class Record:
     def release(self) -> str:
         """The first two numbers of torch's version."""
         return ".".join(self.versions["torch"].split(".")[:2])
-
-
-def versions_here() -> dict[str, str]:
-    """Returns the version of each package that this Python has."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def count_tests(path: Path) -> tuple[dict[str, int], tuple[str, ...]]:

@@ -80,7 +80,7 @@ class ParameterGroup:
         all_reduce_op: ``"avg"`` or ``"sum"``; only HSDP uses it.
         predivide: what the packed gradients are divided by before the reduce-scatter, or None.
         postdivide: what they are divided by after the last collective, or None.
-        param_dtypes: of the unsharded parameters.
+        param_dtypes: of the unsharded parameters that are trained, or of all if none is.
         reduce_dtype: dtype on the wire.
         reduces_unused: whether zeros are reduced for trainable parameters without a gradient.
         reshards_after_forward: whether the parameters are freed after forward and gathered again in backward.
@@ -265,7 +265,7 @@ def _read_group(
         # FSDP2's `_div_if_needed` skips a division by one.
         predivide=None if predivide in (None, 1) else float(predivide),
         postdivide=None if postdivide in (None, 1) else float(postdivide),
-        param_dtypes=frozenset(compute_dtypes(group)),
+        param_dtypes=compute_dtypes(group),
         reduce_dtype=wire_dtype,
         reduces_unused=getattr(group, "reduce_scatter_unused_params", False),  # 2.13 has it
         reshards_after_forward=group.post_forward_mesh_info is not None and not keeps_parameters,

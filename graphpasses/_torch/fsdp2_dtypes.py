@@ -46,16 +46,22 @@ def group_policies(group: FSDPParamGroup) -> tuple[MixedPrecisionPolicy, ...]:
     return tuple(parameter.mp_policy for parameter in group.fsdp_params)
 
 
-def compute_dtypes(group: FSDPParamGroup) -> tuple[torch.dtype, ...]:
-    """Returns the dtype of each unsharded parameter, in the group's order.
+def compute_dtypes(group: FSDPParamGroup) -> frozenset[torch.dtype]:
+    """Returns the dtypes in which a group's parameters are unsharded, those that are trained if any are.
 
     The rule is that of ``FSDPParam.init_dtype_attrs``, which runs at the first forward only: it cannot be read.
     """
-    return tuple(
-        (policy.param_dtype if parameter.sharded_param.dtype.is_floating_point else None)
-        or parameter.sharded_param.dtype
-        for parameter, policy in zip(group.fsdp_params, group_policies(group), strict=True)
-    )
+    return frozenset(_compute_dtype(parameter, policy) for parameter, policy in _trained(group))
+
+
+def _compute_dtype(parameter: FSDPParam, policy: MixedPrecisionPolicy) -> torch.dtype:
+    dtype: torch.dtype = parameter.sharded_param.dtype
+    return (policy.param_dtype if dtype.is_floating_point else None) or dtype
+
+
+def _trained(group: FSDPParamGroup) -> list[tuple[FSDPParam, MixedPrecisionPolicy]]:
+    both = list(zip(group.fsdp_params, group_policies(group), strict=True))
+    return [each for each in both if each[0].sharded_param.requires_grad] or both
 
 
 def reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
@@ -71,20 +77,18 @@ def reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
         LayoutError: its trainable parameters have several dtypes.
         UnsupportedError: their gradients are kept in several, or in any.
     """
-    described = list(zip(group.fsdp_params, group_policies(group), compute_dtypes(group), strict=True))
-    described = [each for each in described if each[0].sharded_param.requires_grad] or described
-    parameters = [parameter for parameter, _, _ in described]
-    dtypes = {parameter.sharded_param.dtype for parameter in parameters}
+    trained = _trained(group)
+    dtypes = {parameter.sharded_param.dtype for parameter, _ in trained}
     if len(dtypes) > 1:
         raise LayoutError(
             f"FSDP2 group {name!r} has trainable parameters of several dtypes, "
             f"{', '.join(sorted(map(str, dtypes)))}, which FSDP2 refuses to run; put them in separate groups"
         )
+    first, policy = trained[0]
     if not KEEPS_GRADIENT_DTYPES:
-        _, policy, compute_dtype = described[0]
-        return policy.reduce_dtype or compute_dtype
-    kept = check_kept_dtypes(name, parameters)
-    return described[0][1].reduce_dtype or kept
+        return policy.reduce_dtype or _compute_dtype(first, policy)
+    kept = check_kept_dtypes(name, (parameter for parameter, _ in trained))
+    return policy.reduce_dtype or kept
 
 
 def simple_reduce_dtype(

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from graphpasses._torch.aot_autograd import describe_input, describe_output, is_tangent
 from graphpasses._torch.dynamo import live_inputs
+from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.graph import (
     WAIT,
     DynamoGraph,
@@ -100,6 +101,9 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
         module: the joint, forward or backward graph; shared, not copied.
         stage: which of them it is.
         origin: the inputs of the ``DYNAMO`` graph, as AOTAutograd was given them.
+
+    Raises:
+        UnsupportedError: FSDP2 adds a parameter's gradients in a dtype that the joint graph does not have.
     """
     _read_sizes_after_waits(module.graph)
     inputs = []
@@ -122,18 +126,21 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
             if is_gradient and index is not None
             else GraphOutput(OutputKind.VALUE, text)
         )
-    model = origin.model()
-    return TrainGraph(
+    model = origin.model() or nn.Module()
+    graph = TrainGraph(
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         identity=origin.identity,
         parameters=origin.parameters,
-        model=nn.Module() if model is None else model,
+        model=model,
         stage=stage,
         remembered=origin.remembered,
         fixed_signature=True,
     )
+    if stage is Stage.JOINT:
+        keep_unrounded(graph, model)
+    return graph
 
 
 def _read_sizes_after_waits(graph: fx.Graph) -> None:

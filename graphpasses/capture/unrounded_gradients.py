@@ -36,7 +36,7 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
     """Lets gradients of a SimpleFSDP model reach their reduction as those of FSDP2 do; others are left alone.
 
     Args:
-        graph: the captured step, before any pass.
+        graph: a captured step or a joint graph, before any pass.
         model: that was traced.
 
     Raises:

@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses._torch.fsdp2 import parameter_groups
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
 
@@ -51,6 +53,17 @@ def test_zeros_for_unused_parameters_are_passed_on() -> None:
     model[1].set_reduce_scatter_unused_params(True)
     buckets = BucketPlan.from_fully_shard(model).resolve(model)
     assert [bucket.reduces_unused for bucket in buckets] == [False, True, False]
+
+
+def test_a_group_computes_in_the_dtypes_of_what_it_trains() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    model[1].bfloat16().requires_grad_(False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    (group,) = parameter_groups(model)
+    assert group.param_dtypes == {torch.float32}
+    frozen = fully_shard(nn.LayerNorm(4).bfloat16().requires_grad_(False), mesh=init_device_mesh("cpu", (4,)))
+    (group,) = parameter_groups(frozen)
+    assert group.param_dtypes == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import graphpasses
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.parameter_collectives import find_grad_reductions
-from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.capture import capture_train_step, simple_fsdp, unrounded_gradients
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp import BucketPlan
 from graphpasses.graph import CapturedStep
+from graphpasses.parity.launch import run_ranks
+from graphpasses.passes import default_pipeline
 from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import make_mesh
 
@@ -74,3 +83,40 @@ def test_gradients_of_several_dtypes_are_refused() -> None:
         "2 of 3 uses of parameter 'gain' give it a gradient that is wider than it, which FSDP2 of this torch adds to "
         "the others unrounded; SimpleFSDP rounds it first. Capture the model that fully_shard sharded"
     )
+
+
+def have_eagers_gradients(is_rounded: bool) -> list[dict[str, bool]]:
+    """Runs on every rank: which gradients of a captured step, and of a compiled model, are eager FSDP2's."""
+    torch.manual_seed(0)
+    eager = Promotes()
+    models = [copy.deepcopy(eager) for _ in range(2)]
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(eager, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    for model in models:
+        simple_fsdp(model, mesh, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    torch.manual_seed(torch.distributed.get_rank())
+    batch = torch.randn(3, 4).bfloat16()  # FSDP2 casts what it is given
+    eager(batch).backward()
+    pipeline = default_pipeline(BucketPlan.from_fully_shard(eager))
+    is_kept = unrounded_gradients.KEEPS_GRADIENT_DTYPES and not is_rounded
+    with mock.patch.object(unrounded_gradients, "KEEPS_GRADIENT_DTYPES", is_kept):
+        pipeline.run(capture_train_step(lambda model, x: model(x), models[0], batch))(batch)
+        graphpasses.compile(models[1], pipeline=pipeline, inner="aot_eager")(batch).backward()
+    expected = local_gradients(eager)
+    return [
+        {fqn: torch.equal(each, expected[fqn]) for fqn, each in local_gradients(model).items()}
+        for model in models
+    ]
+
+
+def local_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {fqn: each.grad.to_local() for fqn, each in model.named_parameters()}
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("is_rounded", [False, True])
+def test_captured_and_compiled_steps_have_the_gradients_of_fsdp2(is_rounded: bool) -> None:
+    others = dict.fromkeys(("cast", "viewed", "plain"), True)
+    expected = others | {"gain": not (is_rounded and HAS_DTYPES_BY_PARAMETER)}
+    for captured_and_compiled in run_ranks(have_eagers_gradients, 2, is_rounded):
+        assert captured_and_compiled == [expected, expected]

@@ -10,7 +10,6 @@ from experiments.torch_versions.record import (
     page,
     parity_summary,
     read_records,
-    versions_here,
     write_record,
 )
 
@@ -78,7 +77,3 @@ def test_the_page_in_the_docs_is_what_was_recorded() -> None:
     root = Path(__file__).parents[2]
     records = read_records(root / "experiments" / "torch_versions" / "records")
     assert (root / "docs" / "versions.md").read_text() == page(records)
-
-
-def test_versions_of_this_environment() -> None:
-    assert versions_here()["torch"]

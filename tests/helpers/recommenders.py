@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    pytest.importorskip("torchrec")
     from torchrec import (
         EmbeddingBagCollection,
         EmbeddingBagConfig,

@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
 
+pytest.importorskip("torchrec")
 import tests.helpers.recommenders  # noqa: F401  loads TorchRec's operators without its warnings  # isort: skip
 
 with warnings.catch_warnings():

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+pytest.importorskip("torchrec")
 from tests.helpers.recommenders import CPU, bags, ids, state_of  # isort: skip
 from torchrec.distributed import sharding_plan as plans
 from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardedTensor, ShardingPlan

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+pytest.importorskip("torchrec")
 import tests.helpers.recommenders  # noqa: F401  loads TorchRec's operators without its warnings  # isort: skip
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.embedding.torchrec.pooled_all_to_all import (
@@ -27,7 +28,6 @@ BACKWARD = torch.ops.torchrec._split_1d_cat_2d_backward_impl.default
 @pytest.fixture(autouse=True)
 def _rank_0_of_2() -> Iterator[None]:
     """Its batch has 3 samples, that of rank 1 has 2."""
-    pytest.importorskip("torchrec")
     with fake_process_group(2):
         yield
 

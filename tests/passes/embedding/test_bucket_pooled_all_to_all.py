@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+pytest.importorskip("torchrec")
 import tests.helpers.recommenders  # noqa: F401  loads TorchRec's operators without its warnings  # isort: skip
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, InputKind, Stage, TrainGraph

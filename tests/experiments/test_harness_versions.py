@@ -1,0 +1,12 @@
+"""What a run had installed is named."""
+
+from __future__ import annotations
+
+import torch
+
+from experiments.harness.versions import installed_versions
+
+
+def test_what_is_missing_is_left_out() -> None:
+    assert installed_versions()["torch"] == torch.__version__
+    assert None not in installed_versions().values()
