@@ -20,7 +20,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 # Whose policy it is. torch 2.13.0, 2.15.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import LayoutError, UnsupportedError
 
@@ -123,13 +122,11 @@ def simple_reduce_dtype(
         compute_dtype = param_dtype or parameter.dtype
         if reduce_dtype in (None, compute_dtype):
             continue
-        is_partial = isinstance(parameter, DTensor) and any(p.is_replicate() for p in parameter.placements)
-        if is_partial or reduce_dtype.itemsize <= compute_dtype.itemsize:
-            reason = "tensor parallelism reduces them" if is_partial else "FSDP2 adds those of its uses"
+        if reduce_dtype.itemsize <= compute_dtype.itemsize:
             raise UnsupportedError(
-                f"the gradients of parameter {fqn!r} are computed in {compute_dtype}, and from torch 2.15 on "
-                f"{reason} in reduce_dtype {reduce_dtype} already; SimpleFSDP does not. Capture the model that "
-                f"fully_shard sharded, or reduce in {compute_dtype}"
+                f"the gradients of parameter {fqn!r} are computed in {compute_dtype}, and from torch 2.15 on FSDP2 "
+                f"adds those of its uses in reduce_dtype {reduce_dtype} already; SimpleFSDP does not. Capture the "
+                f"model that fully_shard sharded, or reduce in {compute_dtype}"
             )
     return reduce_dtype
 

@@ -44,8 +44,7 @@ def simple_fsdp(
     Raises:
         UnsupportedError: the mesh has neither one nor two axes, a parameter has no dim to shard, its shards over
             tensor parallelism are uneven, or FSDP2 of this torch reduces its gradients in a way that SimpleFSDP
-            cannot (``reduce_dtype`` that is not ``param_dtype``, from torch 2.15 on: where it is no wider, or where
-            tensor parallelism replicates a parameter).
+            cannot (``reduce_dtype`` that is not ``param_dtype`` and no wider, from torch 2.15 on).
 
     Example:
         >>> from torch.distributed.device_mesh import init_device_mesh

@@ -4,6 +4,9 @@ An operator that promotes, as ``float32 * bfloat16`` does, gives its bfloat16 op
 casts it to what the operand is, unless that is a leaf without a ``grad_dtype``: so FSDP2's unsharded parameters are
 while backward runs, if gradients are reduced in a wider dtype (``FSDPParamGroup._set_unsharded_grad_dtypes``).
 SimpleFSDP's are no leaves.
+
+What tensor parallelism replicates is a leaf whose ``grad_dtype`` is that of FSDP2's reduction: its gradient is cast
+before tensor parallelism adds it (``FSDPParam.may_reduce_grad_outside_dp``). SimpleFSDP casts it afterwards.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ from graphpasses._torch.fsdp2_dtypes import KEEPS_GRADIENT_DTYPES
 from graphpasses._torchtitan import wrapped_class
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.parameter_collectives import (
+    ALL_REDUCE,
     CAST,
     GradReduction,
     added_uses,
     find_grad_reductions,
 )
 from graphpasses.errors import UnsupportedError
-from graphpasses.graph import TrainGraph, argument
+from graphpasses.graph import WAIT, TrainGraph, argument
 from graphpasses.graph.parameters import get_state
 
 __all__ = ["keep_unrounded"]
@@ -45,28 +49,41 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
     if not KEEPS_GRADIENT_DTYPES or not any(wrapped_class(type(module)) for module in model.modules()):
         return
     casts = {node.meta.get("seq_nr") for node in _casts(graph) if not is_backward(node)}
-    changed = []
+    unrounded, wide = [], []
     for fqn, reductions in find_grad_reductions(graph).items():
         if not any(map(_is_widened, reductions)):
             continue
-        _refuse_tensor_parallelism(fqn, get_state(model, fqn))
-        uses = [use for reduction in reductions for use in added_uses(_of_whole(reduction))]
+        is_replicated = _is_replicated(get_state(model, fqn))
+        uses = [use for reduction in reductions for use in added_uses(_of_rank(reduction, is_replicated))]
         rounded = [use for use in uses if _is_rounding(use, casts)]
-        if not rounded:
-            continue
-        if len(rounded) < len(uses) or len(uses) > len(reductions):
+        if is_replicated and len(uses) > 1:
+            raise UnsupportedError(
+                f"parameter {fqn!r}, which tensor parallelism replicates, has {len(uses)} uses, whose gradients "
+                "FSDP2 of this torch adds in the dtype in which it reduces; SimpleFSDP adds them in that of compute. "
+                "Capture the model that fully_shard sharded, or reduce in the dtype of compute"
+            )
+        if rounded and (len(rounded) < len(uses) or len(uses) > len(reductions)):
             raise UnsupportedError(
                 f"{len(rounded)} of {len(uses)} uses of parameter {fqn!r} give it a gradient that is wider than it, "
                 "which FSDP2 of this torch adds to the others unrounded; SimpleFSDP rounds it first. Capture the "
                 "model that fully_shard sharded"
             )
-        for reduction in reductions:
-            _skip_rounding(graph, reduction)
-        changed.append(fqn)
-    if changed:
+        for use in rounded:
+            _skip_rounding(graph, use)
+        if rounded:
+            unrounded.append(fqn)
+        if is_replicated and (launch := _reduction_before(reductions[0])):
+            _widen(graph, launch, reductions[0])
+            wide.append(fqn)
+    if unrounded:
         graph.note(
             "gradients are not rounded to the dtype of compute before they are reduced, as in FSDP2 of this torch; "
-            f"SimpleFSDP alone rounds them: {', '.join(changed)}"
+            f"SimpleFSDP alone rounds them: {', '.join(unrounded)}"
+        )
+    if wide:
+        graph.note(
+            "tensor parallelism adds gradients in the dtype in which FSDP reduces them, as in FSDP2 of this torch; "
+            f"with SimpleFSDP alone it adds them in the dtype of compute: {', '.join(wide)}"
         )
 
 
@@ -82,14 +99,11 @@ def _width(node: fx.Node) -> int:
     return int(node.meta["val"].dtype.itemsize)
 
 
-def _refuse_tensor_parallelism(fqn: str, parameter: torch.Tensor) -> None:
+def _is_replicated(parameter: torch.Tensor) -> bool:
+    """Whether tensor parallelism has the same values on each rank; its axes come after FSDP's, which shards last."""
     placements = parameter.placements if isinstance(parameter, DTensor) else ()
     is_sharded = [not placement.is_replicate() for placement in placements]
-    if True in is_sharded and not all(is_sharded[is_sharded.index(True) :]):
-        raise UnsupportedError(
-            f"tensor parallelism reduces the gradient of parameter {fqn!r}, which FSDP2 of this torch widens before, "
-            "and SimpleFSDP afterwards. Capture the model that fully_shard sharded, or reduce in the dtype of compute"
-        )
+    return True in is_sharded and not all(is_sharded[is_sharded.index(True) :])
 
 
 def _of_whole(reduction: GradReduction) -> fx.Node:
@@ -98,17 +112,42 @@ def _of_whole(reduction: GradReduction) -> fx.Node:
     return argument(gradient) if gradient.target == aten.view.default else gradient
 
 
+def _reduction_before(reduction: GradReduction) -> fx.Node | None:
+    """Returns the all-reduce of a whole gradient, if there is one."""
+    whole = _of_whole(reduction)
+    is_reduced = whole.target == WAIT and argument(whole).target == ALL_REDUCE
+    return argument(whole) if is_reduced else None
+
+
+def _of_rank(reduction: GradReduction, is_replicated: bool) -> fx.Node:
+    """Returns the gradient that autograd computed on this rank."""
+    launch = _reduction_before(reduction) if is_replicated else None
+    return argument(launch) if launch else _of_whole(reduction)
+
+
+def _widen(graph: TrainGraph, launch: fx.Node, reduction: GradReduction) -> None:
+    """Lets tensor parallelism add in the dtype that FSDP casts to afterwards."""
+    gradient = argument(launch)
+    dtype = reduction.entry.meta["val"].dtype
+    if gradient.meta["val"].dtype != dtype:
+        with graph.graph.inserting_before(launch):
+            cast = graph.graph.call_function(CAST, (gradient,), {"dtype": dtype})
+        cast.meta = gradient.meta | {"val": gradient.meta["val"].to(dtype)}
+        launch.replace_input_with(gradient, cast)
+    for node in {launch, _of_whole(reduction), reduction.gradient}:
+        node.meta["val"] = node.meta["val"].to(dtype)
+
+
 def _is_rounding(use: fx.Node, casts: set[Any]) -> bool:
     """Whether the engine casts a gradient to a narrower dtype; a cast of the model has its forward's number."""
     is_engines = use.target == CAST and is_backward(use) and use.meta.get("seq_nr") not in casts
     return is_engines and _width(argument(use)) > _width(use)
 
 
-def _skip_rounding(graph: TrainGraph, reduction: GradReduction) -> None:
-    rounding = _of_whole(reduction)
+def _skip_rounding(graph: TrainGraph, rounding: fx.Node) -> None:
+    """Hands what is rounded to the readers of the rounded; a view of it has its dtype."""
     wide = argument(rounding)
-    if reduction.gradient is not rounding:
-        view = reduction.gradient
+    for view in [user for user in rounding.users if user.target == aten.view.default]:
         view.meta["val"] = view.meta["val"].to(wide.meta["val"].dtype)
     rounding.replace_all_uses_with(wide)
     graph.graph.erase_node(rounding)

@@ -38,7 +38,10 @@ CONTROLS = {
     "tied_not_coalesced": Case(disable=("coalesce-grad-reductions",)),
     "hybrid_not_bucketed": Case(hybrid=True, disable=("bucket-fsdp-collectives",)),
     "nccl_wrong_order": Case(Wide, [["layers.0"]], is_nccl=True, is_reversed=True),
-} | ({"rounded": replace(CASES["promoting"], is_rounded=True)} if HAS_DTYPES_BY_PARAMETER else {})
+}
+if HAS_DTYPES_BY_PARAMETER:
+    for name in ("promoting", "tensor_parallel_fp32_reduce", "tensor_parallel_promoting"):
+        CONTROLS[f"{name}_rounded"] = replace(CASES[name], is_rounded=True)
 
 
 def plan_of(case: Case, eager: nn.Module) -> BucketPlan:

@@ -22,7 +22,7 @@ from graphpasses.graph import CapturedStep
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
-from tests.helpers.models import make_mesh
+from tests.helpers.models import Parallel, captured_over_tensor_parallel, make_mesh
 
 
 class Promotes(nn.Module):
@@ -82,6 +82,31 @@ def test_gradients_of_several_dtypes_are_refused() -> None:
     assert str(caught.value) == (
         "2 of 3 uses of parameter 'gain' give it a gradient that is wider than it, which FSDP2 of this torch adds to "
         "the others unrounded; SimpleFSDP rounds it first. Capture the model that fully_shard sharded"
+    )
+
+
+@pytest.mark.skipif(not HAS_DTYPES_BY_PARAMETER, reason="tensor parallelism of this torch adds in bfloat16")
+def test_tensor_parallelism_adds_in_the_dtype_of_the_reduction() -> None:
+    options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    with fake_process_group(4):
+        step = captured_over_tensor_parallel(Parallel(), **options)
+        found = packed_from(step)
+        wide = [fqn for fqn, dtype in found.items() if dtype == torch.float32]
+        assert wide == [f"layers.{layer}.norm.{name}" for layer in (0, 1) for name in ("weight", "bias")]
+        (note,) = step.notes
+        assert note == (
+            "tensor parallelism adds gradients in the dtype in which FSDP reduces them, as in FSDP2 of this torch; "
+            f"with SimpleFSDP alone it adds them in the dtype of compute: {', '.join(wide)}"
+        )
+        before = step.module.code
+        keep_unrounded(step, step.model)
+        assert step.module.code == before
+        with pytest.raises(UnsupportedError) as caught:
+            captured_over_tensor_parallel(Parallel(num_runs=2), **options)
+    assert str(caught.value) == (
+        "parameter 'layers.0.down.bias', which tensor parallelism replicates, has 2 uses, whose gradients FSDP2 of "
+        "this torch adds in the dtype in which it reduces; SimpleFSDP adds them in that of compute. Capture the "
+        "model that fully_shard sharded, or reduce in the dtype of compute"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -184,14 +184,14 @@ class Even(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """LayerNorm and two biased linears, every dim a multiple of eight; one of them, or all, may run twice."""
+    """A norm and two biased linears, every dim a multiple of eight; one of them, or all, may run twice."""
 
-    def __init__(self, num_ups: int, num_runs: int) -> None:
+    def __init__(self, num_ups: int, num_runs: int, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.num_ups, self.num_runs = num_ups, num_runs
         self.down = nn.Linear(16, 8)  # registered in another order than run
         self.up = nn.Linear(8, 16)
-        self.norm = nn.LayerNorm(8)
+        self.norm = norm(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(self.num_runs):
@@ -203,10 +203,12 @@ class ParallelBlock(nn.Module):
 class Parallel(nn.Module):
     """Embedding, blocks and head for tensor parallelism."""
 
-    def __init__(self, num_ups: int = 1, num_runs: int = 1) -> None:
+    def __init__(
+        self, num_ups: int = 1, num_runs: int = 1, norm: Callable[[int], nn.Module] = nn.LayerNorm
+    ) -> None:
         super().__init__()
         self.emb = nn.Embedding(16, 8)
-        self.layers = nn.ModuleList(ParallelBlock(num_ups, num_runs) for _ in range(2))
+        self.layers = nn.ModuleList(ParallelBlock(num_ups, num_runs, norm) for _ in range(2))
         self.head = nn.Linear(8, 16)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

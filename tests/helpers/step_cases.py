@@ -110,6 +110,11 @@ CASES = {
         policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         tensor_parallel=True,
     ),
+    "tensor_parallel_promoting": Case(
+        partial(Parallel, norm=nn.RMSNorm),
+        policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+        tensor_parallel=True,
+    ),
     "shard_1": Case(Even, shard_dim=1),
     "fp32": Case(Short, LAYER, MixedPrecisionPolicy()),
     "mixed_dtypes": Case(mixed_dtypes, [["layers.0", "layers.1"]], MixedPrecisionPolicy()),
@@ -131,7 +136,7 @@ CASES = {
 
 
 # FSDP2 of torch 2.15 adds these gradients in the dtype of their reduction, which SimpleFSDP cannot; it is refused.
-NOT_SIMPLE = {"tensor_parallel_fp32_reduce", "fp16_reduce", "hybrid_fp16_reduce"}
+NOT_SIMPLE = {"fp16_reduce", "hybrid_fp16_reduce"}
 SIMPLE_CASES = {
     name: case for name, case in CASES.items() if not (HAS_DTYPES_BY_PARAMETER and name in NOT_SIMPLE)
 }

@@ -20,12 +20,9 @@ from graphpasses.identity import IdentityMap
 from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 from graphpasses.parity import compare_runs, read_run
 from graphpasses.parity.launch import run_ranks
-from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import LanguageModel
 
 NUM_STEPS = 3
-# From torch 2.15 on eager reduces over tensor parallelism in the wider dtype already, which is refused.
-REDUCE_DTYPE = "bfloat16" if HAS_DTYPES_BY_PARAMETER else "float32"
 
 
 @dataclass(frozen=True)
@@ -50,9 +47,7 @@ CASES = {
     "sharded × expert parallel": {
         "deepseek_v3": Case(Recipe("deepseek_v3", num_layers=2, expert_parallel=2)),
     },
-    "sharded × tensor parallel": {
-        "llama3": Case(Recipe("llama3", num_layers=2, tensor_parallel=2, reduce_dtype=REDUCE_DTYPE))
-    },
+    "sharded × tensor parallel": {"llama3": Case(Recipe("llama3", num_layers=2, tensor_parallel=2))},
 }
 
 
