@@ -78,6 +78,7 @@ class ParameterGroup:
         replicate_ranks: global ranks of HSDP's all-reduce, or None.
         reduce_scatter_op: ``"avg"`` or ``"sum"``.
         all_reduce_op: ``"avg"`` or ``"sum"``; only HSDP uses it.
+        is_premultiplied: whether FSDP2 asks for PREMUL_SUM by one where these say ``"sum"``.
         predivide: what the packed gradients are divided by before the reduce-scatter, or None.
         postdivide: what they are divided by after the last collective, or None.
         param_dtypes: of the unsharded parameters that are trained, or of all if none is.
@@ -92,6 +93,7 @@ class ParameterGroup:
     replicate_ranks: tuple[int, ...] | None
     reduce_scatter_op: ReduceOpName
     all_reduce_op: ReduceOpName
+    is_premultiplied: bool
     predivide: float | None
     postdivide: float | None
     param_dtypes: frozenset[torch.dtype]
@@ -262,6 +264,7 @@ def _read_group(
         replicate_ranks=tuple(dist.get_process_group_ranks(replicate_group)) if replicate_group else None,
         reduce_scatter_op=reduce_scatter_op,
         all_reduce_op=all_reduce_op,
+        is_premultiplied=any(op_name(op) is None for op in ops),
         # FSDP2's `_div_if_needed` skips a division by one.
         predivide=None if predivide in (None, 1) else float(predivide),
         postdivide=None if postdivide in (None, 1) else float(postdivide),

@@ -31,6 +31,7 @@ from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.capture.update import find_update, trace_update
 from graphpasses.capture.update_oracle import check_update
+from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
@@ -135,7 +136,8 @@ def _capture(
     leaves = structure.leaves(batch)
     for path, leaf in zip(structure.paths, leaves, strict=True):
         check_leaf(path, leaf)
-    check_unsharded(fsdp_groups(model))
+    groups = fsdp_groups(model)
+    check_unsharded(groups)
     prepare_for_tracing(model)
     varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
@@ -158,6 +160,8 @@ def _capture(
     _name_batch(graph, structure, leaves)
     graph.varying = varying
     graph.guards = trace.guards
+    if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
+        graph.note(note)
     source = find_update(graph, optimizer, clip_norm)
     update = None if source is None else trace_update(graph, source)
     traced_everywhere()

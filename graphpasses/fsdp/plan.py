@@ -14,7 +14,7 @@ from graphpasses.fsdp.byte_order import managed_parameters
 from graphpasses.identity import IdentityMap
 from graphpasses.text import did_you_mean
 
-__all__ = ["Bucket", "BucketPlan", "Reduction"]
+__all__ = ["Bucket", "BucketPlan", "Reduction", "premultiplied_note"]
 
 _ROOT = "(root)"
 
@@ -33,6 +33,7 @@ class Reduction:
         predivide: divisor before the collectives, or None.
         postdivide: divisor after the collectives, or None.
         dtype: dtype on the wire; None leaves the graph's.
+        is_premultiplied: whether eager asks NCCL for PREMUL_SUM by one instead of the sum.
 
     Raises:
         PlanError: an op is neither ``"avg"`` nor ``"sum"``, the all-reduce averages after the reduce-scatter
@@ -48,6 +49,7 @@ class Reduction:
     predivide: float | None = None
     postdivide: float | None = None
     dtype: torch.dtype | None = None
+    is_premultiplied: bool = False
 
     def __post_init__(self) -> None:
         for field, op in (
@@ -251,6 +253,7 @@ class BucketPlan:
                     group.predivide,
                     group.postdivide,
                     group.reduce_dtype,
+                    group.is_premultiplied,
                 ),
                 name=group.name,
                 reshard_after_forward=group.reshards_after_forward,
@@ -301,6 +304,34 @@ class BucketPlan:
             if fqns:
                 buckets.append(replace(entry, fqns=tuple(fqns), kind="parameters"))
         return tuple(buckets)
+
+
+def premultiplied_note(buckets: Iterable[Bucket]) -> str | None:
+    """Says in which buckets eager asks NCCL for another reduction than the graph does, and what to set.
+
+    FSDP2 with a gradient divide factor of 1, as torchtitan sets it, asks for PREMUL_SUM by one. Functional
+    collectives have SUM alone, which has its bits if NCCL takes the same algorithm; NVLS and PAT have no PREMUL_SUM.
+    Source: NCCL ``src/include/device.h`` (``ncclNvlsSupported``), ``src/enqueue.cc`` (``updateCollCostTable``).
+
+    Args:
+        buckets: of a plan.
+
+    Returns:
+        A sentence, or None if there is no such bucket.
+
+    Example:
+        >>> print(premultiplied_note([Bucket(("layers.0",), reduction=Reduction("sum", "sum"))]))
+        None
+    """
+    names = [bucket.name for bucket in buckets if bucket.reduction and bucket.reduction.is_premultiplied]
+    if not names:
+        return None
+    return (
+        f"eager asks NCCL for PREMUL_SUM by one, this step for SUM, in {len(names)} buckets ({names[0]!r} first). "
+        "Their bits are equal unless NCCL takes NVLS or PAT for SUM: where the machine has those, set "
+        "NCCL_NVLS_ENABLE=0 and NCCL_PAT_ENABLE=0 for both, or call set_force_sum_reduction_for_comms(True) on the "
+        "eager model"
+    )
 
 
 def _names(entry: Sequence[str]) -> tuple[str, ...]:

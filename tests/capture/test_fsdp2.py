@@ -12,9 +12,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import checkpoint
 
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.capture import capture_train_step
+from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.errors import CaptureError, LayoutError, PlanError, UnsupportedError
 from graphpasses.fsdp import BucketPlan
+from graphpasses.fsdp.plan import premultiplied_note
 from graphpasses.graph import CapturedStep
 from graphpasses.passes import default_pipeline
 from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
@@ -47,6 +48,32 @@ def test_collectives_are_eagers_before_any_pass() -> None:
         # Two blocks are resharded after forward; the root is not.
         assert rewritten.collectives() == {"all_gather_into_tensor": 5, "reduce_scatter_tensor": 3}
         assert default_pipeline().run(rewritten).collectives() == rewritten.collectives()
+
+
+def test_a_sum_where_eager_asks_for_premul_sum_is_said_once() -> None:
+    note = (
+        "eager asks NCCL for PREMUL_SUM by one, this step for SUM, in 3 buckets ('layers.0' first). Their bits are "
+        "equal unless NCCL takes NVLS or PAT for SUM: where the machine has those, set NCCL_NVLS_ENABLE=0 and "
+        "NCCL_PAT_ENABLE=0 for both, or call set_force_sum_reduction_for_comms(True) on the eager model"
+    )
+
+    def each(model: FSDPModule) -> list[FSDPModule]:
+        return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+    with fake_process_group(4):
+        model = sharded()
+        for module in each(model):
+            module.set_gradient_divide_factor(1.0)
+        step = captured(model)
+        assert note in step.notes
+        assert str(default_pipeline().run(step).report).count(note) == 1
+        simple = simple_fsdp(LanguageModel(), make_mesh())
+        rewritten = default_pipeline(BucketPlan.from_fully_shard(model)).run(captured(simple))
+        assert str(rewritten.report).count(note) == 1
+        for module in each(model):
+            module.set_force_sum_reduction_for_comms(True)
+        assert note not in captured(model).notes
+        assert premultiplied_note(BucketPlan.from_fully_shard(model).entries) is None
 
 
 def test_one_rank_communicates_nothing() -> None:

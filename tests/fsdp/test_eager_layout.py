@@ -189,7 +189,8 @@ def check_premul_sum() -> None:
     for hybrid in (False, True):
         by_one = Case(sizes, hybrid=hybrid, configure=for_all("set_gradient_divide_factor", 1.0))
         plan = BucketPlan.from_fully_shard(shard(by_one, build(by_one)))
-        assert {entry.reduction for entry in plan.entries} == {Reduction("sum", "sum", dtype=torch.float32)}
+        expected = Reduction("sum", "sum", dtype=torch.float32, is_premultiplied=True)
+        assert {entry.reduction for entry in plan.entries} == {expected}
 
 
 def check_hook_and_dtypes_are_refused() -> None:

@@ -20,7 +20,7 @@ from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.layout_diff import diff_layouts
-from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction
+from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction, premultiplied_note
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes.fsdp._packing import pack_all_gathers, pack_reductions
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -278,6 +278,8 @@ class BucketFSDPCollectives(GraphPass):
         for reduce in reduces:
             reduced |= pack_reductions(graph, reduce.reductions, reduce.reduction, order)
         graph.replace_outputs(reduced)
+        if self.plan and (note := premultiplied_note(plan.entries)):  # without a plan the capture has said it
+            notes.append(note)
         for note in notes:
             graph.note(note)
         if expected_layout is not None:
