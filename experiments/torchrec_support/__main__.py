@@ -8,9 +8,9 @@ from pathlib import Path
 
 import tyro
 
+from experiments.harness.outcome import Outcome, Outcomes
 from experiments.harness.select import Only, select
 from experiments.torchrec_support.cells import cells
-from experiments.torchrec_support.outcome import Outcome, Outcomes
 from experiments.torchrec_support.ranks import PRELOAD, try_cells
 from experiments.torchrec_support.table import make_page
 from graphpasses.parity.launch import run_ranks

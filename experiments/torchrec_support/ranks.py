@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from experiments.harness.outcome import Outcomes
 from experiments.torchrec_parity.cases import LOCAL_SIZE
 from experiments.torchrec_support.cells import Cell
-from experiments.torchrec_support.outcome import Outcomes
 
 __all__ = ["PRELOAD", "try_cells"]
 

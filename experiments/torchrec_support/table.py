@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from experiments.harness.outcome import Outcome
 from experiments.torchrec_support.cells import Cell
-from experiments.torchrec_support.outcome import Outcome
 
 __all__ = ["make_page", "read_cells"]
 

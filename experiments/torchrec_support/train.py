@@ -14,11 +14,11 @@ from torchrec.distributed.train_pipeline import experimental_pipelines, train_pi
 from torchrec.optim.keyed import KeyedOptimizer
 
 import graphpasses as gp
+from experiments.harness.outcome import Outcome
 from experiments.torchrec_parity.state import whole_state
 from experiments.torchrec_support.batches import make_batches
 from experiments.torchrec_support.cells import Cell
 from experiments.torchrec_support.models import LR, build
-from experiments.torchrec_support.outcome import Outcome
 from graphpasses.errors import GraphPassesError
 from graphpasses.graph.pass_report import Numerics
 

@@ -25,8 +25,8 @@ from unittest import mock
 import tyro
 
 import graphpasses as gp
+from experiments.harness.outcome import Outcome, Outcomes
 from experiments.harness.select import Only
-from experiments.torchrec_support.outcome import Outcome, Outcomes
 from experiments.torchrec_support.upstream_sources import Compiling, load_tests, set_environment
 from graphpasses.errors import GraphPassesError
 

@@ -154,7 +154,16 @@ def train(name: str, rank: int) -> Outcome:
     def run(index: int, backward: int, batch: Batch) -> torch.Tensor:
         return (captured if index == 1 else step)(*batch)
 
-    train_both(outcome, twin, model, lambda seed: token_batch(seed + rank), run, num_steps=NUM_STEPS)
+    train_both(
+        outcome,
+        twin,
+        model,
+        lambda seed: token_batch(seed + rank),
+        run,
+        num_steps=NUM_STEPS,
+        # torch's AdamW refuses gradients of another dtype than their parameters'.
+        optimizer_class=torch.optim.SGD if name == "kept_in_float32" else torch.optim.AdamW,
+    )
     return outcome
 
 

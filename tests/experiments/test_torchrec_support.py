@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from experiments.harness.outcome import Outcome, Outcomes
 from experiments.torchrec_support.cells import Cell, cells
-from experiments.torchrec_support.outcome import Outcome, Outcomes
 from experiments.torchrec_support.table import make_page, read_cells
 
 PAGE = Path("docs/torchrec_support.md")

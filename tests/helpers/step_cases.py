@@ -270,8 +270,9 @@ def train_both(
     *,
     num_steps: int,
     num_backwards: int = 1,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> None:
-    """Trains two models with AdamW on the same batches, and adds to an outcome what is equal at each step.
+    """Trains two models on the same batches, and adds to an outcome what is equal at each step.
 
     Args:
         outcome: of the case.
@@ -281,8 +282,9 @@ def train_both(
         run: runs ``model`` forward and backward; given the step, which backward of it, and the batch.
         num_steps: optimizer steps.
         num_backwards: in each of them.
+        optimizer_class: of both, with a learning rate of 0.01.
     """
-    optimizers = [torch.optim.AdamW(each.parameters(), 1e-2) for each in (eager, model)]
+    optimizers = [optimizer_class(each.parameters(), lr=1e-2) for each in (eager, model)]
     for index in range(num_steps):
         for backward in range(num_backwards):
             given = batch(100 * index + 10 * backward)
