@@ -7,9 +7,10 @@ import inspect
 import shlex
 import sys
 import unittest
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -31,7 +32,7 @@ class Configuration:
     """What one of graph_trainer's tests trains.
 
     Args:
-        name: of the test; of several of one name, the suite before it.
+        name: of the test; of several that one test trains, with the option in which they differ.
         options: of graph_trainer's command line.
         num_ranks: how many processes it asks for.
         is_disabled: whether upstream does not run it itself.
@@ -70,7 +71,11 @@ def configurations() -> list[Configuration]:
     found: dict[tuple[object, ...], Configuration] = {}
     for each in (*_integration(), *_numerics()):
         found.setdefault((*sorted(_grouped(each.options)), each.num_ranks), each)
-    return [*found.values()]
+    names = Counter(each.name for each in found.values())
+    return [
+        each if names[each.name] == 1 else replace(each, name=f"{each.name} {each.options[-1]}")
+        for each in found.values()
+    ]
 
 
 def _integration() -> Iterator[Configuration]:
@@ -84,7 +89,7 @@ def _integration() -> Iterator[Configuration]:
     )
     for each in (each for suite in suites for each in suite()):
         options = tuple(shlex.split(" ".join(each.override_args[0])))
-        yield Configuration(each.test_name, _split(options), each.ngpu, each.disabled)
+        yield Configuration(each.test_name or each.test_descr, _split(options), each.ngpu, each.disabled)
 
 
 def _numerics() -> Iterator[Configuration]:

@@ -66,10 +66,10 @@ def parity_summary(output: str) -> str:
         output: of it.
 
     Example:
-        >>> parity_summary("...\\n0 of 41 comparisons are wrong; 474 s\\n")
-        '0 of 41 comparisons are wrong'
+        >>> parity_summary("...\\n0 of 41 comparisons are wrong, 1 could not be made; 474 s\\n")
+        '0 of 41 comparisons are wrong, 1 could not be made'
     """
-    found = re.findall(r"\d+ of \d+ comparisons are wrong", output)
+    found = re.findall(r"\d+ of \d+ comparisons are wrong(?:, \d+ could not be made)?", output)
     return found[-1] if found else "it did not end"
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from experiments.harness.outcome import Outcome
+from experiments.harness.outcome import Outcome, counted, messages_list, shown
 from experiments.torchrec_support.cells import Cell
 
 __all__ = ["make_page", "read_cells"]
@@ -50,38 +49,22 @@ def make_page(outcomes: Mapping[Cell, Outcome], upstream: Mapping[str, Outcome])
         Markdown.
     """
     messages: dict[str, int] = {}
-    parts = [_HEAD, _counts(outcomes.values(), "cells")]
+    parts = [_HEAD, counted(outcomes.values(), "cells")]
     for group in dict.fromkeys(cell.group for cell in outcomes):
         members = [cell for cell in outcomes if cell.group == group]
         columns = list(dict.fromkeys(cell.column for cell in members))
         found = {(cell.row, cell.column): outcomes[cell] for cell in members}
         lines = [f"| {group} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
         for row in dict.fromkeys(cell.row for cell in members):
-            cells = " | ".join(_show(found.get((row, column)), messages) for column in columns)
+            cells = " | ".join(shown(found.get((row, column)), messages) for column in columns)
             lines.append(f"| {row} | {cells} |")
         parts += [f"## {group[0].upper()}{group[1:]}", "\n".join(lines)]
     if upstream:
         lines = ["| test | result |", "|---|---|"]
-        lines += [f"| {name} | {_show(outcome, messages)} |" for name, outcome in upstream.items()]
-        parts += [_UPSTREAM_HEAD, _counts(upstream.values(), "examples"), "\n".join(lines)]
-    notes = "\n".join(f"{number}. `{text}`" for text, number in messages.items())
-    parts += ["## Messages", notes]
+        lines += [f"| {name} | {shown(outcome, messages)} |" for name, outcome in upstream.items()]
+        parts += [_UPSTREAM_HEAD, counted(upstream.values(), "examples"), "\n".join(lines)]
+    parts += ["## Messages", messages_list(messages)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
-
-
-def _counts(outcomes: Iterable[Outcome], of: str) -> str:
-    counts = Counter(outcome.kind for outcome in outcomes)
-    return (
-        f"Of {counts.total()} {of}: {', '.join(f'{count} {kind}' for kind, count in counts.most_common())}."
-    )
-
-
-def _show(outcome: Outcome | None, messages: dict[str, int]) -> str:
-    if outcome is None:
-        return ""
-    if not outcome.detail or outcome.kind in ("bits", "passed"):
-        return f"{outcome.kind}{f', {outcome.detail}' if outcome.detail else ''}"
-    return f"{outcome.kind} [{messages.setdefault(outcome.detail, len(messages) + 1)}]"
 
 
 def read_cells(page: str) -> list[tuple[str, str, str]]:

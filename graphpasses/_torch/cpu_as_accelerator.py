@@ -46,7 +46,7 @@ class _CpuDevice(types.ModuleType):
 def use_cpu_as_accelerator(backend: str) -> None:
     """Makes torch answer "cpu" when it is asked for its accelerator, for the rest of the process.
 
-    torchtitan asks while it is imported, so call this before. Tested: 2.13.
+    torchtitan asks while it is imported, so call this before. Tested: 2.13, 2.15.
 
     Args:
         backend: of process groups on the CPU, ``"gloo"`` or ``"nccl_sim"``.
@@ -62,9 +62,9 @@ def use_cpu_as_accelerator(backend: str) -> None:
     def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
         distributed_c10d._set_pg_timeout(timeout, group)
 
-    # torchtitan's bucketing weighs nodes by them, also where it decides nothing by weight.
-    estimation.get_gpu_dram_gbps = lambda: 100.0
-    estimation.get_device_tflops = lambda dtype: 1.0
+    # torchtitan's bucketing weighs nodes by them, also where it decides nothing by weight. 2.15 asks of a device.
+    estimation.get_gpu_dram_gbps = lambda device=None: 100.0
+    estimation.get_device_tflops = lambda dtype, device=None: 1.0
     utils._get_available_device_type = lambda: "cpu"
     utils._get_device_module = lambda kind: device if kind == "cpu" else get_device_module(kind)
     c10d.barrier = barrier_without_devices  # gloo takes no device_ids

@@ -1,0 +1,109 @@
+"""Command line: ``python -m experiments.graph_trainer_configs --help``."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from pathlib import Path
+
+import tyro
+
+from experiments.graph_trainer_configs.page import make_page
+from experiments.graph_trainer_configs.train import Failure, Side, train
+from experiments.graph_trainer_configs.upstream import Configuration, configurations
+from experiments.graph_trainer_parity.ranks import stores
+from experiments.harness.outcome import Outcome, Outcomes
+from experiments.harness.select import Only, select
+from graphpasses.commands.train_torchtitan_on_cpu import make_assets, use_cpu
+from graphpasses.errors import CompareError, RunFileError
+from graphpasses.parity import compare_runs, read_run
+from graphpasses.parity.launch import RankError, run_ranks
+
+PRELOAD = ("experiments.graph_trainer_configs.preload",)
+
+
+def main(
+    out: Path = Path("out/graph_trainer_configs.jsonl"),
+    write: Path | None = None,
+    only: Only = "",
+    steps: int = 3,
+    timeout: float = 600.0,
+) -> int:
+    """Trains every configuration of graph_trainer's own tests with our pipeline, and compares it with eager.
+
+    Exit code 1 if one has other bits than eager, or fails where graph_trainer's own pipeline does not; 2 for wrong
+    arguments.
+
+    Args:
+        out: file of the outcomes, a line each; what stands there is not tried again.
+        write: page to write the table of all outcomes to, as Markdown.
+        only: try only the configurations whose name contains this.
+        steps: optimizer steps of each.
+        timeout: seconds that a trainer may take.
+    """
+    use_cpu()  # before torchtitan is imported, whose tests are read
+    known = configurations()
+    selected = select(tuple(known), only)
+    if not selected:
+        return 2
+    out.parent.mkdir(parents=True, exist_ok=True)
+    outcomes = Outcomes(out)
+    for index, each in enumerate(selected, start=1):
+        if each.name not in outcomes.read():
+            outcomes.add(each.name, _try(each, steps, timeout))
+            print(f"[{index}/{len(selected)}] {each.name}: {outcomes.read()[each.name]}", flush=True)
+    found = outcomes.read()
+    if write is not None:
+        write.write_text(make_page({each: found.get(each.name, Outcome("not run")) for each in known}))
+    bad = [each.name for each in selected if found[each.name].is_bad]
+    print(*bad, f"{len(bad)} of {len(selected)} configurations differ, or fail without a refusal", sep="\n")
+    return int(bool(bad))
+
+
+def _try(configuration: Configuration, num_steps: int, timeout: float) -> Outcome:
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        make_assets(scratch)
+
+        def run(side: Side) -> Failure | None:
+            path = scratch / f"{side}.jsonl"
+            try:
+                with stores(1) as ports:
+                    failures = run_ranks(
+                        train,
+                        configuration.num_ranks,
+                        configuration,
+                        side,
+                        num_steps,
+                        path,
+                        scratch,
+                        ports,
+                        preload=PRELOAD,
+                        timeout=timeout,
+                    )
+            except RankError as error:
+                return "failed", str(error).strip().splitlines()[-1]
+            return next(filter(None, failures), None)
+
+        if failure := run("ours"):
+            kind, message = failure
+            if kind == "refused":
+                return Outcome("refused", message)
+            theirs = run("graph_trainer")
+            return Outcome("upstream cannot", theirs[1]) if theirs else Outcome("fails", message)
+        if failure := run("eager"):
+            return Outcome("eager cannot", failure[1])
+        try:
+            eager, ours = (read_run(scratch / f"{side}.jsonl") for side in ("eager", "ours"))
+            found = compare_runs(eager, ours)
+        except (CompareError, RunFileError) as error:
+            return Outcome("fails", str(error))
+        if found.verdict != "equal":
+            return Outcome("differs", str(found).splitlines()[0])
+        moves = [one.weights != other.weights for one, other in itertools.pairwise(eager.steps)]
+        return Outcome("bits") if len(moves) == num_steps - 1 and all(moves) else Outcome("no control")
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))

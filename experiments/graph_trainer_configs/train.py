@@ -1,0 +1,96 @@
+"""Trains a configuration with one of torchtitan's real trainers, on a rank of ``run_ranks``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from experiments.graph_trainer_configs.upstream import Configuration
+from experiments.graph_trainer_parity.ranks import as_torchrun
+from graphpasses.errors import GraphPassesError
+from graphpasses.simulate import Topology, configure
+
+__all__ = ["Failure", "Side", "train"]
+
+Side = Literal["eager", "ours", "graph_trainer"]
+Failure = tuple[Literal["refused", "failed"], str]
+
+_NUM_LAYERS = 3
+_PIPELINES = {"ours": "graphpasses", "graph_trainer": "default"}
+
+
+def train(
+    configuration: Configuration, side: Side, num_steps: int, path: Path, scratch: Path, ports: Sequence[int]
+) -> Failure | None:
+    """Trains a configuration on this rank and records it; all ranks call it with the same arguments.
+
+    Args:
+        configuration: what to train.
+        side: torchtitan's eager trainer, graph_trainer with our pipeline, or with its own.
+        num_steps: optimizer steps.
+        path: of the run file.
+        scratch: has ``tests/assets``; gets what torchtitan writes.
+        ports: see ``as_torchrun``.
+
+    Returns:
+        Why it cannot be trained, or None.
+    """
+    configure(Topology(dist.get_world_size(), gpus_per_node=2))
+    os.chdir(scratch)
+    with as_torchrun(scratch, ports) as begin:
+        from graphpasses.integrations.torchtitan import pass_pipeline  # noqa: F401  registers it
+        from graphpasses.parity.record_trainer import recorded
+
+        begin()
+        try:
+            trainer = trainer_config(configuration, side, num_steps, scratch / side).build()
+            with recorded(trainer, path, run=side, overwrite=True):
+                trainer.train()
+            trainer.close()
+        except GraphPassesError as error:
+            return "refused", str(error)
+        except (Exception, SystemExit) as error:
+            return "failed", f"{type(error).__name__}: {_last_line(error)}"
+    return None
+
+
+def trainer_config(configuration: Configuration, side: Side, num_steps: int, folder: Path) -> Any:
+    """Returns what torchtitan's command line makes of the options, small enough for a CPU.
+
+    Args:
+        configuration: whose options.
+        side: see :func:`train`.
+        num_steps: optimizer steps.
+        folder: gets what torchtitan writes.
+    """
+    from torchtitan.config import ConfigManager
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    options = configuration.eager_options if side == "eager" else configuration.options
+    config: Any = ConfigManager().parse_args(list(options))
+    model, training = config.model_spec.model, config.training
+    model.layers = model.layers[:_NUM_LAYERS]
+    for layer in model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.hf_assets_path, config.dataloader.dataset_path = "tests/assets/tokenizer", "tests/assets/c4_test"
+    config.dump_folder = str(folder)
+    training.seq_len, training.steps = 64, num_steps
+    training.local_batch_size, training.global_batch_size = min(training.local_batch_size, 2), -1
+    training.disable_cuda_graphs = True
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.checkpoint.enable = False
+    config.debug.seed, config.debug.deterministic = 42, True
+    if side == "eager":
+        config.compile.enable = False
+    else:
+        config.compile.pass_pipeline = _PIPELINES[side]
+    return config
+
+
+def _last_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0]
