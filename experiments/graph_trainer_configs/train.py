@@ -76,7 +76,8 @@ def trainer_config(configuration: Configuration, side: Side, num_steps: int, fol
     model.layers = model.layers[:_NUM_LAYERS]
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.hf_assets_path, config.dataloader.dataset_path = "tests/assets/tokenizer", "tests/assets/c4_test"
+    config.hf_assets_path, config.dataloader.dataset = "tests/assets/tokenizer", "c4_test"
+    config.dataloader.dataset_path = "tests/assets/c4_test"
     config.dump_folder = str(folder)
     training.seq_len, training.steps = 64, num_steps
     training.local_batch_size, training.global_batch_size = min(training.local_batch_size, 2), -1

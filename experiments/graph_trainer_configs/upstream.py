@@ -7,6 +7,7 @@ import inspect
 import shlex
 import sys
 import unittest
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from unittest import mock
 
 __all__ = ["Configuration", "configurations"]
 
-_TESTS = "torchtitan.experiments.graph_trainer.tests"
 # Their names in torchtitan's eager trainer, where they are others.
 _EAGER = {
     "llama3_debugmodel_sdpa": "llama3_debugmodel",
@@ -80,7 +80,7 @@ def configurations() -> list[Configuration]:
 
 def _integration() -> Iterator[Configuration]:
     with _definitions():
-        tests = importlib.import_module(f"{_TESTS}.integration_tests")
+        tests = _imported("integration_tests")
     suites = (
         tests.build_graph_trainer_test_list,
         tests.build_graph_trainer_h100_test_list,
@@ -93,7 +93,7 @@ def _integration() -> Iterator[Configuration]:
 
 
 def _numerics() -> Iterator[Configuration]:
-    tests: Any = importlib.import_module(f"{_TESTS}.test_numerics")
+    tests = _imported("test_numerics")
     calls: list[dict[str, Any]] = []
 
     def record(**options: Any) -> bool:
@@ -122,6 +122,12 @@ def _numerics() -> Iterator[Configuration]:
                         name, _split((*names, *options)), call.get("test_ngpus", 8), is_disabled
                     )
                 calls.clear()
+
+
+def _imported(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own testing modules warn when they are imported
+        return importlib.import_module(f"torchtitan.experiments.graph_trainer.tests.{name}")
 
 
 @contextmanager

@@ -250,7 +250,7 @@ def added_uses(gradient: fx.Node) -> list[fx.Node]:
 def _is_alone(node: fx.Node) -> bool:
     """Whether the memory of ``node`` was made by the graph and has one reader."""
     while len(node.users) == 1:
-        if node.target not in {*SAME_TENSOR_OPS, ADD_IN_PLACE}:
+        if node.target not in {*SAME_TENSOR_OPS, ADD_IN_PLACE, aten.view.default}:
             return node.target in (WAIT, CAST, aten.add.Tensor)
         node = argument(node)
     return False

@@ -87,7 +87,8 @@ def read_traced_result(
             f"the traced step returns {traced.num_flat_outputs} values; expected the loss and one gradient for "
             f"each of the {len(trainable)} trainable parameters (names of tied ones counted each)"
         )
-    outputs = [GraphOutput(OutputKind.LOSS)]
+    loss_attrs = inner_attrs(traced.output_subclass_layouts.get(0), "the loss")
+    outputs = [GraphOutput(OutputKind.LOSS, attr=attr) for attr in loss_attrs]
     for index, fqn in enumerate(trainable, start=1):
         layout = traced.output_subclass_layouts.get(index)
         parameter = parameters[fqn]

@@ -24,7 +24,7 @@ from graphpasses.graph.outside_values import OutsideValue, check_outside_values
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.recapture import Recipe, Variants
 from graphpasses.graph.torch_settings import check_settings, torch_settings
-from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph.train_graph import GraphInput, InputKind, TrainGraph
 
 __all__ = ["CapturedStep"]
 
@@ -214,7 +214,7 @@ class CapturedStep(TrainGraph):
 
     @cached_property
     def _loss_index(self) -> int:
-        return [item.kind for item in self.outputs].index(OutputKind.LOSS)
+        return [item.is_loss for item in self.outputs].index(True)
 
     @cached_property
     def _input_slots(self) -> tuple[tuple[int | None, str], ...]:

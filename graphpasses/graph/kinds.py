@@ -100,3 +100,8 @@ class GraphOutput:
     def is_gradient(self) -> bool:
         """Whether this slot carries gradient data (not a device mesh)."""
         return self.kind is OutputKind.GRADIENT and self.attr in ("", "_local_tensor")
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether this slot carries the loss's data (not its device mesh)."""
+        return self.kind is OutputKind.LOSS and self.attr in ("", "_local_tensor")

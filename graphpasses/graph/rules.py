@@ -153,7 +153,7 @@ def _loss(checked: Checked) -> Iterator[Broken]:
     """A step that returns a loss keeps it."""
     graph = checked.graph
     for item, value in zip(graph.outputs, graph.output_values, strict=True):
-        if item.kind is OutputKind.LOSS and value is None:
+        if item.is_loss and value is None:
             yield Broken("removed the loss")
 
 

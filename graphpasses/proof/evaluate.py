@@ -94,9 +94,9 @@ class Evaluation(Memory):
         done, graph = self._done, self._graph
         counts: dict[str, int] = {}
         for index, (item, node) in enumerate(zip(graph.outputs, graph.output_values, strict=True)):
-            if item.kind is OutputKind.LOSS:
+            if item.is_loss:
                 name = "the loss"
-            elif item.kind is OutputKind.GRADIENT and item.is_gradient:
+            elif item.is_gradient:
                 name = f"the gradient of {graph.identity.canonical(item.fqn)!r}"
                 if node is None:
                     continue

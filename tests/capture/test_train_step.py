@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import BatchMismatchError, CaptureError
-from graphpasses.graph import InputKind, TrainGraph
+from graphpasses.graph import InputKind, OutputKind, TrainGraph
 from graphpasses.passes import CoalesceGradReductions, DeduplicateShared
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.models import same_bits
@@ -363,6 +365,22 @@ def test_read_traced_result() -> None:
             torch.autograd.grad(expected, list(model.parameters())),
         )
     )
+
+
+def test_read_traced_result_whose_loss_is_a_dtensor() -> None:
+    """torchtitan's chunked loss is one under tensor parallelism."""
+    with fake_process_group(2):
+        mesh = torch.distributed.init_device_mesh("cpu", (2,))
+        result = traced(
+            nn.Linear(3, 2),
+            lambda loss, gradients: [DTensor.from_local(loss.detach(), mesh, [Replicate()]), *gradients],
+        )
+        step = read_traced_result(result, model=nn.Linear(3, 2))
+    assert [(item.kind, item.attr, item.is_loss) for item in step.outputs[:3]] == [
+        (OutputKind.LOSS, "_local_tensor", True),
+        (OutputKind.LOSS, "device_mesh", False),
+        (OutputKind.GRADIENT, "", False),
+    ]
 
 
 def test_read_traced_result_without_gradients() -> None:

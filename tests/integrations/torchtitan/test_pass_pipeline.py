@@ -47,7 +47,11 @@ CASES = {
     "sharded × expert parallel": {
         "deepseek_v3": Case(Recipe("deepseek_v3", num_layers=2, expert_parallel=2)),
     },
-    "sharded × tensor parallel": {"llama3": Case(Recipe("llama3", num_layers=2, tensor_parallel=2))},
+    "sharded × tensor parallel": {
+        "llama3": Case(Recipe("llama3", num_layers=2, tensor_parallel=2)),
+        # Its loss is a DTensor.
+        "chunked loss": Case(Recipe("llama3", num_layers=1, chunked_loss=True, tensor_parallel=2)),
+    },
 }
 
 

@@ -140,11 +140,18 @@ def test_accumulating_entry_without_a_cast_adds_gradients() -> None:
         assert with_plan.module.code == run(captured)[1].module.code
 
 
-def test_sums_in_place_are_sums() -> None:
+@pytest.mark.parametrize("has_view", [False, True])
+def test_sums_in_place_are_sums(has_view: bool) -> None:
     with on_fake_ranks(Reused()) as captured:
         graph = captured.copy()
         _, expected = run(captured)
         value = graph.output_values[graph.gradient_slots()["block.gain"][0]]
+        if has_view:  # as tensor parallelism has of what is reduced
+            inner = value.args[0]
+            first = inner.args[0]
+            with graph.graph.inserting_before(inner):
+                view = graph.emit(aten.view.default, (first, [*first.meta["val"].shape]), like=first)
+            inner.replace_input_with(first, view)
         for node in (value, value.args[0]):
             node.target = aten.add_.Tensor
         with graph.graph.inserting_after(value):
