@@ -71,7 +71,8 @@ def trainer_config(configuration: Configuration, side: Side, num_steps: int, fol
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     options = configuration.eager_options if side == "eager" else configuration.options
-    config: Any = ConfigManager().parse_args(list(options))
+    # Its check of options forbids expert parallelism with CUDA graphs.
+    config: Any = ConfigManager().parse_args([*options, "--training.disable_cuda_graphs"])
     model, training = config.model_spec.model, config.training
     model.layers = model.layers[:_NUM_LAYERS]
     for layer in model.layers:
@@ -81,7 +82,6 @@ def trainer_config(configuration: Configuration, side: Side, num_steps: int, fol
     config.dump_folder = str(folder)
     training.seq_len, training.steps = 64, num_steps
     training.local_batch_size, training.global_batch_size = min(training.local_batch_size, 2), -1
-    training.disable_cuda_graphs = True
     config.parallelism.spmd_backend = "partial_dtensor"
     config.checkpoint.enable = False
     config.debug.seed, config.debug.deterministic = 42, True

@@ -37,6 +37,8 @@ from graphpasses.proof.values import Value, Values, geometry
 __all__ = ["evaluate", "origin_of_padding"]
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+# By name: torch has these operators where its module of them was imported.
+OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})
 
 
 def evaluate(
@@ -77,9 +79,11 @@ class Evaluation(Memory):
             if item.kind is InputKind.GRADIENT:
                 self._done.values[node] = self._given[fqn]
         for node in graph.graph.nodes:
+            if node.op != "output":
+                self._place(node)
+            self._look_for_freed(node)
             if node.op == "output":
                 break
-            self._place(node)
             value = self.evaluate_node(node)
             done.values[node] = value
             for each in value if isinstance(value, list) else [value]:
@@ -143,6 +147,8 @@ class Evaluation(Memory):
             return unpacked
         if node.target in METADATA_OPS:
             return self._size(node, fake)
+        if str(node.target) in OFFLOADING:
+            return self._offloaded(node)
         effects = operator_effects(node)
         if not effects.writes and effects.group is None and node.target in RULES:
             found = self._moved(node, fake)
@@ -168,6 +174,16 @@ class Evaluation(Memory):
         if effects.writes:
             return self._written(node, effects.writes, key, result)
         return result
+
+    def _offloaded(self, node: fx.Node) -> Result:
+        """Returns the value of an activation that goes to the CPU, or comes back; who waits frees where it was."""
+        self._done.axioms.add(movement.OFFLOADED)
+        copied, *others = node.all_input_nodes
+        value = self._read(copied)
+        freed = node.args[1] if len(node.args) > 1 else node.kwargs.get("keepalive")
+        if isinstance(freed, fx.Node) and freed in others:
+            self._freed[self._roots[freed]] = node
+        return value
 
     def _size(self, node: fx.Node, fake: Any) -> Result:
         """Returns the value of a size; what a collective brings has one as soon as it is launched."""

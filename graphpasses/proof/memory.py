@@ -60,6 +60,7 @@ class Memory:
         self._outside: dict[object, dict[fx.Node, None]] = {}
         self._shared: dict[object, fx.Node] = {}
         self._counts: dict[int, int] = {}
+        self._freed: dict[fx.Node, fx.Node] = {}
 
     def _place(self, node: fx.Node) -> None:
         """Notes in which memory the value of a node lies."""
@@ -75,6 +76,13 @@ class Memory:
             where = node.args  # what one call returns at one place is one memory
         if where is not None:
             self._roots[node] = self._shared.setdefault(where, node)
+
+    def _look_for_freed(self, node: fx.Node) -> None:
+        """Notes if an operator reads memory that another has freed; a view reads none."""
+        for source in node.all_input_nodes if self._freed else ():
+            by = self._freed.get(self._roots[source])
+            if by is not None and self._roots.get(node) is not self._roots[source]:
+                self._done.broken.append((by, f"{by.name} frees {source.name}, which {node.name} reads"))
 
     def _read(self, node: fx.Node) -> Result:
         value = self._done.values[node]
@@ -105,7 +113,7 @@ class Memory:
         old = self._read(root)
         if value is None or not isinstance(old, Value):
             old_number = old.number if isinstance(old, Value) else -1
-            value = self.opaque(root, self._facts[root], ("written", self._key(by), old_number, seen))
+            value = self.opaque(root, self._facts[root], ("written", (old_number, seen), self._key(by)))
         elif seen != memory.geometry:
             if seen and memory.geometry and fills_alike(seen, memory.geometry) and value.pieces is not None:
                 value = self._table.moved(value.dtype, memory.geometry[0], value.pieces)

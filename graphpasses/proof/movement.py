@@ -18,7 +18,7 @@ from graphpasses.proof.elements import constant, filled
 from graphpasses.proof.pieces import Piece, Pieces, concatenated, expanded, joined, permuted, sliced
 from graphpasses.proof.values import Value, Values
 
-__all__ = ["IDENTITIES", "chunk_cat", "gathered"]
+__all__ = ["IDENTITIES", "OFFLOADED", "chunk_cat", "gathered"]
 
 aten = torch.ops.aten
 
@@ -32,6 +32,11 @@ IDENTITIES = (
     WAIT,
 )
 """What returns the tensor that it is given, or a copy, whatever its shape; a wait does for what came already."""
+
+OFFLOADED = "offloading"
+AXIOMS[OFFLOADED] = (
+    "ao.offload and ao.reload copy a tensor; ao.wait_tensor waits for that, and frees its source"
+)
 
 # ---- what keeps all elements in their order -----------------------------------------------------------------------
 

@@ -105,6 +105,7 @@ def test_every_rule_and_every_axiom_has_a_case() -> None:
         "all-gather",
         "packed all-to-alls",
         "fused lookups",
+        "offloading",
     } == AXIOMS.keys()
 
 

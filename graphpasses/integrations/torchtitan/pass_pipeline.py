@@ -54,7 +54,8 @@ def _remember(trainer: Any) -> None:
     """The pipeline is given the configuration alone, and needs the model.
 
     Raises:
-        UnsupportedError: graph_trainer would ask for no pipeline, and train without a word.
+        UnsupportedError: graph_trainer would ask for no pipeline, and train without a word; or an option asks for a
+            pass that does not go with ours.
     """
     mode = trainer.config.compile.mode
     asks = f"--compile.pass_pipeline {PIPELINE} would do nothing:"
@@ -68,6 +69,7 @@ def _remember(trainer: Any) -> None:
             f"{asks} graph_trainer runs pipelines with --compile.mode aot_fx_trace, and the mode is {mode!r}. Use "
             "that mode, or leave the pipeline out"
         )
+    _refuse_options(trainer.config)
     _trainers[id(trainer.config)] = trainer
 
 
@@ -93,7 +95,8 @@ def graph_passes(
         ProofError: (from a pass) the rewritten step has other bits; ``--compile.disable_passes prove_pass`` proves
             nothing.
     """
-    _check_options(config)
+    _refuse_options(config)
+    _warn_of_inductor(config)
     trainer = _trainer_of(config)
     _refuse_lost_gradients(trainer)
     step = read_traced_result(traced, model=trainer.model_parts[0])
@@ -147,12 +150,15 @@ def graph_passes(
     return passes
 
 
-def _check_options(config: Any) -> None:
+def _refuse_options(config: Any) -> None:
     for option in _UNSUPPORTED:
         if operator.attrgetter(option)(config.compile):
             raise UnsupportedError(
                 f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
             )
+
+
+def _warn_of_inductor(config: Any) -> None:
     if config.compile.inductor_compilation == "full":
         logger.warning(
             f"--compile.inductor_compilation full: Inductor compiles the whole graph that the pipeline {PIPELINE} "

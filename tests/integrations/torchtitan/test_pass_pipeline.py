@@ -160,16 +160,21 @@ def test_options_that_do_not_go_with_our_passes(option: str, value: object) -> N
     pytest.importorskip("torchtitan")
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
 
-    from graphpasses.integrations.torchtitan.pass_pipeline import graph_passes
+    from graphpasses.integrations.torchtitan.pass_pipeline import _remember, graph_passes
 
     config = SimpleNamespace(compile=GraphTrainerCompileConfig())
     *path, name = option.split(".")
     setattr(getattr(config.compile, *path) if path else config.compile, name, value)
-    with pytest.raises(UnsupportedError) as caught:
-        graph_passes(None, config)
-    assert str(caught.value) == (
-        f"--compile.{option} does not go with --compile.pass_pipeline graphpasses; leave one of them out"
-    )
+    trainer = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=False), config=config)
+    for refuse in (
+        lambda: _remember(trainer),
+        lambda: graph_passes(None, config),
+    ):  # before the model is traced
+        with pytest.raises(UnsupportedError) as caught:
+            refuse()
+        assert str(caught.value) == (
+            f"--compile.{option} does not go with --compile.pass_pipeline graphpasses; leave one of them out"
+        )
 
 
 @pytest.mark.parametrize("has_stages", [True, False])
@@ -197,10 +202,12 @@ def test_inductor_after_the_pipeline_is_told(caplog: pytest.LogCaptureFixture) -
     pytest.importorskip("torchtitan")
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
 
-    from graphpasses.integrations.torchtitan.pass_pipeline import _check_options
+    from graphpasses.integrations.torchtitan.pass_pipeline import _warn_of_inductor
 
     for compilation in ("regional", "full"):
-        _check_options(SimpleNamespace(compile=GraphTrainerCompileConfig(inductor_compilation=compilation)))
+        _warn_of_inductor(
+            SimpleNamespace(compile=GraphTrainerCompileConfig(inductor_compilation=compilation))
+        )
     (record,) = caplog.records
     assert record.getMessage() == (
         "--compile.inductor_compilation full: Inductor compiles the whole graph that the pipeline graphpasses "
