@@ -81,7 +81,8 @@ def trainer_config(configuration: Configuration, side: Side, num_steps: int, fol
     config.dataloader.dataset_path = "tests/assets/c4_test"
     config.dump_folder = str(folder)
     training.seq_len, training.steps = 64, num_steps
-    training.local_batch_size, training.global_batch_size = min(training.local_batch_size, 2), -1
+    if config.parallelism.pipeline_parallel_degree == 1:  # else a batch is cut into microbatches
+        training.local_batch_size, training.global_batch_size = min(training.local_batch_size, 2), -1
     config.parallelism.spmd_backend = "partial_dtensor"
     config.checkpoint.enable = False
     config.debug.seed, config.debug.deterministic = 42, True

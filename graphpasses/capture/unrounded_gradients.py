@@ -11,6 +11,7 @@ before tensor parallelism adds it (``FSDPParam.may_reduce_grad_outside_dp``). Si
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from graphpasses.analysis.parameter_collectives import (
     CAST,
     GradReduction,
     added_uses,
+    collective_ranks,
     find_grad_reductions,
 )
 from graphpasses.errors import UnsupportedError
@@ -53,7 +55,7 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
     for fqn, reductions in find_grad_reductions(graph).items():
         if not any(map(_is_widened, reductions)):
             continue
-        is_replicated = _is_replicated(get_state(model, fqn))
+        is_replicated = _is_replicated(get_state(model, fqn), reductions[0])
         uses = [use for reduction in reductions for use in added_uses(_of_rank(reduction, is_replicated))]
         rounded = [use for use in uses if _is_rounding(use, casts)]
         if is_replicated and len(uses) > 1:
@@ -99,11 +101,16 @@ def _width(node: fx.Node) -> int:
     return int(node.meta["val"].dtype.itemsize)
 
 
-def _is_replicated(parameter: torch.Tensor) -> bool:
-    """Whether tensor parallelism has the same values on each rank; its axes come after FSDP's, which shards last."""
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    is_sharded = [not placement.is_replicate() for placement in placements]
-    return True in is_sharded and not all(is_sharded[is_sharded.index(True) :])
+def _is_replicated(parameter: torch.Tensor, reduction: GradReduction) -> bool:
+    """Whether an axis of the mesh that is not FSDP's, as those of tensor parallelism behind them, has copies."""
+    if not isinstance(parameter, DTensor):
+        return False
+    collectives = (reduction.reduce_scatter, reduction.all_reduce)
+    num_ranks = math.prod(len(collective_ranks(each)) for each in collectives if each is not None)
+    others = [*zip(parameter.device_mesh.shape, parameter.placements, strict=True)]
+    while num_ranks > 1 and others:
+        num_ranks //= others.pop(0)[0]
+    return any(size > 1 and placement.is_replicate() for size, placement in others)
 
 
 def _of_whole(reduction: GradReduction) -> fx.Node:
