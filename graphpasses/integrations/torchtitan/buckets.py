@@ -51,7 +51,7 @@ def eager_twin(trainer: Any) -> nn.Module:
         trainer: a graph_trainer, which has SimpleFSDP's parameters in place of groups.
 
     Raises:
-        UnsupportedError: torchtitan has no eager model of this name.
+        UnsupportedError: torchtitan has no eager model of this name, or its trainer does not shard it as configured.
     """
     from torchtitan.config import CompileConfig
 
@@ -66,15 +66,21 @@ def eager_twin(trainer: Any) -> nn.Module:
         ) from error
     with torch.device("meta"):
         model: nn.Module = trainer.model_config.build()
-    sharded: nn.Module = models.model_registry(config.model_spec.flavor).parallelize_fn(
-        model,
-        parallel_dims=trainer.parallel_dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=CompileConfig(enable=False),
-        ac_config=None,
-        dump_folder=config.dump_folder,
-    )
+    try:
+        sharded: nn.Module = models.model_registry(config.model_spec.flavor).parallelize_fn(
+            model,
+            parallel_dims=trainer.parallel_dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=CompileConfig(enable=False),
+            ac_config=None,
+            dump_folder=config.dump_folder,
+        )
+    except NotImplementedError as error:
+        raise UnsupportedError(
+            f"the buckets of {config.model_spec.name!r} are those of torchtitan's eager trainer, which does not "
+            f"shard this model so ({error}); change that, or use another --compile.pass_pipeline"
+        ) from error
     return sharded
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -223,6 +224,33 @@ def test_pipeline_without_a_trainer() -> None:
 
     with pytest.raises(UnsupportedError, match=r"^the pipeline graphpasses needs the trainer whose step"):
         graph_passes(None, SimpleNamespace(compile=GraphTrainerCompileConfig()))
+
+
+def test_a_model_that_eager_does_not_shard_so_is_refused() -> None:
+    pytest.importorskip("torchtitan")
+    from torchtitan.models import llama3
+
+    from graphpasses.integrations.torchtitan.buckets import eager_twin
+
+    def refuse(model: nn.Module, **options: object) -> nn.Module:
+        raise NotImplementedError("only spmd_types")
+
+    spec = SimpleNamespace(name="graph_trainer/llama3", flavor="debugmodel")
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(model_spec=spec, training=None, parallelism=None, dump_folder=""),
+        model_config=SimpleNamespace(build=lambda: nn.Linear(2, 2)),
+        parallel_dims=None,
+    )
+    eager = SimpleNamespace(parallelize_fn=refuse)
+    with (
+        mock.patch.object(llama3, "model_registry", return_value=eager),
+        pytest.raises(UnsupportedError) as caught,
+    ):
+        eager_twin(trainer)
+    assert str(caught.value) == (
+        "the buckets of 'graph_trainer/llama3' are those of torchtitan's eager trainer, which does not shard this "
+        "model so (only spmd_types); change that, or use another --compile.pass_pipeline"
+    )
 
 
 def test_assets_are_the_same_each_time(tmp_path: Path) -> None:
