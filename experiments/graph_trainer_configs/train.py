@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -54,7 +55,7 @@ def train(
         except GraphPassesError as error:
             return "refused", str(error)
         except (Exception, SystemExit) as error:
-            return "failed", f"{type(error).__name__}: {_last_line(error)}"
+            return "failed", f"{type(error).__name__}: {_first_line(error)}"
     return None
 
 
@@ -93,6 +94,7 @@ def trainer_config(configuration: Configuration, side: Side, num_steps: int, fol
     return config
 
 
-def _last_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
+    """Returns what an error says first, without where this machine has its packages."""
     lines = str(error).strip().splitlines() or [""]
-    return lines[0]
+    return re.sub(r"[^\s(]*/site-packages/", "", lines[0])
