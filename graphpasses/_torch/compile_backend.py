@@ -278,12 +278,12 @@ class _Context(eval_frame.OptimizeContext):
         if isinstance(fn, nn.Module):  # makes an OptimizedModule, which calls this again with a function
             token = _ROOT.set(fn)
             try:
-                module = super().__call__(fn)
+                module = _COMPILE(self, fn)
             finally:
                 _ROOT.reset(token)
             object.__setattr__(module, "__class__", CompiledModule)
             return module
-        compiled = super().__call__(fn)
+        compiled = _COMPILE(self, fn)  # what the class has may be `_compile_first`, for another thread
         if isinstance(fn, type):
             return compiled
         root = _ROOT.get()

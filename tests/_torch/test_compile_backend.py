@@ -116,6 +116,27 @@ def test_threads_compile_at_once() -> None:
     assert all(is_wrapped(function) == (name == "graphpasses") for name, function in compiled)
 
 
+def test_a_lookup_that_another_thread_has_not_finished() -> None:
+    is_looked_up, is_over = threading.Event(), threading.Event()
+
+    def look_up() -> None:
+        lookup_backend("graphpasses")
+        is_looked_up.set()
+        is_over.wait()
+        torch.compile(lambda x: x, backend="eager")
+
+    thread = threading.Thread(target=look_up)
+    thread.start()
+    is_looked_up.wait()
+    try:
+        compiled = torch.compile(lambda x: x + 1, backend="graphpasses")
+        assert is_wrapped(compiled)
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def test_every_traced_function_has_its_context() -> None:
     entered: list[str] = []
 
