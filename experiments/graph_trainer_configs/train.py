@@ -13,6 +13,7 @@ import torch.distributed as dist
 from experiments.graph_trainer_configs.upstream import Configuration
 from experiments.graph_trainer_parity.ranks import as_torchrun
 from graphpasses.errors import GraphPassesError
+from graphpasses.integrations.torchtitan.cpu_configs import make_repeatable
 from graphpasses.simulate import Topology, configure
 
 __all__ = ["Failure", "Side", "train"]
@@ -72,21 +73,17 @@ def trainer_config(configuration: Configuration, side: Side, num_steps: int, fol
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     options = configuration.eager_options if side == "eager" else configuration.options
-    # Its check of options forbids expert parallelism with CUDA graphs.
+    # The options are checked as they are read.
     config: Any = ConfigManager().parse_args([*options, "--training.disable_cuda_graphs"])
     model, training = config.model_spec.model, config.training
     model.layers = model.layers[:_NUM_LAYERS]
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.hf_assets_path, config.dataloader.dataset = "tests/assets/tokenizer", "c4_test"
-    config.dataloader.dataset_path = "tests/assets/c4_test"
+    make_repeatable(config, Path(), num_steps)
     config.dump_folder = str(folder)
-    training.seq_len, training.steps = 64, num_steps
     if config.parallelism.pipeline_parallel_degree == 1:  # else a batch is cut into microbatches
         training.local_batch_size, training.global_batch_size = min(training.local_batch_size, 2), -1
-    config.parallelism.spmd_backend = "partial_dtensor"
     config.checkpoint.enable = False
-    config.debug.seed, config.debug.deterministic = 42, True
     if side == "eager":
         config.compile.enable = False
     else:

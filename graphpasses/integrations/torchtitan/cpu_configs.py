@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Recipe", "trainer_config"]
+__all__ = ["Recipe", "make_repeatable", "trainer_config"]
 
 _CONFIGS = {"llama3": "llama3_configs", "qwen3": "qwen3_configs", "deepseek_v3": "deepseekv3_configs"}
 
@@ -93,19 +93,15 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     config.model_spec = replace(models.model_registry(recipe.flavor), model=decoder)
     if not recipe.chunked_loss and isinstance(config.loss, ChunkedLossWrapper.Config):
         config.loss = config.loss.loss_fn
-    config.hf_assets_path = str(folder / "tests" / "assets" / "tokenizer")
-    config.dataloader.dataset_path = str(folder / "tests" / "assets" / "c4_test")
+    make_repeatable(config, folder, num_steps)
     config.dump_folder = str(folder / "out")
     config.training.mixed_precision_reduce = recipe.reduce_dtype
-    config.training.seq_len, config.training.local_batch_size, config.training.steps = 64, 1, num_steps
-    config.training.disable_cuda_graphs = True  # else its check of options forbids expert parallelism
-    config.parallelism.spmd_backend = "partial_dtensor"
+    config.training.local_batch_size = 1
     config.parallelism.data_parallel_replicate_degree = recipe.num_replicas
     config.parallelism.tensor_parallel_degree = recipe.tensor_parallel
     config.parallelism.expert_parallel_degree = recipe.expert_parallel
     checkpoints = {"": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
     config.activation_checkpoint = checkpoints[recipe.checkpointing]
-    config.debug.seed, config.debug.deterministic = 42, True
     if pipeline is None:
         return config
     graph_models = importlib.import_module(f"torchtitan.experiments.graph_trainer.{recipe.model}")
@@ -114,6 +110,23 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     if recipe.checkpointing == "full":
         config.compile.memory_policy = "full"
     return config
+
+
+def make_repeatable(config: Any, folder: Path, num_steps: int) -> None:
+    """Lets a configuration train a few short steps on a CPU, the same ones each time, on torchtitan's test data.
+
+    Args:
+        config: of torchtitan; changed in place.
+        folder: has ``tests/assets``.
+        num_steps: optimizer steps.
+    """
+    config.hf_assets_path = str(folder / "tests" / "assets" / "tokenizer")
+    config.dataloader.dataset = "c4_test"
+    config.dataloader.dataset_path = str(folder / "tests" / "assets" / "c4_test")
+    config.training.seq_len, config.training.steps = 64, num_steps
+    config.training.disable_cuda_graphs = True  # else its check of options forbids expert parallelism
+    config.parallelism.spmd_backend = "partial_dtensor"
+    config.debug.seed, config.debug.deterministic = 42, True
 
 
 def _change(config: Any, kind: type, **changes: Any) -> None:

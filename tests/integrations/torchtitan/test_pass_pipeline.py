@@ -167,10 +167,11 @@ def test_options_that_do_not_go_with_our_passes(option: str, value: object) -> N
     *path, name = option.split(".")
     setattr(getattr(config.compile, *path) if path else config.compile, name, value)
     trainer = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=False), config=config)
-    for refuse in (
+    refusals = (
         lambda: _remember(trainer),
         lambda: graph_passes(None, config),
-    ):  # before the model is traced
+    )  # both before the model is traced
+    for refuse in refusals:
         with pytest.raises(UnsupportedError) as caught:
             refuse()
         assert str(caught.value) == (
