@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import multiprocessing
 import signal
 import sys
@@ -19,9 +20,17 @@ from graphpasses.errors import GraphPassesError
 
 __all__ = ["RankError", "end_with_caller", "run_ranks"]
 
+logger = logging.getLogger(__name__)
+
+_NUM_LAUNCHES = 3
+
 
 class RankError(GraphPassesError, RuntimeError):
     """A rank of :func:`run_ranks` failed; the message carries its number and its traceback."""
+
+
+class _ConnectionError(RankError):
+    """A rank was not connected to the others, and no rank has begun."""
 
 
 def _rank_main(
@@ -41,6 +50,7 @@ def _rank_main(
     del graphpasses
     faulthandler.enable()  # A rank that a signal ends prints its stacks; the caller only learns that it died.
     end_with_caller()
+    has_begun = False
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
@@ -49,12 +59,15 @@ def _rank_main(
             rank=rank,
             world_size=num_ranks,
         )
+        dist.barrier()  # none begins before all are connected: until then they can be launched again
+        has_begun = True
         result = fn(*args)
         dist.barrier()
         dist.destroy_process_group()
-        results.send((True, result))
+        results.send((None, result))
     except BaseException:
-        results.send((False, traceback.format_exc()))
+        kind = RankError if has_begun else _ConnectionError
+        results.send((kind, traceback.format_exc()))
         raise SystemExit(1) from None
 
 
@@ -87,7 +100,8 @@ def run_ranks(
     """Calls ``fn(*args)`` in ``num_ranks`` processes with ``torch.distributed`` initialised, one thread each.
 
     The processes are forked from a server that has imported ``preload`` once, since importing torch is slow. They end
-    with the caller, also where it is killed.
+    with the caller, also where it is killed. Where gloo cannot connect them, no rank has begun, and they are launched
+    again, twice at most.
 
     Args:
         fn: a function that can be pickled (defined at the top level of an importable module).
@@ -111,6 +125,24 @@ def run_ranks(
     """
     if fn.__module__ == "__main__" and not _is_importable(sys.modules["__main__"]):
         raise RankError(f"other processes cannot import {fn.__qualname__}; define it in a module of its own")
+    for launch in range(1, _NUM_LAUNCHES + 1):
+        try:
+            return _launch(fn, num_ranks, args, backend, preload, timeout)
+        except _ConnectionError as error:  # gloo's peers hang up, now and then, while they connect
+            if launch == _NUM_LAUNCHES or "gloo/transport" not in str(error):
+                raise
+            logger.warning(f"{num_ranks} ranks are launched again, since gloo did not connect them: {error}")
+    raise AssertionError("unreachable")
+
+
+def _launch(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    args: tuple[Any, ...],
+    backend: str,
+    preload: Sequence[str],
+    timeout: float,
+) -> list[Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory(prefix="graphpasses-") as folder:
@@ -161,10 +193,10 @@ def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
             assert isinstance(receiver, Connection)
             rank = rank_of[receiver]
             try:
-                succeeded, value = receiver.recv()
+                failure, value = receiver.recv()
             except EOFError:
                 raise RankError(f"rank {rank} died without a traceback (killed?)") from None
-            if not succeeded:
-                raise RankError(f"rank {rank} failed:\n{value}")
+            if failure is not None:
+                raise failure(f"rank {rank} failed:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(receivers))]

@@ -36,6 +36,7 @@ class Recipe:
         num_replicas: of HSDP.
         tensor_parallel: degree of tensor parallelism.
         expert_parallel: degree of expert parallelism.
+        global_batch_size: samples of all ranks in a step; more than one for each accumulates gradients, -1 is one.
     """
 
     model: Literal["llama3", "qwen3", "deepseek_v3"]
@@ -50,6 +51,7 @@ class Recipe:
     num_replicas: int = 1
     tensor_parallel: int = 1
     expert_parallel: int = 1
+    global_batch_size: int = -1
 
 
 def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str | None) -> Any:
@@ -96,7 +98,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     make_repeatable(config, folder, num_steps)
     config.dump_folder = str(folder / "out")
     config.training.mixed_precision_reduce = recipe.reduce_dtype
-    config.training.local_batch_size = 1
+    config.training.local_batch_size, config.training.global_batch_size = 1, recipe.global_batch_size
     config.parallelism.data_parallel_replicate_degree = recipe.num_replicas
     config.parallelism.tensor_parallel_degree = recipe.tensor_parallel
     config.parallelism.expert_parallel_degree = recipe.expert_parallel

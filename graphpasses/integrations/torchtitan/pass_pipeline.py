@@ -21,6 +21,7 @@ from torchtitan.tools.logging import logger
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.pass_report import PassReport, PipelineReport
@@ -128,6 +129,7 @@ def graph_passes(
         functools.partial(
             _report_pass, step=step, reports=reports, certificates=certificates, on_rewritten=on_rewritten
         ),
+        functools.partial(_order_pass, step=step, plan=plan),
         functools.partial(_finish_pass, traced=traced),
         titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
     ]
@@ -251,6 +253,25 @@ def _report_pass(
     logger.info(f"graphpasses:\n{report}")
     if on_rewritten is not None:
         on_rewritten(report, replace(step, module=gm))
+    return gm
+
+
+def _order_pass(
+    gm: fx.GraphModule, example_inputs: object = None, *, step: TrainGraph, plan: BucketPlan
+) -> fx.GraphModule:
+    """Orders a tied weight's gradients as eager adds them to ``.grad``: what ran in chunks is reduced first.
+
+    torchtitan adds a step's outputs to ``.grad`` in the order of names. That is seen where gradients accumulate:
+    (grad + chunks) + rest has other bits than (grad + rest) + chunks.
+    """
+    in_chunks = {fqn for entry in plan.entries if entry.accumulates for fqn in entry.fqns}
+    node = gm.graph.output_node()
+    values = list(node.args[0])  # type: ignore[arg-type]
+    for slots in step.gradient_slots().values():
+        first = sorted(slots, key=lambda slot: step.outputs[slot].fqn not in in_chunks)
+        for slot, value in zip(slots, [values[slot] for slot in first], strict=True):
+            values[slot] = value
+    node.args = (values,)
     return gm
 
 

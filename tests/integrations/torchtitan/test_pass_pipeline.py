@@ -41,6 +41,9 @@ CASES = {
         # A control: as traced, a tied weight's gradients are reduced one by one, and then added.
         "no passes": Case(Recipe("llama3", tied=True, num_layers=2), has_passes=False),
         "chunked loss": Case(Recipe("llama3", tied=True, chunked_loss=True, num_layers=2)),
+        "accumulated": Case(
+            Recipe("llama3", tied=True, chunked_loss=True, num_layers=2, global_batch_size=8)
+        ),
     },
     # By itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
     "hybrid": {"llama3 tied": Case(Recipe("llama3", tied=True, num_layers=2, num_replicas=2))},
