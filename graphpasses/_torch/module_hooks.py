@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as torch_module
 
-__all__ = ["hook_ids", "hooks", "is_compiled"]
+__all__ = ["global_hook_ids", "hook_ids", "hooks", "is_compiled"]
 
 
 def hook_ids(module: nn.Module) -> tuple[int, ...]:
@@ -18,6 +19,16 @@ def hook_ids(module: nn.Module) -> tuple[int, ...]:
     if before or after or backward_before or backward:
         return (*before, *after, *backward_before, *backward)
     return ()
+
+
+def global_hook_ids() -> tuple[int, ...]:
+    """Returns the numbers of the hooks that run around all modules, which ``register_module_*_hook`` gives."""
+    return (
+        *torch_module._global_forward_pre_hooks,
+        *torch_module._global_forward_hooks,
+        *torch_module._global_backward_pre_hooks,
+        *torch_module._global_backward_hooks,
+    )
 
 
 def hooks(module: nn.Module) -> Iterator[Any]:

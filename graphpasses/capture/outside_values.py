@@ -54,11 +54,21 @@ def find_outside_values(loss_fn: Any, model: nn.Module) -> tuple[OutsideValue, .
     own = {*model.modules()}
     kinds = {type(module): None for module in model.modules()}
     forwards = (vars(module).get("forward", type(module).forward) for module in model.modules())
-    roots = [loss_fn, *forwards, *(hook for module in model.modules() for hook in hooks(module))]
+    hooked = (hook for module in model.modules() for hook in hooks(module))
+    roots = [loss_fn, *forwards, *hooked, *_held_by_attributes(model)]
     found: dict[tuple[int, str], OutsideValue] = {}
     for root in {id(root): root for root in roots}.values():
         found |= _Names(own, tuple(kinds), root).found
     return tuple(found.values())
+
+
+def _held_by_attributes(model: nn.Module) -> Iterator[Any]:
+    """Yields what attributes of the model's modules hold that ``forward`` may call."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            is_called = callable(value) and not isinstance(value, (type, nn.Module))
+            if is_called and name not in MODULE_STATE and name != "forward":
+                yield value
 
 
 @contextmanager
@@ -119,6 +129,7 @@ class _Names:
         self._attributes: dict[str, None] = {}
         self._set: set[str] = set()  # of these, what the code sets
         self._objects: dict[int, tuple[str, Any]] = {}
+        self._containers: dict[int, Any] = {}
         self._value(getattr(root, "__name__", type(root).__name__), root)
         size = 0
         while size != (size := len(self._attributes) + len(self._objects) + len(self._codes)):
@@ -131,7 +142,13 @@ class _Names:
 
     def _function(self, function: FunctionType) -> None:
         code = function.__code__
-        if code in self._codes or code.co_filename.startswith(_INSTALLED):
+        if code.co_filename.startswith(
+            _INSTALLED
+        ):  # a library's decorator may stand before the user's function
+            if isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
+                self._function(wrapped)
+            return
+        if code in self._codes:
             return
         self._codes.add(code)
         for each in _nested(code):
@@ -174,6 +191,11 @@ class _Names:
                 self._value(path, each)
         elif isinstance(value, nn.Module):
             self._module(path, value)
+        elif isinstance(value, (dict, list, tuple)):
+            if id(value) not in self._containers:
+                self._containers[id(value)] = value
+                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                    self._value(f"{path}[{key!r}]", item)
         elif id(value) not in self._objects and _has_names(value):
             self._objects[id(value)] = path, value
             self._method(inspect.getattr_static(type(value), "__call__", None))

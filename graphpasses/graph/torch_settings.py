@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.backends import cuda, cudnn, mkldnn
 
+from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses.errors import CaptureError
 
 __all__ = ["check_settings", "torch_settings"]
@@ -32,6 +33,7 @@ def torch_settings(device: str) -> dict[str, object]:
         **{f"torch.backends.cuda.{name}()": getattr(cuda, name)() for name in _ATTENTION},
         "torch.backends.cudnn.enabled": cudnn.enabled,
         "torch.backends.mkldnn.enabled": mkldnn.enabled,
+        "the hooks of all modules (register_module_forward_hook and others)": global_hook_ids(),
     }
 
 

@@ -1,0 +1,122 @@
+"""Python values that a step reads behind decorators, attributes and keys, and hooks of all modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError
+from graphpasses.identity import same_bits
+
+X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
+SCALE = 1.0
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def set_scale(value: float) -> None:
+    global SCALE
+    SCALE = value
+
+
+@pytest.fixture(autouse=True)
+def scale_restored() -> Any:
+    yield
+    set_scale(1.0)
+
+
+class Warmup:
+    def __init__(self) -> None:
+        self.beta = 1.0
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        return y * self.beta
+
+
+def scaled(y: torch.Tensor) -> torch.Tensor:
+    return y * SCALE
+
+
+class Decorated(nn.Linear):
+    @torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * SCALE
+
+
+class Holding(nn.Linear):
+    """Calls what an attribute holds."""
+
+    def __init__(self, called: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(4, 4)
+        self.called = called
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.called(super().forward(x))
+
+
+BY_KEY = {"loss": scaled, "warmup": Warmup()}
+BY_KEY_NESTED = {"of": [SimpleNamespace(beta=1.0)]}
+
+
+def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "loss_fn", "change", "name"),
+    [
+        (lambda: Decorated(4, 4), mean, lambda model: set_scale(3.0), "SCALE"),
+        (lambda: Holding(scaled), mean, lambda model: set_scale(3.0), "SCALE"),
+        (lambda: Holding(partial(scaled)), mean, lambda model: set_scale(3.0), "SCALE"),
+        (lambda: Holding(Warmup()), mean, lambda model: setattr(model.called, "beta", 3.0), "Warmup.beta"),
+        (build, lambda model, x: BY_KEY["loss"](model(x)).mean(), lambda model: set_scale(3.0), "SCALE"),
+        (
+            build,
+            lambda model, x: BY_KEY["warmup"](model(x)).mean(),
+            lambda model: setattr(BY_KEY["warmup"], "beta", 3.0),
+            "BY_KEY['warmup'].beta",
+        ),
+        (
+            build,
+            lambda model, x: (model(x) * BY_KEY_NESTED["of"][0].beta).mean(),
+            lambda model: setattr(BY_KEY_NESTED["of"][0], "beta", 3.0),
+            "BY_KEY_NESTED['of'][0].beta",
+        ),
+    ],
+)
+def test_what_is_read_behind_decorators_attributes_and_keys(
+    make: Callable[[], nn.Module], loss_fn: Any, change: Callable[[Any], None], name: str
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    step = capture_train_step(loss_fn, model, X)
+    assert same_bits(step(X), loss_fn(model, X))
+    change(model)
+    with pytest.raises(CaptureError) as caught:
+        step(X)
+    assert str(caught.value).startswith(
+        f"{name!r} was 1.0, and is 3.0 now; the step was captured with what it was"
+    )
+
+
+def test_hooks_of_all_modules() -> None:
+    step = capture_train_step(mean, build(), X)
+    step(X)
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 2)
+    try:
+        with pytest.raises(
+            CaptureError, match=r"the hooks of all modules .* was \(\) when the step was captured"
+        ):
+            step(X)
+    finally:
+        hook.remove()
+    step(X)
