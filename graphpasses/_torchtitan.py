@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
-__all__ = ["forget_wrapper_classes", "save_cpu_attention", "wrapped_class"]
+__all__ = ["forget_wrapper_classes", "save_cpu_attention", "wrapped_class", "wrapper_dtypes"]
 
 
 def forget_wrapper_classes() -> None:
@@ -24,24 +26,43 @@ def forget_wrapper_classes() -> None:
 def wrapped_class(kind: type) -> tuple[Hashable, ...]:
     """Returns what a wrapper class of SimpleFSDP was made of: ``data_parallel`` makes others for each model.
 
-    Reads the modules that the getters of ``simple_fsdp._register_parametrization`` call.
-
     Args:
         kind: any class.
 
     Returns:
         The wrapped class, and each parameter's name, mode and dtypes; empty for other classes.
     """
-    base = kind.__bases__[0]
-    if kind.__name__ != f"SimpleFSDP{base.__name__}":
+    if not _is_wrapper(kind):
         return ()
+    computed = _computed(kind)
+    base = kind.__bases__[0]
+    return base, *((name, each.mode, each.param_dtype, each.reduce_dtype) for name, each in computed)
+
+
+def wrapper_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype | None, torch.dtype | None]]:
+    """Yields the FQNs of parameters that SimpleFSDP's wrapper classes gather, and the dtypes they do it in.
+
+    Args:
+        model: the model.
+
+    Yields:
+        An FQN, the dtype of the gathered parameter, and that of its gradient's reduction.
+    """
+    for path, module in model.named_modules():
+        for name, each in _computed(type(module)) if _is_wrapper(type(module)) else ():
+            yield f"{path}.{name}".lstrip("."), each.param_dtype, each.reduce_dtype
+
+
+def _is_wrapper(kind: type) -> bool:
+    return kind.__name__ == f"SimpleFSDP{kind.__bases__[0].__name__}"
+
+
+def _computed(kind: type) -> list[tuple[str, Any]]:
+    """Returns the modules that the getters of ``simple_fsdp._register_parametrization`` call, by parameter."""
     getters = [
         (name, value.fget) for name, value in vars(kind).items() if isinstance(value, property) and value.fget
     ]
-    computed = [
-        (name, inspect.getclosurevars(getter).nonlocals["parametrization"]) for name, getter in getters
-    ]
-    return base, *((name, each.mode, each.param_dtype, each.reduce_dtype) for name, each in computed)
+    return [(name, inspect.getclosurevars(getter).nonlocals["parametrization"]) for name, getter in getters]
 
 
 def save_cpu_attention() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from graphpasses.identity import same_bits, walk_modules
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
-__all__ = ["trace_and_watch"]
+__all__ = ["AttributeWatch", "trace_and_watch"]
 
 _Slot = tuple[nn.Module, str]
 
@@ -38,8 +39,8 @@ def trace_and_watch(
     Raises:
         CaptureError: forward changes an attribute that it reads at each call, or computes otherwise after a change.
     """
-    watch = _Watch(model)
-    with attributes_watched(watch.on_read, watch.on_write):
+    watch = AttributeWatch(model)
+    with watch.active():
         traced = trace()
         changed = watch.changed()
         again = trace() if changed else traced
@@ -68,8 +69,12 @@ def _same_graphs(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
     )
 
 
-class _Watch:
-    """The attributes that were read before they were set, by module and name, and their keys then."""
+class AttributeWatch:
+    """The attributes that were read before they were set, by module and name, and their keys then.
+
+    Args:
+        model: whose modules are watched.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.paths = {module: path for path, module in reversed([*walk_modules(model)])}
@@ -78,10 +83,21 @@ class _Watch:
         self._ignored: set[_Slot] = set()
         self._keys: dict[int, tuple[Any, Hashable]] = {}  # of objects, such as a config that all modules read
 
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Watches what the block reads and sets."""
+        with attributes_watched(self._on_read, self._on_write):
+            yield
+
     def path(self, slot: _Slot) -> str:
+        """Returns the path of an attribute.
+
+        Args:
+            slot: its module and its name.
+        """
         return f"{self.paths[slot[0]]}.{slot[1]}".lstrip(".")
 
-    def on_read(self, module: nn.Module, name: str, value: Any) -> None:
+    def _on_read(self, module: nn.Module, name: str, value: Any) -> None:
         slot = (module, name)
         if slot in self.first or slot in self._ignored or module not in self.paths:
             return
@@ -97,7 +113,7 @@ class _Watch:
         else:
             self.first[slot] = key
 
-    def on_write(self, module: nn.Module, name: str) -> None:
+    def _on_write(self, module: nn.Module, name: str) -> None:
         if (module, name) not in self.first:
             self._ignored.add((module, name))
 
@@ -113,6 +129,11 @@ class _Watch:
         return {slot: key for slot, key in now.items() if key != self.first[slot] and not is_identity(key)}
 
     def read(self, changed: dict[_Slot, Hashable]) -> dict[nn.Module, AttributesRead]:
+        """Returns what was read, by module.
+
+        Args:
+            changed: as :meth:`changed` returned it.
+        """
         names: dict[nn.Module, list[str]] = {}
         for module, name in self.first:
             names.setdefault(module, []).append(name)

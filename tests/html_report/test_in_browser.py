@@ -92,8 +92,21 @@ def cells_of(browser: Chrome, selector: str) -> list[list[str]]:
     return [re.findall(r"<td>\s*(.*?)\s*</td>", row) for row in rows]
 
 
+AT_REST = """
+const [element, done] = arguments;
+element.scrollIntoView({block: "center"});
+let before = "";
+(function look() {
+  const now = JSON.stringify(element.getBoundingClientRect());
+  if (now === before) return done();
+  before = now;
+  requestAnimationFrame(() => requestAnimationFrame(look));
+})();
+"""
+
+
 def hover(browser: Chrome, element: WebElement) -> str:
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", element)
+    browser.execute_async_script(AT_REST, element)  # a page of hundreds of drawings takes its time
     ActionChains(browser).move_to_element(element).perform()
     (tip,) = find(browser, "#tip")
     assert tip.is_displayed()

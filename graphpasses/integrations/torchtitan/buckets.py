@@ -91,10 +91,12 @@ def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
         trainer: a graph_trainer.
 
     Raises:
-        UnsupportedError: see :func:`eager_twin`; or tensor parallelism meets tied weights.
+        UnsupportedError: see :func:`eager_twin`; or tensor parallelism meets tied weights, or graph_trainer trains
+            other parameters.
     """
     eager = eager_twin(trainer)
     _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
+    _check_trained(trainer.model_parts[0], eager)
     return buckets_of(eager, trainer.config)
 
 
@@ -107,4 +109,16 @@ def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:
                 f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
                 "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
                 "them (enable_weight_tying = False), or train with tensor_parallel_degree 1"
+            )
+
+
+def _check_trained(model: nn.Module, eager: nn.Module) -> None:
+    """Refuses parameters that are frozen for one of two trainers: SimpleFSDP makes new ones, which are trained."""
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in eager.named_parameters():
+        if is_trained.get(name, parameter.requires_grad) != parameter.requires_grad:
+            trains, keeps = ("eager", "graph") if parameter.requires_grad else ("graph", "eager")
+            raise UnsupportedError(
+                f"torchtitan's {trains} trainer trains {name!r}, its {keeps} trainer keeps it frozen: SimpleFSDP "
+                "makes new parameters, all of them trainable. Use another --compile.pass_pipeline, or train eagerly"
             )

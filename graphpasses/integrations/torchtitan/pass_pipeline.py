@@ -7,7 +7,6 @@ Importing this module registers the pipeline; ``python -m graphpasses.commands.t
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +17,7 @@ from torchtitan.experiments.graph_trainer import passes as titan
 from torchtitan.experiments.graph_trainer.registry import register_pass_pipeline, register_post_init_hook
 from torchtitan.tools.logging import logger
 
+from graphpasses._torchtitan import forget_wrapper_classes
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import Layout
@@ -26,26 +26,21 @@ from graphpasses.graph import TrainGraph
 from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.pass_report import PassReport, PipelineReport
 from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, eager_buckets
+from graphpasses.integrations.torchtitan.guards import StepGuards, TraceWatch
+from graphpasses.integrations.torchtitan.refusals import (
+    PIPELINE,
+    refuse_options,
+    refuse_step,
+    refuse_trainer,
+    warn_of_options,
+)
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 
 __all__ = ["PIPELINE", "graph_passes"]
 
-PIPELINE = "graphpasses"
-
 # Ours in place of torchtitan's deduplicate_fsdp_unshard_chains, bucketing and reordering.
 _BEFORE_MEMORY_POLICY = ("deduplicate-shared", "coalesce-grad-reductions")
-
-# Options of graph_trainer whose passes work on its own buckets, on a graph that they already rewrote, or round.
-_UNSUPPORTED = (
-    "enable_fsdp_ag_rs_overlap",
-    "enable_fsdp_dense_region_overlap",
-    "enable_async_tensor_parallel",
-    "enable_autoparallel",
-    "numerics_changing_optim",
-    "ep_overlap.enabled",
-    "precompile_artifact_dir",
-)
 
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -55,23 +50,13 @@ def _remember(trainer: Any) -> None:
     """The pipeline is given the configuration alone, and needs the model.
 
     Raises:
-        UnsupportedError: graph_trainer would ask for no pipeline, and train without a word; or an option asks for a
-            pass that does not go with ours.
+        UnsupportedError: see ``refuse_trainer`` in ``refusals.py``.
     """
-    mode = trainer.config.compile.mode
-    asks = f"--compile.pass_pipeline {PIPELINE} would do nothing:"
-    if trainer.parallel_dims.pp_enabled:
-        raise UnsupportedError(
-            f"{asks} with pipeline parallelism graph_trainer compiles stages by itself, or not at all. Train with "
-            "--parallelism.pipeline_parallel_degree 1, or leave the pipeline out"
-        )
-    if mode != "aot_fx_trace":
-        raise UnsupportedError(
-            f"{asks} graph_trainer runs pipelines with --compile.mode aot_fx_trace, and the mode is {mode!r}. Use "
-            "that mode, or leave the pipeline out"
-        )
-    _refuse_options(trainer.config)
+    refuse_trainer(trainer)
+    warn_of_options(trainer.config)
+    forget_wrapper_classes()  # or the next trainer's model would get this one's dtypes and mesh
     _trainers[id(trainer.config)] = trainer
+    TraceWatch(trainer)
 
 
 @register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]
@@ -87,22 +72,22 @@ def graph_passes(
 
     Returns:
         Our passes, with the buckets and the layout of the eager model; torchtitan's memory policy, offloading and
-        rematerialization between them, Inductor and (on CUDA) CUDA graphs after them.
+        rematerialization between them, Inductor and (on CUDA) CUDA graphs after them; each call of the graph checks
+        what it has built in.
 
     Raises:
-        UnsupportedError: see ``eager_buckets`` in ``buckets.py``; eager shards a parameter on another dim; or an
-            option asks for a pass that does not go with ours.
+        UnsupportedError: see ``eager_buckets`` in ``buckets.py``, and ``refusals.py``.
         LayoutError: (from a pass) the graph's buckets are not eager's.
         ProofError: (from a pass) the rewritten step has other bits; ``--compile.disable_passes prove_pass`` proves
             nothing.
     """
-    _refuse_options(config)
-    _warn_of_inductor(config)
+    refuse_options(config)
     trainer = _trainer_of(config)
-    _refuse_lost_gradients(trainer)
-    step = read_traced_result(traced, model=trainer.model_parts[0])
+    watch = TraceWatch.of(trainer)
+    step = read_traced_result(traced, model=trainer.model_parts[0], read=watch.read)
+    guards = StepGuards(step, watch.outside)
     plan, expected_layout = eager_buckets(trainer)
-    _refuse_other_shards(step, expected_layout)
+    refuse_step(trainer, step, expected_layout)
     pipeline = default_pipeline(plan, expected_layout=expected_layout)
     reports: list[PassReport] = []
     certificates: list[Certificate] = []
@@ -133,9 +118,11 @@ def graph_passes(
         functools.partial(_finish_pass, traced=traced),
         titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
     ]
-    has_cuda_graphs = trainer.device.type == "cuda" and "cudagraph_pass" not in config.compile.disable_passes
+    # Without CUDA graphs the trainer lets .grad be what the step returns, which a CUDA graph writes again.
+    may_graph = trainer.device.type == "cuda" and not config.training.disable_cuda_graphs
+    has_cuda_graphs = may_graph and "cudagraph_pass" not in config.compile.disable_passes
     passes += titan.final_inductor_compile_passes(config.compile, use_cudagraph=has_cuda_graphs)
-    if trainer.device.type == "cuda":
+    if may_graph:
         passes.append(
             functools.partial(
                 titan.cudagraph_pass,
@@ -143,6 +130,7 @@ def graph_passes(
                 tensor_input_indices=traced.tensor_input_indices,
             )
         )
+    passes.append(functools.partial(guard_pass, guards=guards))
     names = [getattr(p, "func", p).__name__ for p in passes]
     for name in config.compile.disable_passes:
         if name not in names:
@@ -150,22 +138,6 @@ def graph_passes(
                 f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
             )
     return passes
-
-
-def _refuse_options(config: Any) -> None:
-    for option in _UNSUPPORTED:
-        if operator.attrgetter(option)(config.compile):
-            raise UnsupportedError(
-                f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
-            )
-
-
-def _warn_of_inductor(config: Any) -> None:
-    if config.compile.inductor_compilation == "full":
-        logger.warning(
-            f"--compile.inductor_compilation full: Inductor compiles the whole graph that the pipeline {PIPELINE} "
-            "leaves, and may round otherwise than eager; what is proved is the graph that it is given"
-        )
 
 
 def _trainer_of(config: Any) -> Any:
@@ -177,40 +149,6 @@ def _trainer_of(config: Any) -> Any:
             "and do not precompile"
         )
     return trainer
-
-
-def _refuse_lost_gradients(trainer: Any) -> None:
-    """DTensor's ``local_map`` waits for what tensor parallelism gathers with ``AsyncCollectiveTensor.wait``.
-
-    Autograd does not see that, and eager's routed experts give no gradient to their input. A trace has no such
-    tensors, and has the gradient.
-    """
-    dims, parallelism = trainer.parallel_dims, trainer.config.parallelism
-    is_gathered = dims.tp_enabled and not dims.ep_enabled and parallelism.enable_sequence_parallel
-    experts = [
-        name for name, each in trainer.model_parts[0].named_modules() if hasattr(each, "token_dispatcher")
-    ]
-    if is_gathered and experts:
-        raise UnsupportedError(
-            f"torchtitan's eager trainer loses the gradient of what {experts[0]!r} is given, since tensor "
-            "parallelism gathers it out of autograd's sight (local_map); graph_trainer's trace has it, and trains "
-            "otherwise. Use expert parallelism (--parallelism.expert_parallel_degree), train without tensor "
-            "parallelism, or use another --compile.pass_pipeline"
-        )
-
-
-def _refuse_other_shards(step: TrainGraph, expected_layout: Layout) -> None:
-    """FSDP2's trainer shards experts on dim 1 where there are more ranks than experts, SimpleFSDP's does not."""
-    for entry in (entry for bucket in expected_layout.buckets for entry in bucket.entries):
-        info = step.parameters[entry.fqn]
-        if info.shard_dim not in (None, entry.shard_dim):
-            raise UnsupportedError(
-                f"torchtitan's eager trainer shards {entry.fqn!r} of shape {info.shape} as Shard({entry.shard_dim}), "
-                f"graph_trainer as Shard({info.shard_dim}) over {len(info.shard_ranks)} ranks: each rank holds, and "
-                "each byte of a bucket reduces, other elements. FSDP2's trainer does so with experts where there are "
-                "more data-parallel ranks, replicas included, than experts: use no more, or another "
-                "--compile.pass_pipeline"
-            )
 
 
 def prove_pass(
@@ -287,4 +225,16 @@ def _finish_pass(gm: fx.GraphModule, example_inputs: object = None, *, traced: A
         outputs += parts
     node.args = (outputs,)
     gm.recompile()
+    return gm
+
+
+def guard_pass(gm: fx.GraphModule, example_inputs: object = None, *, guards: StepGuards) -> fx.GraphModule:
+    """Lets the graph check at each call that the model, the batch and settings are what it was traced with.
+
+    Args:
+        gm: the rewritten graph.
+        example_inputs: not read.
+        guards: what it has built in.
+    """
+    guards.watch(gm)
     return gm

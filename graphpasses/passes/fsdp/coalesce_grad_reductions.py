@@ -52,6 +52,8 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
         num_summands = sum(1 for slot in slots for _ in gradient_summands(values[slot]))
         if num_summands < 2:
             continue
+        if not after_cast:
+            _refuse_one_rank(graph, fqn, slots)
         names = {graph.outputs[slot].fqn for slot in slots}
         found = [reduction for reduction in reductions.get(fqn, ()) if reduction.name in names]
         reason = _reject_reason(found, num_summands, values, slots)
@@ -113,6 +115,21 @@ def _reject_reason(
     if any(is_read_inside(values[slot]) for slot in slots):
         return "a reduced gradient is read inside the step"
     return None
+
+
+def _refuse_one_rank(graph: TrainGraph, fqn: str, slots: list[int]) -> None:
+    """Refuses uses that are added otherwise than in eager, where FSDP has one rank, and no reduction to move."""
+    info, values = graph.parameters[fqn], graph.output_values
+    if len(info.shard_ranks) != 1 or len(info.replicate_ranks) > 1:
+        return
+    summands = [each for slot in slots for each in gradient_summands(values[slot])]
+    is_cast = any(node.target == CAST for _, tail in summands for node in tail)
+    if is_cast or (len(slots) > 1 and len(summands) > 2):
+        raise UnsupportedError(
+            f"parameter {fqn!r} is read {len(summands)} times, and FSDP has one rank: eager adds the gradients of "
+            "all uses as they arrive and then casts them, SimpleFSDP's graph casts each and adds them by name. Use "
+            "more ranks, read the parameter once, leave mixed precision out, or capture a model of fully_shard"
+        )
 
 
 def _is_reduced_already(reduction: GradReduction) -> bool:
@@ -205,7 +222,8 @@ class CoalesceGradReductions(GraphPass):
 
     Of a tied parameter's several outputs the first carries the total and the others become None. Where a
     summand does not come from a reduce-scatter alone, or dtypes, ops or groups differ, the parameter is left
-    alone and noted. A parameter whose gradient tensor parallelism reduces must be read once. Source: FSDP2's
+    alone and noted. A parameter whose gradient tensor parallelism reduces must be read once, and so must one that
+    FSDP shards over one rank, where it is cast. Source: FSDP2's
     ``_fsdp_param_group.py``, ``post_backward``, reduces ``unsharded_param.grad``; autograd's ``input_buffer.cpp``
     accumulates in order of arrival.
 
@@ -216,8 +234,9 @@ class CoalesceGradReductions(GraphPass):
         plan: its entries that accumulate are those with several backward calls; None: there are none.
 
     Raises (from ``rewrite``):
-        UnsupportedError: tensor parallelism reduces the gradients of a parameter's uses one by one; or, under
-            ``torch.compile``, a parameter is read several times, and used several times in one of them.
+        UnsupportedError: tensor parallelism reduces the gradients of a parameter's uses one by one; or FSDP has one
+            rank, and casts each; or, under ``torch.compile``, a parameter is read several times, and used several
+            times in one of them.
 
     Example:
         >>> layer = nn.Linear(4, 4, bias=False)

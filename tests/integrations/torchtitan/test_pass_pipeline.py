@@ -128,7 +128,7 @@ def test_weights_that_tensor_parallelism_unties_are_refused() -> None:
 def test_eager_experts_that_lose_a_gradient_are_refused(is_refused: bool) -> None:
     """Whose bits: with sequence parallelism, eager's routed experts give no gradient to their input."""
     pytest.importorskip("torchtitan")
-    from graphpasses.integrations.torchtitan.pass_pipeline import _refuse_lost_gradients
+    from graphpasses.integrations.torchtitan.refusals import _refuse_lost_gradients
 
     model = nn.Module()
     model.moe = nn.Module()
@@ -207,12 +207,10 @@ def test_inductor_after_the_pipeline_is_told(caplog: pytest.LogCaptureFixture) -
     pytest.importorskip("torchtitan")
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
 
-    from graphpasses.integrations.torchtitan.pass_pipeline import _warn_of_inductor
+    from graphpasses.integrations.torchtitan.refusals import warn_of_options
 
     for compilation in ("regional", "full"):
-        _warn_of_inductor(
-            SimpleNamespace(compile=GraphTrainerCompileConfig(inductor_compilation=compilation))
-        )
+        warn_of_options(SimpleNamespace(compile=GraphTrainerCompileConfig(inductor_compilation=compilation)))
     (record,) = caplog.records
     assert record.getMessage() == (
         "--compile.inductor_compilation full: Inductor compiles the whole graph that the pipeline graphpasses "

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from graphpasses import capture_train_step, simple_fsdp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.analysis.parameter_collectives import CAST, REDUCE_SCATTER, find_grad_reductions
 from graphpasses.errors import UnsupportedError
@@ -92,6 +95,33 @@ def test_uses_that_tensor_parallelism_does_not_reduce_are_added() -> None:
         assert num_rewrites == 4  # a weight and a bias of two blocks
         (reduction,) = find_grad_reductions(graph)["layers.0.up.weight"]
         assert reduction.gradient.target == aten.add.Tensor
+
+
+def captured_on_one_rank(model: nn.Module, **options: torch.dtype) -> TrainGraph:
+    model = simple_fsdp(model, init_device_mesh("cpu", (1,)), **options)
+    tokens = torch.zeros(4, dtype=torch.int64)
+    return capture_train_step(lambda model, tokens: model(tokens).float().sum(), model, tokens)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_uses_that_one_rank_casts_one_by_one_are_refused(reduce_dtype: torch.dtype) -> None:
+    """Eager adds them in bfloat16; there is no reduction, behind which they could be added."""
+    mixed = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype}
+    with fake_process_group(1):
+        captured = captured_on_one_rank(LanguageModel(), **mixed)
+        with pytest.raises(UnsupportedError) as caught:
+            run(captured)
+        assert run(captured_on_one_rank(LanguageModel(tied=False), **mixed))[0] == 0
+        assert run(captured_on_one_rank(LanguageModel()))[0] == 0  # a sum of two, whose order is no matter
+        with pytest.raises(
+            UnsupportedError, match=r"^parameter 'mixers.0.weight' is read 3 times, and FSDP has"
+        ):
+            run(captured_on_one_rank(Reused()))
+    assert str(caught.value) == (
+        "parameter 'emb.weight' is read 2 times, and FSDP has one rank: eager adds the gradients of all uses as they "
+        "arrive and then casts them, SimpleFSDP's graph casts each and adds them by name. Use more ranks, read the "
+        "parameter once, leave mixed precision out, or capture a model of fully_shard"
+    )
 
 
 def test_fp32_reduction_adds_in_bf16_and_casts_then() -> None:

@@ -1,0 +1,129 @@
+"""What a graph of graph_trainer's takes for granted: watched while it is traced, checked at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphpasses.capture.attributes import AttributeWatch
+from graphpasses.capture.outside_values import find_outside_values, outside_values_kept
+from graphpasses.errors import CaptureError, UnsupportedError
+from graphpasses.graph import CapturedStep
+from graphpasses.graph.batch import VaryingDim, check_leaves
+from graphpasses.graph.module_facts import AttributesRead
+from graphpasses.graph.outside_values import OutsideValue, check_outside_values
+from graphpasses.graph.torch_settings import check_settings, torch_settings
+
+__all__ = ["StepGuards", "TraceWatch"]
+
+_ARGUMENTS = ("inputs", "labels", "global_valid_tokens", "extra_kwargs")  # of graph_trainer's traced function
+
+
+class TraceWatch:
+    """Stands in for a trainer's ``train_context``, in which graph_trainer first traces and then runs its step.
+
+    Args:
+        trainer: a graph_trainer, which gets it.
+
+    Attributes:
+        read: by module, the attributes that forward read while it was traced; None before.
+        outside: values from outside that the code of the loss and of the modules reads.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.read: Mapping[nn.Module, AttributesRead] | None = None
+        self.outside: tuple[OutsideValue, ...] = ()
+        self._trainer = trainer
+        self._context: Callable[[], AbstractContextManager[None]] = trainer.train_context
+        trainer.train_context = self
+
+    @classmethod
+    def of(cls, trainer: Any) -> TraceWatch:
+        """Returns the watch of a trainer that was made by graph_trainer's hook.
+
+        Args:
+            trainer: the trainer.
+
+        Raises:
+            UnsupportedError: its ``train_context`` was replaced.
+        """
+        watch = trainer.train_context
+        if not isinstance(watch, cls):
+            raise UnsupportedError(
+                f"{type(trainer).__name__}.train_context was replaced after the trainer was made, and nobody saw "
+                "what the step reads while it was traced; set it before GraphTrainer.__init__ ends, or leave it"
+            )
+        return watch
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        with self._context():
+            if self.read is not None:
+                yield
+                return
+            model = self._trainer.model_parts[0]
+            watch = AttributeWatch(model)
+            self.outside = find_outside_values(self._trainer.loss_fn, model)
+            with outside_values_kept(self.outside), watch.active():
+                yield
+            for slot in (changed := watch.changed()):
+                raise CaptureError(
+                    f"forward reads attribute {watch.path(slot)!r} and changes it while graph_trainer traces it; the "
+                    "graph would not. Keep it in a buffer that forward writes in place, or set it outside of forward"
+                )
+            self.read = watch.read(changed)
+
+
+class StepGuards:
+    """Checks, at each call of graph_trainer's graph, what the graph has built in.
+
+    Args:
+        step: the step as it was traced.
+        outside: values from outside that its code reads.
+    """
+
+    def __init__(self, step: CapturedStep, outside: tuple[OutsideValue, ...]) -> None:
+        self._model, self._facts, self._settings = step.model, step.facts, step.settings
+        self._outside = outside
+        self._num_state = sum(item.is_state for item in step.inputs)
+        self._leaves = [
+            (_name(path), leaf)
+            for path, (_, leaf) in zip(step.batch_structure.paths, step.batch_leaves, strict=True)
+        ]
+        self._varying = {
+            path: {dim: VaryingDim() for dim, size in enumerate(leaf.shape) if isinstance(size, torch.SymInt)}
+            for path, leaf in self._leaves
+            if isinstance(leaf, torch.Tensor)
+        }
+
+    def watch(self, gm: fx.GraphModule) -> None:
+        """Lets a graph check each of its calls.
+
+        Args:
+            gm: the graph that is called, with the traced step's flat inputs.
+        """
+        gm.register_forward_pre_hook(self._check)
+
+    def _check(self, gm: nn.Module, flat: tuple[Any, ...]) -> None:
+        """Checks a call.
+
+        Raises:
+            BatchMismatchError: a part of the batch has another shape, dtype or plain value than the traced one.
+            CaptureError: the model, a value from outside or a setting of torch changed since the trace.
+        """
+        device = next(self._model.parameters()).device.type
+        check_settings(self._settings, torch_settings(device))
+        check_outside_values(self._outside)
+        self._facts.check(self._model)
+        check_leaves(flat[self._num_state :], self._leaves, self._varying)
+
+
+def _name(path: str) -> str:
+    """Names a leaf as the trainer does."""
+    for index, argument in enumerate(_ARGUMENTS):
+        path = path.replace(f"batch[{index}]", argument, 1)
+    return path

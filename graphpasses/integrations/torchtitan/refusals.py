@@ -1,0 +1,197 @@
+"""What the pipeline refuses of a trainer, by name, and what it warns of."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools.logging import logger
+
+from graphpasses._torchtitan import wrapper_dtypes
+from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.layout import Layout
+from graphpasses.graph import CapturedStep, TrainGraph
+
+__all__ = ["PIPELINE", "refuse_options", "refuse_step", "refuse_trainer", "warn_of_options"]
+
+PIPELINE = "graphpasses"
+_ELSE = "use another --compile.pass_pipeline"
+
+# Options of graph_trainer whose passes work on its own buckets, on a graph that they already rewrote, or round.
+_UNSUPPORTED = (
+    "enable_fsdp_ag_rs_overlap",
+    "enable_fsdp_dense_region_overlap",
+    "enable_async_tensor_parallel",
+    "enable_autoparallel",
+    "numerics_changing_optim",
+    "ep_overlap.enabled",
+    "precompile_artifact_dir",
+)
+
+
+def refuse_trainer(trainer: Any) -> None:
+    """Refuses a trainer whose steps would not have eager's bits, before anything is traced.
+
+    Args:
+        trainer: a graph_trainer that was just made.
+
+    Raises:
+        UnsupportedError: graph_trainer would ask for no pipeline, and train without a word; or an option asks for a
+            pass that does not go with ours; or SimpleFSDP took wrapper classes of an earlier model.
+    """
+    asks = f"--compile.pass_pipeline {PIPELINE} would do nothing:"
+    if trainer.parallel_dims.pp_enabled:
+        raise UnsupportedError(
+            f"{asks} with pipeline parallelism graph_trainer compiles stages by itself, or not at all. Train with "
+            "--parallelism.pipeline_parallel_degree 1, or leave the pipeline out"
+        )
+    mode = trainer.config.compile.mode
+    if mode != "aot_fx_trace":
+        raise UnsupportedError(
+            f"{asks} graph_trainer runs pipelines with --compile.mode aot_fx_trace, and the mode is {mode!r}. Use "
+            "that mode, or leave the pipeline out"
+        )
+    refuse_options(trainer.config)
+    _refuse_other_dtypes(trainer)
+
+
+def refuse_step(trainer: Any, step: CapturedStep, expected_layout: Layout) -> None:
+    """Refuses a step that is not what torchtitan's eager trainer computes, whatever passes do to it.
+
+    Args:
+        trainer: the graph_trainer that traced it.
+        step: the step.
+        expected_layout: of eager's reductions.
+
+    Raises:
+        UnsupportedError: eager shards a parameter otherwise, loses a gradient, or gives the loss more.
+    """
+    _refuse_lost_gradients(trainer)
+    _refuse_other_loss(trainer.loss_fn, step)
+    _refuse_other_shards(step, expected_layout)
+
+
+def refuse_options(config: Any) -> None:
+    """Refuses options of graph_trainer whose passes do not go with ours.
+
+    Args:
+        config: of the trainer.
+
+    Raises:
+        UnsupportedError: one is set.
+    """
+    for option in _UNSUPPORTED:
+        if operator.attrgetter(option)(config.compile):
+            raise UnsupportedError(
+                f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
+            )
+
+
+def warn_of_options(config: Any) -> None:
+    """Logs which options leave bits to others.
+
+    Args:
+        config: of the trainer.
+    """
+    if not config.compile.enable_passes:
+        logger.warning(
+            f"--compile.enable_passes False: the pipeline {PIPELINE} does nothing, and the step runs as it was "
+            "traced: nothing is proved, and where weights are tied or rings reorder it has other bits than eager's"
+        )
+    if config.compile.inductor_compilation == "full":
+        logger.warning(
+            f"--compile.inductor_compilation full: Inductor compiles the whole graph that the pipeline {PIPELINE} "
+            "leaves, and may round otherwise than eager; what is proved is the graph that it is given"
+        )
+
+
+def _refuse_lost_gradients(trainer: Any) -> None:
+    """DTensor's ``local_map`` waits for what tensor parallelism gathers with ``AsyncCollectiveTensor.wait``.
+
+    Autograd does not see that, and eager's routed experts give no gradient to their input. A trace has no such
+    tensors, and has the gradient.
+    """
+    dims, parallelism = trainer.parallel_dims, trainer.config.parallelism
+    is_gathered = dims.tp_enabled and not dims.ep_enabled and parallelism.enable_sequence_parallel
+    experts = [
+        name for name, each in trainer.model_parts[0].named_modules() if hasattr(each, "token_dispatcher")
+    ]
+    if is_gathered and experts:
+        raise UnsupportedError(
+            f"torchtitan's eager trainer loses the gradient of what {experts[0]!r} is given, since tensor "
+            "parallelism gathers it out of autograd's sight (local_map); graph_trainer's trace has it, and trains "
+            "otherwise. Use expert parallelism (--parallelism.expert_parallel_degree), train without tensor "
+            "parallelism, or use another --compile.pass_pipeline"
+        )
+
+
+def _refuse_other_dtypes(trainer: Any) -> None:
+    """SimpleFSDP keeps a class for each kind of module, with the dtypes of the first model that had one."""
+    training = trainer.config.training
+    expected = [
+        TORCH_DTYPE_MAP[training.mixed_precision_param],
+        TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+    ]
+    for fqn, *dtypes in wrapper_dtypes(trainer.model_parts[0]):
+        if dtypes != expected:
+            raise UnsupportedError(
+                f"SimpleFSDP gathers {fqn!r} in {dtypes[0]} and reduces its gradient in {dtypes[1]}, as for an "
+                f"earlier model of this process, whose classes it keeps; --training.mixed_precision_param and "
+                f"mixed_precision_reduce are {expected[0]} and {expected[1]}. Make one trainer in a process, or "
+                "import graphpasses.integrations.torchtitan.pass_pipeline before the first"
+            )
+
+
+def _refuse_other_loss(loss: Any, step: CapturedStep) -> None:
+    """torchtitan's eager trainer gives a loss the batch's positions, graph_trainer does not."""
+    paths = (path for path in step.batch_structure.paths if path.endswith("['positions']"))
+    if next(paths, None) is None:
+        return
+    for each in _losses(loss):
+        if _reads_positions(type(each).__call__):
+            raise UnsupportedError(
+                f"the loss {type(each).__name__} may read the batch's positions, which torchtitan's eager trainer "
+                "gives it and graph_trainer does not: they would train otherwise. Let it take none (and no **kwargs "
+                f"that it reads), or {_ELSE}"
+            )
+
+
+def _losses(loss: Any) -> Iterator[Any]:
+    while isinstance(loss, ChunkedLossWrapper):  # which gives all on
+        loss = loss.loss_fn
+    yield loss
+
+
+def _reads_positions(call: Any) -> bool:
+    """Whether a function has a parameter of this name, or reads others by ``**``."""
+    parameters = inspect.signature(call).parameters.values()
+    if any(parameter.name == "positions" for parameter in parameters):
+        return True
+    rest = {parameter.name for parameter in parameters if parameter.kind is parameter.VAR_KEYWORD}
+    instructions = dis.get_instructions(call)
+    return any(each.argval in rest and each.opname.startswith("LOAD") for each in instructions)
+
+
+def _refuse_other_shards(step: TrainGraph, expected_layout: Layout) -> None:
+    """FSDP2's trainer shards experts on dim 1 where there are more ranks than experts, SimpleFSDP's does not."""
+    for entry in (entry for bucket in expected_layout.buckets for entry in bucket.entries):
+        info = step.parameters[entry.fqn]
+        if info.shard_dim is None:
+            raise UnsupportedError(
+                f"torchtitan's eager trainer shards {entry.fqn!r} over one rank and reduces it with its buckets, "
+                "graph_trainer replicates it and reduces each parameter by itself. Shard it over more ranks "
+                f"(--parallelism.data_parallel_shard_degree), or {_ELSE}"
+            )
+        if info.shard_dim != entry.shard_dim:
+            raise UnsupportedError(
+                f"torchtitan's eager trainer shards {entry.fqn!r} of shape {info.shape} as Shard({entry.shard_dim}), "
+                f"graph_trainer as Shard({info.shard_dim}) over {len(info.shard_ranks)} ranks: each rank holds, and "
+                "each byte of a bucket reduces, other elements. FSDP2's trainer does so with experts where there are "
+                "more data-parallel ranks, replicas included, than experts: use no more, or another "
+                "--compile.pass_pipeline"
+            )
