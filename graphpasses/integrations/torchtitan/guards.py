@@ -70,9 +70,11 @@ class TraceWatch:
             self.outside = find_outside_values(self._trainer.loss_fn, model)
             with outside_values_kept(self.outside), watch.active():
                 yield
-            for slot in (changed := watch.changed()):
+            changed = watch.changed()
+            if changed:
+                path = watch.path(next(iter(changed)))
                 raise CaptureError(
-                    f"forward reads attribute {watch.path(slot)!r} and changes it while graph_trainer traces it; the "
+                    f"forward reads attribute {path!r} and changes it while graph_trainer traces it; the "
                     "graph would not. Keep it in a buffer that forward writes in place, or set it outside of forward"
                 )
             self.read = watch.read(changed)
@@ -82,11 +84,13 @@ class StepGuards:
     """Checks, at each call of graph_trainer's graph, what the graph has built in.
 
     Args:
+        trainer: whose step it is.
         step: the step as it was traced.
         outside: values from outside that its code reads.
     """
 
-    def __init__(self, step: CapturedStep, outside: tuple[OutsideValue, ...]) -> None:
+    def __init__(self, trainer: Any, step: CapturedStep, outside: tuple[OutsideValue, ...]) -> None:
+        self._trainer, self._loss = trainer, trainer.loss_fn
         self._model, self._facts, self._settings = step.model, step.facts, step.settings
         self._outside = outside
         self._num_state = sum(item.is_state for item in step.inputs)
@@ -113,8 +117,17 @@ class StepGuards:
 
         Raises:
             BatchMismatchError: a part of the batch has another shape, dtype or plain value than the traced one.
-            CaptureError: the model, a value from outside or a setting of torch changed since the trace.
+            CaptureError: the model, the loss, a value from outside or a setting of torch changed since the trace.
         """
+        for name, now, traced in (
+            ("loss_fn", self._trainer.loss_fn, self._loss),
+            ("model_parts[0]", self._trainer.model_parts[0], self._model),
+        ):
+            if now is not traced:
+                raise CaptureError(
+                    f"the trainer's {name} was replaced since graph_trainer traced its step, which goes on with the "
+                    "one before; put that back, or make a new trainer"
+                )
         device = next(self._model.parameters()).device.type
         check_settings(self._settings, torch_settings(device))
         check_outside_values(self._outside)

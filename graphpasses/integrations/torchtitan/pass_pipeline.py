@@ -85,7 +85,7 @@ def graph_passes(
     trainer = _trainer_of(config)
     watch = TraceWatch.of(trainer)
     step = read_traced_result(traced, model=trainer.model_parts[0], read=watch.read)
-    guards = StepGuards(step, watch.outside)
+    guards = StepGuards(trainer, step, watch.outside)
     plan, expected_layout = eager_buckets(trainer)
     refuse_step(trainer, step, expected_layout)
     pipeline = default_pipeline(plan, expected_layout=expected_layout)

@@ -141,7 +141,7 @@ def _refuse_other_dtypes(trainer: Any) -> None:
         if dtypes != expected:
             raise UnsupportedError(
                 f"SimpleFSDP gathers {fqn!r} in {dtypes[0]} and reduces its gradient in {dtypes[1]}, as for an "
-                f"earlier model of this process, whose classes it keeps; --training.mixed_precision_param and "
+                "earlier model of this process, whose classes it keeps; --training.mixed_precision_param and "
                 f"mixed_precision_reduce are {expected[0]} and {expected[1]}. Make one trainer in a process, or "
                 "import graphpasses.integrations.torchtitan.pass_pipeline before the first"
             )

@@ -59,6 +59,7 @@ def train_and_change(folder: Path, ports: Sequence[int]) -> dict[str, str]:
         step("nothing")
         change("attribute", model.norm, "eps", 0.5)
         change("loss", loss, "weight", 2.0)
+        change("other loss", trainer, "loss_fn", lambda *given, **named: (loss(*given, **named)[0] * 2, {}))
         change("frozen", dict(model.named_parameters())["norm.weight"], "requires_grad", False)
         globals()["SCALE"] = 2.0
         step("global")
@@ -90,6 +91,8 @@ def test_changes_after_the_trace(tmp_path: Path) -> None:
         "nothing": "",
         "attribute": f"attribute 'norm.eps' was 1e-05 when the step was captured, and is 0.5 now; {again}",
         "loss": f"'ScaledLoss.weight' was 1.0, and is 2.0 now; {given}",
+        "other loss": "the trainer's loss_fn was replaced since graph_trainer traced its step, which goes on with "
+        "the one before; put that back, or make a new trainer",
         "frozen": "parameter 'norm.weight' had requires_grad=True when the step was captured, and has False now; "
         + again,
         "global": f"'SCALE' was 1.0, and is 2.0 now; {given}",
