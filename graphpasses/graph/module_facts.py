@@ -55,19 +55,25 @@ class SharedValue:
     def __init__(self, value: Any, key: Hashable) -> None:
         self.value, self.key = value, key
         is_plain = plain_key(value) is not None
-        self._kept = (
-            () if is_plain else tuple(vars(value).values())
-        )  # kept, so that no other has an id of theirs
+        # kept, so that no other has an id of theirs
+        self._kept = () if is_plain else _held(value)
         self._ids = tuple(map(id, self._kept))
         containers = [item for item in self._kept if isinstance(item, (list, dict, set))]
-        self._nested = [(item, plain_key(item)) for item in ([value] if is_plain else containers)]
+        self._nested = [(item, value_key(item)) for item in ([value] if is_plain else containers)]
 
     def holds(self) -> bool:
         """Whether the value still is what it was."""
-        same = not self._ids or self._ids == tuple(map(id, vars(self.value).values()))
-        if same and all(plain_key(item) == key for item, key in self._nested):
+        same = not self._ids or self._ids == tuple(map(id, _held(self.value)))
+        if same and all(value_key(item) == key for item, key in self._nested):
             return True
         return value_key(self.value) == self.key
+
+
+def _held(value: Any) -> tuple[Any, ...]:
+    """Returns an object's attributes or a container's items: fast, since each call of a step asks."""
+    if isinstance(value, (list, tuple)):
+        return tuple(value)
+    return tuple((value if isinstance(value, dict) else vars(value)).values())
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ __all__ = [
     "describe_key",
     "is_identity",
     "is_shared",
+    "parts_of",
     "plain_key",
     "value_key",
 ]
@@ -27,7 +28,9 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+_CONTAINERS = (dict, list, tuple)
 _OBJECT, _IDENTITY = "object", "identity"
+_MAX_DEPTH = 3  # of containers in containers
 ABSENT: Hashable = ("absent", "absent")
 
 
@@ -60,11 +63,16 @@ def plain_key(value: Any) -> Hashable:
 def value_key(value: Any) -> Hashable:
     """Returns what tells the value of an attribute from others; None for what cannot be told.
 
-    Of an object, as a ``config`` that modules share, it is the plain attributes; functions and tensors are told by
-    identity. Objects of torch's own are not told: they keep caches.
+    Of an object, as a ``config`` that modules share, it is the plain attributes, and of a dict, list or tuple that
+    also holds other things the plain items; functions and tensors are told by identity. Objects of torch's own are
+    not told: they keep caches.
 
     Args:
         value: any object, or :data:`MISSING`.
+
+    Example:
+        >>> value_key({"scale": 1.0, "act": print}) == value_key({"scale": 2.0, "act": print})
+        False
     """
     if value is MISSING:
         return ABSENT
@@ -74,12 +82,39 @@ def value_key(value: Any) -> Hashable:
         return None
     if isinstance(value, torch.Tensor) or callable(value):
         return _IDENTITY, id(value)
+    return _key_of_parts(value, _MAX_DEPTH)
+
+
+def _key_of_parts(value: Any, depth: int) -> Hashable:
+    parts = parts_of(value)
+    if parts is None:
+        return None
+    keys = {name: plain_key(part) for name, part in parts.items()}
+    for name, part in parts.items() if depth else ():
+        if keys[name] is None and isinstance(part, _CONTAINERS):
+            keys[name] = _key_of_parts(part, depth - 1)
+    told = tuple(sorted((name, key) for name, key in keys.items() if key is not None))
+    # A container of nothing plain, as a cache of tensors, is no settings.
+    return None if isinstance(value, _CONTAINERS) and not told else (_OBJECT, told)
+
+
+def parts_of(value: Any) -> dict[str, Any] | None:
+    """Returns an object's attributes or a container's items, by what follows its path; None where they are not told.
+
+    Args:
+        value: any object.
+
+    Example:
+        >>> parts_of({"a": 1}), parts_of([2])
+        ({"['a']": 1}, {'[0]': 2})
+    """
+    if isinstance(value, dict):
+        return {f"[{key!r}]": item for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return {f"[{index}]": item for index, item in enumerate(value)}
     if not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] == "torch":
         return None
-    items = ((name, plain_key(item)) for name, item in vars(value).items())
-    return _OBJECT, tuple(
-        sorted(((name, key) for name, key in items if key is not None), key=lambda item: item[0])
-    )
+    return {f".{name}": item for name, item in vars(value).items()}
 
 
 def is_identity(key: Any) -> bool:
@@ -135,7 +170,7 @@ def describe_difference(path: str, before: Any, now: Any) -> str:
     if kinds == {_OBJECT}:
         old, new = dict(before[1]), dict(now[1])
         parts = (
-            describe_difference(f"{path}.{name}", old.get(name, ABSENT), new.get(name, ABSENT))
+            describe_difference(path + name, old.get(name, ABSENT), new.get(name, ABSENT))
             for name in {**old, **new}
         )
         return next(filter(None, parts))

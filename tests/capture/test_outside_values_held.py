@@ -120,3 +120,39 @@ def test_hooks_of_all_modules() -> None:
     finally:
         hook.remove()
     step(X)
+
+
+class Configured(nn.Linear):
+    """Reads containers that hold functions and tensors beside plain values; and keeps a cache."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.settings = {"scale": 1.0, "act": torch.tanh, "of": {"beta": 2.0, "act": torch.relu}}
+        self.steps = [1.0, torch.tanh]
+        self.cache: dict[object, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.setdefault(x.shape, torch.ones(1))
+        y = self.settings["act"](super().forward(x)) * self.settings["scale"]
+        return y * self.settings["of"]["beta"] * self.steps[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda m: m.settings.update(scale=2.0), "\"settings['scale']\" was 1.0"),
+        (lambda m: m.settings["of"].update(beta=1.0), "\"settings['of']['beta']\" was 2.0"),
+        (lambda m: m.settings.update(new=1), "\"settings['new']\" was absent"),
+        (lambda m: m.steps.__setitem__(0, 3.0), "'steps[0]' was 1.0"),
+    ],
+)
+def test_plain_items_beside_others(change: Callable[[Any], object], text: str) -> None:
+    model = Configured()
+    model(X)
+    step = capture_train_step(mean, model, X)
+    model.cache["more"] = torch.ones(1)  # no setting
+    step(X)
+    change(model)
+    with pytest.raises(CaptureError) as caught:
+        step(X)
+    assert str(caught.value).startswith(f"attribute {text} when the step was captured, and is ")
