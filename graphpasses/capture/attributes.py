@@ -13,7 +13,7 @@ from torch import fx, nn
 from graphpasses._torch.module_reads import MISSING, attributes_watched
 from graphpasses.errors import CaptureError
 from graphpasses.graph.module_facts import AttributesRead
-from graphpasses.graph.plain_values import ABSENT, describe_key, is_identity, value_key
+from graphpasses.graph.plain_values import ABSENT, describe_key, is_identity, is_iterator, value_key
 from graphpasses.identity import same_bits, walk_modules
 
 if TYPE_CHECKING:
@@ -37,7 +37,8 @@ def trace_and_watch(
         trace: traces the step; may be called twice.
 
     Raises:
-        CaptureError: forward changes an attribute that it reads at each call, or computes otherwise after a change.
+        CaptureError: forward reads an iterator, or changes an attribute that it reads at each call, or computes
+            otherwise after a change.
     """
     watch = AttributeWatch(model)
     with watch.active():
@@ -101,6 +102,11 @@ class AttributeWatch:
         slot = (module, name)
         if slot in self.first or slot in self._ignored or module not in self.paths:
             return
+        if is_iterator(value):
+            raise CaptureError(
+                f"forward reads attribute {self.path(slot)!r}, an iterator, which each step takes forward; a "
+                "captured step would not. Give what it yields in the batch"
+            )
         if id(value) not in self._keys:
             self._keys[id(value)] = (value, value_key(value))
         key = self._keys[id(value)][1]

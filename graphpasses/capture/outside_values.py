@@ -24,6 +24,7 @@ from graphpasses.capture.cached_tensors import CachedFunction
 from graphpasses.capture.live_state import put_back
 from graphpasses.errors import CaptureError
 from graphpasses.graph.outside_values import OutsideValue, is_torchs, state_of_torchs
+from graphpasses.graph.plain_values import is_iterator
 
 __all__ = ["find_outside_values", "outside_values_kept"]
 
@@ -45,6 +46,9 @@ def find_outside_values(loss_fn: Any, model: nn.Module) -> tuple[OutsideValue, .
         loss_fn: what is captured.
         model: the model.
 
+    Raises:
+        CaptureError: one is an iterator.
+
     Example:
         >>> def make(weight):
         ...     return lambda model, x: weight * model(x)
@@ -59,6 +63,12 @@ def find_outside_values(loss_fn: Any, model: nn.Module) -> tuple[OutsideValue, .
     found: dict[tuple[int, str], OutsideValue] = {}
     for root in {id(root): root for root in roots}.values():
         found |= _Names(own, tuple(kinds), root).found
+    for each in found.values():
+        if is_iterator(each.value):
+            raise CaptureError(
+                f"the code of the step reads {each.path!r}, an iterator, which each step takes forward; a captured "
+                "step would not. Give what it yields in the batch"
+            )
     return tuple(found.values())
 
 

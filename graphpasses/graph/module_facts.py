@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +21,7 @@ from graphpasses.graph.plain_values import (
     describe_difference,
     is_identity,
     is_shared,
+    parts_of,
     plain_key,
     value_key,
 )
@@ -58,7 +61,7 @@ class SharedValue:
         # kept, so that no other has an id of theirs
         self._kept = () if is_plain else _held(value)
         self._ids = tuple(map(id, self._kept))
-        containers = [item for item in self._kept if isinstance(item, (list, dict, set))]
+        containers = [item for item in self._kept if isinstance(item, (list, dict, set, deque, np.ndarray))]
         self._nested = [(item, value_key(item)) for item in ([value] if is_plain else containers)]
 
     def holds(self) -> bool:
@@ -71,9 +74,11 @@ class SharedValue:
 
 def _held(value: Any) -> tuple[Any, ...]:
     """Returns an object's attributes or a container's items: fast, since each call of a step asks."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return tuple(value)
-    return tuple((value if isinstance(value, dict) else vars(value)).values())
+    if isinstance(value, dict):
+        return tuple(value.values())
+    return tuple((parts_of(value) or {}).values())
 
 
 @dataclass(frozen=True)

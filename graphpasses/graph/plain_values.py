@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
-from functools import partial
+import io
+from collections import deque
+from collections.abc import Hashable, Iterator
+from functools import cache, partial
+from hashlib import sha256
+from types import MemberDescriptorType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,6 +23,7 @@ __all__ = [
     "describe_difference",
     "describe_key",
     "is_identity",
+    "is_iterator",
     "is_shared",
     "parts_of",
     "plain_key",
@@ -28,7 +34,7 @@ _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-_CONTAINERS = (dict, list, tuple)
+_CONTAINERS = (dict, list, tuple, deque)
 _OBJECT, _IDENTITY = "object", "identity"
 _MAX_DEPTH = 3  # of containers in containers
 ABSENT: Hashable = ("absent", "absent")
@@ -37,7 +43,8 @@ ABSENT: Hashable = ("absent", "absent")
 def plain_key(value: Any) -> Hashable:
     """Returns what tells a plain value from others; None for what is not plain.
 
-    Numbers, strings, dtypes and their like are plain, and tuples, lists, sets and dicts of them. ``1``, ``1.0`` and
+    Numbers, strings, dtypes, NumPy's arrays and their like are plain, and tuples, lists, deques, sets and dicts of
+    them. ``1``, ``1.0`` and
     ``True`` differ, and so do ``0.0`` and ``-0.0``; ``nan`` is one value.
 
     Args:
@@ -49,7 +56,12 @@ def plain_key(value: Any) -> Hashable:
     """
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
-    if isinstance(value, (tuple, list, set, frozenset)):
+    if isinstance(value, np.generic):
+        return type(value), repr(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        contents = sha256(value.tobytes()).hexdigest()[:16]
+        return type(value), f"an array {value.dtype}{list(value.shape)} {contents}"
+    if isinstance(value, (tuple, list, deque, set, frozenset)):
         keys = [plain_key(item) for item in value]
     elif isinstance(value, dict):
         keys = [plain_key(item) for pair in value.items() for item in pair]
@@ -110,11 +122,35 @@ def parts_of(value: Any) -> dict[str, Any] | None:
     """
     if isinstance(value, dict):
         return {f"[{key!r}]": item for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return {f"[{index}]": item for index, item in enumerate(value)}
-    if not hasattr(value, "__dict__") or type(value).__module__.partition(".")[0] == "torch":
+    if type(value).__module__.partition(".")[0] == "torch":
         return None
-    return {f".{name}": item for name, item in vars(value).items()}
+    slots = _slots(type(value).__mro__)
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {f".{name}": item for name, item in (held | getattr(value, "__dict__", {})).items()}
+
+
+@cache
+def _slots(bases: tuple[type, ...]) -> tuple[str, ...]:
+    """Returns the attributes that objects of a class with these bases have without a ``__dict__``."""
+    return tuple(
+        name
+        for base in bases
+        for name, value in vars(base).items()
+        if isinstance(value, MemberDescriptorType) and base.__module__ != "builtins"
+    )
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether what reads a value takes it forward, so that each step sees another.
+
+    Args:
+        value: any object.
+    """
+    return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, nn.Module))
 
 
 def is_identity(key: Any) -> bool:
@@ -133,7 +169,7 @@ def is_shared(value: Any, key: Any) -> bool:
         value: the value.
         key: its key.
     """
-    return isinstance(value, (list, set, dict)) or (key is not None and key[0] == _OBJECT)
+    return isinstance(value, (list, set, dict, deque, np.ndarray)) or (key is not None and key[0] == _OBJECT)
 
 
 def are_alike(value: Any, other: Any) -> bool:
@@ -200,4 +236,4 @@ def describe_key(key: Any) -> str:
         return f"{{{', '.join(f'{name}: {item}' for name, item in pairs)}}}"
     if issubclass(kind, (set, frozenset)):
         return f"{{{', '.join(sorted(texts))}}}"
-    return f"[{', '.join(texts)}]" if issubclass(kind, list) else f"({', '.join(texts)})"
+    return f"[{', '.join(texts)}]" if issubclass(kind, (list, deque)) else f"({', '.join(texts)})"

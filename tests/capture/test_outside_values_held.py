@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,11 +126,17 @@ def test_hooks_of_all_modules() -> None:
     step(X)
 
 
+@dataclass(slots=True)
+class Slots:
+    beta: float = 1.0
+
+
 class Configured(nn.Linear):
-    """Reads containers that hold functions and tensors beside plain values; and keeps a cache."""
+    """Reads containers that hold functions and tensors beside plain values, arrays, slots; and keeps a cache."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
+        self.slots, self.array, self.queue = Slots(), np.ones(2), deque([1.0])
         self.settings = {"scale": 1.0, "act": torch.tanh, "of": {"beta": 2.0, "act": torch.relu}}
         self.steps = [1.0, torch.tanh]
         self.cache: dict[object, torch.Tensor] = {}
@@ -134,6 +144,7 @@ class Configured(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.cache.setdefault(x.shape, torch.ones(1))
         y = self.settings["act"](super().forward(x)) * self.settings["scale"]
+        y = y * self.slots.beta * float(self.array[0]) * self.queue[0]
         return y * self.settings["of"]["beta"] * self.steps[0]
 
 
@@ -144,6 +155,9 @@ class Configured(nn.Linear):
         (lambda m: m.settings["of"].update(beta=1.0), "\"settings['of']['beta']\" was 2.0"),
         (lambda m: m.settings.update(new=1), "\"settings['new']\" was absent"),
         (lambda m: m.steps.__setitem__(0, 3.0), "'steps[0]' was 1.0"),
+        (lambda m: setattr(m.slots, "beta", 2.0), "'slots.beta' was 1.0"),
+        (lambda m: m.array.__setitem__(0, 2.0), "'array' was an array float64[2] 5f07eef0"),
+        (lambda m: m.queue.append(2.0), "'queue' was [1.0]"),
     ],
 )
 def test_plain_items_beside_others(change: Callable[[Any], object], text: str) -> None:
@@ -155,4 +169,41 @@ def test_plain_items_beside_others(change: Callable[[Any], object], text: str) -
     change(model)
     with pytest.raises(CaptureError) as caught:
         step(X)
-    assert str(caught.value).startswith(f"attribute {text} when the step was captured, and is ")
+    assert str(caught.value).startswith(f"attribute {text}")
+    assert " when the step was captured, and is " in str(caught.value)
+
+
+def yielding() -> Iterator[float]:
+    while True:
+        yield 1.0
+
+
+ONES = itertools.repeat(1.0)
+
+
+class Iterating(nn.Linear):
+    """What an attribute yields may be equal for many steps, and then another."""
+
+    def __init__(self, weights: Iterator[float]) -> None:
+        super().__init__(4, 4)
+        self.weights = weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * next(self.weights)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "what"),
+    [
+        (Iterating(iter([1.0] * 9)), mean, "forward reads attribute 'weights'"),
+        (Iterating(yielding()), mean, "forward reads attribute 'weights'"),
+        (build(), lambda model, x: mean(model, x) * next(ONES), "the code of the step reads 'ONES'"),
+    ],
+)
+def test_iterators_are_refused(model: nn.Module, loss_fn: Callable[..., Any], what: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(loss_fn, model, X)
+    assert str(caught.value) == (
+        f"{what}, an iterator, which each step takes forward; a captured step would not. Give what it yields in the "
+        "batch"
+    )
