@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -61,7 +60,7 @@ class SharedValue:
         # kept, so that no other has an id of theirs
         self._kept = () if is_plain else _held(value)
         self._ids = tuple(map(id, self._kept))
-        containers = [item for item in self._kept if isinstance(item, (list, dict, set, deque, np.ndarray))]
+        containers = [item for item in self._kept if is_shared(item, None)]
         self._nested = [(item, value_key(item)) for item in ([value] if is_plain else containers)]
 
     def holds(self) -> bool:

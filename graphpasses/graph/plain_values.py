@@ -11,7 +11,6 @@ from hashlib import sha256
 from types import MemberDescriptorType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -22,6 +21,7 @@ __all__ = [
     "ABSENT",
     "describe_difference",
     "describe_key",
+    "is_array",
     "is_identity",
     "is_iterator",
     "is_shared",
@@ -56,9 +56,7 @@ def plain_key(value: Any) -> Hashable:
     """
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
-    if isinstance(value, np.generic):
-        return type(value), repr(value)
-    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+    if is_array(value) and not value.dtype.hasobject:
         contents = sha256(value.tobytes()).hexdigest()[:16]
         return type(value), f"an array {value.dtype}{list(value.shape)} {contents}"
     if isinstance(value, (tuple, list, deque, set, frozenset)):
@@ -144,6 +142,15 @@ def _slots(bases: tuple[type, ...]) -> tuple[str, ...]:
     )
 
 
+def is_array(value: Any) -> bool:
+    """Whether a value is an array or a number of NumPy's, which need not be there.
+
+    Args:
+        value: any object.
+    """
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
 def is_iterator(value: Any) -> bool:
     """Whether what reads a value takes it forward, so that each step sees another.
 
@@ -169,7 +176,8 @@ def is_shared(value: Any, key: Any) -> bool:
         value: the value.
         key: its key.
     """
-    return isinstance(value, (list, set, dict, deque, np.ndarray)) or (key is not None and key[0] == _OBJECT)
+    is_changed_in_place = isinstance(value, (list, set, dict, deque)) or is_array(value)
+    return is_changed_in_place or (key is not None and key[0] == _OBJECT)
 
 
 def are_alike(value: Any, other: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -213,9 +214,9 @@ the graph aten.lift_fresh.default([2.0]) (3.0 against 2.0)""",
 
 
 def test_a_random_number() -> None:
-    numbers = iter(range(100))
+    draw = partial(next, iter(range(100)))
     assert_expected_inline(
-        refusal(lambda model, x: model(x).sum() * next(numbers), nn.Linear(3, 3), X),
+        refusal(lambda model, x: model(x).sum() * draw(), nn.Linear(3, 3), X),
         """\
 eager and the captured step part at operator 3, in forward of the model itself (test_oracle.py in <lambda>):
 eager calls aten.mul.Tensor(float32[], 1),
