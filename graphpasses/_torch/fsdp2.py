@@ -40,6 +40,7 @@ __all__ = [
     "GroupedParameter",
     "ParameterGroup",
     "find_outdated",
+    "find_pending",
     "fsdp_groups",
     "fsdp_states",
     "op_name",
@@ -148,6 +149,28 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
     return None
 
 
+def find_pending(groups: Iterable[FSDPParamGroup]) -> tuple[FSDPParamGroup, bool] | None:
+    """Returns a group that holds gradients of earlier backwards which eager's next backward adds to its own.
+
+    Args:
+        groups: of a model.
+
+    Returns:
+        The group, and whether these gradients are reduced over its shards, but not over its replicas; None if no
+        group has any.
+    """
+    for group in groups:
+        if group._partial_reduce_output is not None:
+            return group, True
+        for parameter in group.fsdp_params:
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if parameter.unsharded_accumulated_grad is not None or (
+                unsharded is not None and unsharded.grad is not None
+            ):
+                return group, False
+    return None
+
+
 def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
     shard, whole = _local(parameter.sharded_param), _local(parameter.unsharded_param)
     shards = torch.chunk(whole, mesh.shard_mesh_size, parameter.fsdp_placement.dim)
@@ -220,8 +243,9 @@ def _read_group(
     if not group.reduce_grads or not group.all_reduce_grads:
         raise UnsupportedError(
             f"FSDP2 group {name!r} accumulates gradients without reducing them (set_requires_gradient_sync or "
-            "set_requires_all_reduce is False); a captured step reduces in every call. Turn it on, or accumulate "
-            "with gradient synchronisation"
+            "set_requires_all_reduce is False); a captured step reduces in every call. Turn it on for all "
+            "microbatches, and call the step for each: .grad gets the sum. Gradients that an eager microbatch left "
+            "unreduced must be reduced by eager's last"
         )
     if outside := [p for p in group.fsdp_params if p._module_info.module not in fqns]:
         raise LayoutError(

@@ -5,13 +5,10 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
-import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property, partial
-from pathlib import Path
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
@@ -25,14 +22,12 @@ from graphpasses.capture.live_state import put_back
 from graphpasses.errors import CaptureError
 from graphpasses.graph.outside_values import OutsideValue, is_torchs, state_of_torchs
 from graphpasses.graph.plain_values import is_iterator
+from graphpasses.state.origin import is_users, is_users_module
 
 __all__ = ["find_outside_values", "outside_values_kept"]
 
-_INSTALLED = (
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    str(Path(__file__).parents[1]),
-    "<frozen",
-)
+# What reads attributes by names that are strings.
+_BY_NAME = frozenset({"getattr", "hasattr", "setattr", "attrgetter"})
 
 
 def find_outside_values(loss_fn: Any, model: nn.Module) -> tuple[OutsideValue, ...]:
@@ -135,14 +130,14 @@ class _Names:
     def __init__(self, own: set[nn.Module], kinds: tuple[type, ...], root: Any) -> None:
         self.found: dict[tuple[int, str], OutsideValue] = {}
         self._own = own
-        self._codes: set[CodeType] = set()
+        self._functions: dict[int, FunctionType] = {}
         self._attributes: dict[str, None] = {}
         self._set: set[str] = set()  # of these, what the code sets
         self._objects: dict[int, tuple[str, Any]] = {}
         self._containers: dict[int, Any] = {}
         self._value(getattr(root, "__name__", type(root).__name__), root)
         size = 0
-        while size != (size := len(self._attributes) + len(self._objects) + len(self._codes)):
+        while size != (size := len(self._attributes) + len(self._objects) + len(self._functions)):
             for name in [*self._attributes]:
                 for kind in kinds:
                     self._method(inspect.getattr_static(kind, name, None))
@@ -151,23 +146,24 @@ class _Names:
                     self._attribute(path, value, name)
 
     def _function(self, function: FunctionType) -> None:
-        code = function.__code__
-        if code.co_filename.startswith(
-            _INSTALLED
-        ):  # a library's decorator may stand before the user's function
+        if not is_users(function):  # a library's decorator may stand before the user's function
             if isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
                 self._function(wrapped)
             return
-        if code in self._codes:
+        if id(function) in self._functions:  # not its code, which all closures of one `def` share
             return
-        self._codes.add(code)
+        self._functions[id(function)] = function
+        code = function.__code__
         for each in _nested(code):
+            if not _BY_NAME.isdisjoint(each.co_names):
+                paths = (name.split(".") for name in each.co_consts if isinstance(name, str))
+                self._attributes |= {name: None for path in paths for name in path if name.isidentifier()}
             for instruction in dis.get_instructions(each):
                 name = instruction.argval
                 if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
                     if name in function.__globals__ or not hasattr(builtins, name):
                         self._name(name, function.__globals__, name)
-                elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+                elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and name[:2] != "__":
                     self._attributes[name] = None
                     if instruction.opname == "STORE_ATTR":
                         self._set.add(name)
@@ -187,7 +183,7 @@ class _Names:
     def _value(self, path: str, value: Any) -> None:
         if isinstance(value, FunctionType):
             self._function(value)
-            if value.__code__ in self._codes:
+            if id(value) in self._functions:
                 self._objects.setdefault(id(value), (path, value))
         elif isinstance(value, ContextVar):
             self._name(path, value, "get")
@@ -262,16 +258,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 def _has_names(value: Any) -> bool:
     """Whether attributes of a value are told: those of objects are, and those of the user's modules and classes."""
     if isinstance(value, ModuleType):
-        return _is_users(value)
+        return is_users_module(value)
     if isinstance(value, type):
-        return _is_users(sys.modules.get(value.__module__))
+        return is_users(value)
     return (hasattr(value, "__dict__") or hasattr(type(value), "__slots__")) and not is_torchs(type(value))
-
-
-def _is_users(module: ModuleType | None) -> bool:
-    file = getattr(module, "__file__", None)
-    return (
-        module is not None
-        and (not file or not file.startswith(_INSTALLED))
-        and (module.__name__ == "__main__" or bool(file))
-    )

@@ -35,7 +35,7 @@ from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.fsdp_facts import check_unsharded
+from graphpasses.graph.fsdp_facts import check_pending, check_unsharded
 from graphpasses.graph.recapture import FailedElsewhereError, Recipe
 from graphpasses.graph.votes import Votes
 
@@ -138,6 +138,7 @@ def _capture(
         check_leaf(path, leaf)
     groups = fsdp_groups(model)
     check_unsharded(groups)
+    check_pending(groups)
     prepare_for_tracing(model)
     varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""

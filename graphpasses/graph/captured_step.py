@@ -16,7 +16,7 @@ from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.fsdp_facts import check_group_settings, check_unsharded_on_all_ranks
+from graphpasses.graph.fsdp_facts import check_group_settings, check_pending, check_unsharded_on_all_ranks
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.model_facts import ModelFacts
@@ -94,12 +94,13 @@ class CapturedStep(TrainGraph):
             raise CaptureError(
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
             )
-        check_settings(self.settings, torch_settings(next(self.model.parameters()).device.type))
-        check_outside_values(self.outside)
         check_unsharded_on_all_ranks(self.model, self._groups)
         reshard(self._groups)
-        check_group_settings(self._groups, self.group_settings)
         tensors = self.facts.check(self.model)
+        check_settings(self.settings, torch_settings(next(self.model.parameters()).device.type))
+        check_outside_values(self.outside)
+        check_group_settings(self._groups, self.group_settings)
+        check_pending(self._groups)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
         fresh = self.batch_structure.fresh(batch)

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from graphpasses._torch.fsdp2 import find_outdated
+from graphpasses._torch.fsdp2 import find_outdated, find_pending
 from graphpasses._torch.fsdp2_settings import group_name, group_settings
 from graphpasses.errors import CaptureError
 from graphpasses.graph.votes import Votes
 
-__all__ = ["check_group_settings", "check_unsharded", "check_unsharded_on_all_ranks"]
+__all__ = ["check_group_settings", "check_pending", "check_unsharded", "check_unsharded_on_all_ranks"]
 
 
 def check_group_settings(groups: Sequence[Any], captured: Sequence[dict[str, Any]]) -> None:
@@ -32,6 +32,27 @@ def check_group_settings(groups: Sequence[Any], captured: Sequence[dict[str, Any
         raise CaptureError(
             f"{name} of FSDP2 group {group_name(group)!r} was {before[name]} when the step was captured, and is "
             f"{now[name]} now; capture the step again, or undo the change"
+        )
+
+
+def check_pending(groups: Sequence[Any]) -> None:
+    """Raises if FSDP2 keeps gradients that its next reduction would add.
+
+    All ranks raise alike: a group whose ranks kept different gradients could not reduce them in eager either.
+
+    Args:
+        groups: the model's.
+
+    Raises:
+        CaptureError: eager would add them to the step's gradients; the captured step would not.
+    """
+    if (found := find_pending(groups)) is not None:
+        group, is_reduced = found
+        setting = "set_requires_all_reduce(False)" if is_reduced else "set_requires_gradient_sync(False)"
+        raise CaptureError(
+            f"FSDP2 group {group_name(group)!r} holds gradients of an earlier backward that ran under {setting}, and "
+            "eager would reduce them with this step's; a captured step would leave them out. Run the last microbatch "
+            "eagerly too, or call the captured step for all microbatches: it reduces each, and .grad gets the sum"
         )
 
 

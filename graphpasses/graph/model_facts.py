@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ class ModelFacts:
         slots: by FQN, any of them, the position of a parameter or buffer among those of all modules.
         first: for each position, the first at which the same tensor is; -1 where there is None.
         trainable: for each position that is a parameter's first, whether it is trainable.
+        kinds: the tensors' dtypes, their devices and their shapes.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
@@ -45,6 +47,7 @@ class ModelFacts:
     slots: Mapping[str, int]
     first: list[int]
     trainable: Mapping[int, bool]
+    kinds: tuple[list[Any], ...]
 
     @classmethod
     def of(cls, model: nn.Module, read: Mapping[nn.Module, AttributesRead] | None = None) -> ModelFacts:
@@ -82,6 +85,7 @@ class ModelFacts:
             slots,
             first,
             trainable,
+            _kinds(tensors),
         )
 
     def for_model(self, model: nn.Module) -> ModelFacts:
@@ -158,6 +162,15 @@ class ModelFacts:
     def _check_tensors(self, tensors: Sequence[torch.Tensor | None]) -> None:
         if (first := _first(tensors)) != self.first:
             self._refuse_ties(tensors, first)
+        if (kinds := _kinds(tensors)) != self.kinds:
+            before, now = ([*zip(*each, strict=True)] for each in (self.kinds, kinds))
+            slot = next(slot for slot, kind in enumerate(now) if kind != before[slot])
+            was, is_now = (
+                f"{dtype}{[*shape]} on {device}" for dtype, device, shape in (before[slot], now[slot])
+            )
+            raise CaptureError(
+                f"{self._name(slot)!r} was {was} when the step was captured, and is {is_now} now; {_AGAIN}"
+            )
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
         if [parameter.requires_grad for parameter in trained] != [*self.trainable.values()]:
             for parameter, (slot, was_trainable) in zip(trained, self.trainable.items(), strict=True):
@@ -227,6 +240,15 @@ def _modules(model: nn.Module) -> list[nn.Module]:
             if children := vars(module)["_modules"]:
                 pending += [child for child in reversed(children.values()) if child is not None]
     return [*found]
+
+
+_NONE = torch.empty(0)
+
+
+def _kinds(tensors: Sequence[torch.Tensor | None]) -> tuple[list[Any], ...]:
+    """Returns dtypes, devices and shapes; as three lists, since each call of a step compares them."""
+    there = [_NONE if tensor is None else tensor for tensor in tensors]
+    return [t.dtype for t in there], [t.device for t in there], [t.shape for t in there]
 
 
 def _first(tensors: Sequence[torch.Tensor | None]) -> list[int]:

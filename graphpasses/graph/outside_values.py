@@ -133,7 +133,10 @@ def _read(owner: Any, name: str) -> Any:
             return MISSING
     if isinstance(owner, ContextVar):
         return owner.get(MISSING)
-    return getattr(owner, name, MISSING)
+    try:
+        return getattr(owner, name, MISSING)
+    except Exception:  # a property or `__getattr__` that raises has no value that a step could have built in
+        return MISSING
 
 
 def _key(value: Any, depth: int = _MAX_DEPTH) -> Hashable:

@@ -24,7 +24,8 @@ def torch_settings(device: str) -> dict[str, object]:
     Args:
         device: type of the model's device, for which autocast is asked.
     """
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else False
+    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = torch.get_autocast_dtype(device) if has_autocast else False
     return {
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.get_default_device()": torch.get_default_device(),

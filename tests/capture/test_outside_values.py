@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cached_property, partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +61,7 @@ def scale_restored() -> Any:
     set_scale(1.0)
 
 
+NAMED = SimpleNamespace(power=2, of=SimpleNamespace(power=2))
 TRAINER, SETTINGS, TARGETS = Trainer(), {"weights": [1.0, 2.0]}, [torch.zeros(3, 4)]
 CRITERION = nn.SmoothL1Loss(beta=1.0)
 
@@ -74,10 +76,36 @@ def change_nonlocal() -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
     return lambda model, x: weight * model(x).mean(), change
 
 
+def two_closures_of_one_def() -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
+    def make(weight: float) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[float], None]]:
+        def change(value: float) -> None:
+            nonlocal weight
+            weight = value
+
+        return lambda y: weight * y, change
+
+    (first, _), (second, change) = make(1.0), make(2.0)
+    return lambda model, x: (first(model(x)) + second(model(x))).mean(), partial(change, -3.0)
+
+
 CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Any], str]] = {
     "a global": (by_global, partial(set_scale, 0.5), "'SCALE' was 1.0, and is 0.5 now"),
     "of a function that is called": (in_a_call, partial(set_scale, 2.0), "'SCALE' was 1.0, and is 2.0 now"),
     "of an enclosing function": (*change_nonlocal(), "'weight' was 1.0, and is 0.5 now"),
+    "of the second closure of one def": (
+        *two_closures_of_one_def(),
+        "'weight' was 2.0, and is -3.0 now",
+    ),
+    "an attribute by its name": (
+        lambda model, x: model(x).mean() * getattr(NAMED, "power"),  # noqa: B009
+        lambda: setattr(NAMED, "power", 3),
+        "'NAMED.power' was 2, and is 3 now",
+    ),
+    "an attribute of an attribute by its path": (
+        lambda model, x: model(x).mean() * attrgetter("of.power")(NAMED),
+        lambda: setattr(NAMED.of, "power", 3),
+        "'NAMED.of.power' was 2, and is 3 now",
+    ),
     "an attribute": (
         TRAINER.loss,
         lambda: setattr(TRAINER, "weight", 0.5),

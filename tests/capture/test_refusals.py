@@ -147,6 +147,15 @@ def add_hook(model: nn.Module) -> None:
             "parameter '0.weight' had requires_grad=True when the step was captured, and has False now",
         ),
         (tie, "'0.weight' and '2.weight' were two parameters when the step was captured, and are one now"),
+        (nn.Module.double, "'0.weight' was torch.float32[4, 4] on cpu {was}torch.float64[4, 4] on cpu now"),
+        (
+            lambda model: model[2].bfloat16(),
+            "'2.weight' was torch.float32[4, 4] on cpu {was}torch.bfloat16[4, 4] on cpu now",
+        ),
+        (
+            lambda model: model.to("meta"),
+            "'0.weight' was torch.float32[4, 4] on cpu {was}torch.float32[4, 4] on meta now",
+        ),
         (add_hook, "hooks of module '0' were added or removed since the step was captured"),
         (
             lambda model: model.append(nn.ReLU()),
@@ -159,6 +168,7 @@ def test_changes_after_the_capture(change: Callable[[nn.Module], Any], message: 
     step = captured(model)
     step(X)
     change(model)
+    message = message.replace("{was}", "when the step was captured, and is ")
     assert refused(lambda: step(X)) == f"{message}; capture the step again, or undo the change"
 
 

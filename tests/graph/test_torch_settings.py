@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
+from graphpasses.graph.torch_settings import torch_settings
 from tests.helpers.models import same_bits
 
 X = torch.arange(8.0).view(2, 4)
@@ -75,6 +76,11 @@ def test_settings_that_a_graph_has_built_in(
         "step again, or undo the change"
     )
     assert same_bits(step(X), expected)
+
+
+def test_a_device_without_autocast() -> None:
+    """``read_traced_result`` takes models on meta."""
+    assert torch_settings("meta")["autocast on 'meta'"] is False
 
 
 def test_the_kernel_of_attention_is_chosen_at_the_capture() -> None:
