@@ -18,9 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from graphpasses._torch.fsdp2_dtypes import group_policies
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["group_name", "group_settings", "refuse_custom_communication"]
+__all__ = ["SETTINGS", "group_name", "group_setting", "refuse_custom_communication"]
 
-_SETTINGS = {
+SETTINGS = {
     "set_requires_gradient_sync": "reduce_grads",
     "set_requires_all_reduce": "all_reduce_grads",
     "set_gradient_divide_factor": "gradient_divide_factor",
@@ -29,6 +29,7 @@ _SETTINGS = {
     "set_all_reduce_hook": "_all_reduce_hook",
     "set_custom_all_gather": "_all_gather_comm",
     "set_custom_reduce_scatter": "_reduce_scatter_comm",
+    "mp_policy": "mp_policy",
 }
 _COPY_OR_ADD_AS_NCCL = (
     DefaultAllGather,
@@ -38,21 +39,12 @@ _COPY_OR_ADD_AS_NCCL = (
 )
 
 
-def group_settings(groups: Iterable[FSDPParamGroup]) -> tuple[dict[str, Any], ...]:
-    """Returns the settings of each group that decide about bits, by the name of what sets them."""
-    return tuple(
-        {name: _as_value(getattr(group, attr, None)) for name, attr in _SETTINGS.items()}
-        | {"mp_policy": _policy(group)}
-        for group in groups
-    )
-
-
-def _policy(group: FSDPParamGroup) -> object:
-    policies = tuple(dict.fromkeys(group_policies(group)))
-    return policies[0] if len(policies) == 1 else policies
-
-
-def _as_value(setting: object) -> object:
+def group_setting(group: FSDPParamGroup, name: str) -> Any:
+    """Returns a setting of a group that decides about bits, by the name of what sets it."""
+    if name == "mp_policy":
+        policies = tuple(dict.fromkeys(group_policies(group)))
+        return repr(policies[0] if len(policies) == 1 else policies)
+    setting = getattr(group, SETTINGS[name], None)
     return type(setting).__name__ if isinstance(setting, _COPY_OR_ADD_AS_NCCL) else setting
 
 

@@ -13,8 +13,8 @@ from graphpasses._torch.compile_backend import uncompiled
 from graphpasses._torch.dynamo import BackendCompilerFailed
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
-from graphpasses.capture.held_modules import held_modules
 from graphpasses.errors import CaptureError, GraphPassesError
+from graphpasses.state.names import find_modules
 
 if TYPE_CHECKING:
     from graphpasses.capture.compile_options import CompileOptions
@@ -39,7 +39,7 @@ class CompiledCall:
         assert isinstance(options.report, CompileReport)
         self._report = options.report
         self._compiled = compiled
-        self._modules = held_modules(root)
+        self._modules = find_modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
         self.remembered: dict[Hashable, Any] = {}  # from one compilation to the next
         self._is_checked = False

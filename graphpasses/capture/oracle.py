@@ -20,11 +20,11 @@ from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.operator_facts import Call, TensorFacts, read_tensors
 from graphpasses._torch.view_replay import views_replayed
-from graphpasses.capture.live_state import live_state_restored
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.votes import Votes
 from graphpasses.identity import IdentityMap, same_bits
+from graphpasses.state.live_state import live_state_restored
 
 __all__ = ["check_step", "has_equal_bits", "record_calls", "why_unchecked"]
 

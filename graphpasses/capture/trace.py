@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from graphpasses._torch.fake_mode import strides_of_kernels
@@ -17,11 +17,8 @@ from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.operator_facts import Call
 from graphpasses._torch.varying_dims import each_size_its_own, mark_dims
-from graphpasses.capture.attributes import trace_and_watch
-from graphpasses.capture.cached_tensors import caches_emptied_on_error
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
-from graphpasses.capture.live_state import live_state_restored
 from graphpasses.capture.loss import check_loss
 from graphpasses.capture.module_names import module_names_traced
 from graphpasses.capture.oracle import record_calls
@@ -33,8 +30,11 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
-from graphpasses.graph.module_facts import AttributesRead
-from graphpasses.identity import IdentityMap
+from graphpasses.identity import IdentityMap, same_bits
+from graphpasses.state.kept_tensors import caches_emptied_on_error
+from graphpasses.state.live_state import live_state_restored
+from graphpasses.state.reads import AttributeReads
+from graphpasses.state.slots import Owner
 
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
@@ -48,14 +48,14 @@ class Trace:
 
     Args:
         result: torchtitan's: the graph, and what its inputs and outputs are.
-        read: by module, the attributes that forward read.
+        attributes: those of the model's modules, and of what they hold, that forward read.
         guards: the values by which ``loss_fn`` decided.
         random_calls: what it did with random numbers beside drawing torch's.
         calls: the operators that were called, in order, if they were recorded.
     """
 
     result: TracedResult
-    read: dict[nn.Module, AttributesRead]
+    attributes: list[Owner]
     guards: Guards | None
     random_calls: RandomCalls
     calls: list[Call]
@@ -132,11 +132,56 @@ def trace_step(
                 _distinct(leaf, varying.get(path, ()))
                 for path, leaf in zip(structure.paths, leaves, strict=True)
             ]
-            traced, read = trace_and_watch(model, lambda: trace(step, model)(*given))
+            traced, attributes = _trace_until_settled(model, lambda: trace(step, model)(*given))
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, read, decisions.guards, random_calls, records[0].calls)
+    return Trace(traced, attributes, decisions.guards, random_calls, records[0].calls)
+
+
+def _trace_until_settled(
+    model: nn.Module, trace: Callable[[], TracedResult]
+) -> tuple[TracedResult, list[Owner]]:
+    """Traces a step and says which attributes of the model's modules, and of what they hold, it read.
+
+    What forward changes for good at its first call, as a flag or a size that it notes, it is traced with again: the
+    graph must be the same.
+    """
+    reads = AttributeReads(model)
+    try:
+        with reads.watched():
+            traced = trace()
+            changed = reads.changed()
+            again = trace() if changed else traced
+            changed_again = reads.changed()
+    finally:
+        reads.restore()
+    for slot, first in changed.items():
+        second = changed_again.get(slot)
+        texts = [
+            str(key) for key in (first.before, first.now, first.before if second is None else second.now)
+        ]
+        if second is None or second.now != first.now:
+            raise CaptureError(
+                f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
+                "a captured step would not. Keep it in a buffer that forward writes in place, or set it outside"
+            )
+        if not _same_graphs(traced.gm, again.gm):
+            raise CaptureError(
+                f"forward changes attribute {slot.path!r} ({', '.join(texts[:2])}) and computes otherwise "
+                "from then on; a captured step would not. Run forward once before the capture"
+            )
+        slot.others = (*slot.others, first.now)
+    return traced, reads.owners
+
+
+def _same_graphs(graph: fx.GraphModule, other: fx.GraphModule) -> bool:
+    graphs, others = ([m for m in each.modules() if isinstance(m, fx.GraphModule)] for each in (graph, other))
+    return [each.code for each in graphs] == [each.code for each in others] and all(
+        same_bits(getattr(graph, node.target), getattr(other, node.target))
+        for node in graph.graph.find_nodes(op="get_attr")
+        if isinstance(getattr(graph, node.target), torch.Tensor)
+    )
 
 
 def _differentiate(

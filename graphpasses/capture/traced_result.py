@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import pytree
-from graphpasses._torch.fsdp2 import fsdp_groups
-from graphpasses._torch.fsdp2_settings import group_settings
 from graphpasses.analysis.effects import is_written
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.model_facts import ModelFacts
-from graphpasses.graph.module_facts import AttributesRead
 from graphpasses.graph.parameters import get_state, parameter_infos
-from graphpasses.graph.torch_settings import torch_settings
 from graphpasses.identity import IdentityMap
+from graphpasses.state.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
@@ -29,7 +24,7 @@ __all__ = ["inner_attrs", "read_traced_result"]
 
 
 def read_traced_result(
-    traced: TracedResult, *, model: nn.Module, read: Mapping[nn.Module, AttributesRead] | None = None
+    traced: TracedResult, *, model: nn.Module, snapshot: Snapshot | None = None
 ) -> CapturedStep:
     """Makes a step of what torchtitan's ``minimal_fx_tracer`` has traced.
 
@@ -40,7 +35,7 @@ def read_traced_result(
     Args:
         traced: what the tracer returned; its graph module is shared, not copied.
         model: the module that was traced.
-        read: which attributes of its modules were read; None where nobody watched.
+        snapshot: what the graph has built in; None where nobody watched: the model's structure and the settings.
 
     Returns:
         The step. Its signature is marked fixed: passes keep every placeholder.
@@ -115,9 +110,7 @@ def read_traced_result(
         ),
         written=frozenset(),
         batch_leaves=tuple((inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes),
-        facts=ModelFacts.of(model, read),
-        group_settings=group_settings(fsdp_groups(model)),
-        settings=torch_settings(next(model.parameters()).device.type),
+        snapshot=Snapshot.of(model) if snapshot is None else snapshot,
         fixed_signature=True,
     )
     if len(graph.placeholders) != len(inputs) or len(graph.output_values) != len(outputs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,30 +14,33 @@ from torch.optim import Optimizer
 from graphpasses._torch.fake_mode import fake_copies
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
-from graphpasses.capture.cached_tensors import new_objects_together, refuse_kept_tensors
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
-from graphpasses.capture.outside_tensors import check_outside_tensors
-from graphpasses.capture.outside_values import find_outside_values, outside_values_kept
 from graphpasses.capture.random_state import check_random_state
 from graphpasses.capture.refusals import (
     refuse_collectives_in_place,
     refuse_model,
     refuse_other_memory,
+    refuse_outside_tensors,
     refuse_recurrent_kernel,
     refuse_sparse_gradients,
 )
+from graphpasses.capture.step_check import check_on_batch
 from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.capture.update import find_update, trace_update
 from graphpasses.capture.update_oracle import check_update
+from graphpasses.errors import CaptureError
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.graph import CapturedStep, GraphInput, InputKind
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.fsdp_facts import check_pending, check_unsharded
 from graphpasses.graph.recapture import FailedElsewhereError, Recipe
 from graphpasses.graph.votes import Votes
+from graphpasses.state.kept_tensors import new_objects_together, refuse_kept_tensors
+from graphpasses.state.names import find_names
+from graphpasses.state.settings import check_pending, check_unsharded
+from graphpasses.state.snapshot import Snapshot, names_kept
 
 __all__ = ["capture_train_step"]
 
@@ -51,6 +54,7 @@ def capture_train_step(
     dynamic_shapes: Any = None,
     check: bool = True,
     recapture: bool = True,
+    check_every: int | Literal["sparse"] | None = None,
 ) -> CapturedStep:
     """Captures one training step of ``model`` as a :class:`~graphpasses.graph.CapturedStep`.
 
@@ -79,6 +83,8 @@ def capture_train_step(
             tensors it is not, and a note on the step says so.
         recapture: whether the step is captured again, at most eight times in all, when it is called with a batch by
             whose values, or sizes, ``loss_fn`` decides otherwise; else that is an error.
+        check_every: every how many calls the step is compared with eager again, on that call's batch, see
+            :meth:`CapturedStep.check`; ``"sparse"`` does so at calls 10, 100, 1,000 and so on; None never.
 
     Returns:
         The captured step. Parameters with ``requires_grad=False`` get no gradient; trainable ones that the
@@ -103,6 +109,8 @@ def capture_train_step(
         >>> model.weight.grad.shape
         torch.Size([1, 4])
     """
+    if check_every not in (None, "sparse") and not (type(check_every) is int and check_every > 0):
+        raise CaptureError(f'check_every is {check_every!r}; give a number of calls, "sparse", or None')
     if check:  # without it one rank may capture for others, which wait for its step
         Votes.of_model(model).check_update(optimizer, clip_norm)
     capture = partial(
@@ -115,6 +123,7 @@ def capture_train_step(
     )
     with _together(model if check else nn.Module()) as traced_everywhere:
         graph = capture(model, *batch, traced_everywhere=traced_everywhere)
+    graph.checker, graph.check_every = partial(check_on_batch, loss_fn), check_every
     if recapture:
         graph.recipe = Recipe(capture)
     return graph
@@ -142,22 +151,22 @@ def _capture(
     prepare_for_tracing(model)
     varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
-    outside = find_outside_values(loss_fn, model)
+    names = find_names(loss_fn, model)
     with new_objects_together() as generation:
-        with outside_values_kept(outside):
+        with names_kept(names):
             trace = trace_step(
                 loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying
             )
         refuse_kept_tensors(trace.result, generation())
-    graph = read_traced_result(trace.result, model=model, read=trace.read)
+    snapshot = Snapshot.of(model, trace.attributes, names)
+    graph = read_traced_result(trace.result, model=model, snapshot=snapshot)
     graph.fixed_signature = False
-    graph.outside = outside
     refuse_recurrent_kernel(graph)
     refuse_collectives_in_place(graph)
     refuse_other_memory(graph)
     refuse_sparse_gradients(graph)
     check_random_state(graph, trace.random_calls)
-    check_outside_tensors(graph)
+    refuse_outside_tensors(graph)
     _name_batch(graph, structure, leaves)
     graph.varying = varying
     graph.guards = trace.guards

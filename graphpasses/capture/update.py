@@ -19,8 +19,8 @@ from graphpasses.capture.tracer import find_tracer
 from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, GraphInput, InputKind, get_state
-from graphpasses.graph.optimizer_facts import OptimizerFacts, check_optimizer
 from graphpasses.graph.update import Update
+from graphpasses.state.optimizer import OptimizerFacts, check_optimizer
 
 __all__ = ["find_update", "trace_update"]
 

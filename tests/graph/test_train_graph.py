@@ -132,8 +132,8 @@ def test_autocast_around_the_call(step: TrainGraph) -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(CaptureError) as caught:
         step(nested_batch())
     assert str(caught.value) == (
-        "autocast on 'cpu' was False when the step was captured, and is torch.bfloat16 now, which eager would "
-        "follow; capture the step again, or undo the change"
+        "autocast on 'cpu' was None when the step was captured, and is torch.bfloat16 now; capture the step again, "
+        "or undo the change"
     )
 
 

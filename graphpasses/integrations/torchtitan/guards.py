@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from graphpasses.capture.attributes import AttributeWatch
-from graphpasses.capture.outside_values import find_outside_values, outside_values_kept
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.batch import VaryingDim, check_leaves
-from graphpasses.graph.module_facts import AttributesRead
-from graphpasses.graph.outside_values import OutsideValue, check_outside_values
-from graphpasses.graph.torch_settings import check_settings, torch_settings
+from graphpasses.state.names import find_names
+from graphpasses.state.reads import AttributeReads
+from graphpasses.state.snapshot import Snapshot, names_kept
 
 __all__ = ["StepGuards", "TraceWatch"]
 
@@ -30,13 +28,11 @@ class TraceWatch:
         trainer: a graph_trainer, which gets it.
 
     Attributes:
-        read: by module, the attributes that forward read while it was traced; None before.
-        outside: values from outside that the code of the loss and of the modules reads.
+        snapshot: what the step was found to have built in while it was traced; None before.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.read: Mapping[nn.Module, AttributesRead] | None = None
-        self.outside: tuple[OutsideValue, ...] = ()
+        self.snapshot: Snapshot | None = None
         self._trainer = trainer
         self._context: Callable[[], AbstractContextManager[None]] = trainer.train_context
         trainer.train_context = self
@@ -62,22 +58,19 @@ class TraceWatch:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         with self._context():
-            if self.read is not None:
+            if self.snapshot is not None:
                 yield
                 return
             model = self._trainer.model_parts[0]
-            watch = AttributeWatch(model)
-            self.outside = find_outside_values(self._trainer.loss_fn, model)
-            with outside_values_kept(self.outside), watch.active():
+            reads, names = AttributeReads(model), find_names(self._trainer.loss_fn, model)
+            with names_kept(names), reads.watched():
                 yield
-            changed = watch.changed()
-            if changed:
-                path = watch.path(next(iter(changed)))
+            for slot in reads.changed():
                 raise CaptureError(
-                    f"forward reads attribute {path!r} and changes it while graph_trainer traces it; the "
+                    f"forward reads attribute {slot.path!r} and changes it while graph_trainer traces it; the "
                     "graph would not. Keep it in a buffer that forward writes in place, or set it outside of forward"
                 )
-            self.read = watch.read(changed)
+            self.snapshot = Snapshot.of(model, reads.owners, names)
 
 
 class StepGuards:
@@ -86,13 +79,11 @@ class StepGuards:
     Args:
         trainer: whose step it is.
         step: the step as it was traced.
-        outside: values from outside that its code reads.
     """
 
-    def __init__(self, trainer: Any, step: CapturedStep, outside: tuple[OutsideValue, ...]) -> None:
+    def __init__(self, trainer: Any, step: CapturedStep) -> None:
         self._trainer, self._loss = trainer, trainer.loss_fn
-        self._model, self._facts, self._settings = step.model, step.facts, step.settings
-        self._outside = outside
+        self._model, self._snapshot = step.model, step.snapshot
         self._num_state = sum(item.is_state for item in step.inputs)
         self._leaves = [
             (_name(path), leaf)
@@ -128,10 +119,7 @@ class StepGuards:
                     f"the trainer's {name} was replaced since graph_trainer traced its step, which goes on with the "
                     "one before; put that back, or make a new trainer"
                 )
-        device = next(self._model.parameters()).device.type
-        check_settings(self._settings, torch_settings(device))
-        check_outside_values(self._outside)
-        self._facts.check(self._model)
+        self._snapshot.check(self._model)
         check_leaves(flat[self._num_state :], self._leaves, self._varying)
 
 

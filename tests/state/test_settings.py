@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
-from graphpasses.graph.torch_settings import torch_settings
+from graphpasses.state.settings import settings_of
 from tests.helpers.models import same_bits
 
 X = torch.arange(8.0).view(2, 4)
@@ -55,10 +55,15 @@ def changed(change: Callable[[Any], object], before: Any, after: Any) -> Iterato
             "True",
             "False",
         ),
-        (lambda: torch.backends.cudnn.flags(enabled=False), "torch.backends.cudnn.enabled", "True", "False"),
+        (
+            lambda: torch.backends.cudnn.flags(enabled=False),
+            "'torch.backends.cudnn.enabled'",
+            "True",
+            "False",
+        ),
         (
             lambda: changed(torch.backends.mkldnn.set_flags, True, False),
-            "torch.backends.mkldnn.enabled",
+            "'torch.backends.mkldnn.enabled'",
             "True",
             "False",
         ),
@@ -72,15 +77,20 @@ def test_settings_that_a_graph_has_built_in(
     with make(), pytest.raises(CaptureError) as caught:
         step(X)
     assert str(caught.value) == (
-        f"{name} was {before} when the step was captured, and is {after} now, which eager would follow; capture the "
-        "step again, or undo the change"
+        f"{name} was {before} when the step was captured, and is {after} now; capture the step again, or undo the "
+        "change"
     )
     assert same_bits(step(X), expected)
 
 
 def test_a_device_without_autocast() -> None:
     """``read_traced_result`` takes models on meta."""
-    assert torch_settings("meta")["autocast on 'meta'"] is False
+    slots = {
+        slot.path: slot
+        for owner in settings_of(nn.Linear(1, 1, device="meta"))
+        for slot in owner.slots.values()
+    }
+    assert slots["autocast on 'meta'"].value is None
 
 
 def test_the_kernel_of_attention_is_chosen_at_the_capture() -> None:

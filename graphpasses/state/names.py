@@ -1,12 +1,12 @@
-"""Find the Python values from outside that the code of a step reads, by the names that it has for them."""
+"""Values from outside that the code of a step reads by name, found in that code: it need not run."""
 
 from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import cached_property, partial
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -16,26 +16,24 @@ import torch
 from torch import nn
 
 from graphpasses._torch.module_hooks import hooks
-from graphpasses._torch.module_reads import MISSING, MODULE_STATE
-from graphpasses.capture.cached_tensors import CachedFunction
-from graphpasses.capture.live_state import put_back
-from graphpasses.errors import CaptureError
-from graphpasses.graph.outside_values import OutsideValue, is_torchs, state_of_torchs
-from graphpasses.graph.plain_values import is_iterator
+from graphpasses.state.keys import CONTAINERS, MAX_ITEMS, MISSING, torch_state
 from graphpasses.state.origin import is_users, is_users_module
+from graphpasses.state.reads import MODULE_STATE, refuse_iterator
+from graphpasses.state.slots import Owner
 
-__all__ = ["find_outside_values", "outside_values_kept"]
+__all__ = ["CachedFunction", "find_modules", "find_names"]
 
+CachedFunction = type(functools.lru_cache(lambda: None))
 # What reads attributes by names that are strings.
 _BY_NAME = frozenset({"getattr", "hasattr", "setattr", "attrgetter"})
 
 
-def find_outside_values(loss_fn: Any, model: nn.Module) -> tuple[OutsideValue, ...]:
+def find_names(loss_fn: Any, model: nn.Module) -> list[Owner]:
     """Returns what a step's code reads by global names, by those of enclosing functions, and as attributes of such.
 
     The code is that of ``loss_fn``, of the modules' ``forward`` and of their hooks, and what these call. Code of
     installed packages is left out, and so are the attributes of the model's own modules, which
-    :func:`graphpasses.capture.attributes.trace_and_watch` watches.
+    :class:`~graphpasses.state.reads.AttributeReads` watches.
 
     Args:
         loss_fn: what is captured.
@@ -47,89 +45,72 @@ def find_outside_values(loss_fn: Any, model: nn.Module) -> tuple[OutsideValue, .
     Example:
         >>> def make(weight):
         ...     return lambda model, x: weight * model(x)
-        >>> [value.path for value in find_outside_values(make(2.0), nn.Identity())]
+        >>> [slot.path for owner in find_names(make(2.0), nn.Identity()) for slot in owner.slots.values()]
         ['weight']
     """
-    own = {*model.modules()}
-    kinds = {type(module): None for module in model.modules()}
-    forwards = (vars(module).get("forward", type(module).forward) for module in model.modules())
-    hooked = (hook for module in model.modules() for hook in hooks(module))
-    roots = [loss_fn, *forwards, *hooked, *_held_by_attributes(model)]
-    found: dict[tuple[int, str], OutsideValue] = {}
-    for root in {id(root): root for root in roots}.values():
-        found |= _Names(own, tuple(kinds), root).found
-    for each in found.values():
-        if is_iterator(each.value):
-            raise CaptureError(
-                f"the code of the step reads {each.path!r}, an iterator, which each step takes forward; a captured "
-                "step would not. Give what it yields in the batch"
-            )
-    return tuple(found.values())
+    modules = [*model.modules()]
+    kinds = tuple({type(module): None for module in modules})
+    forwards = [vars(module).get("forward", type(module).forward) for module in modules]
+    hooked = [hook for module in modules for hook in hooks(module)]
+    owners: dict[int, Owner] = {}
+    for root in {id(root): root for root in (loss_fn, *forwards, *hooked, *_called(modules))}.values():
+        _Names(root, owners, {*modules}, kinds)
+    for slot in (slot for owner in owners.values() for slot in owner.slots.values()):
+        refuse_iterator(f"the code of the step reads {slot.path!r}", slot.value)
+    return [*owners.values()]
 
 
-def _held_by_attributes(model: nn.Module) -> Iterator[Any]:
-    """Yields what attributes of the model's modules hold that ``forward`` may call."""
-    for module in model.modules():
+def find_modules(root: Any) -> list[nn.Module]:
+    """Returns the modules that a function may call: those that it, or what it calls, has names for; outer ones only.
+
+    Args:
+        root: a module, which is the only one; or a function, a method, a partial, or an object that can be called.
+
+    Example:
+        >>> class Trainer:
+        ...     def __init__(self):
+        ...         self.models = [nn.Linear(2, 1)]
+        ...
+        ...     def step(self, x):
+        ...         return self.models[0](x)
+        >>> find_modules(Trainer().step)
+        [Linear(in_features=2, out_features=1, bias=True)]
+    """
+    return [*_Names(root, {}, set(), (), enters_modules=False).modules]
+
+
+def _called(modules: list[nn.Module]) -> Iterator[Any]:
+    """Yields what attributes of modules hold that ``forward`` may call."""
+    for module in modules:
         for name, value in vars(module).items():
             is_called = callable(value) and not isinstance(value, (type, nn.Module))
             if is_called and name not in MODULE_STATE and name != "forward":
                 yield value
 
 
-@contextmanager
-def outside_values_kept(values: Sequence[OutsideValue]) -> Iterator[None]:
-    """Raises if the block changes values from outside, and puts back what they were.
-
-    Args:
-        values: the values.
-
-    Raises:
-        CaptureError: one changed.
-    """
-    held = [(each.value, each.value.copy()) for each in values if type(each.value) in (list, dict, set)]
-    held += [(state, state.copy()) for each in values if (state := state_of_torchs(each.value)) is not None]
-    found = ""
-    try:
-        yield
-        found = next(filter(None, (value.difference() for value in values)), "")
-    except Exception:
-        _put_back(values, held)
-        raise
-    if found:
-        _put_back(values, held)
-        raise CaptureError(
-            f"{found}: the code of the step changes it, and a captured step would not. Compute it from the loss that "
-            "the step returns, or keep it in a buffer of the model that forward writes in place; if it is set at the "
-            "first call only, run loss_fn once before the capture"
-        )
-
-
-def _put_back(values: Sequence[OutsideValue], held: Sequence[tuple[Any, Any]]) -> None:
-    for value, copy in held:
-        if len(value) != len(copy) or any(
-            a is not b for a, b in zip(_items(value), _items(copy), strict=True)
-        ):
-            put_back(value, copy)
-    for each in values:
-        each.put_back()
-
-
-def _items(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
-
-
 class _Names:
-    """The names that a function, and what it calls, has for values from outside.
+    """The names that a function, and what it calls, have for values from outside.
 
     Args:
+        root: the function.
+        owners: by id; gets the names.
         own: the model's modules.
         kinds: their classes.
-        root: the function.
+        enters_modules: whether other modules' attributes are names, too.
     """
 
-    def __init__(self, own: set[nn.Module], kinds: tuple[type, ...], root: Any) -> None:
-        self.found: dict[tuple[int, str], OutsideValue] = {}
-        self._own = own
+    def __init__(
+        self,
+        root: Any,
+        owners: dict[int, Owner],
+        own: set[nn.Module],
+        kinds: tuple[type, ...],
+        *,
+        enters_modules: bool = True,
+    ) -> None:
+        self.modules: dict[nn.Module, None] = {}
+        self._owners, self._own, self._enters_modules = owners, own, enters_modules
+        self._seen: set[tuple[int, str]] = set()
         self._functions: dict[int, FunctionType] = {}
         self._attributes: dict[str, None] = {}
         self._set: set[str] = set()  # of these, what the code sets
@@ -154,19 +135,14 @@ class _Names:
             return
         self._functions[id(function)] = function
         code = function.__code__
-        for each in _nested(code):
-            if not _BY_NAME.isdisjoint(each.co_names):
-                paths = (name.split(".") for name in each.co_consts if isinstance(name, str))
-                self._attributes |= {name: None for path in paths for name in path if name.isidentifier()}
-            for instruction in dis.get_instructions(each):
-                name = instruction.argval
-                if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
-                    if name in function.__globals__ or not hasattr(builtins, name):
-                        self._name(name, function.__globals__, name)
-                elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and name[:2] != "__":
-                    self._attributes[name] = None
-                    if instruction.opname == "STORE_ATTR":
-                        self._set.add(name)
+        for opcode, name in _reads(code):
+            if opcode in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+                if name in function.__globals__ or not hasattr(builtins, name):
+                    self._name(name, function.__globals__, name)
+            else:
+                self._attributes[name] = None
+                if opcode == "STORE_ATTR":
+                    self._set.add(name)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._name(name, cell, name)
         defaults = function.__defaults__ or ()
@@ -176,9 +152,11 @@ class _Names:
             self._name(name, values, name)
 
     def _name(self, path: str, owner: Any, name: str) -> None:
-        if (id(owner), name) not in self.found:
-            value = self.found[id(owner), name] = OutsideValue.of(path, owner, name)
-            self._value(path, value.value)
+        if (id(owner), name) in self._seen:
+            return
+        self._seen.add((id(owner), name))
+        held = self._owners.setdefault(id(owner), Owner(owner))
+        self._value(path, (held.slots.get(name) or held.add(name, path)).value)
 
     def _value(self, path: str, value: Any) -> None:
         if isinstance(value, FunctionType):
@@ -197,8 +175,8 @@ class _Names:
                 self._value(path, each)
         elif isinstance(value, nn.Module):
             self._module(path, value)
-        elif isinstance(value, (dict, list, tuple)):
-            if id(value) not in self._containers:
+        elif isinstance(value, CONTAINERS):
+            if id(value) not in self._containers and len(value) <= MAX_ITEMS:
                 self._containers[id(value)] = value
                 for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                     self._value(f"{path}[{key!r}]", item)
@@ -212,6 +190,9 @@ class _Names:
     def _module(self, path: str, module: nn.Module) -> None:
         """Reads a module that is no part of the model, such as a loss."""
         if module in self._own or id(module) in self._objects:
+            return
+        self.modules[module] = None
+        if not self._enters_modules:
             return
         self._objects[id(module)] = path, module
         self._method(type(module).forward)
@@ -248,11 +229,21 @@ class _Names:
             self._function(value)
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    yield code
+@functools.lru_cache(maxsize=10_000)
+def _reads(code: CodeType) -> tuple[tuple[str, str], ...]:
+    """Returns the globals and attributes that code, and the functions in it, reads or sets: opcode and name."""
+    found: dict[tuple[str, str], None] = {}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            found |= dict.fromkeys(_reads(constant))
+        elif isinstance(constant, str) and not _BY_NAME.isdisjoint(code.co_names):
+            found |= {("LOAD_ATTR", name): None for name in constant.split(".") if name.isidentifier()}
+    for instruction in dis.get_instructions(code):
+        opcode, name = instruction.opname, instruction.argval
+        is_attribute = opcode in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and name[:2] != "__"
+        if is_attribute or opcode in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+            found[opcode, name] = None
+    return tuple(found)
 
 
 def _has_names(value: Any) -> bool:
@@ -261,4 +252,6 @@ def _has_names(value: Any) -> bool:
         return is_users_module(value)
     if isinstance(value, type):
         return is_users(value)
-    return (hasattr(value, "__dict__") or hasattr(type(value), "__slots__")) and not is_torchs(type(value))
+    if isinstance(value, torch.Tensor) or torch_state(value) is not None:
+        return False
+    return hasattr(value, "__dict__") or hasattr(type(value), "__slots__")

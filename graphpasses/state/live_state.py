@@ -6,12 +6,13 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["live_state_restored", "put_back"]
+from graphpasses.state.slots import put_back
+
+__all__ = ["live_state_restored"]
 
 
 @contextmanager
@@ -19,9 +20,6 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
     """Restores parameters, buffers, attributes and gradients of a model, and the state of random number generators.
 
     Tensors are put back, not what was written into them; of attributes that are lists, dicts and sets the items, too.
-
-    Args:
-        model: the model.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -53,17 +51,6 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
             put_back(value, copy)
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def put_back(value: Any, copy: Any) -> None:
-    """Gives a list, dict or set the items of its copy.
-
-    Args:
-        value: the container.
-        copy: what it held.
-    """
-    value.clear()
-    value.extend(copy) if isinstance(value, list) else value.update(copy)
 
 
 @contextmanager

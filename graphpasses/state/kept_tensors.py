@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,13 +16,13 @@ from graphpasses._torch.fake_mode import active_fake_mode, fake_mode_of, fake_te
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses.collector import paused_collector
 from graphpasses.errors import CaptureError
+from graphpasses.state.names import CachedFunction
 
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
-__all__ = ["CachedFunction", "caches_emptied_on_error", "new_objects_together", "refuse_kept_tensors"]
+__all__ = ["caches_emptied_on_error", "new_objects_together", "refuse_kept_tensors"]
 
-CachedFunction = type(functools.lru_cache(lambda: None))
 _MAX_DEPTH = 6
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpasses.capture.held_modules import held_modules
+from graphpasses.state.names import find_modules
 
 MODEL, OTHER = nn.Linear(1, 1), nn.ReLU()
 HELD = {"models": [MODEL]}
@@ -70,5 +70,5 @@ def too_many() -> Callable[..., Any]:
         (torch.sin, []),
     ],
 )
-def test_held_modules(root: Any, expected: list[nn.Module]) -> None:
-    assert sorted(map(repr, held_modules(root))) == sorted(map(repr, expected))
+def test_find_modules(root: Any, expected: list[nn.Module]) -> None:
+    assert sorted(map(repr, find_modules(root))) == sorted(map(repr, expected))

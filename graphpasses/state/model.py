@@ -1,30 +1,36 @@
-"""What a captured step takes for granted of its model, and whether the model still is so."""
+"""The structure of a model that a step has built in: its modules, which tensors there are, ties, what is trained."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphpasses._torch.module_hooks import hook_ids
 from graphpasses._torch.optimizer_in_backward import find_gradient_hooks
+from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
-from graphpasses.graph.module_facts import AttributesRead, ModuleFacts, SharedValue
 from graphpasses.identity import walk_modules
+from graphpasses.state.keys import key_of
+from graphpasses.state.slots import AGAIN, Difference
 
-__all__ = ["ModelFacts", "check_gradient_hooks"]
+__all__ = ["ModelStructure", "check_gradient_hooks"]
+
+_FACTS = ("__class__", "training", "forward", "hooks")
 
 
-@dataclass(frozen=True)
-class ModelFacts:
-    """Facts about a model that a graph has built in: its modules, which parameters are trained, ties.
+@dataclass(frozen=True, eq=False)
+class ModelStructure:
+    """What a graph has built in of the modules and tensors of a model.
 
     Args:
-        paths: the first FQN of each module, in the order of ``model.modules()``.
-        modules: the facts of each.
-        shared: the lists, dicts and objects that modules' attributes hold.
+        modules: in the order of ``model.modules()``.
+        paths: the first FQN of each.
+        facts: of each its class, its mode, the ``forward`` that was set on it, and the numbers of its hooks.
+        names: of each the names of its own parameters, also of those that are None, and of its buffers.
         slots: by FQN, any of them, the position of a parameter or buffer among those of all modules.
         first: for each position, the first at which the same tensor is; -1 where there is None.
         trainable: for each position that is a parameter's first, whether it is trainable.
@@ -32,46 +38,43 @@ class ModelFacts:
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-        >>> facts = ModelFacts.of(model)
-        >>> [tensor is not None for tensor in facts.check(model)]
+        >>> structure = ModelStructure.of(model)
+        >>> [tensor is not None for tensor in structure.check(model)]
         [True, True]
         >>> _ = model[1].eval()
-        >>> facts.check(model)
+        >>> structure.check(model)
         Traceback (most recent call last):
-        graphpasses.errors.CaptureError: module '1' was in training mode when the step was ...
+        graphpasses.errors.CaptureError: '1.training' was True when the step was captured, and is False now; ...
     """
 
+    modules: list[nn.Module]
     paths: tuple[str, ...]
-    modules: tuple[ModuleFacts, ...]
-    shared: tuple[SharedValue, ...]
+    facts: list[tuple[Any, ...]]
+    names: list[tuple[tuple[str, ...], tuple[str, ...]]]
     slots: Mapping[str, int]
     first: list[int]
     trainable: Mapping[int, bool]
     kinds: tuple[list[Any], ...]
 
     @classmethod
-    def of(cls, model: nn.Module, read: Mapping[nn.Module, AttributesRead] | None = None) -> ModelFacts:
-        """Reads a model.
-
-        Args:
-            model: the model.
-            read: which attributes of its modules the step has built in.
-        """
-        modules, read = _modules(model), read or {}
-        facts = tuple(ModuleFacts.of(module, read.get(module, AttributesRead())) for module in modules)
-        tensors: list[torch.Tensor | None] = []
+    def of(cls, model: nn.Module) -> ModelStructure:
+        """Reads a model."""
+        modules = _modules(model)
+        names = [(tuple(module._parameters), tuple(module._buffers)) for module in modules]
         starts: dict[nn.Module, int] = {}
         parameters: list[int] = []
-        for module, of_module in zip(modules, facts, strict=True):
-            starts[module] = len(tensors)
-            parameters += range(len(tensors), len(tensors) + len(of_module.parameters))
-            tensors += of_module.tensors(module)
+        size = 0
+        for module, (of_parameters, of_buffers) in zip(modules, names, strict=True):
+            starts[module] = size
+            parameters += range(size, size + len(of_parameters))
+            size += len(of_parameters) + len(of_buffers)
         paths: dict[nn.Module, str] = {}
         slots: dict[str, int] = {}
         for path, module in walk_modules(model):
             paths.setdefault(module, path)
-            names = (*module._parameters, *module._buffers)
-            slots |= {f"{path}.{name}".lstrip("."): slot for slot, name in enumerate(names, starts[module])}
+            own = (*module._parameters, *module._buffers)
+            slots |= {f"{path}.{name}".lstrip("."): slot for slot, name in enumerate(own, starts[module])}
+        tensors = _tensors(modules, names)
         first = _first(tensors)
         trainable = {
             slot: parameter.requires_grad
@@ -79,85 +82,59 @@ class ModelFacts:
             if (parameter := tensors[slot]) is not None and first[slot] == slot
         }
         return cls(
+            modules,
             tuple(paths[module] for module in modules),
-            facts,
-            tuple({id(value.value): value for each in facts for value in each.shared_values()}.values()),
+            _facts(modules),
+            names,
             slots,
             first,
             trainable,
             _kinds(tensors),
         )
 
-    def for_model(self, model: nn.Module) -> ModelFacts:
-        """Returns the same facts of another model, which must be built as this one was.
-
-        Args:
-            model: the other model.
+    def for_model(self, model: nn.Module) -> ModelStructure:
+        """Returns the structure of another model, which must be built as this one was.
 
         Raises:
             CaptureError: it names what differs.
         """
         modules = self._modules(model)
-        self._refuse_modules(modules, range(len(modules)), is_same_model=False)
-        self._check_tensors(
-            [t for facts, module in zip(self.modules, modules, strict=True) for t in facts.tensors(module)]
-        )
-        return ModelFacts.of(model, {m: facts.read for m, facts in zip(modules, self.modules, strict=True)})
+        facts = _facts(modules)
+        for path, before, now in zip(self.paths, self.facts, facts, strict=True):
+            _refuse(path, before, now, _alike)
+        self._check_tensors(_tensors(modules, self.names))
+        return replace(self, modules=modules, facts=facts)
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Raises if the model is not what it was: the graph would go on as if it were.
-
-        Args:
-            model: the model.
 
         Returns:
             Its parameters and buffers, by slot.
 
         Raises:
-            CaptureError: it names what changed: a module's class, mode, hooks or ``forward``, an attribute that the
-                step read, ``requires_grad``, a tie, or a hook on a parameter's gradient.
+            CaptureError: it names what changed.
         """
         modules = self._modules(model)
-        tensors: list[torch.Tensor | None] = []
-        suspects: Sequence[int] = []
-        for index, (module, facts) in enumerate(zip(modules, self.modules, strict=True)):
-            if not facts.holds(module):
-                suspects = [*suspects, index]
-            tensors += facts.tensors(module)
-        if not all(value.holds() for value in self.shared):
-            suspects = range(len(modules))
-        self._refuse_modules(modules, suspects)
+        if (facts := _facts(modules)) != self.facts:
+            for each in zip(self.paths, self.facts, facts, strict=True):
+                _refuse(*each)
+        tensors = _tensors(modules, self.names)
         self._check_tensors(tensors)
         return tensors
 
     def named(self, tensors: Sequence[torch.Tensor | None], fqns: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Returns tensors by their FQNs.
-
-        Args:
-            tensors: the model's, as :meth:`check` returned them.
-            fqns: of parameters or buffers.
-        """
+        """Returns tensors, as :meth:`check` returned them, by the FQNs of parameters and buffers."""
         found = ((fqn, tensors[self.slots[fqn]]) for fqn in fqns)
         return {fqn: tensor for fqn, tensor in found if tensor is not None}
 
     def _modules(self, model: nn.Module) -> list[nn.Module]:
         modules = _modules(model)
-        if len(modules) != len(self.modules):
+        if len(modules) != len(self.paths):
             raise CaptureError(
-                f"the model had {len(self.modules)} modules when the step was captured, and has {len(modules)} now; "
-                f"{_AGAIN}"
+                f"the model had {len(self.paths)} modules when the step was captured, and has {len(modules)} now; "
+                f"{AGAIN}"
             )
         return modules
-
-    def _refuse_modules(
-        self, modules: Sequence[nn.Module], suspects: Iterable[int], *, is_same_model: bool = True
-    ) -> None:
-        for index in suspects:
-            found = self.modules[index].difference(
-                modules[index], self.paths[index], is_same_model=is_same_model
-            )
-            if found:
-                raise CaptureError(f"{found}; {_AGAIN}")
 
     def _check_tensors(self, tensors: Sequence[torch.Tensor | None]) -> None:
         if (first := _first(tensors)) != self.first:
@@ -165,11 +142,9 @@ class ModelFacts:
         if (kinds := _kinds(tensors)) != self.kinds:
             before, now = ([*zip(*each, strict=True)] for each in (self.kinds, kinds))
             slot = next(slot for slot, kind in enumerate(now) if kind != before[slot])
-            was, is_now = (
-                f"{dtype}{[*shape]} on {device}" for dtype, device, shape in (before[slot], now[slot])
-            )
+            texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape in (before[slot], now[slot])]
             raise CaptureError(
-                f"{self._name(slot)!r} was {was} when the step was captured, and is {is_now} now; {_AGAIN}"
+                f"{self._name(slot)!r} was {texts[0]} when the step was captured, and is {texts[1]} now; {AGAIN}"
             )
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
         if [parameter.requires_grad for parameter in trained] != [*self.trainable.values()]:
@@ -177,7 +152,7 @@ class ModelFacts:
                 if parameter.requires_grad != was_trainable:
                     raise CaptureError(
                         f"parameter {self._name(slot)!r} had requires_grad={was_trainable} when the step was "
-                        f"captured, and has {parameter.requires_grad} now; {_AGAIN}"
+                        f"captured, and has {parameter.requires_grad} now; {AGAIN}"
                     )
         if (index := find_gradient_hooks(trained)) is not None:
             check_gradient_hooks(self._name([*self.trainable][index]), trained[index])
@@ -188,7 +163,7 @@ class ModelFacts:
                 continue
             name = self._name(slot)
             if was == -1:
-                raise CaptureError(f"{name!r} was None when the step was captured, and is not now; {_AGAIN}")
+                raise CaptureError(f"{name!r} was None when the step was captured, and is not now; {AGAIN}")
             if now == -1:
                 raise CaptureError(
                     f"the model has no parameter or buffer {name!r} any more; the captured step reads it. "
@@ -197,27 +172,20 @@ class ModelFacts:
             if was != slot:
                 raise CaptureError(
                     f"{self._name(was)!r} and {name!r} were one tensor when the step was captured, and are not now; "
-                    f"{_AGAIN}"
+                    f"{AGAIN}"
                 )
             kind = "parameters" if slot in self.trainable else "buffers"
             raise CaptureError(
                 f"{self._name(now)!r} and {name!r} were two {kind} when the step was captured, and are one now; "
-                f"{_AGAIN}"
+                f"{AGAIN}"
             )
 
     def _name(self, slot: int) -> str:
         return next(fqn for fqn, other in self.slots.items() if other == slot)
 
 
-_AGAIN = "capture the step again, or undo the change"
-
-
 def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
     """Raises if a hook waits for a parameter's gradient, which a captured step would not call.
-
-    Args:
-        fqn: of the parameter.
-        parameter: the parameter.
 
     Raises:
         CaptureError: there is one.
@@ -227,6 +195,40 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
             f"a hook on parameter {fqn!r} waits for its gradient (register_hook, register_post_accumulate_grad_hook, "
             "an optimizer in backward); a captured step calls none. Remove it, and do after the step what it does"
         )
+
+
+def _facts(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
+    return [(type(m), m.training, vars(m).get("forward"), hook_ids(m)) for m in modules]
+
+
+def _alike(kind: type, training: bool, forward: Any, hooks: tuple[int, ...]) -> tuple[Any, ...]:
+    """Returns what modules of two models that were built alike share of their facts."""
+    return _made_of(kind) or kind, training, forward is not None, len(hooks)
+
+
+def _refuse(
+    path: str,
+    before: tuple[Any, ...],
+    now: tuple[Any, ...],
+    counting: Callable[..., tuple[Any, ...]] = lambda *facts: facts,
+) -> None:
+    """Raises if facts of a module differ in what counts of them."""
+    for name, was, is_now, *counts in zip(
+        _FACTS, before, now, counting(*before), counting(*now), strict=True
+    ):
+        if counts[0] != counts[1]:
+            difference = Difference(f"{path}.{name}".lstrip("."), key_of(was), key_of(is_now), False)
+            raise CaptureError(f"{difference.text(' when the step was captured')}; {AGAIN}")
+
+
+def _made_of(kind: type) -> tuple[Any, ...]:
+    """Returns the parts of a class that SimpleFSDP or ``torch.nn.utils.parametrize`` makes for each model, or ()."""
+    base = kind.__bases__[0]
+    if (
+        kind.__name__ == f"Parametrized{base.__name__}"
+    ):  # its parametrizations are modules, and compared as such
+        return base, *sorted(name for name, value in vars(kind).items() if isinstance(value, property))
+    return wrapped_class(kind)
 
 
 def _modules(model: nn.Module) -> list[nn.Module]:
@@ -242,6 +244,26 @@ def _modules(model: nn.Module) -> list[nn.Module]:
     return [*found]
 
 
+def _tensors(
+    modules: Iterable[nn.Module], names: Iterable[tuple[tuple[str, ...], ...]]
+) -> list[torch.Tensor | None]:
+    """Returns the modules' own parameters and then buffers, by the names that they had."""
+    tensors: list[torch.Tensor | None] = []
+    for module, (parameters, buffers) in zip(modules, names, strict=True):
+        state = vars(module)
+        if parameters:
+            tensors += map(state["_parameters"].get, parameters)
+        if buffers:
+            tensors += map(state["_buffers"].get, buffers)
+    return tensors
+
+
+def _first(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """Returns for each tensor the first position at which it is; for None -1."""
+    seen = {id(None): -1}
+    return [seen.setdefault(id(tensor), slot) for slot, tensor in enumerate(tensors)]
+
+
 _NONE = torch.empty(0)
 
 
@@ -249,9 +271,3 @@ def _kinds(tensors: Sequence[torch.Tensor | None]) -> tuple[list[Any], ...]:
     """Returns dtypes, devices and shapes; as three lists, since each call of a step compares them."""
     there = [_NONE if tensor is None else tensor for tensor in tensors]
     return [t.dtype for t in there], [t.device for t in there], [t.shape for t in there]
-
-
-def _first(tensors: Sequence[torch.Tensor | None]) -> list[int]:
-    """Returns for each tensor the first position at which it is; for None -1."""
-    seen = {id(None): -1}
-    return [seen.setdefault(id(tensor), slot) for slot, tensor in enumerate(tensors)]

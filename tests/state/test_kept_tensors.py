@@ -137,7 +137,8 @@ def test_what_a_cached_function_reads_by_name() -> None:
     step = capture_train_step(loss_fn, model, X)
     globals()["DIAGONAL"] = 1
     with pytest.raises(
-        CaptureError, match=r"^'DIAGONAL' was 0, and is 1 now; the step was captured with what it was"
+        CaptureError,
+        match=r"^'DIAGONAL' was 0 when the step was captured, and is 1 now; give it in the batch",
     ):
         step(X)
 

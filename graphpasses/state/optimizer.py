@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from graphpasses._torch.optimizers import runs_hooks
 from graphpasses.errors import CaptureError
+from graphpasses.state.slots import AGAIN
 
 __all__ = ["CAPTURED_OPTIMIZERS", "OptimizerFacts", "check_optimizer"]
 
@@ -26,7 +27,6 @@ CAPTURED_OPTIMIZERS: tuple[type[Optimizer], ...] = (
 _CAPTURED_OF_TORCHREC = "torchrec", "RowWiseAdagrad"
 
 _Facts: TypeAlias = tuple[object, ...]
-_AGAIN = "capture the step again, or undo the change"
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +39,8 @@ class OptimizerFacts:
         optimizer: the live optimizer.
         groups: by group, the names of its parameters: FQNs, or e.g. ``"parameter 0 of group 1"`` of one that the
             model does not have.
-        hyperparameters: by group, what its update was captured with.
-        state: by FQN of each parameter that is updated, and by name, what its state is: a tensor's facts, or a value.
+        hyperparameters: by group.
+        state: by FQN of each parameter that is updated, and by name: a tensor's facts, or a value.
     """
 
     optimizer: Optimizer
@@ -55,13 +55,7 @@ class OptimizerFacts:
         names: Mapping[torch.Tensor, str],
         state: Mapping[str, Mapping[str, object]],
     ) -> OptimizerFacts:
-        """Reads an optimizer.
-
-        Args:
-            optimizer: the optimizer.
-            names: the FQN of each parameter of the model.
-            state: by FQN and name the values of the state, of each parameter that is updated.
-        """
+        """Reads an optimizer; ``names`` are the FQNs of the model's parameters, ``state`` is by FQN and name."""
         return cls(
             optimizer,
             tuple(tuple(_names(group, index, names)) for index, group in enumerate(optimizer.param_groups)),
@@ -71,9 +65,6 @@ class OptimizerFacts:
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Raises if the optimizer is not what it was: its update would go on as if it were.
-
-        Args:
-            parameters: the model's, by FQN.
 
         Returns:
             Whether all state is there; the optimizer makes it in its first step.
@@ -107,30 +98,27 @@ class OptimizerFacts:
         if len(groups) != len(self.groups):
             raise CaptureError(
                 f"the optimizer had {len(self.groups)} parameter groups when the step was captured, and has "
-                f"{len(groups)} now; {_AGAIN}"
+                f"{len(groups)} now; {AGAIN}"
             )
         for index, (group, known, before) in enumerate(
             zip(groups, self.groups, self.hyperparameters, strict=True)
         ):
             if tuple(_names(group, index, names)) != known:
                 raise CaptureError(
-                    f"group {index} of the optimizer held other parameters when the step was captured; {_AGAIN}"
+                    f"group {index} of the optimizer held other parameters when the step was captured; {AGAIN}"
                 )
             now = _hyperparameters(self.optimizer, group)
             for name in {**before, **now}:
                 if before.get(name) != now.get(name):
                     raise CaptureError(
                         f"{name!r} of the optimizer's group {index} was {before.get(name)} when the step was "
-                        f"captured, and is {now.get(name)} now; only learning rates may change. {_AGAIN[0].upper()}"
-                        f"{_AGAIN[1:]}"
+                        f"captured, and is {now.get(name)} now; only learning rates may change. {AGAIN[0].upper()}"
+                        f"{AGAIN[1:]}"
                     )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
     """Raises if the update of an optimizer is not, or cannot be, captured.
-
-    Args:
-        optimizer: the optimizer.
 
     Raises:
         CaptureError: it is of another class than those that are captured, has hooks, or has options that let it

@@ -1,0 +1,143 @@
+"""Whether a captured step still computes what eager computes, on any batch and at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from graphpasses._torch.fsdp2 import fsdp_groups, reshard
+from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
+from graphpasses.capture.oracle import has_equal_bits
+from graphpasses.errors import CaptureError, FidelityError
+from graphpasses.graph import CapturedStep
+from graphpasses.graph.votes import Votes
+from graphpasses.identity import same_bits
+from graphpasses.state.live_state import live_state_restored
+
+__all__ = ["check_on_batch"]
+
+_Tensors = dict[str, torch.Tensor]
+
+
+def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequence[Any]) -> None:
+    """Runs eager and then the step on one batch, compares all that they leave behind, and puts everything back.
+
+    Args:
+        loss_fn: what was captured.
+        step: the captured step, rewritten or not.
+        batch: as the step takes it.
+
+    Raises:
+        CaptureError: there is no eager step with the same bits to compare with.
+        FidelityError: loss, gradients, parameters, buffers, optimizer state or the batch have other bits.
+    """
+    parameters = [*step.model.parameters()]
+    is_simple_fsdp = not fsdp_groups(step.model) and any(isinstance(each, DTensor) for each in parameters)
+    if is_simple_fsdp or not has_equal_bits(step.model):
+        raise CaptureError(
+            "step.check compares bits, and eager's may differ from the step's without a fault: SimpleFSDP's own "
+            "reductions before the passes, operators on a GPU without torch.use_deterministic_algorithms(True), or a "
+            "fake process group. Check a model that fully_shard has sharded, or an unsharded one"
+        )
+    votes = Votes.of_graph(step.graph, parameters[0].device)
+    agreed = partial(
+        votes.raised_together,
+        FidelityError("on another rank, the step differs from eager; its message says where"),
+    )
+    with agreed():
+        theirs = _results(step, batch, lambda: _eager(loss_fn, step, batch))
+    with agreed():
+        ours = _results(step, batch, lambda: step.run(*batch))
+    with agreed():
+        for name in {**theirs, **ours}:
+            one, other = theirs.get(name), ours.get(name)
+            if one is None or other is None or not same_bits(one, other):
+                raise FidelityError(
+                    f"the captured step computes another {name} than eager on this batch: {_text(other)}, eager "
+                    f"{_text(one)}. Something changed since the capture that a step cannot see (see the limits in "
+                    "the documentation); capture the step again"
+                )
+
+
+def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequence[Any]) -> torch.Tensor:
+    with torch.enable_grad():
+        loss = loss_fn(step.model, *step.batch_structure.fresh(batch))
+        loss.backward()  # type: ignore[no-untyped-call]
+    if step.update is not None:
+        step.update.run_eagerly()
+    return loss.detach()
+
+
+def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.Tensor]) -> _Tensors:
+    """Returns copies of all that a run leaves behind, which is put back."""
+    model, update = step.model, step.update
+    with _put_back(step, batch), live_state_restored(model), fsdp2_state_restored(model):
+        with torch.autograd.set_multithreading_enabled(False):
+            for parameter in model.parameters():
+                parameter.grad = None
+            results = {"loss": run()}
+        reshard(fsdp_groups(model))
+        for fqn, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                results[f"gradient of {fqn!r}"] = parameter.grad
+        results |= _tensors(step, batch)
+        if update is not None:
+            for fqn, parameter in model.named_parameters():
+                for name, value in update.optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        results[f"optimizer state {name!r} of {fqn!r}"] = value
+        return {name: _local(value).clone() for name, value in results.items()}
+
+
+@contextmanager
+def _put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
+    """Puts back what is written in place: tensors, an optimizer's state, and the states of generators."""
+    optimizer = None if step.update is None else step.update.optimizer
+    state = {} if optimizer is None else {each: dict(values) for each, values in optimizer.state.items()}
+    tensors = [*_tensors(step, batch).values(), *(each.grad for each in step.model.parameters())]
+    tensors += [value for values in state.values() for value in values.values()]
+    before = [(local, local.clone()) for local in map(_local, tensors) if isinstance(local, torch.Tensor)]
+    generators = [(each, each.get_state()) for each in _constants(step) if isinstance(each, torch.Generator)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in before:
+                if not same_bits(tensor, value):
+                    tensor.copy_(value)
+        for generator, drawn in generators:
+            generator.set_state(drawn)
+        if optimizer is not None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+
+
+def _tensors(step: CapturedStep, batch: Sequence[Any]) -> _Tensors:
+    """Returns what a step reads and may write, by what it is called."""
+    model = step.model
+    tensors: dict[str, Any] = {f"parameter {fqn!r}": each for fqn, each in model.named_parameters()}
+    tensors |= {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}
+    tensors |= dict(zip(step.batch_structure.paths, step.batch_structure.leaves(batch), strict=True))
+    constants = [each for each in _constants(step) if isinstance(each, torch.Tensor)]
+    tensors |= {f"tensor {index} from outside": each for index, each in enumerate(constants)}
+    return {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
+
+
+def _constants(step: CapturedStep) -> list[Any]:
+    nodes = step.graph.find_nodes(op="get_attr")
+    return [*{id(value): value for value in (getattr(step.module, str(n.target)) for n in nodes)}.values()]
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _text(value: torch.Tensor | None) -> str:
+    if value is None:
+        return "none"
+    return str(value.item()) if value.dim() == 0 else f"a tensor {[*value.shape]} {value.dtype}"

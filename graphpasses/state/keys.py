@@ -1,0 +1,203 @@
+"""What tells one Python value from another: what it is, not ``==``."""
+
+from __future__ import annotations
+
+import enum
+import io
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from graphpasses.identity import same_bits
+
+__all__ = [
+    "ABSENT",
+    "CONTAINERS",
+    "MISSING",
+    "Key",
+    "are_alike",
+    "is_iterator",
+    "key_of",
+    "narrowed",
+    "torch_state",
+]
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), enum.Enum, slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+)  # fmt: skip
+CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+# Of containers in containers, all together: data sets are longer, and told by identity and length.
+MAX_ITEMS = 1000
+MISSING: Any = object()
+
+
+class Key(NamedTuple):
+    """The key of a value.
+
+    Args:
+        kind: its class; ``object`` for what is told by identity.
+        items: the text of a plain value; the keys of a container's items, of a dict in pairs; or the ids of an object
+            and of the tensors that it holds.
+        name: how a message calls an object.
+    """
+
+    kind: type
+    items: Any
+    name: str = ""
+
+    def __str__(self) -> str:
+        if self.name:
+            return self.name
+        if isinstance(self.items, str):
+            return self.items
+        if not self.is_plain:
+            return f"a {self.kind.__name__} of {len(self.items)}"
+        if issubclass(self.kind, dict):
+            return f"{{{', '.join(f'{key}: {item}' for key, item in self.items)}}}"
+        texts = [*map(str, self.items)]
+        if issubclass(self.kind, (set, frozenset)):
+            return f"{{{', '.join(sorted(texts))}}}"
+        return f"({', '.join(texts)})" if issubclass(self.kind, tuple) else f"[{', '.join(texts)}]"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing in the value is told by identity."""
+        if self.kind is object:
+            return False
+        if isinstance(self.items, str):
+            return True
+        keys = (key for pair in self.items for key in pair) if issubclass(self.kind, dict) else self.items
+        return all(key.is_plain for key in keys)
+
+
+ABSENT = Key(type(None), "absent")
+
+
+def key_of(value: Any) -> Key:
+    """Returns the key of a value.
+
+    Plain values are told by class and text: ``1``, ``1.0`` and ``True`` differ, and so do ``0.0`` and ``-0.0``;
+    ``nan`` is one value. Containers are told by their items, arrays by their bytes, all else by identity; of
+    torch's own objects, as a ``GradScaler``, the tensors that they hold count, too.
+
+    Args:
+        value: any object, or :data:`MISSING`.
+
+    Example:
+        >>> key_of([1, 2.0]) == key_of([1, 2]), key_of([1, {"a": None}]) == key_of([1, {"a": None}])
+        (False, True)
+    """
+    return ABSENT if value is MISSING else _key(value, [MAX_ITEMS], ())
+
+
+def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
+    if isinstance(value, _PLAIN):
+        return Key(type(value), str(value) if isinstance(value, torch.device) else repr(value))
+    if _is_array(value):
+        if value.dtype.hasobject:
+            return Key(object, (id(value),), "an array of objects")
+        contents = sha256(value.tobytes()).hexdigest()[:16]
+        return Key(type(value), f"an array {value.dtype}{[*value.shape]} {contents}")
+    if isinstance(value, CONTAINERS) and id(value) not in inside:
+        left[0] -= len(value)
+        if left[0] >= 0:
+            inside = (*inside, id(value))
+            if isinstance(value, dict):
+                return Key(
+                    type(value),
+                    tuple((_key(k, left, inside), _key(v, left, inside)) for k, v in value.items()),
+                )
+            keys = (_key(item, left, inside) for item in value)
+            return Key(type(value), frozenset(keys) if isinstance(value, (set, frozenset)) else tuple(keys))
+        return Key(object, (id(value), len(value)), f"a {type(value).__name__} of {len(value)}")
+    held = (id(each) for each in (torch_state(value) or {}).values() if isinstance(each, torch.Tensor))
+    return Key(object, (id(value), *held), _name(value))
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    name = getattr(value, "__qualname__", None) if isinstance(value, type) or callable(value) else None
+    return name if isinstance(name, str) else f"a {type(value).__name__}"
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array or a number of NumPy's, which need not be there."""
+    return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def changes_in_place(value: Any) -> bool:
+    """Whether a value may become another and stay the same object."""
+    return isinstance(value, CONTAINERS) or _is_array(value) or torch_state(value) is not None
+
+
+def torch_state(value: Any) -> dict[str, Any] | None:
+    """Returns the attributes of an object of torch's own, as of a ``GradScaler``; None of others."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != "torch" or isinstance(value, (torch.Tensor, nn.Module, type)):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def narrowed(path: str, before: Key, now: Key, *, new_objects: bool) -> tuple[str, Key, Key] | None:
+    """Returns the first part by which two values differ, and its path; None if they do not.
+
+    Args:
+        path: of the value.
+        before: its key.
+        now: its key now.
+        new_objects: whether new items of a dict count that are not plain; a cache of tensors gets such.
+    """
+    if before == now:
+        return None
+    if before.kind is now.kind and issubclass(before.kind, dict):
+        old, new = dict(before.items), dict(now.items)
+        if not new_objects:
+            new = {key: item for key, item in new.items() if key in old or item.is_plain}
+        for key in {**old, **new}:
+            part = narrowed(
+                f"{path}[{key}]", old.get(key, ABSENT), new.get(key, ABSENT), new_objects=new_objects
+            )
+            if part is not None:
+                return part
+        return None if [*old] == [*new] else (path, before, now)
+    is_sequence = before.kind is now.kind is not object and isinstance(before.items, tuple)
+    if is_sequence and len(before.items) == len(now.items):
+        pairs = enumerate(zip(before.items, now.items, strict=True))
+        parts = (narrowed(f"{path}[{index}]", *pair, new_objects=new_objects) for index, pair in pairs)
+        return next((part for part in parts if part is not None), None)
+    return path, before, now
+
+
+def are_alike(value: Any, other: Any) -> bool:
+    """Whether two models that were built alike may hold these values: tensors of the same bits, functions of the
+    same code, objects of one class, and containers of such.
+    """
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return same_bits(value, other)
+    if isinstance(value, partial) and isinstance(other, partial):
+        parts = zip(
+            (value.func, value.args, value.keywords), (other.func, other.args, other.keywords), strict=True
+        )
+        return all(are_alike(*each) for each in parts)
+    if isinstance(value, dict) and isinstance(other, dict):
+        return are_alike([*value], [*other]) and are_alike([*value.values()], [*other.values()])
+    if isinstance(value, Sequence) and not isinstance(value, _PLAIN) and type(value) is type(other):
+        return len(value) == len(other) and all(map(are_alike, value, other))
+    if callable(value) and not isinstance(value, nn.Module):
+        return getattr(value, "__code__", value) is getattr(other, "__code__", other) or (
+            not hasattr(value, "__code__") and type(value) is type(other) and not isinstance(value, type)
+        )
+    key, other_key = key_of(value), key_of(other)
+    return key == other_key or (key.kind is other_key.kind is object and type(value) is type(other))
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether what reads a value advances it, so that each step sees another."""
+    return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, nn.Module))

@@ -1,0 +1,101 @@
+"""Settings of torch and of FSDP2's groups that decide which operators a step has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.backends import cuda, cudnn, mkldnn
+
+from graphpasses._torch.fsdp2 import find_outdated, find_pending, fsdp_groups
+from graphpasses._torch.fsdp2_settings import SETTINGS, group_name, group_setting
+from graphpasses._torch.module_hooks import global_hook_ids
+from graphpasses.errors import CaptureError
+from graphpasses.state.slots import Asked, Owner
+
+__all__ = ["check_pending", "check_unsharded", "settings_of"]
+
+_ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+
+
+def settings_of(model: nn.Module) -> tuple[Owner, ...]:
+    """Returns the settings that the graph of a model's step has built in, by how a user reads or sets them.
+
+    Kernels ask for others when they run (``torch.set_float32_matmul_precision``, ``cudnn.benchmark``), a graph's
+    too.
+
+    Args:
+        model: the model, for whose device autocast is asked.
+
+    Example:
+        >>> next(iter(settings_of(nn.Linear(1, 1))[0].slots))
+        'torch.get_default_dtype()'
+    """
+    device = next(model.parameters()).device.type
+    asked: dict[str, Callable[[], Any]] = {
+        "torch.get_default_dtype()": torch.get_default_dtype,
+        "torch.get_default_device()": torch.get_default_device,
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+        f"autocast on {device!r}": partial(_autocast, device),
+        **{f"torch.backends.cuda.{name}()": getattr(cuda, name) for name in _ATTENTION},
+        "torch.backends.cudnn.enabled": lambda: cudnn.enabled,
+        "torch.backends.mkldnn.enabled": lambda: mkldnn.enabled,
+        "the hooks of all modules (register_module_forward_hook and others)": global_hook_ids,
+        **dict(_of_groups(fsdp_groups(model))),
+    }
+    owners = tuple(Owner(Asked(ask)) for ask in asked.values())
+    for name, owner in zip(asked, owners, strict=True):
+        owner.add(name, name)
+    return owners
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if has_autocast else None
+
+
+def _of_groups(groups: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
+    for group in groups:
+        for name in SETTINGS:
+            yield f"{name} of FSDP2 group {group_name(group)!r}", partial(group_setting, group, name)
+
+
+def check_unsharded(groups: Sequence[Any]) -> None:
+    """Raises if a parameter changed since an eager forward unsharded it.
+
+    Args:
+        groups: the model's FSDP2 groups.
+
+    Raises:
+        CaptureError: eager would train on with what the parameter was.
+    """
+    if (fqn := find_outdated(groups)) is not None:
+        raise CaptureError(
+            f"parameter {fqn!r} changed while it was unsharded, as a forward without a backward leaves it (an "
+            "evaluation before optimizer.step()): eager FSDP2 would train on with the old values. Call reshard() on "
+            "its fully_sharded module before it changes"
+        )
+
+
+def check_pending(groups: Sequence[Any]) -> None:
+    """Raises if FSDP2 keeps gradients that its next reduction would add.
+
+    All ranks raise alike: a group whose ranks kept different gradients could not reduce them in eager either.
+
+    Args:
+        groups: the model's FSDP2 groups.
+
+    Raises:
+        CaptureError: eager would add them to the step's gradients; the captured step would not.
+    """
+    if (found := find_pending(groups)) is not None:
+        group, is_reduced = found
+        setting = "set_requires_all_reduce(False)" if is_reduced else "set_requires_gradient_sync(False)"
+        raise CaptureError(
+            f"FSDP2 group {group_name(group)!r} holds gradients of an earlier backward that ran under {setting}, and "
+            "eager would reduce them with this step's; a captured step would leave them out. Run the last microbatch "
+            "eagerly too, or call the captured step for all microbatches: it reduces each, and .grad gets the sum"
+        )

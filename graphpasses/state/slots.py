@@ -1,0 +1,308 @@
+"""Slots: an owner and a name, under which a step found a value when it was captured.
+
+An owner is whatever has values by name: the globals of a module, the cell of a closure, an object, a module of the
+model, or a function that tells a setting. :data:`_KINDS` says how each kind is read and written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from operator import attrgetter
+from types import CellType
+from typing import Any, NamedTuple
+
+from graphpasses.state.keys import (
+    CONTAINERS,
+    MISSING,
+    Key,
+    are_alike,
+    changes_in_place,
+    key_of,
+    narrowed,
+    torch_state,
+)
+
+__all__ = ["AGAIN", "Asked", "Difference", "Owner", "Slot", "put_back", "read", "write"]
+
+
+AGAIN = "capture the step again, or undo the change"
+
+
+class Asked(NamedTuple):
+    """An owner of one value, which is asked for.
+
+    Args:
+        ask: returns it.
+    """
+
+    ask: Callable[[], Any]
+
+
+class Difference(NamedTuple):
+    """How a value differs from what it was.
+
+    Args:
+        path: of the value, as a message has it.
+        before: its key.
+        now: its key now.
+        is_same: whether it is the same object.
+    """
+
+    path: str
+    before: Key
+    now: Key
+    is_same: bool
+
+    def text(self, since: str = "") -> str:
+        """Returns a clause of a message.
+
+        Args:
+            since: follows what the value was, e.g. " when the step was captured".
+        """
+        path = self.path if " " in self.path or "(" in self.path else repr(self.path)  # a setting, or a name
+        if str(self.before) != str(self.now):
+            return f"{path} was {self.before}{since}, and is {self.now} now"
+        return f"{path} {'holds other objects' if self.is_same else 'is another object'} now"
+
+
+def _read_attribute(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name, MISSING)
+    except Exception:  # a property or `__getattr__` that raises has no value that a step could have built in
+        return MISSING
+
+
+def _write_attribute(owner: Any, name: str, value: Any) -> None:
+    if value is not MISSING:
+        setattr(owner, name, value)
+    elif name in getattr(owner, "__dict__", {name: None}):
+        delattr(owner, name)
+
+
+def _read_cell(owner: CellType, name: str) -> Any:
+    try:
+        return owner.cell_contents
+    except ValueError:  # a name that is set later
+        return MISSING
+
+
+def _read_place(owner: Any, name: Any) -> Any:
+    return owner[name] if name < len(owner) else MISSING
+
+
+def _write_item(owner: dict[str, Any], name: str, value: Any) -> None:
+    if value is MISSING:
+        owner.pop(name, None)
+    else:
+        owner[name] = value
+
+
+def _write_cell(owner: CellType, name: str, value: Any) -> None:
+    if value is MISSING:
+        del owner.cell_contents
+    else:
+        owner.cell_contents = value
+
+
+def _write_variable(owner: ContextVar[Any], name: str, value: Any) -> None:
+    if value is not MISSING:  # else there is no way back
+        owner.set(value)
+
+
+# The first row whose class an owner has: how a value is read, and how it is written.
+_Row = tuple[type | tuple[type, ...], Callable[[Any, Any], Any], Callable[[Any, Any, Any], None]]
+_KINDS: tuple[_Row, ...] = (
+    (dict, lambda owner, name: owner.get(name, MISSING), _write_item),
+    (CellType, _read_cell, _write_cell),
+    (ContextVar, lambda owner, name: owner.get(MISSING), _write_variable),
+    (Asked, lambda owner, name: owner.ask(), lambda owner, name, value: None),
+    ((list, tuple, deque), _read_place, lambda owner, name, value: None),  # put back as a whole
+    (object, _read_attribute, _write_attribute),
+)
+
+
+def read(owner: Any, name: Any) -> Any:
+    """Returns what an owner has under a name, or :data:`MISSING`; what raises is missing.
+
+    Example:
+        >>> read({"a": 1}, "a"), read(Asked(torch.get_default_dtype), "the default dtype")
+        (1, torch.float32)
+    """
+    for kind, reads, _ in _KINDS:
+        if isinstance(owner, kind):
+            return reads(owner, name)
+    raise AssertionError
+
+
+def write(owner: Any, name: Any, value: Any) -> None:
+    """Gives an owner a value under a name, or takes the name away where the value is :data:`MISSING`."""
+    next(row[2] for row in _KINDS if isinstance(owner, row[0]))(owner, name, value)
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A name of an owner.
+
+    Args:
+        path: as messages have it.
+        name: the name.
+        value: what it was; kept, so that no other object has its id.
+        key: its key.
+        opened: the value's own slots, where it counts by these, and not by identity.
+        others: keys of values with which the step is the same, as of a flag that forward sets at its first call.
+    """
+
+    path: str
+    name: str
+    value: Any
+    key: Key
+    opened: Owner | None = None
+    others: tuple[Key, ...] = ()
+    _copy: Any = None
+
+    def __post_init__(self) -> None:
+        state = torch_state(self.value)
+        if state is not None or type(self.value) in (list, dict, set, deque):
+            self._copy = (self.value if state is None else state).copy()
+
+    def difference(self, now: Any, *, strict: bool = False, alike: bool = False) -> Difference | None:
+        """Says how a value differs from what it was.
+
+        Args:
+            now: the value.
+            strict: whether new items of a dict that are not plain count.
+            alike: whether it belongs to another model, which was built alike.
+        """
+        is_opened = self.opened is not None and type(now) is type(self.value)
+        is_container = isinstance(self.value, CONTAINERS)
+        if not is_opened or is_container:
+            key = key_of(now)
+            if key != self.key and key not in self.others and not (alike and self._is_like(now)):
+                part = narrowed(self.path, self.key, key, new_objects=strict)
+                if part is not None:
+                    return Difference(*part, now is self.value and part[0] == self.path)
+        if not is_opened or now is self.value:  # which has a turn of its own
+            return None
+        assert self.opened is not None
+        return self.opened.difference(now, strict=strict, alike=alike)
+
+    def _is_like(self, now: Any) -> bool:
+        if self.key.is_plain:  # what it was stands in the key alone
+            return False
+        return are_alike(self.value if self._copy is None else self._copy, now)
+
+    def restore(self, owner: Any) -> None:
+        """Gives the owner what the name was, and that the items that it had."""
+        if read(owner, self.name) is not self.value:
+            write(owner, self.name, self.value)
+        if self._copy is not None:
+            state = torch_state(self.value)
+            put_back(self.value if state is None else state, self._copy)
+
+
+def put_back(value: Any, copy: Any) -> None:
+    """Gives a list, deque, dict or set the items of its copy, if it has others."""
+    items, before = (each.items() if isinstance(each, dict) else each for each in (value, copy))
+    if len(value) != len(copy) or any(
+        a is not b for a, b in zip(_leaves(items), _leaves(before), strict=True)
+    ):
+        value.clear()
+        value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)
+
+
+def _leaves(items: Any) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, tuple) and len(item) == 2:
+            yield from item
+        else:
+            yield item
+
+
+@dataclass(eq=False, slots=True)
+class Owner:
+    """An owner, and those of its names that count.
+
+    Args:
+        value: the owner.
+        path: as messages have it; empty where its names stand for themselves.
+        slots: by name.
+    """
+
+    value: Any
+    path: str = ""
+    slots: dict[str, Slot] = field(default_factory=dict)
+    _getter: Callable[[Any], Any] | None = None
+    _ids: tuple[int, ...] = ()
+    _checked: tuple[Slot, ...] = ()
+    _is_compared: bool = False
+
+    def add(self, name: Any, path: str | None = None, *, value: Any = ...) -> Slot:
+        """Reads a name.
+
+        Args:
+            name: the name.
+            path: of the value; by default the owner's and the name.
+            value: what was read already.
+        """
+        value = read(self.value, name) if value is ... else value
+        slot = Slot(f"{self.path}.{name}".lstrip(".") if path is None else path, name, value, key_of(value))
+        self.slots[name] = slot
+        self._getter = None
+        return slot
+
+    def difference(self, now: Any = ..., *, strict: bool = False, alike: bool = False) -> Difference | None:
+        """Returns the first difference of an owner from what it was; arguments as of :meth:`Slot.difference`."""
+        owner = self.value if now is ... else now
+        slots = self.slots.values() if strict or alike or not self._holds(owner) else self._checked
+        if self._is_compared:  # objects may hold each other
+            return None
+        self._is_compared = True
+        try:
+            found = (slot.difference(read(owner, slot.name), strict=strict, alike=alike) for slot in slots)
+            return next((each for each in found if each is not None), None)
+        finally:
+            self._is_compared = False
+
+    def _holds(self, owner: Any) -> bool:
+        """Whether all names have the objects that they had, which is asked at each call of a step."""
+        if self._getter is None:
+            there = [slot for slot in self.slots.values() if slot.value is not MISSING]
+            self._checked = tuple(
+                slot for slot in self.slots.values() if slot.value is MISSING or changes_in_place(slot.value)
+            )
+            is_object = not isinstance(owner, (dict, CellType, ContextVar, Asked))
+            names = [slot.name for slot in there]
+            if is_object and len(names) > 1:
+                self._getter = attrgetter(*names)
+            else:
+                self._getter = lambda owner: [read(owner, name) for name in names]
+            self._ids = tuple(id(slot.value) for slot in there)
+        try:
+            return tuple(map(id, self._getter(owner))) == self._ids
+        except Exception:  # what cannot be read now is told, name by name
+            return False
+
+    def of(self, value: Any, known: dict[int, Owner]) -> Owner:
+        """Returns the same names of another owner, which is alike.
+
+        Args:
+            value: the other.
+            known: by id, those that there are already; gets this one.
+        """
+        if id(value) in known:
+            return known[id(value)]
+        owner = known[id(value)] = Owner(value, self.path)
+        for slot in self.slots.values():
+            other = owner.add(slot.name, slot.path)
+            other.others = (slot.key, *slot.others)
+            if slot.opened is not None and type(other.value) is type(slot.value):
+                other.opened = slot.opened.of(other.value, known)
+        return owner
+
+    def restore(self) -> None:
+        """Gives all names what they had."""
+        for slot in self.slots.values():
+            slot.restore(self.value)

@@ -1,0 +1,115 @@
+"""All that a step holds constant, as it was when it was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from graphpasses.errors import CaptureError
+from graphpasses.state.model import ModelStructure
+from graphpasses.state.settings import settings_of
+from graphpasses.state.slots import AGAIN, Owner
+
+__all__ = ["Snapshot", "names_kept"]
+
+_SINCE = " when the step was captured"
+_IN_BATCH = "give it in the batch, as a tensor, or capture the step again"
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """What a graph has built in, and each call of its step checks.
+
+    Args:
+        structure: of the model: modules, ties, which parameters are trained.
+        settings: of torch and of FSDP2's groups.
+        attributes: those of the model's modules, and of objects that these hold, that forward read.
+        names: values from outside that the step's code reads.
+    """
+
+    structure: ModelStructure
+    settings: tuple[Owner, ...]
+    attributes: tuple[Owner, ...] = ()
+    names: tuple[Owner, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
+        """Reads a model's structure and the settings; attributes and names were read before.
+
+        Example:
+            >>> model = nn.Linear(2, 1)
+            >>> snapshot = Snapshot.of(model)
+            >>> _ = model.double()
+            >>> snapshot.check(model)
+            Traceback (most recent call last):
+            graphpasses.errors.CaptureError: 'weight' was torch.float32[1, 2] on cpu when the step was captured, ...
+        """
+        return cls(ModelStructure.of(model), settings_of(model), tuple(attributes), tuple(names))
+
+    def check(self, model: nn.Module) -> list[torch.Tensor | None]:
+        """Raises if something is not what it was: eager would follow, and the graph would not.
+
+        Args:
+            model: the model.
+
+        Returns:
+            The model's parameters and buffers, by slot of the structure.
+
+        Raises:
+            CaptureError: it names what changed.
+        """
+        tensors = self.structure.check(model)
+        for owners, advice in ((self.attributes, AGAIN), (self.settings, AGAIN), (self.names, _IN_BATCH)):
+            for owner in owners:
+                if (found := owner.difference()) is not None:
+                    raise CaptureError(f"{found.text(_SINCE)}; {advice}")
+        return tensors
+
+    def for_model(self, model: nn.Module) -> Snapshot:
+        """Returns the same of another model, which must be built as this one was.
+
+        Raises:
+            CaptureError: it names what differs.
+        """
+        structure = self.structure.for_model(model)
+        others = dict(zip(map(id, self.structure.modules), structure.modules, strict=True))
+        known: dict[int, Owner] = {}
+        for owner in self.attributes:
+            if id(owner.value) in others:
+                other = others[id(owner.value)]
+                if (found := owner.difference(other, alike=True)) is not None:
+                    raise CaptureError(f"{found.text(_SINCE)}; {AGAIN}")
+                owner.of(other, known)
+        return Snapshot(structure, settings_of(model), tuple(known.values()), self.names)
+
+
+@contextmanager
+def names_kept(owners: Sequence[Owner]) -> Iterator[None]:
+    """Raises if the block changes values from outside, and puts back what they were.
+
+    Raises:
+        CaptureError: one changed.
+    """
+    found = None
+    try:
+        yield
+        found = next(filter(None, (owner.difference(strict=True) for owner in owners)), None)
+    except Exception:
+        _restore(owners)
+        raise
+    if found is not None:
+        _restore(owners)
+        raise CaptureError(
+            f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it from the "
+            "loss that the step returns, or keep it in a buffer of the model that forward writes in place; if it is "
+            "set at the first call only, run loss_fn once before the capture"
+        )
+
+
+def _restore(owners: Sequence[Owner]) -> None:
+    for owner in owners:
+        owner.restore()

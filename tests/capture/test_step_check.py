@@ -1,0 +1,116 @@
+"""What no list of watched values holds is found by comparing the step with eager, at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError, FidelityError
+from graphpasses.identity import same_bits
+from graphpasses.passes.runner import Pipeline
+from tests.helpers.models import LanguageModel, make_mesh, next_token_loss, token_batch
+
+X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
+
+
+class Unseen:
+    """A number that neither names nor attributes show: a generator's frame has it."""
+
+    def __init__(self) -> None:
+        def values(scale: float) -> Any:
+            while True:
+                scale = (yield scale) or scale
+
+        frame = values(1.0)
+        next(frame)
+        self.read: Callable[..., float] = frame.send
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize("rewrite", [lambda step: step, Pipeline(()).run])
+def test_a_change_that_nothing_sees(rewrite: Callable[[Any], Any]) -> None:
+    unseen, model = Unseen(), build()
+    step = rewrite(capture_train_step(lambda model, x: model(x).mean() * unseen.read(None), model, X))
+    step.check(X)
+    step.check(2 * X)
+    unseen.read(2.0)
+    step(X)
+    with pytest.raises(FidelityError) as caught:
+        step.check(X)
+    assert str(caught.value).startswith("the captured step computes another loss than eager on this batch: ")
+    assert str(caught.value).endswith("capture the step again")
+
+
+def test_everything_is_put_back() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = capture_train_step(
+        lambda model, x: model(x.add_(1)).mean(), model, X, optimizer=optimizer, clip_norm=1.0
+    )
+
+    def state() -> dict[str, torch.Tensor]:
+        moments = [value for each in optimizer.state.values() for value in each.values()]
+        named = {f"moment {index}": value for index, value in enumerate(moments)}
+        return {"x": x, "random": torch.get_rng_state(), **model.state_dict(), **named}
+
+    for _ in range(2):  # without and with the optimizer's state
+        x = X.clone()
+        before = {name: value.clone() for name, value in state().items()}
+        step.check(x)
+        after = state()
+        assert before.keys() == after.keys()
+        assert all(same_bits(after[name], before[name]) for name in before)
+        step(x)
+        assert not all(same_bits(value, before[name]) for name, value in state().items() if name in before)
+
+
+def test_another_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = capture_train_step(lambda model, x: model(x).mean(), model, X, optimizer=optimizer)
+    step(X)
+    step.check(X)
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: model[0].weight.data.add_(1.0))
+    with pytest.raises(FidelityError, match=r"another parameter '0\.weight'"):
+        step.check(X)
+
+
+@pytest.mark.parametrize(("every", "checked"), [(None, []), (4, [4, 8, 12]), ("sparse", [10, 100])])
+def test_which_calls_are_checked(every: Any, checked: list[int]) -> None:
+    step = capture_train_step(lambda model, x: model(x).mean(), nn.Linear(4, 4), X, check_every=every)
+    calls: list[int] = []
+    checker = step.checker
+    assert checker is not None
+    step.checker = lambda step, batch: calls.append(step._num_calls)
+    for _ in range(110 if every == "sparse" else 12):
+        step(X)
+    assert calls == checked
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, True, "often"])
+def test_a_number_of_calls_that_is_none(every: Any) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture_train_step(lambda model, x: model(x).mean(), nn.Linear(4, 4), X, check_every=every)
+    assert str(caught.value) == f'check_every is {every!r}; give a number of calls, "sparse", or None'
+
+
+def test_where_there_is_nothing_to_compare_with() -> None:
+    with fake_process_group(2):
+        model = fully_shard(LanguageModel(), mesh=make_mesh(2))
+        step = capture_train_step(next_token_loss, model, *token_batch())
+        with pytest.raises(CaptureError, match=r"^step\.check compares bits, and eager's may differ"):
+            step.check(*token_batch())
+    step.checker = None
+    with pytest.raises(CaptureError, match="knows no loss_fn"):
+        step.check(*token_batch())
