@@ -36,9 +36,6 @@ def runs_hooks(optimizer: Optimizer) -> bool:
 
     That is a hook on this optimizer, one on all, or another ``step`` that was put over its own; what a scheduler of
     learning rates puts there only notes that it was called.
-
-    Args:
-        optimizer: the optimizer.
     """
     step = vars(optimizer).get("step")
     return (
@@ -50,11 +47,7 @@ def runs_hooks(optimizer: Optimizer) -> bool:
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Tells schedulers of learning rates, which warn otherwise, that the optimizer has made a step.
-
-    Args:
-        optimizer: the optimizer.
-    """
+    """Tells schedulers of learning rates, which warn otherwise, that the optimizer has made a step."""
     if "step" in vars(optimizer):
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -62,8 +55,7 @@ def note_step(optimizer: Optimizer) -> None:
 def shadow_of(optimizer: Optimizer) -> Optimizer:
     """Returns an optimizer with the same attributes, without hooks; the caller gives it groups and state.
 
-    Args:
-        optimizer: the optimizer; its own ``__init__`` would ask its parameters for what fake ones do not have.
+    The optimizer's own ``__init__`` would ask its parameters for what fake ones do not have.
     """
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update({name: value for name, value in vars(optimizer).items() if name != "step"})
