@@ -13,16 +13,11 @@ __all__ = ["Certificate", "Launch", "find_unlike_launch"]
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective, as every rank of its group must have it.
+    """A collective, as every rank of its group must have it."""
 
-    Args:
-        call: operator, arguments and dtype; and size, where ranks send as much.
-        group: number of its process group, in the order in which a rank first launches in each.
-        contents: what is sent, as far as that is known: inputs, and launches of the captured step.
-    """
-
-    call: str
-    group: int
+    call: str  # operator, arguments and dtype; and size, where ranks send as much
+    group: int  # number of its process group, in the order in which a rank first launches in each
+    # What is sent, as far as that is known: inputs, and launches of the captured step.
     contents: tuple[str, ...]
 
     def may_meet(self, other: Launch) -> bool:
@@ -39,10 +34,6 @@ class Launch:
 
 def find_unlike_launch(one: Sequence[Launch], two: Sequence[Launch]) -> int | None:
     """Returns the first place at which two ranks launch what cannot be one collective; None if there is none.
-
-    Args:
-        one: the launches of one rank, in order.
-        two: those of the other.
 
     Example:
         >>> a, b = Launch("all_reduce", 0, ("a",)), Launch("all_reduce", 0, ("b",))
