@@ -23,24 +23,15 @@ _MAX_EXCERPTS = 30
 
 @dataclass(frozen=True)
 class Line:
-    """A node as it was when it was read.
+    """A node as it was when it was read."""
 
-    Args:
-        node: the node, which tells it from others of the same text.
-        text: what it computes, from what, and its dtype and shape.
-        operator: its operator alone, which is the same in all layers of a model.
-    """
-
-    node: fx.Node
-    text: str
-    operator: str
+    node: fx.Node  # the node, which tells it from others of the same text
+    text: str  # what it computes, from what, and its dtype and shape
+    operator: str  # its operator alone, which is the same in all layers of a model
 
 
 def read_lines(graph: TrainGraph) -> list[Line]:
     """Reads a step's graph as text, one line per node.
-
-    Args:
-        graph: the step; what it becomes later does not change its lines.
 
     Example:
         >>> import torch
@@ -57,13 +48,8 @@ def read_lines(graph: TrainGraph) -> list[Line]:
 def find_excerpts(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Excerpt, ...], int]:
     """Finds the places where a graph changed, and shows those that look the same once.
 
-    Args:
-        before: the graph as it was.
-        after: as it is; nodes that it kept are the same objects.
-
-    Returns:
-        The excerpts, in the order of the graph; and how many changed places none of them stands for, since there
-        would be too many.
+    Nodes that the pass kept are the same objects. Returns the differences in the order of the graph, and how many
+    changed places are not shown, since there would be too many.
 
     Example:
         >>> import torch

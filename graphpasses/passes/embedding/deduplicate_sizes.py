@@ -49,12 +49,7 @@ def _sent(launch: fx.Node, sizes: SizeNumbering) -> list[list[int]]:
 
 
 def _question(rank: int, num_ranks: int) -> Question[Sent, list[Sent]]:
-    """Asks what every rank sends; in a fake process group, where none answers, each sends what this one does.
-
-    Args:
-        rank: this rank, in its group.
-        num_ranks: of the group.
-    """
+    """Asks what every rank sends; in a fake process group, where none answers, each sends what this one does."""
 
     def combine(known: list[Sent]) -> list[Sent]:
         return known * (num_ranks // len(known))

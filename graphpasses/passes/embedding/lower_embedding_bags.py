@@ -36,17 +36,12 @@ _POOLING_MODES = {"sum": 0, "mean": 1}
 
 @dataclass(frozen=True)
 class LoweringPlan:
-    """What becomes of a graph's calls of ``embedding_bag``.
+    """What becomes of a graph's calls of ``embedding_bag``."""
 
-    Args:
-        lookups: calls that become one lookup each; those of one table stand together.
-        order: the order of nodes in which the calls of a lookup stand side by side.
-        left_alone: of each table whose calls stay, why.
-    """
-
+    # Calls that become one lookup each; those of one table stand together.
     lookups: tuple[tuple[BagCall, ...], ...]
-    order: tuple[fx.Node, ...]
-    left_alone: dict[str, str]
+    order: tuple[fx.Node, ...]  # the order of nodes in which the calls of a lookup stand side by side
+    left_alone: dict[str, str]  # of each table whose calls stay, why
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -106,10 +101,7 @@ def _check_tables(graph: DynamoGraph, arena: Arena, weights: Sequence[fx.Node]) 
 def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collection[int]) -> fx.Node:
     """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D].
 
-    Args:
-        graph: as Dynamo traced it.
-        calls: of tables of one update.
-        outputs: positions of the graph's outputs that depend on them.
+    ``outputs`` are the positions of the graph's outputs that depend on the calls.
     """
     tables = {call.fqn: call.table for call in calls}
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))

@@ -96,15 +96,10 @@ class _Memory:
 
 @dataclass(frozen=True)
 class DirectCall:
-    """A functionalized call that shall become a direct one.
-
-    Args:
-        node: the call.
-        copied: the numbers of the bases of which it shall write copies.
-    """
+    """A functionalized call that shall become a direct one."""
 
     node: fx.Node
-    copied: frozenset[int]
+    copied: frozenset[int]  # the numbers of the bases of which it shall write copies
 
 
 def _plan(graph: TrainGraph) -> list[DirectCall]:
