@@ -51,11 +51,7 @@ class Difference:
 
 
 def place_of(node: fx.Node | None) -> str:
-    """Returns a node as code, with the line of the user's program from which it comes.
-
-    Args:
-        node: the node.
-    """
+    """Returns a node as code, with the line of the user's program from which it comes."""
     if node is None:
         return "no node has this value"
     if node.op != "call_function":
@@ -74,15 +70,7 @@ def _short(value: Any) -> str:
 def find_difference(
     values: Values, before: Evaluated, after: Evaluated, one: Value, two: Value
 ) -> Difference:
-    """Goes from two unlike values to what they are made of, as long as that is made alike.
-
-    Args:
-        values: where both are numbered.
-        before: the first graph.
-        after: the second.
-        one: the first value.
-        two: the second.
-    """
+    """Goes from two unlike values to what they are made of, as long as that is made alike."""
     nodes: tuple[fx.Node | None, fx.Node | None] = (None, None)
     while True:
         nodes = before.makers.get(one.number) or nodes[0], after.makers.get(two.number) or nodes[1]
@@ -102,13 +90,7 @@ def find_difference(
 
 
 def are_drawn_alike(values: Values, one: int, two: int) -> bool:
-    """Whether the same operators drew random numbers in one order, if perhaps for other values.
-
-    Args:
-        values: of both graphs.
-        one: the number of a state of the generator.
-        two: the number of another.
-    """
+    """Whether the same operators drew random numbers in one order, if perhaps for other values."""
     while one != two:
         a, b = values.key(one), values.key(two)
         if not a[0] == b[0] == "random state after" or _without_values(a[1][1]) != _without_values(b[1][1]):

@@ -21,17 +21,9 @@ __all__ = ["Facts", "geometries"]
 class Facts:
     """The fake values of a graph's nodes, computed again where the graph is not as one that is known.
 
-    A pass may leave a node whose ``meta["val"]`` is what it was before other strides came in.
-
-    Args:
-        graph: the graph.
-        known: a graph whose fake values are true; None if this one's are.
-
-    Attributes:
-        values: the fake value of each node.
-        geometries: shape, strides and offset of each value, or of each of several.
-        alias: the node in whose memory a node's value lies, if it made none itself.
-        by_name: the nodes.
+    A pass may leave a node whose ``meta["val"]`` is what it was before other strides came in. ``known`` is a graph
+    whose fake values are true; None if this one's are. ``geometries`` are shape, strides and offset of each value,
+    or of each of several; ``alias`` is the node in whose memory a node's value lies, if it made none itself.
     """
 
     def __init__(self, graph: fx.Graph, known: Facts | None = None) -> None:
@@ -116,11 +108,7 @@ def _plain(node: fx.Node) -> Any:
 
 
 def geometries(value: Any) -> Any:
-    """Returns shape, strides and offset of a fake value, or of each of several.
-
-    Args:
-        value: a node's ``meta["val"]``.
-    """
+    """Returns shape, strides and offset of a fake value, or of each of several."""
     if isinstance(value, (list, tuple)):
         return tuple(map(geometries, value))
     return geometry(value)

@@ -20,11 +20,6 @@ def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[La
 
     What is sent is told by the inputs, or by the launches of the step as it was captured, that have the same
     elements: sizes and padding, which differ between ranks, are not.
-
-    Args:
-        values: where both steps are numbered.
-        before: the captured step.
-        after: the rewritten step.
     """
     owners: dict[int, list[int]] = {}
     for index, launch in enumerate(before.collectives):

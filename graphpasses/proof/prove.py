@@ -92,14 +92,8 @@ def prove_as(
 ) -> Certificate:
     """Does what :func:`prove` does, in the name of a pass.
 
-    Args:
-        subject: of the error's sentence.
-        before: as there.
-        after: as there.
-        layout: as there.
-        is_planned: whether a plan says how gradients are reduced, which may be otherwise than in ``before``; then
-            without a layout they are not proved, as long as they are autograd's sums, reduced and scaled.
-        topology: as there.
+    With ``is_planned`` a plan says how gradients are reduced, which may be otherwise than in ``before``; then
+    without a layout they are not proved, as long as they are autograd's sums, reduced and scaled.
     """
     start = time.perf_counter()
     if before.stage is not after.stage:
@@ -198,11 +192,7 @@ class _Proof:
         )
 
     def compare(self) -> None:
-        """Compares all outputs and all written tensors.
-
-        Raises:
-            ProofError: some differ.
-        """
+        """Compares all outputs and all written tensors."""
         one = {**self._one.outputs, **self._one.written}
         two = {**self._two.outputs, **self._two.written}
         for name in {**one, **two}:
