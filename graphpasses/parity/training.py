@@ -82,9 +82,8 @@ class Task:
 def load_task(source: str) -> Task:
     """Reads a task from a Python file or module that defines ``model``, ``shard``, ``loss_fn`` and ``batch``.
 
-    Args:
-        source: path of a ``.py`` file, or name of a module; ``optimizer``, ``name``, ``seed``, ``num_replicas`` and
-            ``pipeline`` may be defined, too.
+    A source that ends in ``.py`` is a file. ``optimizer``, ``name``, ``seed``, ``num_replicas`` and ``pipeline``
+    may be defined, too.
 
     Raises:
         TaskError: it cannot be imported, or lacks a definition; the message names it.
@@ -238,17 +237,11 @@ def train_graph(
 
 @dataclass(frozen=True)
 class _Eager:
-    """What eager FSDP2 does with a model.
+    """What eager FSDP2 does with a model."""
 
-    Args:
-        plan: its buckets.
-        layout: of its reductions.
-        policies: in which dtypes it computes and reduces, each once.
-    """
-
-    plan: BucketPlan
+    plan: BucketPlan  # its buckets
     layout: Layout
-    policies: frozenset[tuple[torch.dtype, torch.dtype]]
+    policies: frozenset[tuple[torch.dtype, torch.dtype]]  # in which dtypes it computes and reduces, each once
 
 
 def _read_eager(task: Task, mesh: DeviceMesh) -> _Eager:
