@@ -164,12 +164,7 @@ def _show_scale(path: Path, speeds_file: Path | None, json: bool) -> int:
 
 
 def print_scale(tables: Iterable[ScaleTable], speeds: Speeds) -> None:
-    """Prints steps side by side at several numbers of ranks, and what is assumed.
-
-    Args:
-        tables: see :func:`graphpasses.html_report.scale.scale_tables`.
-        speeds: that they were made with.
-    """
+    """Prints steps side by side at several numbers of ranks, and what is assumed."""
     from graphpasses.terminal import add_row, make_console, plain_table
 
     console = make_console()
