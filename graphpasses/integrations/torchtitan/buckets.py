@@ -23,14 +23,7 @@ ON_REWRITTEN = "graphpasses_on_rewritten"
 def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
     """Returns the buckets of a model that torchtitan's eager trainer has sharded, and the layout of its reductions.
 
-    Args:
-        model: the model, with FSDP2's groups.
-        config: of the trainer, whose loss may run the head in chunks.
-
-    Raises:
-        LayoutError: see :func:`graphpasses.eager_layout`.
-        UnsupportedError: see :func:`graphpasses.eager_layout`.
-        PlanError: see :func:`graphpasses.fsdp.chunked.chunked_buckets`.
+    The trainer's loss may run the head in chunks.
 
     Example, with a trainer of torchtitan's::
 
@@ -46,9 +39,6 @@ def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
 
 def eager_twin(trainer: Any) -> nn.Module:
     """Returns the model as torchtitan's own trainer shards it: FSDP2's groups, on device meta.
-
-    Args:
-        trainer: a graph_trainer, which has SimpleFSDP's parameters in place of groups.
 
     Raises:
         UnsupportedError: torchtitan has no eager model of this name, or its trainer does not shard it as configured.
@@ -85,15 +75,7 @@ def eager_twin(trainer: Any) -> nn.Module:
 
 
 def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
-    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions.
-
-    Args:
-        trainer: a graph_trainer.
-
-    Raises:
-        UnsupportedError: see :func:`eager_twin`; or tensor parallelism meets tied weights, or graph_trainer trains
-            other parameters.
-    """
+    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions."""
     eager = eager_twin(trainer)
     _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
     _check_trained(trainer.model_parts[0], eager)
