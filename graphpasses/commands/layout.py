@@ -37,7 +37,7 @@ def show(
     """Show every bucket of a recorded run: its reduction, and its parameters in byte order.
 
     With --scale, show how long the collectives of a step would take on 8 to 100,000 ranks, with these buckets, with
-    those of torchtitan, and without any; and, if the run recorded it (excerpts=True), before and after each pass.
+    those of torchtitan, and without any; and, if the run recorded it (graph_diff=True), before and after each pass.
 
     Exit codes: 0, or 2 if the run has no layout or the file of speeds is wrong (the reason is on stderr).
 

@@ -18,7 +18,7 @@ from graphpasses.parity.location import Location, locate_runs
 from graphpasses.parity.reproduction import write_operator_script, write_step_script
 from graphpasses.parity.run_file import Run, read_run
 from graphpasses.parity.training import Task, train_eager, train_graph
-from graphpasses.passes.excerpts import read_lines
+from graphpasses.passes.graph_diff import read_lines
 from graphpasses.passes.runner import Pipeline
 from graphpasses.simulate.rings import Topology
 

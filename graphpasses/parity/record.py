@@ -242,7 +242,7 @@ class ParityRecorder:
 
         Args:
             passes: a rewritten step's ``report``, or reports by the graph's name
-                (:attr:`graphpasses.CompileReport.by_graph`). Those of ``Pipeline.run(..., excerpts=True)`` show the
+                (:attr:`graphpasses.CompileReport.by_graph`). Those of ``Pipeline.run(..., graph_diff=True)`` show the
                 places that changed. If they cannot be written, the next :meth:`record` says so on all ranks.
         """
         self._write(lambda: passes_line({"step": passes} if isinstance(passes, PipelineReport) else passes))

@@ -210,7 +210,7 @@ def train_graph(
     _check_replicas(task, topology)
 
     def rewritten(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
-        return task.pipeline(plan, layout).run(captured, excerpts=True)
+        return task.pipeline(plan, layout).run(captured, graph_diff=True)
 
     def play() -> None:
         mesh = _mesh(task)

@@ -88,7 +88,9 @@ def graph_passes(
     reports: list[PassReport] = []
     certificates: list[Certificate] = []
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)
-    ours = {p.name: p.as_function(step, reports, excerpts=on_rewritten is not None) for p in pipeline.passes}
+    ours = {
+        p.name: p.as_function(step, reports, graph_diff=on_rewritten is not None) for p in pipeline.passes
+    }
     passes: list[Callable[..., fx.GraphModule]] = [
         titan.eliminate_dead_code_pass,
         *(ours.pop(name) for name in _BEFORE_MEMORY_POLICY),
