@@ -30,7 +30,7 @@ from torch._dynamo.utils import CleanupManager, get_metrics_context
 
 from graphpasses._torch.compiled_module import CompiledModule
 from graphpasses._torch.missing import missing_api
-from graphpasses.collector import paused_collector
+from graphpasses.gc_pause import paused_gc
 
 try:
     from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, _get_total_cache_entry_count
@@ -232,7 +232,7 @@ class _Converter:
         assert self.region is not None
         frame_state, leave = self.region.enter(frame.f_code, frame_state)
         try:
-            with paused_collector(), self._context():
+            with paused_gc(), self._context():
                 return self._convert(frame, cache_entry, hooks, frame_state, skip=skip + 1)
         finally:
             leave()

@@ -17,9 +17,9 @@ from typing import ClassVar, TypeVar
 
 from torch import fx
 
-from graphpasses.collector import paused_collector
 from graphpasses.errors import GraphPassesError, PipelineError, ProofError, UnknownPassError
 from graphpasses.fsdp.traffic import graph_traffic, has_fixed_sizes
+from graphpasses.gc_pause import paused_gc
 from graphpasses.graph import ALL_TO_ALL, WAIT, DynamoGraph, Stage, TrainGraph, argument
 from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
@@ -208,7 +208,7 @@ class Pipeline:
             GraphPassesError: what the passes themselves refuse.
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
-        with paused_collector():
+        with paused_gc():
             rewritten = graph.copy()
             folder = Path(dump) if dump is not None else None
             reports, rounded = self._rewrite(rewritten, folder, graph_diff, keeps_rounded=prove is not False)

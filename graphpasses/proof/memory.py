@@ -193,15 +193,15 @@ def warning_of(check: Any) -> int:
 
 @functools.cache
 def _name(target: Any) -> Hashable:
-    """Returns an operator's name; one that computes in place has that of its twin. Functions may have one name."""
+    """Returns an operator's name, without the mark of computing in place. Functions may have one name."""
     if isinstance(target, str):
         return target
     if not is_operator(target):
         module = getattr(target, "__module__", None) or "torch"
         return f"{module}.{getattr(target, '__name__', target)}", id(target)
     name = str(target)
-    twin = name.replace("_.", ".", 1)
-    return twin if twin != name and not name.split(".")[1].startswith("_") else name
+    plain = name.replace("_.", ".", 1)
+    return plain if plain != name and not name.split(".")[1].startswith("_") else name
 
 
 def evaluated(args: Any, read: Callable[[fx.Node], Any]) -> Any:

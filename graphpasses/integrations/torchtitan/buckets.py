@@ -14,7 +14,7 @@ from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.identity import IdentityMap
 
-__all__ = ["ON_REWRITTEN", "buckets_of", "eager_buckets", "eager_twin"]
+__all__ = ["ON_REWRITTEN", "buckets_of", "eager_buckets", "eager_reference"]
 
 ON_REWRITTEN = "graphpasses_on_rewritten"
 """Attribute of a trainer: called with the report of the passes and the rewritten step, if it is there."""
@@ -37,7 +37,7 @@ def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
     return plan, layout
 
 
-def eager_twin(trainer: Any) -> nn.Module:
+def eager_reference(trainer: Any) -> nn.Module:
     """Returns the model as torchtitan's own trainer shards it: FSDP2's groups, on device meta.
 
     Raises:
@@ -76,7 +76,7 @@ def eager_twin(trainer: Any) -> nn.Module:
 
 def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
     """Returns the buckets of torchtitan's own trainer, and the layout of its reductions."""
-    eager = eager_twin(trainer)
+    eager = eager_reference(trainer)
     _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
     _check_trained(trainer.model_parts[0], eager)
     return buckets_of(eager, trainer.config)
