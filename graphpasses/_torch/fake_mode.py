@@ -18,7 +18,7 @@ from torch._decomp import decomposition_table
 # Of a step that is being traced. Tested: 2.13.
 from torch._guards import active_fake_mode
 
-# in_kernel_invocation_manager: a fake tensor stands for its meta tensor inside. Tested: 2.13.
+# in_kernel_invocation_manager: a fake tensor acts as its meta tensor inside. Tested: 2.13.
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # FakeTensor, _foreach_supported_types: an optimizer, and clip_grad_norm_, take lists of tensors at once only if each
-# is of a type that is listed; while they are traced, fake tensors are what they stand for. Tested: 2.13.
+# is of a type that is listed; while they are traced, fake tensors count as real ones. Tested: 2.13.
 # _global_optimizer_pre_hooks, _global_optimizer_post_hooks: hooks on all optimizers. Tested: 2.13.
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer

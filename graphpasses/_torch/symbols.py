@@ -18,7 +18,7 @@ __all__ = ["can_unify_sizes", "example_size", "expression", "guessed_sizes", "un
 
 
 def expression(size: int | torch.SymInt) -> Any:
-    """Returns what stands for a size in arithmetic: a number, or an expression of symbols."""
+    """Returns a size for arithmetic: a number, or an expression of symbols."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 

@@ -52,7 +52,7 @@ aten = torch.ops.aten
 
 UNKNOWN_GROUP = "unknown"
 
-# These stand for an operator that writes, and return copies instead.
+# These replace an operator that writes, and return copies instead.
 _FUNCTIONALIZED = (
     torch.ops.higher_order.auto_functionalized,
     torch.ops.higher_order.auto_functionalized_v2,

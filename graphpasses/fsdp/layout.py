@@ -102,7 +102,7 @@ class Layout:
         return self._split(lambda fqn: (fqn not in fqns,))
 
     def apart(self, fqns: Collection[str], stay: Collection[str] = ()) -> Layout:
-        """Returns the layout where some parameters are reduced in buckets of their own, before the others'.
+        """Returns the layout in which some parameters are reduced in buckets of their own, before the others'.
 
         Args:
             fqns: canonical FQNs.
@@ -111,7 +111,7 @@ class Layout:
         return self._split(lambda fqn: (fqn in fqns, fqn not in fqns or fqn in stay))
 
     def apart_as(self, other: Layout) -> Layout:
-        """Returns the layout where those parameters are reduced apart that another layout reduces apart.
+        """Returns the layout in which the parameters that another layout reduces apart are reduced apart.
 
         A group of FSDP2 whose modules run several times reduces each time what is complete.
 

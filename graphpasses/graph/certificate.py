@@ -51,13 +51,13 @@ class Certificate:
     """What is proved of a rewritten step; true if nothing is left open.
 
     Args:
-        proved: the outputs and the written tensors that have the bits that they had: the loss, gradients by FQN,
+        proved: the outputs and the written tensors that have unchanged bits: the loss, gradients by FQN,
             buffers.
         unproved: what no rule could follow, and why.
         axioms: what the proof takes for granted, by name.
         launches: the collectives, in order, as all ranks must have them; a captured step compares them when it is
             first called.
-        seconds: that it took.
+        seconds: how long the proof took.
     """
 
     proved: tuple[str, ...]

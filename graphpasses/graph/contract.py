@@ -29,7 +29,7 @@ class Contract:
     num_inputs: int | None  # number of placeholders, if another runner owns the flat signature; else None
     gradients: frozenset[str]  # canonical FQNs of the parameters that get a gradient
     # Operators that write an argument in place, also in the step's update, wherever that is, and what may
-    # stand for a part of it.
+    # replace a part of it.
     writers: frozenset[str]
 
     @classmethod

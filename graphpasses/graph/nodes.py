@@ -151,7 +151,7 @@ def fake_value(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)
     if "unbacked_bindings" not in node.meta:
         return fake_call(mode, node.target, args, kwargs)
-    # Computed again, a size that depends on data gets a new symbol, which stands for the same size.
+    # Computed again, a size that depends on data gets a new symbol, which names the same size.
     assert mode.shape_env is not None
     with mode, mode.shape_env.ignore_fresh_unbacked_symbols():
         value = node.target(*args, **kwargs)

@@ -36,10 +36,10 @@ def locate_task(
     source: str = "",
     done: Callable[[str], object] = lambda what: None,
 ) -> Location:
-    """Finds the operator at which a task's captured and rewritten step parts from eager, and the pass that caused it.
+    """Finds the operator at which a task's rewritten step first differs from eager, and the pass that caused it.
 
     Trains both ways; runs the first step that differs again, with its operators recorded; then with fewer and fewer
-    passes, until the step before a pass has eager's bits and the step after it has not.
+    passes, until a pass is found before which the step has eager's bits, and after which it does not.
 
     Args:
         task: what to train.

@@ -58,11 +58,11 @@ class Task:
         shard: shards it in place with ``fully_shard`` on a mesh of all ranks, as for eager training; its axis is
             ``"shard"``.
         loss_fn: called as ``loss_fn(model, *batch)``; returns the rank's scalar loss.
-        batch: called with the step and the rank; returns the arguments of ``loss_fn`` behind the model, in a tuple,
+        batch: called with the step and the rank; returns the arguments of ``loss_fn`` after the model, in a tuple,
             of the same shapes for every step and rank.
         optimizer: given the trainable parameters (default: AdamW with a learning rate of 1e-3).
         name: of the model, for run files.
-        seed: before the model is built.
+        seed: set before the model is built.
         num_replicas: with more than one (HSDP) the mesh has the axes ``"replicate"``, of this size, and ``"shard"``.
         pipeline: called with eager's buckets and their layout; returns the passes that rewrite the captured step
             (default: :func:`graphpasses.default_pipeline`, whose result must have that layout).

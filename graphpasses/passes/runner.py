@@ -194,8 +194,9 @@ class Pipeline:
             graph_diff: whether the report shows the places that each pass changed, and what the step sends before and
                 after it, which takes about as long as the passes.
             prove: whether the result is proved to have the bits that ``graph`` has, see :func:`graphpasses.prove`.
-                None does so, and reports what could not be followed; True raises for that, too; False does not. Of a
-                pass that may round the result is taken as it is. A proof takes about a fifth of the capture's time.
+                None does so, and reports what could not be followed; True raises for that, too; False does not. The
+                result of a pass that may round is taken as it is. A proof takes about a fifth of the capture's
+                time.
 
         Returns:
             The rewritten step; its ``report`` says what each pass did.

@@ -32,7 +32,7 @@ _ELEMENTWISE = ("cast", "div", "mul", "remote", "bytes")
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two graphs part.
+    """Where two graphs first differ.
 
     Args:
         before: what computes the value in the first graph; None if nothing there does.
@@ -81,7 +81,7 @@ def find_difference(
             both_have = found.one in after.made and found.two in before.made
             found = _made_of(values, found)
             is_count = isinstance(found, _Leaf) and found.unknown == BOUNDS_CHECK
-            if isinstance(found, _Leaf) and both_have and not is_count:  # neither stands for the other
+            if isinstance(found, _Leaf) and both_have and not is_count:  # neither replaces the other
                 found = _Leaf(found.reason)
         if isinstance(found, _Leaf):
             by_data = _has_unknown_shape(one) or _has_unknown_shape(two)

@@ -32,7 +32,7 @@ class Collective:
         sent: what this rank gives.
         group: name of its process group.
         arguments: numbers of its other arguments.
-        is_followed: whether the result is followed to each of several all-to-alls that it stands for.
+        is_followed: whether the result is followed to each of the all-to-alls that it carries.
     """
 
     node: fx.Node

@@ -1,4 +1,4 @@
-"""Lookups in tables, by what they look up: one that stands for several is each of them."""
+"""Lookups in tables, by what they look up; one that joins several counts as each of them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Member:
-    """One of the lookups for which a call stands; or the call, for itself."""
+    """One of the lookups that a call joins; or the call, if it joins none."""
 
     bags: tuple[fx.Node | None, ...]  # its ids, its offsets, and its weights or None
     tables: tuple[_Table, ...]  # of each feature

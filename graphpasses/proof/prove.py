@@ -49,9 +49,9 @@ def prove(
 ) -> Certificate:
     """Proves that a rewritten step computes the bits of the step that it was made from.
 
-    Both are evaluated on numbers of values instead of values: the same operator on the same has the same number, and
-    what only moves elements is followed element by element. Nothing is run, no other rank is asked; every rank proves
-    its own graph, and :attr:`Certificate.launches` must be the same on all.
+    Both are evaluated on numbers that name values: the same operator on the same inputs has the same number, and
+    operators that only move elements are followed element by element. Nothing is run, and no other rank is asked;
+    every rank proves its own graph, and :attr:`Certificate.launches` must be the same on all.
 
     Args:
         before: the step as it was captured, or as it was before a pass.

@@ -24,7 +24,7 @@ _ARGUMENTS = ("inputs", "labels", "global_valid_tokens", "extra_kwargs")  # of g
 
 
 class TraceWatch:
-    """Stands in for a trainer's ``train_context``, in which graph_trainer first traces and then runs its step.
+    """Replaces a trainer's ``train_context``, in which graph_trainer first traces and then runs its step.
 
     Args:
         trainer: a graph_trainer, which gets it.

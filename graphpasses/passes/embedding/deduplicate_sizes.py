@@ -77,7 +77,7 @@ class DeduplicateSizes(GraphPass):
 
     TorchRec sends splits and batch sizes for each module and sharding type, and reads those that it receives. Where
     every rank sends one size twice, as the batch size of one batch for two modules, what is received is equal, too;
-    what a rank receives from itself it knows. Later passes see it in the shapes.
+    and a rank knows what it receives from itself. Later passes see it in the shapes.
 
     As traced::
 
