@@ -1,4 +1,4 @@
-"""Tables for people at a terminal, of which nothing is cut in a pipe."""
+"""Tables for a terminal; in a pipe nothing of them is cut."""
 
 from __future__ import annotations
 

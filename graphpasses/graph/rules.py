@@ -170,7 +170,7 @@ def _changes(what: str, before: frozenset[str], after: frozenset[str]) -> Iterat
 
 
 def _fixed_signature(checked: Checked) -> Iterator[Broken]:
-    """Where another runner passes the flat inputs, none goes and none comes."""
+    """Where another runner passes the flat inputs, none is removed and none is added."""
     before, after = checked.contract.num_inputs, checked.now.num_inputs
     if before != after:
         yield Broken(

@@ -1,4 +1,4 @@
-"""TorchRec's jagged and keyed tensors in a batch, told by their names: TorchRec need not be there."""
+"""TorchRec's jagged and keyed tensors in a batch, recognized by their names: TorchRec need not be there."""
 
 from __future__ import annotations
 

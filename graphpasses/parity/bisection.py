@@ -1,4 +1,4 @@
-"""Where a task's captured step parts from eager: operator, pass and rewrite, and a script that shows it."""
+"""Where a task's captured step first differs from eager: operator, pass and rewrite, and a script that shows it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that two runs did not record alike, so that nothing can be said about it."""
+    """Something that two runs did not record in the same way, so that it cannot be compared."""
 
     kind: GapKind
     text: str
@@ -83,7 +83,7 @@ class Comparison:
         b: the second run.
         num_steps: number of steps that both have.
         divergence: the first of them that differs; None if all are equal.
-        gaps: what the runs did not record alike, as far as that was not allowed.
+        gaps: what the runs did not record in the same way, as far as that was not allowed.
         notes: what else was not compared, and why.
     """
 

@@ -70,7 +70,7 @@ def _short(value: Any) -> str:
 def find_difference(
     values: Values, before: Evaluated, after: Evaluated, one: Value, two: Value
 ) -> Difference:
-    """Goes from two unlike values to what they are made of, as long as that is made alike."""
+    """Follows two different values to their inputs, as long as the same operators made them."""
     nodes: tuple[fx.Node | None, fx.Node | None] = (None, None)
     while True:
         nodes = before.makers.get(one.number) or nodes[0], after.makers.get(two.number) or nodes[1]
@@ -123,7 +123,7 @@ class _Sources:
 
 
 def _parts(values: Values, one: Value, two: Value) -> _Leaf | _Sources | tuple[Value, Value]:
-    """Returns the first unlike sources, or values that are added up, of two tensors; or what else is unlike."""
+    """Returns the first sources, or summands, in which two tensors differ; or what else differs."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return _Leaf(f"{_kind(one)} became {_kind(two)}")
     if one.pieces is None or two.pieces is None:
@@ -155,7 +155,7 @@ def _sources(values: Values, one: int, two: int) -> _Leaf | _Sources | tuple[Val
 
 
 def _made_of(values: Values, sources: _Sources) -> _Leaf | tuple[Value, Value]:
-    """Returns unlike values of which two results are made; or how they are made unlike."""
+    """Returns the inputs in which two results differ; or how their operators differ."""
     a, b = values.key(sources.one), values.key(sources.two)
     if a[0] == b[0] == "result" and a[2:] == b[2:]:
         return _keys(values, a[1], b[1])

@@ -168,7 +168,7 @@ class Evaluation(Memory):
         return result
 
     def _offloaded(self, node: fx.Node) -> Result:
-        """Returns the value of an activation that goes to the CPU, or comes back; who waits frees where it was."""
+        """Returns the value of an activation that is moved to the CPU or back; the wait frees its old memory."""
         self._done.axioms.add(movement.OFFLOADED)
         copied, *others = node.all_input_nodes
         value = self._read(copied)
