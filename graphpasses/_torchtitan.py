@@ -26,11 +26,7 @@ def forget_wrapper_classes() -> None:
 def wrapped_class(kind: type) -> tuple[Hashable, ...]:
     """Returns what a wrapper class of SimpleFSDP was made of: ``data_parallel`` makes others for each model.
 
-    Args:
-        kind: any class.
-
-    Returns:
-        The wrapped class, and each parameter's name, mode and dtypes; empty for other classes.
+    Returns the wrapped class, and each parameter's name, mode and dtypes; empty for other classes.
     """
     if not _is_wrapper(kind):
         return ()
@@ -42,11 +38,7 @@ def wrapped_class(kind: type) -> tuple[Hashable, ...]:
 def wrapper_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype | None, torch.dtype | None]]:
     """Yields the FQNs of parameters that SimpleFSDP's wrapper classes gather, and the dtypes they do it in.
 
-    Args:
-        model: the model.
-
-    Yields:
-        An FQN, the dtype of the gathered parameter, and that of its gradient's reduction.
+    Yields an FQN, the dtype of the gathered parameter, and that of its gradient's reduction.
     """
     for path, module in model.named_modules():
         for name, each in _computed(type(module)) if _is_wrapper(type(module)) else ():

@@ -35,13 +35,11 @@ A = TypeVar("A")  # what the ranks agree on
 class Question(Generic[F, A]):
     """What a pass asks all ranks before it changes their collectives.
 
-    Args:
-        pass_name: the pass, which a user can disable.
-        topic: what the facts are about.
-        combine: returns what the ranks agree on; it gets the facts of each rank, in group order, and nothing else.
-        contradiction: what is wrong if this rank's facts are not as agreed: the rest of a sentence that begins with
-            "rank 3", or ``""``. It gets what was agreed and this rank's facts. They may differ if a rank compiles
-            again while the others do not: it must do what they agreed on, or refuse.
+    ``pass_name`` is the pass, which a user can disable; ``topic`` says what the facts are about. ``combine``
+    returns what the ranks agree on; it gets the facts of each rank, in group order, and nothing else.
+    ``contradiction`` gets what was agreed and this rank's facts, and says what is wrong if they differ: the rest of
+    a sentence that begins with "rank 3", or ``""``. They may differ if a rank compiles again while the others do
+    not: it must do what they agreed on, or refuse.
 
     Example:
         >>> wants = Question("my-pass", "wishes", all, lambda agreed, own: "changed its mind" if agreed > own else "")
@@ -56,17 +54,7 @@ class Question(Generic[F, A]):
 
 
 class CollectiveSequence:
-    """The collectives of a graph in launch order; every rank has the same.
-
-    Args:
-        graph: a graph whose collectives a pass may change.
-
-    Example:
-        >>> from graphpasses.capture import capture_train_step
-        >>> step = capture_train_step(lambda model, x: model(x).sum(), torch.nn.Linear(2, 1), torch.ones(3, 2))
-        >>> CollectiveSequence(step).nodes
-        []
-    """
+    """The collectives of a graph in launch order; every rank has the same."""
 
     def __init__(self, graph: TrainGraph) -> None:
         self._graph = graph
@@ -82,12 +70,8 @@ class CollectiveSequence:
     def agree(self, question: Question[F, F], facts: F) -> F:
         """Returns what all ranks agree on that share a group, or groups that share a rank.
 
-        All ranks must call it in the same order. They exchange facts group after group, as along the axes of a mesh,
-        so what one rank knows reaches all.
-
-        Args:
-            question: what is asked.
-            facts: what this rank knows; anything that can be pickled.
+        All ranks must call it in the same order. They exchange facts group after group, as along the axes of a
+        mesh, so what one rank knows reaches all. Facts are anything that can be pickled.
 
         Raises:
             AgreementError: the ranks launch different collectives; or this rank compiles again, and its facts
@@ -102,14 +86,6 @@ class CollectiveSequence:
         """Returns what the ranks of one group agree on.
 
         All ranks must call it in the same order.
-
-        Args:
-            group: one of ``groups``.
-            question: what is asked.
-            facts: what this rank knows; anything that can be pickled.
-
-        Raises:
-            AgreementError: as for :meth:`agree`.
         """
         agreed = question.combine(self._exchange(question, facts, group))
         return _checked(question, agreed, facts)
@@ -143,11 +119,8 @@ def _describe(node: fx.Node, group: int) -> str:
 def common_classes(classes: list[list[int]]) -> list[int]:
     """Returns which things are of one class on every rank.
 
-    Args:
-        classes: per rank, a number for each thing; things of one class have one number, and -1 is of no class.
-
-    Returns:
-        For each thing the index of the first one of its class; -1 for what is of no class on some rank.
+    ``classes`` has, per rank, a number for each thing: things of one class have one number, and -1 is of no class.
+    Returns for each thing the index of the first one of its class; -1 for what is of no class on some rank.
 
     Example:
         >>> common_classes([[0, 0, 0, 3], [5, 5, 2, -1]])
@@ -160,10 +133,6 @@ def common_classes(classes: list[list[int]]) -> list[int]:
 
 def breaks_class(agreed: Sequence[int], own: Sequence[int]) -> bool:
     """Whether this rank sees a difference within a class on which all ranks agreed.
-
-    Args:
-        agreed: what :func:`common_classes` returned.
-        own: this rank's numbers.
 
     Example:
         >>> breaks_class([0, 0, 2, -1], [7, 7, 7, 7]), breaks_class([0, 0], [7, 8])
@@ -192,17 +161,10 @@ def exchange(
     """Returns what each rank of a group knows, once all of them ask the same.
 
     All ranks must call it in the same order. It communicates unless this rank remembers the answer: a rank may
-    compile a model again when the others do not (its batches became dynamic). It must then decide as it did together
-    with them, and must not wait for them.
-
-    Args:
-        signature: the question: what must be the same on every rank, line by line.
-        facts: what this rank knows; anything that can be pickled.
-        group: the ranks that must decide the same.
-        remembered: what ranks answered before, see :attr:`~graphpasses.graph.TrainGraph.remembered`.
-
-    Returns:
-        The facts of each rank, in group order; ``[facts]`` alone where the group has no other process.
+    compile a model again when the others do not (its batches became dynamic). It must then decide as it did
+    together with them, and must not wait for them. ``signature`` is what must be the same on every rank, line by
+    line; ``remembered`` is :attr:`~graphpasses.graph.TrainGraph.remembered`. Returns the facts of each rank, in
+    group order; ``[facts]`` alone where the group has no other process.
 
     Raises:
         AgreementError: the signatures of two ranks differ, on every rank of the group; or a rank asks nothing within

@@ -193,9 +193,7 @@ def walk_modules(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yields what ``named_modules(remove_duplicate=False)`` does, but ends on a cycle of modules.
 
-    Args:
-        model: the root, yielded as ``""``.
-        is_leaf: of which modules to leave out what is in them.
+    What is in a module that ``is_leaf`` is true of is left out.
 
     Example:
         >>> block = nn.Linear(2, 2)
@@ -220,14 +218,7 @@ def walk_modules(
 
 
 def find_state(model: nn.Module, fqn: str) -> torch.Tensor | None:
-    """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization.
-
-    Args:
-        model: any module.
-        fqn: any name of the tensor.
-
-    Returns:
-        None if the model has no such parameter or buffer.
+    """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization, or None.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
@@ -369,9 +360,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def unwrapped_name(fqn: str) -> str:
     """Returns the name that a parameter or buffer has in checkpoints, where torch's wrappers have no part in it.
-
-    Args:
-        fqn: its name in a model, parts of which are wrapped for activation checkpointing or compiled.
 
     Example:
         >>> unwrapped_name("layers.0._checkpoint_wrapped_module.weight")

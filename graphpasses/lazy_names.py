@@ -18,9 +18,7 @@ __all__ = ["attach_stub"]
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose stub lists its public names.
 
-    Args:
-        package: the package's ``__name__``.
-        file: its ``__file__``; beside it lies a stub of lines ``from module import name as name``.
+    Beside ``file``, the package's ``__file__``, lies a stub of lines ``from module import name as name``.
 
     Example:
         >>> import graphpasses

@@ -1,4 +1,4 @@
-"""Tables for people at a terminal, of which nothing is cut in a pipe."""
+"""Tables for a terminal; in a pipe nothing of them is cut."""
 
 from __future__ import annotations
 
@@ -25,22 +25,14 @@ def make_console() -> Console:
 
 
 def has_no_reader(stream: IO[str]) -> bool:
-    """Whether a stream is a pipe whose reader has gone, as in ``graphpasses --help | head -1``.
-
-    Args:
-        stream: of a file descriptor.
-    """
+    """Whether a stream is a pipe whose reader has gone, as in ``graphpasses --help | head -1``."""
     poll = select.poll()
     poll.register(stream, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def plain_table(*columns: str) -> Table:
-    """Makes a table without lines.
-
-    Args:
-        columns: their headers.
-    """
+    """Makes a table without lines."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -50,8 +42,6 @@ def plain_table(*columns: str) -> Table:
 def add_row(table: Table, *cells: str) -> None:
     """Adds a row of plain text.
 
-    Args:
-        table: the table.
-        cells: what it says; names may hold brackets, which rich would take for markup.
+    Names may hold brackets, which rich would take for markup.
     """
     table.add_row(*map(Text, cells))

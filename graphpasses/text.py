@@ -11,9 +11,8 @@ __all__ = ["aligned", "did_you_mean", "some"]
 def aligned(rows: Sequence[Sequence[str]], *, max_rows: int | None = None) -> list[str]:
     """Returns a line for each row, its cells below each other.
 
-    Args:
-        rows: of equally many cells, the header first.
-        max_rows: how many rows below the header are kept; the last line says how many more there are.
+    The first row is the header. At most ``max_rows`` rows below it are kept; the last line says how many more there
+    are.
 
     Example:
         >>> aligned([("pass", "ms"), ("prefetch-collectives", "1.0")])
@@ -31,10 +30,6 @@ def aligned(rows: Sequence[Sequence[str]], *, max_rows: int | None = None) -> li
 
 def some(names: Sequence[str], limit: int) -> str:
     """Returns the first names, and how many more there are.
-
-    Args:
-        names: of anything.
-        limit: how many are named at most.
 
     Example:
         >>> some(["a", "b", "c", "d"], limit=2)

@@ -95,7 +95,7 @@ def _loss(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 
 
 def _without_coalescing(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
-    return default_pipeline(plan, disable=("coalesce-grad-reductions",)).run(captured, excerpts=True)
+    return default_pipeline(plan, disable=("coalesce-grad-reductions",)).run(captured, graph_diff=True)
 
 
 def _shard(case: Case, variant: str, model: nn.Module, mesh: DeviceMesh) -> None:

@@ -83,7 +83,7 @@ def _train_case(case: Case, mesh: DeviceMesh, num_steps: int, folder: Path) -> I
     yield EAGER
 
     _set_weights(eager, initial)
-    step = default_pipeline().run(capture_train_step(loss_fn, eager, _tokens(0)), excerpts=True)
+    step = default_pipeline().run(capture_train_step(loss_fn, eager, _tokens(0)), graph_diff=True)
     _train(case, FSDP2, eager, step, graph_layout(step), num_steps, folder)
     yield FSDP2
 
@@ -136,15 +136,15 @@ def rewritten(variant: str, captured: TrainGraph, plan: BucketPlan, expected_lay
         expected_layout: their layout, which the default pipeline must meet, and a control must not.
     """
     if variant == DEFAULT:
-        return default_pipeline(plan, expected_layout=expected_layout).run(captured, excerpts=True)
+        return default_pipeline(plan, expected_layout=expected_layout).run(captured, graph_diff=True)
     if variant == NO_COALESCING:
-        step = default_pipeline(plan, disable=("coalesce-grad-reductions",)).run(captured, excerpts=True)
+        step = default_pipeline(plan, disable=("coalesce-grad-reductions",)).run(captured, graph_diff=True)
     elif variant == ALL_REDUCE_FIRST:
-        step = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured, excerpts=True)
+        step = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured, graph_diff=True)
     else:
         in_execution_order = default_pipeline(plan, disable=("bucket-fsdp-collectives",)).run(captured)
         wrong = wrong_order(variant, plan, captured.model, graph_layout(in_execution_order))
-        step = default_pipeline(wrong).run(captured, excerpts=True)
+        step = default_pipeline(wrong).run(captured, graph_diff=True)
     assert diff_layouts(expected_layout, graph_layout(step)), (
         f"{variant} has eager's layout: it controls nothing"
     )

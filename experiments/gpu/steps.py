@@ -19,7 +19,7 @@ import graphpasses as gp
 from experiments.fsdp_bench.steps import loss_fn, transformer
 from experiments.gpu.result import SkippedError
 from experiments.harness.bench import time_rounds
-from graphpasses.parity.twin import locate_step
+from graphpasses.parity.reference import locate_step
 
 __all__ = ["certificate_cost", "cuda_graphs", "inductor", "locate_cost", "parity", "parity_with_optimizer"]
 

@@ -115,12 +115,12 @@ def _captured(
 ) -> Callable[[DeviceMesh], Iterator[Pair]]:
     """The captured step of a model on which ``fully_shard`` was called.
 
-    Or, if it is sharded ``simply``, of one of SimpleFSDP, which the passes give the layout of its twin.
+    Or, if it is sharded ``simply``, of one of SimpleFSDP, which the passes give the layout of the eager reference.
     """
 
     def make(mesh: DeviceMesh) -> Iterator[Pair]:
         if simply:
-            plan, layout, model = _twins(build, mesh, policy)
+            plan, layout, model = _reference_and_model(build, mesh, policy)
         else:
             plan, layout, model = None, None, _shard(build(), mesh, policy)
         captured = capture_train_step(_call, model, *batch(), check=False)
@@ -135,7 +135,7 @@ def _compiled(
     """What ``torch.compile`` shows of a model of SimpleFSDP; of the first graph, inputs are DTensors."""
 
     def make(mesh: DeviceMesh) -> Iterator[Pair]:
-        plan, layout, model = _twins(build, mesh, policy)
+        plan, layout, model = _reference_and_model(build, mesh, policy)
         pipeline = default_pipeline(plan, expected_layout=layout)
         for pair in _compile(model, batch, pipeline):
             if pair.before.stage is not Stage.DYNAMO:
@@ -254,7 +254,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> 
     return model
 
 
-def _twins(
+def _reference_and_model(
     build: Callable[[], nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
 ) -> tuple[BucketPlan, Layout, nn.Module]:
     eager = _shard(build(), mesh, policy)

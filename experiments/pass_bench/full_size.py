@@ -21,10 +21,10 @@ from experiments.harness.pipeline_timing import PipelineTiming, time_pipeline
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.fx_graphs import generate_code
 from graphpasses.capture import capture_train_step, simple_fsdp
-from graphpasses.collector import paused_collector
 from graphpasses.commands.train_torchtitan_on_cpu import use_cpu
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.gc_pause import paused_gc
 from graphpasses.graph import TrainGraph
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove
@@ -91,7 +91,7 @@ def time_passes(flavor: str, num_rounds: int) -> FullSizeTiming:
         ours = time_pipeline(pipeline, captured, num_rounds, cpu_time=True)
         theirs = _time_theirs(captured, pause_gc=True)
         step = run()
-        with paused_collector():
+        with paused_gc():
             code = _timed(generate_code, step.module)[0]
             floor = _timed(lambda: generate_code(captured.copy().module))[0]
         layout = graph_layout(step)

@@ -32,7 +32,7 @@ def main(flavor: str = "8B", tokens: int = 8192, speeds: Path | None = None) -> 
         layout = eager_layout(capture_llama3(flavor, shard_fully, tokens).model)
         step = capture_llama3(flavor, shard_simply, tokens)
         report = (
-            default_pipeline(BucketPlan.per_block(step.model)).run(step, excerpts=True, prove=False).report
+            default_pipeline(BucketPlan.per_block(step.model)).run(step, graph_diff=True, prove=False).report
         )
     assert report is not None
     header = RunHeader("", NUM_RANKS, layouts=layout)

@@ -35,13 +35,8 @@ def compile_aot_eager(
 ) -> Compiled:
     """Compiles a Dynamo graph by AOTAutograd, and runs the rewritten ATen graphs as they are.
 
-    Args:
-        module: Dynamo's graph.
-        inputs: its (fake) inputs.
-        joint: rewrites the joint graph in place, before it is split.
-        forward: rewrites the forward graph in place.
-        backward: rewrites the backward graph in place.
-        while_compiling: a context for each compilation; the backward graph's may come when the first backward runs.
+    ``joint``, ``forward`` and ``backward`` rewrite their graphs in place. ``while_compiling`` is entered for each
+    compilation; the backward graph's may come when the first backward runs.
 
     A model compiled without gradients has one graph: ``joint`` rewrites it first, then ``forward``.
     """
@@ -116,16 +111,9 @@ def compile_inductor(
     while_compiling: Context,
     digest: str,
 ) -> Compiled:
-    """Compiles a Dynamo graph with Inductor; arguments as in :func:`compile_aot_eager`.
+    """Compiles a Dynamo graph with Inductor, as :func:`compile_aot_eager` does.
 
-    Args:
-        module: Dynamo's graph.
-        inputs: its (fake) inputs.
-        joint: as above.
-        forward: as above.
-        backward: as above.
-        while_compiling: as above.
-        digest: says all that the rewrites depend on beside the graph; part of the key of Inductor's caches.
+    ``digest`` says all that the rewrites depend on beside the graph; it is part of the key of Inductor's caches.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -178,9 +166,6 @@ def is_tangent(node: fx.Node) -> bool:
 def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
     """Says what a placeholder of an AOTAutograd graph is.
 
-    Args:
-        node: a placeholder.
-
     Returns:
         Position of the Dynamo input that it is or belongs to (None if it is something else), the attribute of a
         tensor subclass that it carries (``""`` for the tensor itself), and a description.
@@ -196,9 +181,6 @@ def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
 
 def describe_output(desc: Any) -> tuple[int | None, str, str]:
     """Says what an output of an AOTAutograd graph is.
-
-    Args:
-        desc: an element of the output node's ``meta["desc"]``.
 
     Returns:
         Position of the Dynamo input whose gradient it is (None if it is something else), the attribute of a tensor

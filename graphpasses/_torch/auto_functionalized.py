@@ -28,29 +28,18 @@ class WrittenView:
 
 @dataclass(frozen=True)
 class FunctionalizedCall:
-    """``auto_functionalized_v2(op, …)``: ``op`` writes into copies of ``bases``; yields its results and the copies.
-
-    Args:
-        op: the operator.
-        bases: the tensors of which it writes all or views.
-        reads: its other arguments, by name.
-        writes: the arguments that it writes, by name: a :class:`WrittenView`, a list of such, or None.
-        num_results: number of outputs before the copies; 1, which is None, where ``op`` returns nothing.
-    """
+    """``auto_functionalized_v2(op, …)``: ``op`` writes copies of ``bases``; returns its results and the copies."""
 
     op: torch._ops.OpOverload
-    bases: tuple[fx.Node, ...]
-    reads: Mapping[str, Any]
+    bases: tuple[fx.Node, ...]  # the tensors of which it writes all or views
+    reads: Mapping[str, Any]  # its other arguments, by name
+    # The arguments that it writes, by name: a :class:`WrittenView`, a list of such, or None.
     writes: Mapping[str, Any]
-    num_results: int
+    num_results: int  # number of outputs before the copies; 1, which is None, where ``op`` returns nothing
 
 
 def read_functionalized_call(node: fx.Node) -> FunctionalizedCall | None:
-    """Returns what a call of ``auto_functionalized_v2`` calls; None for any other node, and for ``out=`` operators.
-
-    Args:
-        node: a node of a graph that AOTAutograd made.
-    """
+    """Returns what a call of ``auto_functionalized_v2`` calls; None for another node, and for ``out=`` operators."""
     if node.target is not AUTO_FUNCTIONALIZED or not node.kwargs["_all_bases"]:
         return None
     op = node.args[0]

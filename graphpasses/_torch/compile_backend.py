@@ -30,7 +30,7 @@ from torch._dynamo.utils import CleanupManager, get_metrics_context
 
 from graphpasses._torch.compiled_module import CompiledModule
 from graphpasses._torch.missing import missing_api
-from graphpasses.collector import paused_collector
+from graphpasses.gc_pause import paused_gc
 
 try:
     from torch._C._dynamo.eval_frame import _get_cache_entries_for_region, _get_total_cache_entry_count
@@ -50,12 +50,10 @@ _ROOT: ContextVar[nn.Module | None] = ContextVar("_ROOT", default=None)
 class Backend:
     """A backend, from the function that compiles graphs for it.
 
-    Args:
-        compile_graph: what a plain backend is; called with a graph, its inputs and the user's keywords.
-        wrap: makes what is called instead of a compiled function. A module that is compiled counts as the function
-            that Dynamo compiles for it.
-        while_tracing: a context for each function that Dynamo traces and compiles.
-        when_recorded: called before symbolic tracing records a call of a compiled module; it may raise.
+    ``compile_graph`` is what a plain backend is, called with a graph, its inputs and the user's keywords. ``wrap``
+    makes what is called instead of a compiled function; a module that is compiled counts as the function that
+    Dynamo compiles for it. ``when_recorded`` is called before symbolic tracing records a call of a compiled module;
+    it may raise.
 
     Example:
         >>> def count(root, compiled, options):
@@ -179,8 +177,7 @@ def _compile_first(self: Any, fn: Any) -> Any:
 class _Region:
     """What Dynamo keeps for one call of ``torch.compile``, apart from what it keeps for others.
 
-    Args:
-        owner: what ``torch.compile`` returned lives as long as it.
+    It lives as long as ``owner``, what ``torch.compile`` returned.
     """
 
     def __init__(self, owner: object) -> None:
@@ -192,12 +189,8 @@ class _Region:
     def enter(self, code: CodeType, shared: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Lets Dynamo compile a function as if no other call of ``torch.compile`` had.
 
-        Args:
-            code: of the function.
-            shared: what Dynamo knows of it, as how often it was compiled; new after ``torch.compiler.reset()``.
-
-        Returns:
-            What it shall know instead, and a function to call after.
+        ``shared`` is what Dynamo knows of the function, such as how often it was compiled; it is new after
+        ``torch.compiler.reset()``. Returns what Dynamo shall know instead, and a function to call after.
         """
         known = self._codes.get(id(code))
         if known is None or known[1] is not shared:
@@ -239,7 +232,7 @@ class _Converter:
         assert self.region is not None
         frame_state, leave = self.region.enter(frame.f_code, frame_state)
         try:
-            with paused_collector(), self._context():
+            with paused_gc(), self._context():
                 return self._convert(frame, cache_entry, hooks, frame_state, skip=skip + 1)
         finally:
             leave()

@@ -47,9 +47,6 @@ def use_cpu_as_accelerator(backend: str) -> None:
     """Makes torch answer "cpu" when it is asked for its accelerator, for the rest of the process.
 
     torchtitan asks while it is imported, so call this before. Tested: 2.13, 2.15.
-
-    Args:
-        backend: of process groups on the CPU, ``"gloo"`` or ``"nccl_sim"``.
     """
     utils: Any = torch._utils
     estimation: Any = _runtime_estimation

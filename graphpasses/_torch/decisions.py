@@ -82,12 +82,9 @@ def decided_by_values(
 ) -> Iterator[fx.GraphModule]:
     """Lets the code that the block traces decide by the values that symbols have in this run.
 
-    Args:
-        value_of: returns the value of a symbol, given what was traced so far; None where it must not decide.
-        decided: is told what must be true for all decisions to fall as they did, and all else that torch assumes.
-
-    Yields:
-        What is traced; it grows.
+    ``value_of`` gets what was traced so far, and returns None where a symbol must not decide. ``decided`` is told
+    what must be true for all decisions to fall as they did, and all else that torch assumes. Yields what is traced;
+    it grows.
     """
     mode: Any = proxy_tensor.get_proxy_mode()
     context: Any = TracingContext.try_get()
@@ -156,8 +153,7 @@ def value_at(value: Any, path: Any) -> bool | int | float:
 def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]], bool]:
     """Returns what says of values of symbols whether a condition is true.
 
-    Args:
-        condition: on symbols; if all are whole numbers, Python computes with them, a hundred times as fast as sympy.
+    If all symbols are whole numbers, Python computes with them, a hundred times as fast as sympy.
 
     Example:
         >>> s = sympy.Symbol("s", integer=True)

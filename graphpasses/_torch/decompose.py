@@ -31,10 +31,7 @@ def decompose(module: fx.GraphModule) -> None:
     """Replaces, in place, every operator that Inductor decomposes by what it is made of.
 
     Passes see the same graph under every inner compiler: operators as autograd calls them. Inductor then gets the
-    smaller ones that it can lower and fuse.
-
-    Args:
-        module: a functional ATen graph whose nodes have ``meta["val"]``.
+    smaller ones that it can lower and fuse. The graph is functional, and its nodes have ``meta["val"]``.
     """
     table = select_decomp_table()
     graph = module.graph

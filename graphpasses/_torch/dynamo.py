@@ -16,12 +16,8 @@ __all__ = ["BackendCompilerFailed", "guard_condition", "guard_identity", "live_i
 def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
     """Returns, for each placeholder of a graph that Dynamo traced, its source and what it was given.
 
-    Args:
-        module: what Dynamo gives a backend.
-
-    Returns:
-        Per placeholder: the source as Dynamo writes it, e.g. ``L['self']._modules['out']._parameters['weight']``
-        (the placeholder's own name where there is none), and the live tensor or number.
+    The source is as Dynamo writes it, e.g. ``L['self']._modules['out']._parameters['weight']``, or the
+    placeholder's own name where there is none.
     """
     inputs: list[tuple[str, Any]] = []
     for node in module.graph.find_nodes(op="placeholder"):
@@ -40,9 +36,6 @@ def guard_identity(placeholder: fx.Node) -> None:
 
     Dynamo gives one graph to all instances of a module, in which a pass may have bound the tensors of one. To be
     called while the graph is being compiled.
-
-    Args:
-        placeholder: a placeholder of the graph that Dynamo traced.
     """
     install_guard(placeholder.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
 
@@ -50,10 +43,8 @@ def guard_identity(placeholder: fx.Node) -> None:
 def guard_condition(placeholder: fx.Node, holds: Callable[[], bool], text: str) -> None:
     """Has Dynamo compile again where something does not hold that it does not look at. To be called as above.
 
-    Args:
-        placeholder: a placeholder of the graph that Dynamo traced.
-        holds: whether it does; asked before each call, so it should be quick, and keep no tensor alive.
-        text: what holds, for ``TORCH_LOGS=recompiles``.
+    ``holds`` is asked before each call, so it should be quick, and keep no tensor alive. ``text`` is for
+    ``TORCH_LOGS=recompiles``.
     """
 
     def guard(builder: GuardBuilder, _: Any) -> None:

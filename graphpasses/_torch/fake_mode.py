@@ -18,7 +18,7 @@ from torch._decomp import decomposition_table
 # Of a step that is being traced. Tested: 2.13.
 from torch._guards import active_fake_mode
 
-# in_kernel_invocation_manager: a fake tensor stands for its meta tensor inside. Tested: 2.13.
+# in_kernel_invocation_manager: a fake tensor acts as its meta tensor inside. Tested: 2.13.
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -55,11 +55,7 @@ class FakeFacts(NamedTuple):
 
 
 def fake_mode_of(*values: Any) -> FakeTensorMode | None:
-    """Returns the mode of the first fake tensor or symbolic size among ``values``; None without one.
-
-    Args:
-        values: trees of anything, e.g. the ``meta["val"]`` of a graph's nodes.
-    """
+    """Returns the mode of the first fake tensor or symbolic size among ``values``; None without one."""
     for value in values:
         if isinstance(value, (list, tuple)):
             mode: FakeTensorMode | None = fake_mode_of(*value)
@@ -78,11 +74,7 @@ def new_fake_mode() -> FakeTensorMode:
 
 
 def fake_copies(values: Iterable[Any]) -> list[Any]:
-    """Returns tensors without values, of known sizes, in the place of tensors.
-
-    Args:
-        values: tensors, fake ones, which stay, and others, which do, too.
-    """
+    """Returns fake tensors of known sizes in the place of tensors; fake tensors and other values stay."""
     mode = new_fake_mode()
     return [
         mode.from_tensor(value.detach(), static_shapes=True)
@@ -98,11 +90,7 @@ def is_fake(value: Any) -> bool:
 
 
 def facts_of_fake(value: Any) -> FakeFacts | tuple[Any, ...] | None:
-    """Returns what operators can see of a fake value; None if that is not all here, as of symbolic sizes.
-
-    Args:
-        value: a fake tensor, a tuple or a list of some, or anything else.
-    """
+    """Returns what operators can see of a fake value; None if that is not all here, as of symbolic sizes."""
     if isinstance(value, (list, tuple)):
         facts = tuple(map(facts_of_fake, value))
         return None if None in facts else facts
@@ -129,12 +117,7 @@ def facts_of_fake(value: Any) -> FakeFacts | tuple[Any, ...] | None:
 
 
 def fake_tensors_of(mode: FakeTensorMode, generation: int | None = None) -> list[FakeTensor]:
-    """Returns the tensors of a mode that are alive.
-
-    Args:
-        mode: theirs.
-        generation: of Python's garbage collector, where they are known to be; None for all.
-    """
+    """Returns the tensors of a mode that are alive; of one generation of Python's garbage collector, or of all."""
     objects = gc.get_objects(generation)
     return [each for each in objects if type(each) is FakeTensor and each.fake_mode is mode]
 
@@ -168,11 +151,7 @@ _IN_FORMAT_OF = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backw
 
 @contextmanager
 def watched_in_other_threads(on_call: Callable[[Any], None]) -> Iterator[None]:
-    """Reports operators that other threads, in which the mode is not active, call on fake tensors of the active mode.
-
-    Args:
-        on_call: called with the operator before it is.
-    """
+    """Reports operators that other threads, where the active fake mode is not on, call on its tensors."""
     mode, thread, dispatch = active_fake_mode(), threading.get_ident(), FakeTensor.__torch_dispatch__
 
     def watched(

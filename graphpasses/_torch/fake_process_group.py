@@ -14,10 +14,8 @@ __all__ = ["fake_process_group"]
 def fake_process_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
     """Initialises ``torch.distributed`` with a process group of ``num_ranks`` ranks, of which this is one.
 
-    Args:
-        num_ranks: world size.
-        rank: which rank this process plays. DTensor caches by mesh ranks and axis names, so play another rank in
-            the same process only with meshes whose axes have other names.
+    DTensor caches by mesh ranks and axis names, so play another rank in the same process only with meshes whose
+    axes have other names.
 
     Example:
         >>> with fake_process_group(64):

@@ -53,53 +53,32 @@ ReduceOpName = Literal["avg", "sum"]
 
 @dataclass(frozen=True)
 class GroupedParameter:
-    """One parameter of a group.
+    """One parameter of a group."""
 
-    Args:
-        fqn: its name; the first of its names that lies in a module of the group.
-        shape: global shape; with tensor parallelism that of this rank's part, which is what FSDP2 shards.
-        shard_dim: tensor dim that is sharded.
-        requires_grad: whether it is trained.
-    """
-
-    fqn: str
+    fqn: str  # its name; the first of its names that lies in a module of the group
+    # Global shape; with tensor parallelism that of this rank's part, which is what FSDP2 shards.
     shape: tuple[int, ...]
-    shard_dim: int
+    shard_dim: int  # tensor dim that is sharded
     requires_grad: bool
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """One ``FSDPParamGroup``: parameters that are gathered and reduced together.
+    """One ``FSDPParamGroup``: parameters that are gathered and reduced together."""
 
-    Args:
-        name: FQNs of the modules that ``fully_shard`` was called with, joined by ``", "``.
-        parameters: in the order in which FSDP2 packs them.
-        shard_ranks: global ranks of the reduce-scatter's process group.
-        replicate_ranks: global ranks of HSDP's all-reduce, or None.
-        reduce_scatter_op: ``"avg"`` or ``"sum"``.
-        all_reduce_op: ``"avg"`` or ``"sum"``; only HSDP uses it.
-        is_premultiplied: whether FSDP2 asks for PREMUL_SUM by one where these say ``"sum"``.
-        predivide: what the packed gradients are divided by before the reduce-scatter, or None.
-        postdivide: what they are divided by after the last collective, or None.
-        param_dtypes: of the unsharded parameters that are trained, or of all if none is.
-        reduce_dtype: dtype on the wire.
-        reduces_unused: whether zeros are reduced for trainable parameters without a gradient.
-        reshards_after_forward: whether the parameters are freed after forward and gathered again in backward.
-    """
-
-    name: str
-    parameters: tuple[GroupedParameter, ...]
-    shard_ranks: tuple[int, ...]
-    replicate_ranks: tuple[int, ...] | None
-    reduce_scatter_op: ReduceOpName
-    all_reduce_op: ReduceOpName
-    is_premultiplied: bool
-    predivide: float | None
-    postdivide: float | None
-    param_dtypes: frozenset[torch.dtype]
-    reduce_dtype: torch.dtype
-    reduces_unused: bool
+    name: str  # FQNs of the modules that ``fully_shard`` was called with, joined by ``", "``
+    parameters: tuple[GroupedParameter, ...]  # in the order in which FSDP2 packs them
+    shard_ranks: tuple[int, ...]  # global ranks of the reduce-scatter's process group
+    replicate_ranks: tuple[int, ...] | None  # global ranks of HSDP's all-reduce, or None
+    reduce_scatter_op: ReduceOpName  # ``"avg"`` or ``"sum"``
+    all_reduce_op: ReduceOpName  # ``"avg"`` or ``"sum"``; only HSDP uses it
+    is_premultiplied: bool  # whether FSDP2 asks for PREMUL_SUM by one where these say ``"sum"``
+    predivide: float | None  # what the packed gradients are divided by before the reduce-scatter, or None
+    postdivide: float | None  # what they are divided by after the last collective, or None
+    param_dtypes: frozenset[torch.dtype]  # of the unsharded parameters that are trained, or of all if none is
+    reduce_dtype: torch.dtype  # dtype on the wire
+    reduces_unused: bool  # whether zeros are reduced for trainable parameters without a gradient
+    # Whether the parameters are freed after forward and gathered again in backward.
     reshards_after_forward: bool
 
 
@@ -124,11 +103,7 @@ def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
 
 
 def reshard(groups: Iterable[FSDPParamGroup]) -> None:
-    """Frees the unsharded parameters that an eager forward without a backward left.
-
-    Args:
-        groups: of a model.
-    """
+    """Frees the unsharded parameters that an eager forward without a backward left."""
     for group in groups:
         group._to_sharded()  # type: ignore[no-untyped-call]
 
@@ -137,9 +112,6 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
     """Returns a parameter whose shard changed since it was unsharded: eager's next forward reads what it was before.
 
     A forward without a backward leaves the root unsharded, and FSDP2 gathers no group that is.
-
-    Args:
-        groups: of a model.
     """
     for group in groups:
         if group.is_unsharded and isinstance(group.mesh_info, FSDPMeshInfo):
@@ -187,12 +159,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
     """Reads every group of a model, whether or not it ran already.
 
-    Args:
-        model: a module in whose tree ``fully_shard`` was called.
-
-    Returns:
-        The groups in post-order of their modules, that is, nested groups before the ones around them and the
-        root's last; none if ``fully_shard`` was never called.
+    The groups come in post-order of their modules, that is, nested groups before the ones around them and the
+    root's last; none if ``fully_shard`` was never called.
 
     Raises:
         UnsupportedError: a group reduces in a way that no functional collective can express.

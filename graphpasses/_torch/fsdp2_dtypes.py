@@ -68,10 +68,6 @@ def reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
 
     Source: ``FSDPParamGroup._init_mp_dtypes``, and from torch 2.15 on ``FSDPParamGroup._get_reduce_dtype``.
 
-    Args:
-        group: of a model.
-        name: of the group, for errors.
-
     Raises:
         LayoutError: its trainable parameters have several dtypes.
         UnsupportedError: their gradients are kept in several, or in any.
@@ -95,14 +91,10 @@ def simple_reduce_dtype(
 ) -> torch.dtype | None:
     """Returns in what SimpleFSDP must reduce a model's gradients, so that their bits are FSDP2's; None: in their own.
 
-    SimpleFSDP adds the gradients of a parameter in the dtype of compute. Up to torch 2.14 so does FSDP2; from 2.15 on
-    autograd adds them in FSDP2's dtype of reduction, unless that is wider and nothing but FSDP2 reduces them. Source:
-    ``FSDPParamGroup._init_mp_dtypes``, ``FSDPParam.may_reduce_grad_outside_dp``.
-
-    Args:
-        model: not yet sharded by FSDP.
-        param_dtype: dtype of compute, or None for the parameters' own.
-        reduce_dtype: what the user wants, or None for FSDP2's default.
+    SimpleFSDP adds the gradients of a parameter in the dtype of compute. Up to torch 2.14 so does FSDP2; from 2.15
+    on autograd adds them in FSDP2's dtype of reduction, unless that is wider and nothing but FSDP2 reduces them.
+    The model is not yet sharded by FSDP. A ``param_dtype`` of None is the parameters' own, a ``reduce_dtype`` of
+    None FSDP2's default. Source: ``FSDPParamGroup._init_mp_dtypes``, ``FSDPParam.may_reduce_grad_outside_dp``.
 
     Raises:
         UnsupportedError: FSDP2's default would differ by parameter, or its additions from SimpleFSDP's.
@@ -135,13 +127,6 @@ def check_kept_dtypes(name: str, parameters: Iterable[FSDPParam]) -> torch.dtype
     """Returns the dtype in which torch 2.15 keeps the gradients of parameters; it packs several in another order.
 
     Source: ``FSDPParamGroup._init_reduce_scatter_param_order``.
-
-    Args:
-        name: of their group, for errors.
-        parameters: that are reduced together.
-
-    Raises:
-        UnsupportedError: there are several, or one is not known before the step.
     """
     fqns: dict[torch.dtype | None, list[str]] = {}
     for parameter in parameters:
@@ -172,10 +157,6 @@ def make_leaf(parameter: FSDPParam, whole: Tensor) -> nn.Parameter:
     """Returns an unsharded parameter as FSDP2 makes it: autograd adds its gradients in the dtype that FSDP2 says.
 
     Source: ``FSDPParam.init_unsharded_param``.
-
-    Args:
-        parameter: of a group.
-        whole: what was gathered.
     """
     leaf = nn.Parameter(whole, requires_grad=parameter.sharded_param.requires_grad)
     if KEEPS_GRADIENT_DTYPES:
@@ -184,12 +165,7 @@ def make_leaf(parameter: FSDPParam, whole: Tensor) -> nn.Parameter:
 
 
 def unsharded_spec(parameter: FSDPParam, whole: Tensor) -> Any:
-    """Returns what an unsharded parameter is as a DTensor, with tensor parallelism; else None.
-
-    Args:
-        parameter: of a group.
-        whole: what was gathered, in its dtype.
-    """
+    """Returns what an unsharded parameter is as a DTensor, with tensor parallelism; else None."""
     values = vars(parameter)
     spec = values.get("_unsharded_dtensor_spec", values.get("_tp_spec"))  # its name up to torch 2.11
     if spec is None:

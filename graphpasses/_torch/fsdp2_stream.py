@@ -26,12 +26,7 @@ GATHER, REDUCE = "fsdp.gather_parameter", "fsdp.reduce_gradient"
 
 @contextmanager
 def fsdp2_streamed(model: nn.Module, stream: OperatorStream) -> Iterator[None]:
-    """Hands on what FSDP2's groups of a model gather and reduce in a block, parameter by parameter.
-
-    Args:
-        model: a module; without FSDP2's groups nothing happens.
-        stream: hands it on.
-    """
+    """Reports to ``stream`` what FSDP2's groups of a model gather and reduce in a block, parameter by parameter."""
     groups = fsdp_groups(model)
     for group in groups:
         vars(group).update(

@@ -58,9 +58,6 @@ Reduced = dict[Tensor, Tensor]
 def prepare_for_tracing(model: nn.Module) -> None:
     """Lets FSDP2 settle what it settles at the first forward, and shards every parameter.
 
-    Args:
-        model: a module in whose tree ``fully_shard`` was called, or any other, which is left alone.
-
     Raises:
         UnsupportedError: a group communicates in a way that a graph cannot, gathers its parameters otherwise than by
             copying them, or keeps them on the CPU.
@@ -100,14 +97,9 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
 
     Inside, each parameter that FSDP2 manages is gathered once, when its group first runs forward, and becomes one
     autograd leaf, as in FSDP2; ``loss.backward()`` reduces the gradients of each group, packed as FSDP2 packs them,
-    when FSDP2 would.
-
-    Args:
-        model: prepared by :func:`prepare_for_tracing`, with traced tensors in the place of its sharded parameters;
-            without FSDP2's groups there is nothing to replace.
-
-    Yields:
-        By sharded parameter, the local part of its reduced gradient; filled by ``loss.backward()``.
+    when FSDP2 would. The model was prepared by :func:`prepare_for_tracing`, and has traced tensors in the place of
+    its sharded parameters. Yields, by sharded parameter, the local part of its reduced gradient;
+    ``loss.backward()`` fills it.
 
     Raises:
         CaptureError: after the block, a gradient is left that eager FSDP2 would not reduce either.
@@ -157,13 +149,7 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
 def other_models_refused(model: nn.Module) -> Iterator[None]:
     """Raises if the block runs a module that ``fully_shard`` sharded and that is no part of a model.
 
-    FSDP2 would gather real parameters in the midst of tracing, and keep traced tensors.
-
-    Args:
-        model: whose modules may run.
-
-    Raises:
-        CaptureError: another runs.
+    FSDP2 would gather real parameters while the step is traced, and keep traced tensors.
     """
     own = {state for _, state in fsdp_states(model)}
     original = FSDPState._root_pre_forward

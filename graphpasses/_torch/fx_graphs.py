@@ -21,7 +21,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import PythonCode
 
 from graphpasses._torch.fx_code import quick_code, short_code, torchs_text
-from graphpasses.collector import paused_collector
+from graphpasses.gc_pause import paused_gc
 
 __all__ = [
     "LargeGraph",
@@ -228,5 +228,5 @@ class _LazyModule(_LazyGraphModule):
         return torchs_text(self.short)
 
     def _real_recompile(self) -> PythonCode:
-        with paused_collector():
+        with paused_gc():
             return super()._real_recompile()

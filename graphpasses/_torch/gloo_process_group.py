@@ -24,12 +24,7 @@ class GlooProcessGroup(PythonProcessGroup):
     gloo's own collectives run in its worker threads, which may free a Python tensor long after ``wait()``: in a
     thread that waits for the GIL while the interpreter exits, that aborts the process (pytorch/pytorch#190489), and
     while it holds gloo's queue, it deadlocks. Sends and receives leave the tensors to the thread that called them.
-
-    Args:
-        store: store of this group alone, through which gloo's peers meet.
-        rank: rank in the group.
-        size: ranks of the group.
-        timeout: of one message.
+    ``store`` belongs to this group alone; ``timeout`` is that of one message.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -14,11 +14,6 @@ __all__ = ["missing_api"]
 def missing_api(what: str, error: ImportError, versions: str) -> UnsupportedError:
     """Returns the error that names a private API, and the versions that have it.
 
-    Args:
-        what: cannot be done without it.
-        error: of the import.
-        versions: of torch that have it, as ``README.md`` lists them.
-
     Example:
         >>> print(missing_api("flying", ImportError("cannot import name '_wing' from 'torch.body' (x.py)"), "2.13"))
         ... # doctest: +ELLIPSIS

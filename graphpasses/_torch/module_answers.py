@@ -24,7 +24,7 @@ __all__ = ["answers_as_in_eager"]
 
 
 class NoFakeTensor:
-    """Stands for ``FakeTensor`` where none is to be seen: no object is one."""
+    """Replaces ``FakeTensor`` where code shall see none: no object is one."""
 
 
 def _no(*args: object, **kwargs: object) -> bool:

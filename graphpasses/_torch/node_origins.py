@@ -19,17 +19,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<functio
 
 
 def origin_of(node: fx.Node) -> Where:
-    """Returns where a node comes from, as far as its graph's capture and passes noted it.
-
-    Args:
-        node: of a captured step, rewritten or not.
-
-    Example:
-        >>> step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), nn.Linear(2, 1), torch.ones(3, 2))
-        >>> (node,) = step.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
-        >>> origin_of(node).in_backward
-        False
-    """
+    """Returns where a node comes from, as far as its graph's capture and passes noted it."""
     line = None
     for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""):
         if not frame["file"].startswith(NOT_THE_USERS):
@@ -46,11 +36,7 @@ class NodesOfFrames:
         self._nodes: dict[fx.GraphModule, list[fx.Node]] = {}
 
     def find(self, frame: FrameType) -> fx.Node | None:
-        """Returns the node; None for a frame of any other code.
-
-        Args:
-            frame: of Python code.
-        """
+        """Returns the node; None for a frame of any other code."""
         module: Any = frame.f_locals.get("self")
         if not frame.f_code.co_filename.startswith("<eval_with_key>") or not isinstance(
             module, fx.GraphModule

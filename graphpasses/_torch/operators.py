@@ -28,10 +28,7 @@ def has_kernel(name: str, *dispatch_keys: str) -> bool:
 
 
 class TracingKernels:
-    """Kernels that tracers run, for operators that have none; eager calls do not see them.
-
-    Args:
-        namespace: the operators' library, e.g. ``"fbgemm"``.
+    """Kernels that tracers run for operators of a library that have none; eager calls do not see them.
 
     Example:
         >>> _ = torch.library.define("example::size", "(Tensor x) -> Tensor")
@@ -49,15 +46,7 @@ class TracingKernels:
         self._undo: list[Callable[[], object]] = []
 
     def add_fake(self, name: str, rule: Rule) -> None:
-        """Gives an operator that has no fake kernel one.
-
-        Args:
-            name: full name, e.g. ``"fbgemm::permute_sequence_embeddings"``.
-            rule: makes the outputs from fake tensors, as for ``torch.library.register_fake``.
-
-        Raises:
-            RuntimeError: the operator has one.
-        """
+        """Adds a fake kernel to an operator that has none; ``rule`` is as for ``torch.library.register_fake``."""
         holder = simple_registry.singleton.find(name).fake_impl
         source = f"{rule.__module__}.{rule.__qualname__}"
         handle = holder.register(_kernel(name, rule), source, lib=self._library, allow_override=False)
@@ -66,9 +55,7 @@ class TracingKernels:
     def add_autograd(self, name: str, rule: Rule) -> None:
         """Replaces an operator's autograd on CPU where a tracer looks: Dynamo, AOTAutograd, symbolic ``make_fx``.
 
-        Args:
-            name: full name, e.g. ``"fbgemm::index_select_dim0"``.
-            rule: makes the differentiable outputs; it calls other operators, or this one :func:`below_autograd`.
+        ``rule`` makes the differentiable outputs; it calls other operators, or this one :func:`below_autograd`.
         """
         overload, key = _overload(name), torch.DispatchKey.AutogradCPU
 

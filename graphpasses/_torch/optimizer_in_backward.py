@@ -37,11 +37,7 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 
 
 def find_gradient_hooks(parameters: Iterable[Tensor]) -> int | None:
-    """Returns the position of the first parameter whose gradient a hook, or an optimizer in backward, waits for.
-
-    Args:
-        parameters: the parameters.
-    """
+    """Returns the position of the first parameter whose gradient a hook, or an optimizer in backward, waits for."""
     for index, parameter in enumerate(parameters):
         if has_gradient_hooks(parameter) or optimizers_in_backward(parameter):
             return index

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # FakeTensor, _foreach_supported_types: an optimizer, and clip_grad_norm_, take lists of tensors at once only if each
-# is of a type that is listed; while they are traced, fake tensors are what they stand for. Tested: 2.13.
+# is of a type that is listed; while they are traced, fake tensors count as real ones. Tested: 2.13.
 # _global_optimizer_pre_hooks, _global_optimizer_post_hooks: hooks on all optimizers. Tested: 2.13.
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
@@ -36,9 +36,6 @@ def runs_hooks(optimizer: Optimizer) -> bool:
 
     That is a hook on this optimizer, one on all, or another ``step`` that was put over its own; what a scheduler of
     learning rates puts there only notes that it was called.
-
-    Args:
-        optimizer: the optimizer.
     """
     step = vars(optimizer).get("step")
     return (
@@ -50,11 +47,7 @@ def runs_hooks(optimizer: Optimizer) -> bool:
 
 
 def note_step(optimizer: Optimizer) -> None:
-    """Tells schedulers of learning rates, which warn otherwise, that the optimizer has made a step.
-
-    Args:
-        optimizer: the optimizer.
-    """
+    """Tells schedulers of learning rates, which warn otherwise, that the optimizer has made a step."""
     if "step" in vars(optimizer):
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -62,8 +55,7 @@ def note_step(optimizer: Optimizer) -> None:
 def shadow_of(optimizer: Optimizer) -> Optimizer:
     """Returns an optimizer with the same attributes, without hooks; the caller gives it groups and state.
 
-    Args:
-        optimizer: the optimizer; its own ``__init__`` would ask its parameters for what fake ones do not have.
+    The optimizer's own ``__init__`` would ask its parameters for what fake ones do not have.
     """
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update({name: value for name, value in vars(optimizer).items() if name != "step"})

@@ -18,10 +18,6 @@ class PythonProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are exchanges of tensors, for subclasses to add reductions.
 
     Every collective finishes before it returns, also with ``async_op=True``.
-
-    Args:
-        rank: rank in the group.
-        size: ranks of the group.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -31,10 +27,7 @@ class PythonProcessGroup(dist.ProcessGroup):
     def exchange(self, collective: str, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Sends a tensor to each rank of ``sent`` and fills the tensor of each rank of ``received``.
 
-        Args:
-            collective: whose exchange it is, for messages.
-            sent: what goes to which rank.
-            received: where what comes from which rank goes; of the sender's size and dtype.
+        A received tensor has the sender's size and dtype.
         """
         raise NotImplementedError
 
@@ -145,11 +138,7 @@ class PythonProcessGroup(dist.ProcessGroup):
 
 
 class FinishedWork(Work):
-    """Work that was finished before it was returned.
-
-    Args:
-        outputs: what its future gives.
-    """
+    """Work that was finished before it was returned."""
 
     def __init__(self, outputs: list[Any]) -> None:
         super().__init__()

@@ -22,11 +22,7 @@ __all__ = ["TreeSpec", "open_container", "tree_flatten", "tree_leaves", "tree_un
 def open_container(value: Any) -> tuple[dict[str, Any], TreeSpec] | None:
     """Returns a container's items by how they are reached, e.g. ``"[0]"`` or ``".x"``, and what makes it of them.
 
-    Args:
-        value: any object.
-
-    Returns:
-        None for a leaf: what pytree does not know.
+    None for a leaf: what pytree does not know.
     """
     if tree_is_leaf(value):
         return None

@@ -68,11 +68,7 @@ def inner_names(value: torch.Tensor) -> list[str]:
 
 
 def schemas(target: Any) -> list[Any]:
-    """Returns the schemas of an operator: one of an overload, those of all overloads of a packet; else none.
-
-    Args:
-        target: the target of a call.
-    """
+    """Returns the schemas of an operator: one of an overload, those of all overloads of a packet; otherwise none."""
     match target:
         case torch._ops.OpOverload():
             return [target._schema]
@@ -82,11 +78,7 @@ def schemas(target: Any) -> list[Any]:
 
 
 def given_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """Yields ``(argument of the schema, value)`` for what a call is given; for each overload that it may be.
-
-    Args:
-        node: a call of an operator; any other node has none.
-    """
+    """Yields ``(argument of the schema, value)`` for what a call is given; for each overload that it may be."""
     for schema in schemas(node.target):
         for index, argument in enumerate(schema.arguments):
             if index < len(node.args):
@@ -96,11 +88,7 @@ def given_arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
 
 
 def named_arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns the arguments of a call of an operator that has one overload, defaults too, by their names.
-
-    Args:
-        node: a call of an operator.
-    """
+    """Returns the arguments of a call of an operator that has one overload, defaults too, by their names."""
     (schema,) = schemas(node.target)
     names = [argument.name for argument in schema.arguments]
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
@@ -108,12 +96,7 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def bind_named(op: Any, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns ``(args, kwargs)`` of a call of an operator from its arguments by name.
-
-    Args:
-        op: an overload of an operator.
-        values: all its arguments, by name.
-    """
+    """Returns ``(args, kwargs)`` of a call of an operator from its arguments by name."""
     (schema,) = schemas(op)
     args = tuple(values[argument.name] for argument in schema.arguments if not argument.kwarg_only)
     return args, {
@@ -133,11 +116,7 @@ def writes_arguments(target: Any) -> bool:
 
 @cache
 def written_names(target: Any) -> frozenset[str]:
-    """Returns the names of the arguments that an operator writes, also where its schema does not say so.
-
-    Args:
-        target: the target of a call.
-    """
+    """Returns the names of the arguments that an operator writes, also where its schema does not say so."""
     return frozenset(
         argument.name
         for schema in schemas(target)
@@ -153,11 +132,7 @@ def is_seeded(target: Any) -> bool:
 
 
 def draws(node: fx.Node) -> bool:
-    """Whether a call of an operator draws random numbers. Attention's say that they do, and without dropout do not.
-
-    Args:
-        node: any node.
-    """
+    """Whether a call draws random numbers. Attention's operators say that they do, and without dropout do not."""
     return is_seeded(node.target) and named_arguments(node).get("dropout_p") != 0
 
 

@@ -11,9 +11,6 @@ __all__ = ["module_versions"]
 def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the versions of modules, by FQN, that ``state_dict()`` hung on its result; the dict itself.
 
-    Args:
-        state: a state dict, or any mapping, which has none.
-
     Example:
         >>> import torch
         >>> dict(module_versions(torch.nn.Linear(2, 2).state_dict())), module_versions({})

@@ -49,27 +49,17 @@ class _Layout:
 
 @dataclass(frozen=True)
 class TracedFunction:
-    """A graph and what its flat inputs and outputs are; named as in torchtitan's ``TracedResult``.
+    """A graph and what its flat inputs and outputs are; named as in torchtitan's ``TracedResult``."""
 
-    Args:
-        gm: the graph: state, then leaves of the arguments, wrapped tensors as their parts; flat outputs likewise.
-        example_inputs: its inputs, fake.
-        num_flat_inputs: state and leaves.
-        input_subclass_layouts: of those that are wrapped, by number.
-        user_inputs_spec: the tree of ``(args, kwargs)``.
-        num_flat_outputs: what the function returned.
-        output_subclass_layouts: of those that are wrapped, by number.
-        state_fqns: names of the module's parameters and buffers, tied ones with every name.
-    """
-
+    # The graph: state, then leaves of the arguments, wrapped tensors as their parts; flat outputs likewise.
     gm: fx.GraphModule
-    example_inputs: tuple[Any, ...]
-    num_flat_inputs: int
-    input_subclass_layouts: dict[int, _Layout]
-    user_inputs_spec: TreeSpec
-    num_flat_outputs: int
-    output_subclass_layouts: dict[int, _Layout]
-    state_fqns: list[str]
+    example_inputs: tuple[Any, ...]  # its inputs, fake
+    num_flat_inputs: int  # state and leaves
+    input_subclass_layouts: dict[int, _Layout]  # of those that are wrapped, by number
+    user_inputs_spec: TreeSpec  # the tree of ``(args, kwargs)``
+    num_flat_outputs: int  # what the function returned
+    output_subclass_layouts: dict[int, _Layout]  # of those that are wrapped, by number
+    state_fqns: list[str]  # names of the module's parameters and buffers, tied ones with every name
 
 
 def trace_with_torch(
@@ -77,9 +67,8 @@ def trace_with_torch(
 ) -> Callable[..., TracedFunction]:
     """Returns a function that traces ``fn`` for given arguments, as torchtitan's ``minimal_fx_tracer`` does.
 
-    Args:
-        fn: reads ``module`` from its closure and returns a list of tensors and None.
-        module: whose parameters and buffers are inputs; None if ``fn`` has none.
+    ``fn`` reads ``module`` from its closure and returns a list of tensors and None. The parameters and buffers of
+    ``module`` are inputs.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)

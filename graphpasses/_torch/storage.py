@@ -17,11 +17,7 @@ _PIECE = 32 << 20  # bytes
 
 
 def addresses(value: Any) -> Iterator[int]:
-    """Yields where the memory of a tensor begins; of a wrapper such as a DTensor, that of each tensor inside.
-
-    Args:
-        value: anything; what is no strided tensor has none.
-    """
+    """Yields where the memory of a tensor begins; of a wrapper such as a DTensor, that of each tensor inside."""
     if is_traceable_wrapper_subclass(value):
         names, _ = value.__tensor_flatten__()
         for name in names:
@@ -43,12 +39,9 @@ def is_movable(tensor: Tensor) -> bool:
 def move_storage(tensor: Tensor, place: Tensor, moved: Callable[[Tensor], None]) -> None:
     """Moves the whole storage of a tensor; every tensor that aliases it, seen or unseen, moves along.
 
-    The storage stays the same object; only its address changes. ``place`` lives as long as the storage.
-
-    Args:
-        tensor: a movable tensor.
-        place: 1-D, contiguous, without gradient, on the same device, of as many bytes as the tensor's storage.
-        moved: called with each piece of the old memory, as bytes, when nothing reads it any more.
+    The storage stays the same object; only its address changes. ``place`` lives as long as the storage. ``place``
+    is 1-D, contiguous, without gradient, on the same device, of as many bytes as the storage. ``moved`` is called
+    with each piece of the old memory, as bytes, when nothing reads it any more.
     """
     # In a thread, which no signal reaches: an interrupted move would leave a part of the table in each place.
     with ThreadPoolExecutor(1) as thread:

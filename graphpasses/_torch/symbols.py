@@ -18,18 +18,15 @@ __all__ = ["can_unify_sizes", "example_size", "expression", "guessed_sizes", "un
 
 
 def expression(size: int | torch.SymInt) -> Any:
-    """Returns what stands for a size in arithmetic: a number, or an expression of symbols."""
+    """Returns a size for arithmetic: a number, or an expression of symbols."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def example_size(size: int | torch.SymInt) -> tuple[int, int]:
     """Returns what a size was for the batch that was traced, and how many of its parts only running tells.
 
-    Args:
-        size: a size, e.g. the sum of this rank's number of samples, ``s0``, and of the other ranks', ``u1 + u2``.
-
-    Returns:
-        The size without those parts, and their number: for 5 samples here ``(5, 2)``.
+    A size may be the sum of this rank's number of samples, ``s0``, and of the other ranks', ``u1 + u2``: for 5
+    samples here that is ``(5, 2)``.
     """
     if not isinstance(size, torch.SymInt):
         return size, 0
@@ -42,12 +39,9 @@ def example_size(size: int | torch.SymInt) -> tuple[int, int]:
 def guessed_sizes(values: Sequence[Any], guess: int = 4096) -> Iterator[None]:
     """Gives sizes that only running tells one guess, where torch weighs tensors by their sizes.
 
-    Else torch derives a guess for each expression by factoring it, which is most of what splitting a graph into
-    forward and backward takes, and comes to the same numbers.
-
-    Args:
-        values: fake values of one trace.
-        guess: torch's own where it knows nothing (``torch/_functorch/partitioners.py``, ``_size_of``).
+    Otherwise torch derives a guess for each expression by factoring it, which is most of what splitting a graph
+    into forward and backward takes, and comes to the same numbers. ``guess`` is torch's own where it knows nothing
+    (``torch/_functorch/partitioners.py``, ``_size_of``).
     """
     fake_mode = detect_fake_mode(values)
     shape_env = None if fake_mode is None else fake_mode.shape_env
@@ -68,10 +62,6 @@ def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:
     """Whether the sizes that ``node`` brings can take the names of those that ``other`` brings.
 
     They cannot if the tracer, having found them equal, named them after ``node``'s already.
-
-    Args:
-        node: a node.
-        other: a node of equal value.
     """
     bindings = node.meta.get("unbacked_bindings") or {}
     for size in _sizes(node.meta.get("val")):
@@ -84,12 +74,7 @@ def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:
 
 
 def unify_sizes(node: fx.Node, other: fx.Node) -> None:
-    """Gives the sizes that ``node`` brings the names of those that ``other`` brings, in all fake values.
-
-    Args:
-        node: a node.
-        other: a node of equal value.
-    """
+    """Gives the sizes that ``node`` brings the names of those that ``other`` brings, in all fake values."""
     for size, same in zip(_sizes(node.meta.get("val")), _sizes(other.meta.get("val")), strict=True):
         if not isinstance(size, torch.SymInt) or not free_unbacked_symbols(size):
             continue

@@ -15,9 +15,6 @@ _IN_PART = ("2.11",)  # what experiments/gpu/README.md lists
 def warn_of_untested_torch(version: str = torch.__version__) -> None:
     """Warns where torch is none that was tested: what it lacks is an error, what it does otherwise may be silent.
 
-    Args:
-        version: of torch.
-
     Example:
         >>> warn_of_untested_torch("2.13.0+cpu")
         >>> with warnings.catch_warnings(record=True) as caught:

@@ -59,8 +59,7 @@ def threads_are_ranks() -> Iterator[Any]:
 def serve_collectives_without_tensors(group: dist.ProcessGroup) -> None:
     """Gives a Python process group what torch asks for its device: a backend, of which nothing else is used.
 
-    Args:
-        group: a group on the CPU that overrides every collective it has. Tested: 2.13.
+    The group is on the CPU and overrides every collective it has. Tested: 2.13.
     """
     options = c10d.FakeProcessGroup.Options()
     backend = c10d.FakeProcessGroup._create_internal(group.rank(), group.size(), options)

@@ -54,10 +54,6 @@ def traced_all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]
 def read_size(sizes: Tensor, index: int) -> int:
     """Reads a number that a tracer shall take for a size.
 
-    Args:
-        sizes: integer [any].
-        index: which of them.
-
     Example:
         >>> import warnings
         >>> with warnings.catch_warnings(action="ignore"):  # torch will call it otherwise

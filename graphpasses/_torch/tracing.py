@@ -1,4 +1,4 @@
-"""Real computation in the midst of tracing."""
+"""Real computation while a tracer is active."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -17,11 +17,9 @@ __all__ = ["dim_hint", "each_size_its_own", "mark_dims", "size_condition", "size
 
 
 def mark_dims(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """Lets dims of a tensor be symbols in the next trace; those of size 0 or 1 are numbers all the same.
+    """Makes dims of a tensor symbols in the next trace; those of size 0 or 1 are numbers all the same.
 
-    Args:
-        tensor: a tensor that nobody else holds.
-        dims: the dims.
+    Nobody else may hold the tensor.
     """
     # How torchtitan's tracer is told. Tested: 2.13. Commands that capture nothing need no Dynamo.
     from torch._dynamo.decorators import mark_dynamic
@@ -37,22 +35,14 @@ def each_size_its_own() -> Iterator[None]:
 
 
 def size_symbol(size: int | torch.SymInt) -> sympy.Symbol | None:
-    """Returns the symbol that a dim of an input was given; None if it is a number.
-
-    Args:
-        size: of a fake tensor.
-    """
+    """Returns the symbol that a dim of an input was given; None if it is a number."""
     # `node.expr` may be another's, which torch found to be equal since.
     expr = size.node._expr if isinstance(size, torch.SymInt) else None
     return expr if isinstance(expr, sympy.Symbol) else None
 
 
 def size_condition(size: torch.SymInt) -> sympy.Basic:
-    """Returns what the trace takes for granted of a size: torch takes sizes 0 and 1 for others, without a guard.
-
-    Args:
-        size: of a dim of an input.
-    """
+    """Returns what the trace takes for granted of a size: torch takes sizes 0 and 1 for others, without a guard."""
     symbol, shape_env = size.node._expr, size.node.shape_env
     limits = shape_env.var_to_range[symbol]
     above = sympy.Ge(symbol, limits.lower) if limits.lower > 0 else sympy.true
@@ -72,12 +62,7 @@ class _Told(list[Any]):
 
 @contextmanager
 def sizes_decided_by(shape_env: ShapeEnv, decided: Callable[[sympy.Basic], None]) -> Iterator[None]:
-    """Reports what must be true of sizes for the block to be traced as it is.
-
-    Args:
-        shape_env: of the trace.
-        decided: called with each condition.
-    """
+    """Reports what must be true of sizes for the block to be traced as it is."""
     told = shape_env.guards = _Told(shape_env.guards)
     for guard in told:
         decided(guard.expr)
@@ -89,10 +74,6 @@ def sizes_decided_by(shape_env: ShapeEnv, decided: Callable[[sympy.Basic], None]
 
 
 def dim_hint(spec: object) -> tuple[str, int | None, int | None] | None:
-    """Returns what ``Dim.AUTO`` and its kin say: their name, and the least and the largest size.
-
-    Args:
-        spec: an entry of ``dynamic_shapes``.
-    """
+    """Returns what ``Dim.AUTO`` and its kin, in ``dynamic_shapes``, say: name, least and largest size."""
     hint: Any = spec
     return (hint.type.name, hint.min, hint.max) if type(spec) is type(torch.export.Dim.AUTO) else None

@@ -13,7 +13,7 @@ __all__ = ["views_replayed"]
 def views_replayed() -> AbstractContextManager[None]:
     """Lets autograd make views of real tensors again by the calls that made them, as it does for fake ones.
 
-    Else it makes them again by their strides, and their gradients are copied by other operators.
+    Otherwise it makes them again by their strides, and their gradients are copied by other operators.
 
     Example:
         >>> weight = torch.ones(2, 3, requires_grad=True)

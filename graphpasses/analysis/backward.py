@@ -16,24 +16,12 @@ def is_backward(node: fx.Node) -> bool:
 
     torch's tracer marks such nodes (``torch.fx.proxy``). In a joint graph of AOTAutograd use :func:`backward_nodes`:
     the tangents tell more there.
-
-    Args:
-        node: a node of a ``STEP`` graph.
-
-    Example:
-        >>> node = fx.Graph().placeholder("x")
-        >>> is_backward(node)
-        False
     """
     return bool(node.meta.get("autograd_backward", False))
 
 
 def tangents(graph: TrainGraph) -> set[fx.Node]:
-    """Returns the placeholders of a joint graph that are gradients of its forward outputs.
-
-    Args:
-        graph: a graph of any stage; only joint graphs have tangents.
-    """
+    """Returns the placeholders of a joint graph that are gradients of its forward outputs."""
     return {
         node
         for item, node in zip(graph.inputs, graph.placeholders, strict=True)
@@ -47,11 +35,8 @@ def backward_nodes(
     """Returns the nodes of the backward pass.
 
     In a joint graph these are the tangents and what depends on one; in a graph without tangents, the nodes that
-    autograd's engine ran.
-
-    Args:
-        graph: the graph.
-        dependencies: for each node, in the order of the graph, what must run before it; its inputs by default.
+    autograd's engine ran. ``dependencies`` has for each node, in the order of the graph, what must run before it;
+    its inputs by default.
     """
     backward = tangents(graph)
     if not backward:

@@ -50,11 +50,7 @@ class ColumnSources:
         self._node_of: dict[ColumnRange, fx.Node] = {}
 
     def read(self, node: fx.Node) -> None:
-        """Learns a node.
-
-        Args:
-            node: a node with ``meta["val"]``; all that it reads must have been learned.
-        """
+        """Learns a node with ``meta["val"]``; all that it reads must have been learned."""
         if _num_columns(node) is None:
             return
         whole, taken, same = _whole(node), _taken(node), _same(node)
@@ -73,11 +69,7 @@ class ColumnSources:
         self._node_of[whole] = node
 
     def ranges(self, tensors: Sequence[fx.Node]) -> list[ColumnRange] | None:
-        """Returns the columns of which some tensors, side by side, are copies; None if one is not known.
-
-        Args:
-            tensors: [rows, columns] each.
-        """
+        """Returns the columns of which some tensors [rows, columns], side by side, are copies, or None."""
         if any(tensor not in self._ranges for tensor in tensors):
             return None
         return _merged(each for tensor in tensors for each in self._ranges[tensor])
@@ -150,11 +142,7 @@ def _merged(ranges: Iterable[ColumnRange]) -> list[ColumnRange]:
 
 
 def is_column_cat(node: fx.Node) -> bool:
-    """Whether a node joins tensors side by side.
-
-    Args:
-        node: a node with ``meta["val"]``.
-    """
+    """Whether a node joins tensors side by side."""
     return node.target == aten.cat.default and node.args[1:] == (1,) and _num_columns(node) is not None
 
 

@@ -47,15 +47,10 @@ def dependencies(
     - the last change of context (autocast), and for such a change, all calls since the one before;
     - for a collective in turn, every collective before it.
 
-    Args:
-        graph: a graph whose nodes have ``meta["val"]``.
-        effects: what a node does: :func:`~graphpasses.analysis.effects.operator_effects` for ATen's operators,
-            :func:`~graphpasses.analysis.effects.torch_call_effects` for graphs that Dynamo traced.
-        in_turn: which collectives stay after the collectives that they come after.
-
-    Returns:
-        For each node, in the order of the graph, the nodes that must run before it; some that follow from others are
-        left out.
+    ``effects`` is :func:`~graphpasses.analysis.effects.operator_effects` for ATen's operators and
+    :func:`~graphpasses.analysis.effects.torch_call_effects` for graphs that Dynamo traced. ``in_turn`` says which
+    collectives stay after the collectives that they come after. The nodes come in the order of the graph;
+    dependencies that follow from others are left out.
 
     Example:
         >>> graph = fx.symbolic_trace(lambda x: x + 1).graph
@@ -122,14 +117,9 @@ def topological_sort(
 ) -> list[tuple[T, ...]]:
     """Sorts units topologically and stably: each comes after what its members need, and else they stay as they are.
 
-    The result follows from the arguments alone: if they are equal on all ranks, so is the order.
-
-    Args:
-        units: what to sort; members of one unit stay together. No member may need another of its unit.
-        dependencies: for each member, the members that must come before it.
-
-    Returns:
-        The units: at each place, of those that may come now, the first in ``units``.
+    The result follows from the arguments alone: if they are equal on all ranks, so is the order. Members of one
+    unit stay together; none may need another of its unit. At each place comes, of those that may come now, the
+    first in ``units``.
 
     Example:
         >>> topological_sort([("a",), ("b", "c"), ("d",)], {"a": "c", "b": "", "c": "", "d": ""})
@@ -158,9 +148,7 @@ def topological_sort(
 def place_nodes(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Puts the nodes of a graph in an order; each call runs with gradients on or off as it did.
 
-    Args:
-        graph: the graph.
-        nodes: all its nodes, in an order in which each comes after its inputs.
+    ``nodes`` are all its nodes, in an order in which each comes after its inputs.
     """
     if list(graph.nodes) == list(nodes):
         return
@@ -185,8 +173,7 @@ def place_nodes(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
     """Returns for each node whether gradients are on where it runs.
 
-    Args:
-        graph: a graph, in the mode in which it will be called; of the kinds of graphs, Dynamo's may switch the mode.
+    The graph is in the mode in which it will be called; only Dynamo's graphs may switch the mode.
     """
     mode = torch.is_grad_enabled()
     modes = {}

@@ -52,7 +52,7 @@ aten = torch.ops.aten
 
 UNKNOWN_GROUP = "unknown"
 
-# These stand for an operator that writes, and return copies instead.
+# These replace an operator that writes, and return copies instead.
 _FUNCTIONALIZED = (
     torch.ops.higher_order.auto_functionalized,
     torch.ops.higher_order.auto_functionalized_v2,
@@ -69,26 +69,22 @@ _RANDOM_FUNCTIONS = frozenset({"gumbel_softmax", "multi_head_attention_forward",
 
 @dataclass(frozen=True)
 class Effects:
-    """What a call does beside computing its value.
+    """What a call does beside computing its value."""
 
-    Args:
-        reads: the inputs whose values it reads; not those whose shape it asks, or of which it makes a view.
-        writes: the inputs that it may write in place.
-        shares: the inputs with which its value may share memory, also where fake values do not show it.
-        gradients: the inputs that get gradients from several calls, this one among them: they are added in the order
-            of the calls.
-        has_hidden_state: whether it may depend on earlier calls by more than its inputs, as random numbers do.
-        changes_context: whether it is made for what it changes around the calls after it, such as autocast.
-        group: the process group on which it communicates, as a rule its name; :data:`UNKNOWN_GROUP` where that does
-            not show; None if it does not communicate.
-    """
-
+    # The inputs whose values it reads; not those whose shape it asks, or of which it makes a view.
     reads: tuple[fx.Node, ...] = ()
-    writes: tuple[fx.Node, ...] = ()
+    writes: tuple[fx.Node, ...] = ()  # the inputs that it may write in place
+    # The inputs with which its value may share memory, also where fake values do not show it.
     shares: tuple[fx.Node, ...] = ()
+    # The inputs that get gradients from several calls, this one among them: they are added in the order of
+    # the calls.
     gradients: tuple[fx.Node, ...] = ()
+    # Whether it may depend on earlier calls by more than its inputs, as random numbers do.
     has_hidden_state: bool = False
+    # Whether it is made for what it changes around the calls after it, such as autocast.
     changes_context: bool = False
+    # The process group on which it communicates, as a rule its name; :data:`UNKNOWN_GROUP` where that does
+    # not show; None if it does not communicate.
     group: object = None
 
 
@@ -100,9 +96,6 @@ def operator_effects(node: fx.Node) -> Effects:
 
     A schema says what an operator writes and shares. It does not say all: operators of other libraries that write may
     have a state (a fused optimizer rounds at random), and higher-order operators contain others.
-
-    Args:
-        node: any node; what is no call does nothing.
 
     Example:
         >>> graph = fx.Graph()
@@ -129,9 +122,6 @@ def torch_call_effects(node: fx.Node) -> Effects:
     Functions and methods have no schema: their names and arguments tell, as torch's conventions have it (``add_``,
     ``out=``, ``inplace=``). Graphs inside of a call are looked into.
 
-    Args:
-        node: any node; what is no call does nothing, but the output may need gradients.
-
     Example:
         >>> node = fx.symbolic_trace(lambda x: torch.bernoulli(x).add_(x)).graph.output_node().args[0]
         >>> torch_call_effects(node).writes, torch_call_effects(node.args[0]).has_hidden_state
@@ -151,20 +141,12 @@ def torch_call_effects(node: fx.Node) -> Effects:
 
 
 def holds_tensor(node: fx.Node) -> bool:
-    """Whether the value of a node is or contains a tensor: only these have memory.
-
-    Args:
-        node: a node with ``meta["val"]``; without it there is none.
-    """
+    """Whether the value of a node is or contains a tensor: only these have memory."""
     return any(isinstance(value, torch.Tensor) for value in pytree.tree_leaves(node.meta.get("val")))
 
 
 def is_written(node: fx.Node) -> bool:
-    """Whether an operator writes the memory of a node, or of a view of it.
-
-    Args:
-        node: a node of a graph of ATen operators.
-    """
+    """Whether an operator writes the memory of a node, or of a view of it."""
     pending = [node]
     while pending:
         value = pending.pop()
@@ -179,11 +161,7 @@ def is_written(node: fx.Node) -> bool:
 
 
 def names_written(node: fx.Node) -> frozenset[str]:
-    """Returns the names of the arguments that an operator writes in place.
-
-    Args:
-        node: a call of an operator with a schema.
-    """
+    """Returns the names of the arguments that an operator writes in place."""
     written = written_names(node.target)
     if str(node.target).startswith("aten._fused_") and node.kwargs.get("grad_scale") is None:
         return written - {"grads"}  # torch's kernels scale gradients back in place, or leave them
@@ -194,9 +172,6 @@ def is_elementwise_on_lists(target: Any) -> bool:
     """Whether an operator does with each element of its lists of tensors what it does with that alone.
 
     So do torch's ``_foreach`` operators and the fused kernels of its optimizers.
-
-    Args:
-        target: what a node calls.
     """
     return is_operator(target) and str(target).startswith(("aten._foreach_", "aten._fused_"))
 
@@ -250,11 +225,7 @@ def _is_in_place(target: Any) -> bool:
 
 
 def has_gradient(node: fx.Node) -> bool:
-    """Whether the value of a node, or a part of it, may have a gradient.
-
-    Args:
-        node: a node of a graph that Dynamo traced.
-    """
+    """Whether the value of a node, or a part of it, may have a gradient."""
     if "val" not in node.meta:  # a call that returns several values, or none
         return any(user.target is operator.getitem and has_gradient(user) for user in node.users)
     values = pytree.tree_leaves(node.meta["val"])
@@ -283,11 +254,7 @@ def _draws_random_numbers(node: fx.Node) -> bool:
 
 
 def launches_collective(node: fx.Node) -> bool:
-    """Whether a torch-level call, or one inside the graphs that it is given, communicates.
-
-    Args:
-        node: a node of a graph that Dynamo traced.
-    """
+    """Whether a torch-level call, or one inside the graphs that it is given, communicates."""
     return _torch_call_group(node) is not None
 
 

@@ -23,13 +23,9 @@ def levels(
 ) -> dict[T, int]:
     """Returns the level of each member: the number of counted members on the longest path to it, itself included.
 
-    Counted members of one level do not depend on each other.
-
-    Args:
-        dependencies: for each member, the members that must come before it; their own entries come before its own.
-        counted: which members count.
-        order: for each member, further members that it must not precede. They only keep their order: it and they may
-            be of one level, where :func:`sort_by_level` leaves them as they are.
+    Counted members of one level do not depend on each other. ``dependencies`` has each member after those it needs.
+    ``order`` has, for each member, further members that it must not precede: they only keep their order, so it and
+    they may be of one level, where :func:`sort_by_level` leaves them as they are.
 
     Example:
         >>> levels({"a": "", "b": "a", "c": "b", "d": ""}, counted=lambda member: member != "b")
@@ -54,13 +50,8 @@ def call_levels(
 ) -> dict[fx.Node, int]:
     """Returns the levels of a ``DYNAMO`` graph, by which :func:`sort_by_level` may sort it.
 
-    A call depends on its inputs. All else that :func:`~graphpasses.analysis.dependencies.dependencies` finds is kept
-    in order.
-
-    Args:
-        graph: a graph that Dynamo traced, with ``meta["val"]``.
-        counted: which calls count.
-        in_turn: which collectives stay after the collectives that they come after.
+    A call depends on its inputs. All else that :func:`~graphpasses.analysis.dependencies.dependencies` finds is
+    kept in order. ``in_turn`` says which collectives stay after the collectives that they come after.
     """
     order = dependencies(graph, torch_call_effects, in_turn=in_turn)
     return levels({node: node.all_input_nodes for node in graph.nodes}, counted, order=order)
@@ -70,11 +61,6 @@ def independent_groups(
     members: Iterable[T], levels: Mapping[T, int], key: Callable[[T], Hashable]
 ) -> list[tuple[T, ...]]:
     """Returns the groups of members that have one level and one key, in the order of their first members.
-
-    Args:
-        members: counted members.
-        levels: what :func:`levels` returned.
-        key: what the members of a group have in common.
 
     Example:
         >>> independent_groups("acd", {"a": 1, "c": 2, "d": 1}, key=str.isalpha)
@@ -92,11 +78,6 @@ def sort_by_level(
     """Returns the nodes of a graph sorted by level, stably, so that counted calls of one level stand side by side.
 
     Those come first of their level, since the others may depend on them.
-
-    Args:
-        graph: the graph.
-        levels: its levels.
-        counted: which calls count.
     """
     ends = {"placeholder": (-1, False), "output": (len(graph.nodes), False)}
     return tuple(sorted(graph.nodes, key=lambda node: ends.get(node.op, (levels[node], not counted(node)))))

@@ -87,27 +87,17 @@ class Gather:
 
 @dataclass(frozen=True)
 class GradReduction:
-    """How one gradient is reduced.
+    """How one gradient is reduced."""
 
-    Args:
-        fqn: canonical FQN of the parameter.
-        name: the name of the output that it goes to; a tied parameter has several.
-        gradient: this rank's whole gradient, before FSDP casts, pads or reduces it.
-        entry: the node of the chain that reads ``gradient``.
-        reduce_scatter: the reduce-scatter; None under HSDP whose groups of shards have one rank.
-        all_reduce: HSDP's all-reduce, which the trace puts *before* the reduce-scatter; None without HSDP.
-        wait: the wait of the reduce-scatter, else of the all-reduce.
-        tail: the nodes after ``wait`` that undo padding and casts, in order.
-    """
-
-    fqn: str
-    name: str
-    gradient: fx.Node
-    entry: fx.Node
-    reduce_scatter: fx.Node | None
+    fqn: str  # canonical FQN of the parameter
+    name: str  # the name of the output that it goes to; a tied parameter has several
+    gradient: fx.Node  # this rank's whole gradient, before FSDP casts, pads or reduces it
+    entry: fx.Node  # the node of the chain that reads ``gradient``
+    reduce_scatter: fx.Node | None  # the reduce-scatter; None under HSDP whose groups of shards have one rank
+    # HSDP's all-reduce, which the trace puts *before* the reduce-scatter; None without HSDP.
     all_reduce: fx.Node | None
-    wait: fx.Node
-    tail: tuple[fx.Node, ...]
+    wait: fx.Node  # the wait of the reduce-scatter, else of the all-reduce
+    tail: tuple[fx.Node, ...]  # the nodes after ``wait`` that undo padding and casts, in order
 
     @property
     def launch(self) -> fx.Node:
@@ -131,11 +121,7 @@ def collective_ranks(collective: fx.Node) -> tuple[int, ...]:
 
 
 def find_unshards(graph: TrainGraph) -> list[Unshard]:
-    """Returns every all-gather by which FSDP unshards one parameter, in order of the inputs and then of their users.
-
-    Args:
-        graph: the captured step.
-    """
+    """Returns every all-gather by which FSDP unshards one parameter, in order of inputs and of their users."""
     found: list[Unshard] = []
     for fqn, placeholder in graph.parameter_placeholders():
         pending = [placeholder]
@@ -151,11 +137,7 @@ def find_unshards(graph: TrainGraph) -> list[Unshard]:
 
 
 def find_gathers(graph: TrainGraph) -> list[Gather]:
-    """Returns every all-gather by which FSDP unshards parameters, one or several, in the order of the graph.
-
-    Args:
-        graph: the captured, possibly rewritten, step.
-    """
+    """Returns every all-gather by which FSDP unshards parameters, one or several, in the order of the graph."""
     fqn_of = {placeholder: fqn for fqn, placeholder in graph.parameter_placeholders()}
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     gathers = (
@@ -193,15 +175,10 @@ def _gather(
 def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
     """Yields the summands of a gradient output, leftmost first.
 
-    Autograd adds the gradients of several uses after each has been reduced; the adds form a tree. Those of
-    several backward calls it adds in place, which comes to the same where nothing else reads that memory.
-
-    Args:
-        value: a gradient output's node.
-
-    Yields:
-        ``(source, tail)``: the last nodes of the summand are ``tail``, in order, and only undo casts and
-        padding of ``source``, which is a wait if the summand is the result of one collective.
+    Autograd adds the gradients of several uses after each has been reduced; the adds form a tree. Those of several
+    backward calls it adds in place, which comes to the same where nothing else reads that memory. Yields ``(source,
+    tail)``: the last nodes of the summand are ``tail``, in order, and only undo casts and padding of ``source``,
+    which is a wait if the summand is the result of one collective.
     """
     pending = [value]
     while pending:
@@ -228,9 +205,6 @@ def added_uses(gradient: fx.Node) -> list[fx.Node]:
 
     The engine adds between two backward nodes, so its sum has a sequence number (``seq_nr``) that neither summand
     has; a sum that is part of a backward formula has the number of what it adds.
-
-    Args:
-        gradient: the gradient of a tensor of a whole step.
     """
     if calls(gradient, aten.view.default):
         source = argument(gradient)
@@ -257,11 +231,7 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def is_read_inside(value: fx.Node) -> bool:
-    """Whether the step itself reads a gradient output, or a reduced summand of it.
-
-    Args:
-        value: a gradient output's node.
-    """
+    """Whether the step itself reads a gradient output, or a reduced summand of it."""
     nodes: set[fx.Node] = set()
     pending = [value]
     while pending:
@@ -275,12 +245,8 @@ def is_read_inside(value: fx.Node) -> bool:
 def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
     """Returns, by canonical FQN, every reduction that contributes to the parameter's gradient.
 
-    Args:
-        graph: the captured step.
-
-    Returns:
-        In output order and, within one output, in the order of autograd's adds. A summand that is not the
-        result of one reduction of this parameter alone, over its FSDP group, does not appear.
+    They come in output order and, within one output, in the order of autograd's adds. A summand that is not the
+    result of one reduction of this parameter alone, over its FSDP group, does not appear.
     """
     found: dict[str, list[GradReduction]] = {}
     values = graph.output_values
@@ -318,8 +284,7 @@ def _reduction(info: ParameterInfo, name: str, wait: fx.Node, tail: tuple[fx.Nod
 def before_padding(collective: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Undoes ``cat([split(x)[0], …, pad(split(x)[-1])])``, which brings ``x`` into (rank, shard) order.
 
-    Returns:
-        ``(x, its reader)``; where there is no such padding, the collective's input and the collective.
+    Returns ``(x, its reader)``; where there is no such padding, the collective's input and the collective.
     """
     value = argument(collective)
     if value.target != aten.cat.default or len(value.args) != 1:

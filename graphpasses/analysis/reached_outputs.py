@@ -14,9 +14,6 @@ __all__ = ["reached_outputs"]
 def reached_outputs(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
     """Returns, of each value that may get a gradient, the positions of the outputs from which it comes.
 
-    Args:
-        graph: a graph that Dynamo traced.
-
     Example:
         >>> graph = fx.Graph()
         >>> x = graph.placeholder("x")

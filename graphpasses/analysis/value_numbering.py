@@ -55,9 +55,6 @@ class Received:
 class SizeNumbering:
     """The numbers in the integer tensors of a graph; ``all_numbers`` has them by id.
 
-    Args:
-        module: a graph whose nodes have ``meta["val"]``.
-
     Example:
         >>> graph = fx.Graph()
         >>> nodes = [graph.call_function(torch.ops.aten.scalar_tensor.default, (size,)) for size in (3, 7, 3)]

@@ -21,7 +21,7 @@ class CompileReport:
         notes: what the user should know beside, e.g. a pass that no compiled graph can take.
         graph_breaks: the lines where the model could not be one graph, and why.
         num_graphs: graphs that Dynamo traced.
-        excerpts: whether reports show the places that each pass changed.
+        graph_diff: whether reports show the places that each pass changed.
 
     Example:
         >>> import torch
@@ -39,7 +39,7 @@ class CompileReport:
     notes: list[str] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
     num_graphs: int = 0
-    excerpts: bool = False
+    graph_diff: bool = False
 
     @property
     def by_graph(self) -> dict[str, PipelineReport]:

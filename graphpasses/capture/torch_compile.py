@@ -129,7 +129,9 @@ def _compile(
     report.num_graphs += 1
 
     def run(graph: Graph) -> Graph:
-        result = options.pipeline.at(graph.stage).run(graph, excerpts=report.excerpts, prove=options.prove)
+        result = options.pipeline.at(graph.stage).run(
+            graph, graph_diff=report.graph_diff, prove=options.prove
+        )
         assert result.report is not None
         report.add(number, graph.stage, result.report)
         return result

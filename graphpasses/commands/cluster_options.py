@@ -70,12 +70,8 @@ class ClusterOptions:
     def topology(self, run: object = None, num_ranks: int = 16) -> Topology:
         """Returns the cluster.
 
-        Args:
-            run: the topology that a run file has, for what the options leave open; see :func:`known_fields`.
-            num_ranks: ranks, for what both leave open.
-
-        Raises:
-            TopologyError: no such cluster exists; or the log cannot be read, or contradicts the options.
+        ``run`` is the topology that a run file has, for what the options leave open; ``num_ranks`` is for what both
+        leave open.
         """
         from graphpasses.simulate import (
             Hardware,
@@ -123,10 +119,6 @@ class ClusterOptions:
 
 def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
     """Returns the fields of a topology that a run file's description of its cluster has; none if it describes none.
-
-    Args:
-        run: anything that JSON takes.
-        num_ranks: of the run.
 
     Example:
         >>> known_fields({"gpus_per_node": 8, "mode": "rail", "name": "mine"}, 16)

@@ -37,8 +37,8 @@ def compare(
     Args:
         run_a: The first run, e.g. eager's.
         run_b: The second run.
-        allow: What the runs may have recorded unalike and still be equal: other torch versions, seeds, models or
-            numbers of ranks; steps, tensors, losses or gradients that only one has.
+        allow: What the runs may have recorded differently and still be equal: other torch versions, seeds, models
+            or numbers of ranks; steps, tensors, losses or gradients that only one has.
         json: Print one JSON object instead of tables, with every tensor.
         max_tensors: How many names each table shows at most.
     """

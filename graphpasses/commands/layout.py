@@ -37,7 +37,7 @@ def show(
     """Show every bucket of a recorded run: its reduction, and its parameters in byte order.
 
     With --scale, show how long the collectives of a step would take on 8 to 100,000 ranks, with these buckets, with
-    those of torchtitan, and without any; and, if the run recorded it (excerpts=True), before and after each pass.
+    those of torchtitan, and without any; and, if the run recorded it (graph_diff=True), before and after each pass.
 
     Exit codes: 0, or 2 if the run has no layout or the file of speeds is wrong (the reason is on stderr).
 
@@ -164,12 +164,7 @@ def _show_scale(path: Path, speeds_file: Path | None, json: bool) -> int:
 
 
 def print_scale(tables: Iterable[ScaleTable], speeds: Speeds) -> None:
-    """Prints steps side by side at several numbers of ranks, and what is assumed.
-
-    Args:
-        tables: see :func:`graphpasses.html_report.scale.scale_tables`.
-        speeds: that they were made with.
-    """
+    """Prints steps side by side at several numbers of ranks, and what is assumed."""
     from graphpasses.terminal import add_row, make_console, plain_table
 
     console = make_console()

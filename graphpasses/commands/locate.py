@@ -28,7 +28,7 @@ def locate(
     out: Path = Path("runs/locate"),
     json: bool = False,
 ) -> int:
-    """Find the first operator whose inputs agree in two runs and whose result does not, or where their paths part.
+    """Find the first operator that gives another result on equal inputs, or where two runs call different operators.
 
     Of a task, as graphpasses parity takes it: trains it both ways, runs the first step that differs again with all
     operators recorded, then with fewer and fewer passes, names the pass and its rewrite, and writes a script that
@@ -36,7 +36,8 @@ def locate(
     ParityRecorder(..., operators=[STEP]). Operators are compared rank by rank, in all bits of what goes into them
     and comes out.
 
-    Exit codes: 0 the runs are equal, 1 they part, and it says where, 2 it cannot be said (the reason is on stderr).
+    Exit codes: 0 the runs are equal, 1 they differ, and it says where, 2 it cannot be said (the reason is on
+    stderr).
 
     Example: graphpasses locate my_model.py --ranks 4 --gpus-per-node 2 --steps 2
 

@@ -21,11 +21,7 @@ __all__ = ["main"]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs ``torchtitan.train`` with the pipeline registered, and records it if asked to by ``--record FILE``.
-
-    Args:
-        args: the command line (default: ``sys.argv[1:]``); all but ``--record`` is torchtitan's.
-    """
+    """Runs ``torchtitan.train`` with the pipeline registered, and records it if asked to by ``--record FILE``."""
     from torchtitan import train, trainer
 
     import graphpasses.integrations.torchtitan.pass_pipeline  # noqa: F401  registers the pipeline

@@ -27,9 +27,8 @@ __all__ = ["main", "make_assets", "use_cpu"]
 def use_cpu(backend: str = "nccl_sim") -> None:
     """Makes torchtitan take the CPU for its accelerator in this process; call it before torchtitan is imported.
 
-    Args:
-        backend: of process groups. ``"gloo"`` is faster, but knows neither the order of NCCL's rings nor the
-            reduction that torchtitan asks FSDP2 for, PREMUL_SUM.
+    The backend ``"gloo"`` is faster than ``"nccl_sim"``, but knows neither the order of NCCL's rings nor the
+    reduction that torchtitan asks FSDP2 for, PREMUL_SUM.
     """
     import graphpasses.simulate  # noqa: F401  registers nccl_sim
 
@@ -38,11 +37,7 @@ def use_cpu(backend: str = "nccl_sim") -> None:
 
 
 def make_assets(folder: Path) -> None:
-    """Writes a small tokenizer and a text data set, the same at each call.
-
-    Args:
-        folder: gets ``tests/assets/tokenizer`` and ``tests/assets/c4_test``, if they are missing.
-    """
+    """Writes a small tokenizer and a text data set, always the same, to ``tests/assets`` in a folder without them."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     data, tokenizer = (folder / "tests" / "assets" / name for name in ("c4_test", "tokenizer"))

@@ -22,12 +22,8 @@ def managed_parameters(model: nn.Module, calls: Sequence[Sequence[str]]) -> list
     ``named_parameters()``.
     Source: FSDP2's ``_fsdp_init.py``, ``_get_managed_modules`` and ``_get_managed_states``; ``_get_root_modules``.
 
-    Args:
-        model: the model, only looked at.
-        calls: per call the FQNs of its modules, in argument order; ``""`` is the root. All must be in the model.
-
-    Returns:
-        Per call the FQNs of its parameters. A tied parameter stands under each of its names; the first decides.
+    ``calls`` has per call the FQNs of its modules, in argument order; ``""`` is the root. A tied parameter is
+    listed under each of its names; the first decides.
 
     Example:
         >>> attention = nn.MultiheadAttention(4, 2)  # its own weights and a child's

@@ -80,11 +80,8 @@ def graph_layout(graph: TrainGraph) -> Layout:
 def reduced_parts(graph: TrainGraph) -> dict[fx.Node, dict[int, tuple[str, tuple[int, ...]]]]:
     """Returns the parts of each reduction of gradients, in the order of the graph.
 
-    Args:
-        graph: the step; its process groups must be alive on this rank.
-
-    Returns:
-        By the node that launches it, and by the part's number: FQN, and the numbers of elements of all parts.
+    By the node that launches a reduction and the part's number: FQN, and the numbers of elements of all parts. The
+    graph's process groups must be alive on this rank.
     """
     parts: dict[fx.Node, dict[int, tuple[str, tuple[int, ...]]]] = {}
     values = graph.output_values

@@ -102,7 +102,7 @@ class Layout:
         return self._split(lambda fqn: (fqn not in fqns,))
 
     def apart(self, fqns: Collection[str], stay: Collection[str] = ()) -> Layout:
-        """Returns the layout where some parameters are reduced in buckets of their own, before the others'.
+        """Returns the layout in which some parameters are reduced in buckets of their own, before the others'.
 
         Args:
             fqns: canonical FQNs.
@@ -111,7 +111,7 @@ class Layout:
         return self._split(lambda fqn: (fqn in fqns, fqn not in fqns or fqn in stay))
 
     def apart_as(self, other: Layout) -> Layout:
-        """Returns the layout where those parameters are reduced apart that another layout reduces apart.
+        """Returns the layout in which the parameters that another layout reduces apart are reduced apart.
 
         A group of FSDP2 whose modules run several times reduces each time what is complete.
 
@@ -201,14 +201,9 @@ def make_bucket_layout(
     Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce``, and ``_fsdp_common.py``,
     ``_get_dim0_padded_size``.
 
-    Args:
-        collective: which reduction.
-        ranks: global ranks of its process group, in group order.
-        op: ``"avg"`` or ``"sum"``.
-        dtype: dtype on the wire.
-        parameters: FQN, shape that FSDP shards and sharded tensor dim of each, in byte order.
-        num_shards: number of rows; by default the group's size for a reduce-scatter, and one (the whole
-            gradient) for an all-reduce. HSDP's all-reduce has that of the reduce-scatter before it.
+    ``parameters`` has FQN, shape that FSDP shards and sharded dim of each, in byte order; ``ranks`` are global, in
+    group order. There are by default as many rows as ranks for a reduce-scatter, and one (the whole gradient) for
+    an all-reduce; HSDP's all-reduce has those of the reduce-scatter before it.
 
     Raises:
         LayoutError: a parameter has no dims, or a dim other than 0 does not divide evenly.
@@ -232,10 +227,6 @@ def make_bucket_layout(
 
 def at_world_size(layout: Layout, num_ranks: int) -> Layout:
     """Returns the layout that the same buckets have on another number of ranks.
-
-    Args:
-        layout: buckets that are all reduce-scattered over all ranks.
-        num_ranks: how many ranks there are now.
 
     Raises:
         LayoutError: a bucket is an all-reduce or leaves ranks out, as with HSDP; an entry does not know the size of
@@ -355,9 +346,6 @@ def _place(entries: Iterable[LayoutEntry], itemsize: int) -> tuple[LayoutEntry, 
 
 def dtype_bytes(dtype: str) -> int:
     """Returns the bytes of one element.
-
-    Args:
-        dtype: name of a torch dtype, such as ``"bfloat16"``.
 
     Raises:
         LayoutError: there is no such dtype.

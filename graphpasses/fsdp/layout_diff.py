@@ -126,11 +126,7 @@ def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
 def layout_places(layout: Layout) -> dict[PlaceKey, Place]:
     """Returns where every gradient of a layout lies, in the order of its buckets and their bytes.
 
-    Args:
-        layout: any layout.
-
-    Returns:
-        Places by FQN, collective, and how many such reductions of the parameter came before.
+    Places are keyed by FQN, collective, and how many such reductions of the parameter came before.
     """
     places: dict[PlaceKey, Place] = {}
     num_seen: defaultdict[tuple[str, str], int] = defaultdict(int)

@@ -312,16 +312,6 @@ def premultiplied_note(buckets: Iterable[Bucket]) -> str | None:
     FSDP2 with a gradient divide factor of 1, as torchtitan sets it, asks for PREMUL_SUM by one. Functional
     collectives have SUM alone, which has its bits if NCCL takes the same algorithm; NVLS and PAT have no PREMUL_SUM.
     Source: NCCL ``src/include/device.h`` (``ncclNvlsSupported``), ``src/enqueue.cc`` (``updateCollCostTable``).
-
-    Args:
-        buckets: of a plan.
-
-    Returns:
-        A sentence, or None if there is no such bucket.
-
-    Example:
-        >>> print(premultiplied_note([Bucket(("layers.0",), reduction=Reduction("sum", "sum"))]))
-        None
     """
     names = [bucket.name for bucket in buckets if bucket.reduction and bucket.reduction.is_premultiplied]
     if not names:

@@ -33,11 +33,7 @@ _NAMES = {
 
 
 def has_fixed_sizes(graph: TrainGraph) -> bool:
-    """Whether no dim of a step's values may vary, nor depends on data: bytes and FLOPs are then numbers.
-
-    Args:
-        graph: the step.
-    """
+    """Whether no dim of a step's values may vary, nor depends on data: bytes and FLOPs are then numbers."""
     values = (value for node in graph.graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
     return all(
         isinstance(size, int) for value in values if isinstance(value, torch.Tensor) for size in value.shape
@@ -49,9 +45,7 @@ def graph_traffic(graph: TrainGraph) -> Traffic:
 
     Matrix products, convolutions and attention count by their FLOPs, as ``torch.utils.flop_counter`` knows them; of
     other operators the bytes that they read and write. Views cost nothing. An optimizer's update is not counted.
-
-    Args:
-        graph: the step, of static shapes; its process groups must be alive on this rank.
+    Its shapes must be static, and its process groups alive on this rank.
 
     Example:
         >>> with fake_process_group(2):
@@ -96,17 +90,12 @@ def layout_traffic(
 ) -> Traffic:
     """Returns the traffic of a step that FSDP2 would run with these buckets.
 
-    Parameters are gathered bucket by bucket, in the order of the layout in forward and in reverse in backward, where
-    their gradients are reduced. A layout does not say what a step computes: 2 FLOPs a parameter and token are taken
-    in forward, 4 in backward, also for embeddings, which take fewer.
-
-    Args:
-        layout: the buckets.
-        num_ranks: of the world.
-        num_tokens: of each rank's batch.
-        param_dtype: dtype in which parameters are gathered.
-        overlap: whether the next bucket is gathered during this one's compute, and a gradient waited for when the
-            next one has been computed, as in FSDP2; False waits for each collective at once, as a traced step does.
+    Parameters are gathered bucket by bucket, in the order of the layout in forward and in reverse in backward,
+    where their gradients are reduced. A layout does not say what a step computes: 2 FLOPs a parameter and token are
+    taken in forward, 4 in backward, also for embeddings, which take fewer. ``num_tokens`` are those of each rank's
+    batch. With ``overlap`` the next bucket is gathered during this one's compute, and a gradient waited for when
+    the next one has been computed, as in FSDP2; without it each collective is waited for at once, as a traced step
+    does.
 
     Raises:
         LayoutError: an entry does not have the size of its sharded dim, in files of older versions.

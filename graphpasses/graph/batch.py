@@ -17,17 +17,11 @@ __all__ = ["Varying", "VaryingDim", "check_leaf", "check_leaves", "check_memory"
 
 @dataclass(frozen=True)
 class VaryingDim:
-    """A dim of a batch's tensor whose size may vary from step to step.
+    """A dim of a batch's tensor whose size may vary from step to step."""
 
-    Args:
-        name: dims of one name have one size; ``""`` for a dim of its own.
-        min: the least size.
-        max: the largest size; None for any.
-    """
-
-    name: str = ""
-    min: int = 0
-    max: int | None = None
+    name: str = ""  # dims of one name have one size; ``""`` for a dim of its own
+    min: int = 0  # the least size
+    max: int | None = None  # the largest size; None for any
 
 
 Varying: TypeAlias = Mapping[str, Mapping[int, VaryingDim]]
@@ -37,13 +31,7 @@ Varying: TypeAlias = Mapping[str, Mapping[int, VaryingDim]]
 def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any]], varying: Varying) -> None:
     """Raises if a leaf of a batch differs from the captured one.
 
-    Args:
-        leaves: the leaves of the batch.
-        captured_leaves: for each captured leaf its path, and a fake tensor or the plain value.
-        varying: the dims that may have other sizes.
-
-    Raises:
-        BatchMismatchError: a leaf's shape, strides, dtype, device or plain value differs; the message names the leaf.
+    ``captured_leaves`` are paths, each with a fake tensor or the plain value. The message names the leaf.
     """
     _check_sizes(leaves, captured_leaves, varying)
     for (path, captured), leaf in zip(captured_leaves, leaves, strict=True):
@@ -86,13 +74,8 @@ def _check_sizes(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any
 def check_leaf(path: str, leaf: Any) -> None:
     """Raises if a leaf of a batch is a tensor that a captured step would not take as eager does.
 
-    Args:
-        path: the leaf's path, e.g. ``batch[0]['tokens']``.
-        leaf: any leaf.
-
-    Raises:
-        BatchMismatchError: it requires a gradient (a captured step computes the model's only), is a tensor subclass
-            or is not dense.
+    That is one that requires a gradient (a captured step computes the model's only), is a tensor subclass or is not
+    dense.
     """
     if not isinstance(leaf, torch.Tensor):
         return
@@ -114,14 +97,8 @@ def check_leaf(path: str, leaf: Any) -> None:
 def check_memory(written: Iterable[tuple[str, Any]], leaves: Iterable[tuple[str, Any]]) -> None:
     """Raises if a step writes memory that it also reads as another leaf of the batch.
 
-    Passes may move what reads one tensor across what writes another: they know of no memory that both share.
-
-    Args:
-        written: FQN or path, and value, of each input that the step writes in place.
-        leaves: likewise the leaves of the batch.
-
-    Raises:
-        BatchMismatchError: it does.
+    Passes may move what reads one tensor across what writes another: they know of no memory that both share. Both
+    arguments are names with values: inputs that the step writes in place, and leaves of the batch.
 
     Example:
         >>> x = torch.ones(4)

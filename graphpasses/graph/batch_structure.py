@@ -26,13 +26,6 @@ class BatchStructure:
     what is registered with ``torch.utils._pytree``, as TorchRec's KeyedJaggedTensor is. A mapping's keys may come in
     any order.
 
-    Args:
-        path: where it is, e.g. ``batch[0]['tokens']``.
-        kind: the container's type; None for a leaf.
-        keys: what names each item: its key, field or position.
-        children: the items' structures.
-        spec: how pytree makes the container from its items; None for mappings and dataclasses that it does not know.
-
     Example:
         >>> structure = BatchStructure.of(({"x": 1, "y": [2.0]},))
         >>> structure.paths
@@ -43,24 +36,16 @@ class BatchStructure:
         ({'x': 4, 'y': [3.0]},)
     """
 
-    path: str
-    kind: type | None = None
-    keys: tuple[Any, ...] = ()
-    children: tuple[BatchStructure, ...] = ()
+    path: str  # where it is, e.g. ``batch[0]['tokens']``
+    kind: type | None = None  # the container's type; None for a leaf
+    keys: tuple[Any, ...] = ()  # what names each item: its key, field or position
+    children: tuple[BatchStructure, ...] = ()  # the items' structures
+    # How pytree makes the container from its items; None for mappings and dataclasses that it does not know.
     spec: pytree.TreeSpec | None = None
 
     @classmethod
     def of(cls, value: Any, path: str = "batch") -> BatchStructure:
-        """Reads the structure of a batch.
-
-        Args:
-            value: the batch, or a part of it.
-            path: where the part is.
-
-        Raises:
-            CaptureError: a part is neither a leaf (a tensor, a number, a string or None) nor a container that can be
-                put together again.
-        """
+        """Reads the structure of a batch; refuses what is no leaf and no container that can be made again."""
         kind = type(value)
         if (reason := reject_reason(value)) is not None:
             raise CaptureError(f"{path} {reason}, or use torch.compile(model, backend='graphpasses')")
@@ -89,11 +74,7 @@ class BatchStructure:
     def leaves(self, value: Any) -> list[Any]:
         """Returns the leaves of a batch of this structure.
 
-        Args:
-            value: the batch.
-
-        Raises:
-            BatchMismatchError: its structure is another; the message names the part.
+        Raises where its structure is another; the message names the part.
         """
         if self.kind is None:
             return [value]
@@ -124,11 +105,7 @@ class BatchStructure:
         return [leaf for part in parts for leaf in part]
 
     def build(self, leaves: Iterable[Any]) -> Any:
-        """Returns a batch of this structure.
-
-        Args:
-            leaves: its leaves, in order.
-        """
+        """Returns a batch of this structure."""
         if self.kind is None:
             return next(iter(leaves))
         rest = iter(leaves)
@@ -137,11 +114,7 @@ class BatchStructure:
         )
 
     def fresh(self, batch: Sequence[Any]) -> list[Any]:
-        """Returns a batch of this structure in which TorchRec's types are made anew: they keep what they compute.
-
-        Args:
-            batch: arguments of ``loss_fn``.
-        """
+        """Returns a batch of this structure in which TorchRec's types are made anew: they keep what they compute."""
         return [
             child.build(child.leaves(value)) if child.holds_torchrec else value
             for child, value in zip(self.children, batch, strict=True)
@@ -155,11 +128,7 @@ class BatchStructure:
         )
 
     def make(self, items: Mapping[Any, Any]) -> Any:
-        """Returns a container of this kind.
-
-        Args:
-            items: what it holds, by key, field or position.
-        """
+        """Returns a container of this kind."""
         assert self.kind is not None
         if self.spec is not None:
             fields = fields_of(self.kind) or items

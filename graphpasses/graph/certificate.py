@@ -13,16 +13,11 @@ __all__ = ["Certificate", "Launch", "find_unlike_launch"]
 
 @dataclass(frozen=True)
 class Launch:
-    """A collective, as every rank of its group must have it.
+    """A collective, as every rank of its group must have it."""
 
-    Args:
-        call: operator, arguments and dtype; and size, where ranks send as much.
-        group: number of its process group, in the order in which a rank first launches in each.
-        contents: what is sent, as far as that is known: inputs, and launches of the captured step.
-    """
-
-    call: str
-    group: int
+    call: str  # operator, arguments and dtype; and size, where ranks send as much
+    group: int  # number of its process group, in the order in which a rank first launches in each
+    # What is sent, as far as that is known: inputs, and launches of the captured step.
     contents: tuple[str, ...]
 
     def may_meet(self, other: Launch) -> bool:
@@ -40,10 +35,6 @@ class Launch:
 def find_unlike_launch(one: Sequence[Launch], two: Sequence[Launch]) -> int | None:
     """Returns the first place at which two ranks launch what cannot be one collective; None if there is none.
 
-    Args:
-        one: the launches of one rank, in order.
-        two: those of the other.
-
     Example:
         >>> a, b = Launch("all_reduce", 0, ("a",)), Launch("all_reduce", 0, ("b",))
         >>> find_unlike_launch([a, b], [a, b]), find_unlike_launch([a, b], [b, a]), find_unlike_launch([a, b], [a])
@@ -60,13 +51,13 @@ class Certificate:
     """What is proved of a rewritten step; true if nothing is left open.
 
     Args:
-        proved: the outputs and the written tensors that have the bits that they had: the loss, gradients by FQN,
+        proved: the outputs and the written tensors that have unchanged bits: the loss, gradients by FQN,
             buffers.
         unproved: what no rule could follow, and why.
         axioms: what the proof takes for granted, by name.
         launches: the collectives, in order, as all ranks must have them; a captured step compares them when it is
             first called.
-        seconds: that it took.
+        seconds: how long the proof took.
     """
 
     proved: tuple[str, ...]

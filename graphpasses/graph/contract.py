@@ -15,14 +15,6 @@ __all__ = ["Contract"]
 class Contract:
     """What no pass may change: what the step reads, and whose gradients it yields.
 
-    Args:
-        state: canonical FQNs of the parameters and buffers that are inputs.
-        batch: paths of the batch leaves, in order.
-        num_inputs: number of placeholders, if another runner owns the flat signature; else None.
-        gradients: canonical FQNs of the parameters that get a gradient.
-        writers: operators that write an argument in place, also in the step's update, wherever that is, and what may
-            stand for a part of it.
-
     Example:
         >>> import torch
         >>> from graphpasses import capture_train_step
@@ -32,19 +24,17 @@ class Contract:
         ('batch[0]',)
     """
 
-    state: frozenset[str]
-    batch: tuple[str, ...]
-    num_inputs: int | None
-    gradients: frozenset[str]
+    state: frozenset[str]  # canonical FQNs of the parameters and buffers that are inputs
+    batch: tuple[str, ...]  # paths of the batch leaves, in order
+    num_inputs: int | None  # number of placeholders, if another runner owns the flat signature; else None
+    gradients: frozenset[str]  # canonical FQNs of the parameters that get a gradient
+    # Operators that write an argument in place, also in the step's update, wherever that is, and what may
+    # replace a part of it.
     writers: frozenset[str]
 
     @classmethod
     def of(cls, graph: TrainGraph) -> Contract:
-        """Returns the contract that ``graph`` fulfils now.
-
-        Args:
-            graph: the step.
-        """
+        """Returns the contract that ``graph`` fulfils now."""
         return cls(
             state=frozenset(graph.identity.canonical(item.fqn) for item in graph.inputs if item.is_state),
             batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),

@@ -23,22 +23,19 @@ class DynamoGraph(TrainGraph):
 
     Its inputs are live tensors of the model or the batch. A pass may give every call of the compiled model further
     tensors, and have it check something first.
-
-    Args:
-        stage: ``DYNAMO``.
-        live: what each placeholder was given when the model was traced: the live tensor of the model or batch, or a
-            number.
-        checks: what every call of the compiled model asks first, e.g. that tables still are where a pass put them;
-            each raises if not.
-        input_checks: likewise, given what the call passes for each captured input.
-        backward_checks: called after each forward with gradients; what each returns is called when its backward
-            begins, with the gradients of the outputs, None for those that the loss does not depend on.
     """
 
     stage: Stage = Stage.DYNAMO
+    # What each placeholder was given when the model was traced: the live tensor of the model or batch, or a
+    # number.
     live: tuple[Any, ...]
+    # What every call of the compiled model asks first, e.g. that tables still are where a pass put them; each
+    # raises if not.
     checks: list[Callable[[], None]] = field(default_factory=list)
+    # Likewise, given what the call passes for each captured input.
     input_checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
+    # Called after each forward with gradients; what each returns is called when its backward begins, with the
+    # gradients of the outputs, None for those that the loss does not depend on.
     backward_checks: list[Callable[[], Callable[[Sequence[torch.Tensor | None]], None]]] = field(
         default_factory=list
     )
@@ -47,11 +44,7 @@ class DynamoGraph(TrainGraph):
     def of(cls, graph: TrainGraph) -> Self:
         """Returns the graph that a pass was given, known to be one that Dynamo traced.
 
-        Args:
-            graph: what the pass was given.
-
-        Raises:
-            PipelineError: it is a graph of another kind.
+        Raises if it is a graph of another kind.
         """
         if not isinstance(graph, cls):
             raise PipelineError(
@@ -70,9 +63,7 @@ class DynamoGraph(TrainGraph):
     def add_input(self, tensor: torch.Tensor, fqn: str) -> fx.Node:
         """Returns a placeholder that every call gives ``tensor``: the one that was added for it, or a new last one.
 
-        Args:
-            tensor: a live tensor that the compiled model keeps, e.g. an arena that several tables share.
-            fqn: what it is, for messages.
+        ``fqn`` says what it is, for messages.
 
         Raises:
             PipelineError: the graph reads no tensor, so nothing says how its values are made.

@@ -18,12 +18,8 @@ def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_s
     """Adds a gradient to ``parameter.grad``, or makes it that.
 
     As autograd does, it takes the tensor as it is if nothing else holds its memory and it is laid out like the
-    parameter; else a copy. Source: ``accumulate_grad.h``, ``AccumulateGrad::accumulateGrad``.
-
-    Args:
-        parameter: a plain parameter or a DTensor.
-        gradient: gradient of the parameter, or of its local shard; the parameter's dtype.
-        is_shared: whether something else holds the gradient's memory.
+    parameter; else a copy. The gradient is that of a plain parameter, or of the local shard of a DTensor, in the
+    parameter's dtype. Source: ``accumulate_grad.h``, ``AccumulateGrad::accumulateGrad``.
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if parameter.grad is not None:
@@ -45,11 +41,7 @@ def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_s
 
 
 def shared_values(values: Sequence[Any]) -> frozenset[int]:
-    """Returns the positions of output values whose memory an input or another output may hold too.
-
-    Args:
-        values: the output values of a graph.
-    """
+    """Returns the positions of output values whose memory an input or another output may hold too."""
     bases = [_base(value) if isinstance(value, fx.Node) else None for value in values]
     num_uses = Counter(bases)
     return frozenset(

@@ -53,7 +53,7 @@ class GraphInput:
     Args:
         kind: parameter, buffer, a leaf of the batch, or another value.
         fqn: FQN under which the tracer saw the tensor (an alias, where tensors are tied), the leaf's
-            path in the batch, e.g. ``batch[0]['tokens']``, or what says best where the value comes from.
+            path in the batch, e.g. ``batch[0]['tokens']``, or the best description of where the value comes from.
         attr: ``""`` for the tensor itself; for a DTensor, the part that this placeholder carries:
             ``"_local_tensor"`` or ``"device_mesh"``.
         state: of a parameter's optimizer state its name, e.g. ``"exp_avg"``; else empty.
@@ -66,7 +66,7 @@ class GraphInput:
 
     @property
     def name(self) -> str:
-        """What people call it, e.g. ``parameter 'weight'`` or ``optimizer state 'exp_avg' of 'weight'``."""
+        """A readable name, e.g. ``parameter 'weight'`` or ``optimizer state 'exp_avg' of 'weight'``."""
         return f"{self.kind.value} {f'{self.state!r} of ' if self.state else ''}{self.fqn!r}"
 
     @property

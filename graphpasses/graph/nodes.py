@@ -68,12 +68,7 @@ _COLLECTIVES = (
 
 
 def argument(node: fx.Node, index: int = 0) -> fx.Node:
-    """Returns the node that is an argument of a call.
-
-    Args:
-        node: a call whose argument ``index`` is a node.
-        index: position of the argument.
-    """
+    """Returns the node that is an argument of a call."""
     value = node.args[index]
     assert isinstance(value, fx.Node)
     return value
@@ -85,11 +80,7 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def collective_group(node: fx.Node) -> Any:
-    """Returns the process group of the collective that an operator launches, as a rule its name; None for others.
-
-    Args:
-        node: a node of a graph of ATen operators.
-    """
+    """Returns the process group of the collective that an operator launches, as a rule its name; None for others."""
     for argument, value in given_arguments(node):
         if argument.name in GROUP_ARGUMENTS and str(argument.type) != "int":
             return value
@@ -97,11 +88,7 @@ def collective_group(node: fx.Node) -> Any:
 
 
 def find_collectives(graph: fx.Graph) -> list[fx.Node]:
-    """Returns the nodes that launch a functional collective, by operator.
-
-    Args:
-        graph: an FX graph.
-    """
+    """Returns the nodes that launch a functional collective, by operator."""
     return [
         node
         for target in _COLLECTIVES
@@ -110,11 +97,7 @@ def find_collectives(graph: fx.Graph) -> list[fx.Node]:
 
 
 def count_collectives(graph: fx.Graph) -> dict[str, int]:
-    """Counts the functional collectives of a graph by the names of their operators.
-
-    Args:
-        graph: an FX graph.
-    """
+    """Counts the functional collectives of a graph by the names of their operators."""
     counts = {
         str(target).split(".")[1]: len(graph.find_nodes(op="call_function", target=target, sort=False))
         for target in _COLLECTIVES
@@ -123,20 +106,12 @@ def count_collectives(graph: fx.Graph) -> dict[str, int]:
 
 
 def writing_operators(graph: fx.Graph) -> frozenset[str]:
-    """Returns the names of the operators in a graph that write an argument, by their schemas.
-
-    Args:
-        graph: an FX graph.
-    """
+    """Returns the names of the operators in a graph that write an argument, by their schemas."""
     return frozenset(str(target) for target in called_targets(graph) if writes_arguments(target))
 
 
 def wait_of(launch: fx.Node) -> fx.Node:
-    """Returns the one wait of a collective, which the check between passes guarantees.
-
-    Args:
-        launch: a node that launches a functional collective.
-    """
+    """Returns the one wait of a collective, which the check between passes guarantees."""
     return next(user for user in launch.users if user.target == WAIT)
 
 
@@ -144,9 +119,6 @@ def freeze(value: Any) -> Hashable:
     """Returns a key for an argument of a call: equal ones have one key, but ``1``, ``1.0`` and True have three.
 
     Of numbers the bits count: ``0.0`` and ``-0.0`` have two keys, and NaN has one.
-
-    Args:
-        value: a node, a value that can be hashed, or lists, tuples and dicts of these.
 
     Example:
         >>> freeze([2, (1, 1)]) == freeze((2, [1, 1])), freeze(1) == freeze(1.0), freeze(0.0) == freeze(-0.0)
@@ -160,22 +132,14 @@ def freeze(value: Any) -> Hashable:
 
 
 def source_line(node: fx.Node) -> str:
-    """Returns the line of the user's program from which a call comes, none of torch's own; empty if none is known.
-
-    Args:
-        node: a node with ``meta["stack_trace"]``.
-    """
+    """Returns the line of the user's program from which a call comes, none of torch's own; empty if none is known."""
     lines = re.findall(r'File "(.+)", line (\d+), in (\w+)', node.meta.get("stack_trace") or "")
     own = [line for line in lines if not line[0].startswith(str(Path(torch.__file__).parent))]
     return "{}:{} in {}".format(*own[-1]) if own else ""
 
 
 def fake_value(node: fx.Node) -> Any:
-    """Returns the fake result of a call node, computed from its inputs' ``meta["val"]``.
-
-    Args:
-        node: a ``call_function`` node.
-    """
+    """Returns the fake result of a call node, computed from its inputs' ``meta["val"]``."""
     args: Any
     kwargs: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -187,7 +151,7 @@ def fake_value(node: fx.Node) -> Any:
         return node.target(*args, **kwargs)
     if "unbacked_bindings" not in node.meta:
         return fake_call(mode, node.target, args, kwargs)
-    # Computed again, a size that depends on data gets a new symbol, which stands for the same size.
+    # Computed again, a size that depends on data gets a new symbol, which names the same size.
     assert mode.shape_env is not None
     with mode, mode.shape_env.ignore_fresh_unbacked_symbols():
         value = node.target(*args, **kwargs)
@@ -199,19 +163,12 @@ def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
     """Returns the memory of nodes' fake values: who shares some shares memory, also where no schema says so.
 
     Inputs of a graph may overlap, and some operators (``_unsafe_view``) do not say that they return views.
-
-    Args:
-        nodes: nodes of any graph.
     """
     return memories([node.meta.get("val") for node in nodes])
 
 
 def memories(value: Any) -> set[StorageWeakRef]:
-    """Returns the memory of fake values.
-
-    Args:
-        value: a tree of fake tensors and other values.
-    """
+    """Returns the memory of fake values."""
     return {
         StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
         for each in pytree.tree_leaves(value)
@@ -220,11 +177,7 @@ def memories(value: Any) -> set[StorageWeakRef]:
 
 
 def views(node: fx.Node) -> list[fx.Node]:
-    """Returns the calls whose fake values lie in the memory of a node's, or of another of them, in graph order.
-
-    Args:
-        node: a node of any graph.
-    """
+    """Returns the calls whose fake values lie in the memory of a node's, or of another of them, in graph order."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:

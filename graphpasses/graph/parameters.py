@@ -44,10 +44,6 @@ class ParameterInfo:
 def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, ParameterInfo]:
     """Returns facts about every parameter of ``model``, by canonical FQN.
 
-    Args:
-        model: the live model.
-        identity: its identity map.
-
     Raises:
         UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
             parallelism.
@@ -117,15 +113,7 @@ def _shape_that_fsdp_shards(fqn: str, parameter: DTensor, axis: int, dim: int) -
 
 
 def get_state(model: nn.Module, fqn: str) -> torch.Tensor:
-    """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization.
-
-    Args:
-        model: the live model.
-        fqn: an FQN.
-
-    Raises:
-        CaptureError: there is none.
-    """
+    """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization."""
     tensor = find_state(model, fqn)
     if tensor is not None:
         return tensor

@@ -12,7 +12,7 @@ from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.traffic import Traffic
 from graphpasses.text import aligned
 
-__all__ = ["Excerpt", "Numerics", "PassReport", "PipelineReport"]
+__all__ = ["Hunk", "Numerics", "PassReport", "PipelineReport"]
 
 
 class Numerics(enum.Enum):
@@ -23,8 +23,8 @@ class Numerics(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Excerpt:
-    """A place of a graph before and after a pass, for people.
+class Hunk:
+    """One place of a graph diff: its lines before and after a pass.
 
     Args:
         before: its lines before, each with its mark: ``"-"`` what goes or changes, ``"~"`` what moves, ``" "`` what
@@ -50,10 +50,10 @@ class PassReport:
         collectives: number of collectives by operator, before and after.
         seconds: its wall time, checks apart.
         notes: what it skipped and why.
-        excerpts: the places that it changed, those that look alike once; empty unless they were asked for.
-        num_left_out: changed places that no excerpt stands for, since there would be too many.
-        traffic: what a whole step sends, before and after, for its time on paper; None unless asked for, as
-            excerpts, and where sizes vary.
+        graph_diff: the places that it changed, those that look alike once; empty unless asked for.
+        num_left_out: changed places that no hunk shows, since there would be too many.
+        traffic: what a whole step sends, before and after, for its time on paper; None unless
+            ``graph_diff`` was asked for, and where sizes vary.
     """
 
     name: str
@@ -63,7 +63,7 @@ class PassReport:
     collectives: tuple[Mapping[str, int], Mapping[str, int]]
     seconds: float
     notes: tuple[str, ...]
-    excerpts: tuple[Excerpt, ...] = ()
+    graph_diff: tuple[Hunk, ...] = ()
     num_left_out: int = 0
     traffic: tuple[Traffic, Traffic] | None = None
 
@@ -90,9 +90,9 @@ class PassReport:
             collectives=(before, after),
             seconds=data["seconds"],
             notes=tuple(data["notes"]),
-            excerpts=tuple(
-                Excerpt(tuple(each["before"]), tuple(each["after"]), each["num_alike"])
-                for each in data["excerpts"]
+            graph_diff=tuple(
+                Hunk(tuple(each["before"]), tuple(each["after"]), each["num_alike"])
+                for each in data["graph_diff" if "graph_diff" in data else "excerpts"]  # older files
             ),
             num_left_out=data["num_left_out"],
             traffic=traffic and (Traffic.from_json(traffic[0]), Traffic.from_json(traffic[1])),

@@ -45,32 +45,20 @@ _OUTPUTS = {
 
 @dataclass(frozen=True)
 class Broken:
-    """How a graph breaks a rule.
+    """How a graph breaks a rule."""
 
-    Args:
-        message: what is wrong, with the graph's own names.
-        cause: the exception that showed it, if one did.
-    """
-
-    message: str
-    cause: Exception | None = None
+    message: str  # what is wrong, with the graph's own names
+    cause: Exception | None = None  # the exception that showed it, if one did
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What rules look at.
+    """What rules look at."""
 
-    Args:
-        graph: the graph that a pass rewrote.
-        contract: what it fulfilled before the passes.
-        known: the values that need no check; rules add those that they find true.
-        is_changed: whether the nodes are others than after the last check, and need one.
-    """
-
-    graph: TrainGraph
-    contract: Contract
-    known: KnownValues
-    is_changed: bool = True
+    graph: TrainGraph  # the graph that a pass rewrote
+    contract: Contract  # what it fulfilled before the passes
+    known: KnownValues  # the values that need no check; rules add those that they find true
+    is_changed: bool = True  # whether the nodes are others than after the last check, and need one
 
     @cached_property
     def now(self) -> Contract:
@@ -80,17 +68,11 @@ class Checked:
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing that holds for every legal graph of some stages.
-
-    Args:
-        name: e.g. ``"one-wait"``.
-        check: yields how a graph breaks it; its docstring says the rule.
-        stages: the stages for whose graphs the rule is.
-    """
+    """One thing that holds for every legal graph of some stages."""
 
     name: str
-    check: Callable[[Checked], Iterator[Broken]]
-    stages: frozenset[Stage] = frozenset(Stage)
+    check: Callable[[Checked], Iterator[Broken]]  # yields how a graph breaks it; its docstring says the rule
+    stages: frozenset[Stage] = frozenset(Stage)  # the stages for whose graphs the rule is
 
 
 def _well_formed(checked: Checked) -> Iterator[Broken]:
@@ -188,7 +170,7 @@ def _changes(what: str, before: frozenset[str], after: frozenset[str]) -> Iterat
 
 
 def _fixed_signature(checked: Checked) -> Iterator[Broken]:
-    """Where another runner passes the flat inputs, none goes and none comes."""
+    """Where another runner passes the flat inputs, none is removed and none is added."""
     before, after = checked.contract.num_inputs, checked.now.num_inputs
     if before != after:
         yield Broken(

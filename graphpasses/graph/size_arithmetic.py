@@ -18,24 +18,14 @@ Size = fx.Node | int  # in a graph
 
 
 def size_expression(size: Size | torch.SymInt) -> Any:
-    """Returns a number, or an expression of symbols: equal sizes have equal ones.
-
-    Args:
-        size: a size, or a node whose value is one.
-
-    Example:
-        >>> size_expression(3)
-        3
-    """
+    """Returns a number, or an expression of symbols: equal sizes have equal ones."""
     return expression(size.meta["val"] if isinstance(size, fx.Node) else size)
 
 
 class SizeArithmetic:
     """Emits arithmetic on sizes at a graph's insertion point: each operation once, none for numbers.
 
-    Args:
-        graph: the graph.
-        like: a node of the same origin, see :meth:`TrainGraph.emit`.
+    ``like`` is a node of the same origin, see :meth:`TrainGraph.emit`.
     """
 
     def __init__(self, graph: TrainGraph, *, like: fx.Node) -> None:

@@ -1,4 +1,4 @@
-"""TorchRec's jagged and keyed tensors in a batch, told by their names: TorchRec need not be there."""
+"""TorchRec's jagged and keyed tensors in a batch, recognized by their names: TorchRec need not be there."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ _TAKEN = ("KeyedJaggedTensor", "JaggedTensor", "KeyedTensor")
 
 
 def is_taken(kind: type) -> bool:
-    """Whether values of a class are containers of tensors whose first dim may vary from step to step.
-
-    Args:
-        kind: any class.
-
-    Example:
-        >>> is_taken(dict)
-        False
-    """
+    """Whether values of a class are containers of tensors whose first dim may vary from step to step."""
     return _is_torchrecs(kind) and kind.__name__ in _TAKEN
 
 
@@ -39,11 +31,7 @@ def _is_torchrecs(kind: type) -> bool:
 
 
 def fields_of(kind: type) -> Sequence[str] | None:
-    """Returns what a jagged tensor is made of, in order, as paths name it; None for another class.
-
-    Args:
-        kind: any class.
-    """
+    """Returns what a jagged tensor is made of, in order, as paths name it; None for another class."""
     return _FIELDS.get(kind.__name__) if is_taken(kind) else None
 
 
@@ -51,10 +39,6 @@ def held_items(value: Any, items: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Returns the items of a container without those that a jagged tensor does not have, and with its lengths.
 
     Of offsets alone, a key-jagged tensor asks for ``len``, which would fix their number.
-
-    Args:
-        value: the container.
-        items: all of its items.
     """
     if fields_of(type(value)) is None:
         return items
@@ -69,12 +53,7 @@ def held_items(value: Any, items: Mapping[Any, Any]) -> Mapping[Any, Any]:
 def items_by(value: Any, items: Mapping[Any, Any], keys: Sequence[Any]) -> Mapping[Any, Any]:
     """Returns the items of a container; of a jagged tensor lengths and offsets as another of its structure has them.
 
-    It is made of either, and computes the other when it is asked.
-
-    Args:
-        value: the container.
-        items: its items.
-        keys: what the other has.
+    It is made of either, and computes the other when it is asked. ``keys`` are those that the other has.
     """
     if fields_of(type(value)) is None:
         return items
@@ -87,9 +66,6 @@ def reject_reason(value: Any) -> str | None:
     """Returns why a captured step does not take a value of TorchRec as eager does; None if it does, or it is another.
 
     A step takes a container apart to its tensors and makes it again of them: what else it holds would be lost.
-
-    Args:
-        value: any part of a batch.
     """
     kind = type(value)
     if not _is_torchrecs(kind):

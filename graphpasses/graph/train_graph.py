@@ -38,7 +38,7 @@ class TrainGraph:
         module: the FX module; its placeholders and outputs are flat.
         inputs: what each placeholder carries.
         outputs: what each flat output carries.
-        identity: who is who in the model.
+        identity: the names of the model's modules, parameters and buffers.
         parameters: facts about each parameter, by canonical FQN.
         model: the live model whose parameters the step reads.
         stage: the part of the step that the graph holds.
@@ -166,7 +166,7 @@ class TrainGraph:
 
         Args:
             target: the operator.
-            args: its arguments; nodes stand for their values.
+            args: its arguments, with nodes in the place of values of the graph.
             kwargs: its keyword arguments.
             like: a node of the same origin: stack trace and annotations are copied from it.
 
@@ -202,7 +202,7 @@ class TrainGraph:
         return copy
 
     def replace(self, node: fx.Node, value: fx.Node) -> None:
-        """Lets all users of a node read another, which computes the same, and erases the node.
+        """Replaces a node by another that computes the same, and erases it.
 
         ``value`` takes over the node's fake value: its sizes keep their symbols, and it shares its storage with the
         fake values of the views that follow.
@@ -221,7 +221,7 @@ class TrainGraph:
         self.graph.erase_node(node)
 
     def merge(self, node: fx.Node, kept: fx.Node) -> None:
-        """Lets all users of a node read an earlier one, which has computed the same, and erases the node.
+        """Replaces a node by an earlier one that has computed the same, and erases it.
 
         Args:
             node: the node; not the one at which the graph inserts nodes now.
@@ -249,7 +249,7 @@ class TrainGraph:
         self.notes.append(message)
 
     def record_rewrite(self, rewrite: Callable[[Any], Any]) -> None:
-        """Records what made this graph: a captured step goes through it again when it is captured again.
+        """Records how this graph was rewritten: a step that is captured again is rewritten in the same way.
 
         Args:
             rewrite: takes a graph and returns another.

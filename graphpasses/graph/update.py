@@ -20,28 +20,21 @@ __all__ = ["Update"]
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What a captured step does with its gradients.
+    """What a captured step does with its gradients."""
 
-    Args:
-        module: the graph: clipping, and the optimizer's step, but for parameters that are no more in it; it returns
-            nothing.
-        inputs: what each placeholder carries: gradients, parameters, the optimizer's state, learning rates.
-        facts: what the graph takes for granted of the optimizer; each call checks it.
-        clip_norm: the norm to which all gradients together are clipped; None if they are not.
-        model: the live model.
-        trace_without: traces the update again without some parameters, by FQN.
-        without_update: the step as it was before a pass put the update, or a part of it, into its graph; else None.
-        in_step: FQNs of the parameters that the step's own graph updates.
-    """
-
+    # The graph: clipping, and the optimizer's step, but for parameters that are no more in it; it returns
+    # nothing.
     module: fx.GraphModule
+    # What each placeholder carries: gradients, parameters, the optimizer's state, learning rates.
     inputs: tuple[GraphInput, ...]
-    facts: OptimizerFacts
-    clip_norm: float | None
-    model: nn.Module
+    facts: OptimizerFacts  # what the graph takes for granted of the optimizer; each call checks it
+    clip_norm: float | None  # the norm to which all gradients together are clipped; None if they are not
+    model: nn.Module  # the live model
+    # Traces the update again without some parameters, by FQN.
     trace_without: Callable[[Collection[str]], Update]
+    # The step as it was before a pass put the update, or a part of it, into its graph; else None.
     without_update: fx.GraphModule | None = None
-    in_step: frozenset[str] = frozenset()
+    in_step: frozenset[str] = frozenset()  # FQNs of the parameters that the step's own graph updates
 
     @property
     def optimizer(self) -> Optimizer:
@@ -61,14 +54,7 @@ class Update:
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Raises if the optimizer is not what it was, or if a gradient is there that the update would have to add to.
 
-        Args:
-            parameters: the model's, by FQN.
-
-        Returns:
-            Whether the optimizer has all of its state; else its own step must make it.
-
-        Raises:
-            CaptureError: see :meth:`OptimizerFacts.check`.
+        Returns whether the optimizer has all of its state; otherwise its own step must make it.
         """
         is_complete = self.facts.check(parameters)
         for fqn, parameter in parameters.items() if self.clip_norm is not None else ():
@@ -80,22 +66,13 @@ class Update:
         return is_complete
 
     def moved_into(self, step: fx.GraphModule) -> Update:
-        """Returns what says of a step that its own graph has the update in it.
-
-        Args:
-            step: the step's graph without it.
-        """
+        """Returns what says of a step that its own graph has the update in it."""
         return replace(
             self, without_update=self.without_update or step, in_step=self.in_step.union(self.gradients)
         )
 
     def without(self, fqns: Collection[str], step: fx.GraphModule) -> Update:
-        """Returns the update of the other parameters, for a step whose own graph updates some.
-
-        Args:
-            fqns: FQNs of those that it updates.
-            step: the step's graph before it did.
-        """
+        """Returns the update of the other parameters, for a step whose own graph updates some."""
         rest = self.trace_without(fqns)
         return replace(
             rest,
@@ -106,20 +83,11 @@ class Update:
         )
 
     def values(self, inputs: Sequence[GraphInput], parameters: Mapping[str, torch.Tensor]) -> list[Any]:
-        """Returns what inputs carry now.
-
-        Args:
-            inputs: gradients, parameters, the optimizer's state or learning rates.
-            parameters: the model's, by FQN.
-        """
+        """Returns what inputs carry now."""
         return [self._value(item, parameters) for item in inputs]
 
     def run(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Clips the gradients of the live model and updates its parameters; their gradients are gone then.
-
-        Args:
-            parameters: the model's, by FQN.
-        """
+        """Clips the gradients of the live model and updates its parameters; their gradients are gone then."""
         self.module(*self.values(self.inputs, parameters))
         self.finish()
 

@@ -14,13 +14,7 @@ __all__ = ["add_update_input"]
 
 
 def add_update_input(graph: TrainGraph, item: GraphInput, node: fx.Node) -> fx.Node:
-    """Adds what a placeholder of an update carries to the inputs of its step, unless it is there; returns its node.
-
-    Args:
-        graph: the step.
-        item: a learning rate, or a state of the optimizer.
-        node: the placeholder.
-    """
+    """Adds an input of an update to its step, unless the step has it; returns its placeholder there."""
     placeholders = graph.placeholders
     if item in graph.inputs:
         return placeholders[graph.inputs.index(item)]

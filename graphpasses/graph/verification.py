@@ -17,8 +17,7 @@ __all__ = ["Verifier"]
 class Verifier:
     """Checks a graph after each pass of a pipeline.
 
-    Args:
-        graph: the graph before the passes; what it holds is taken as true.
+    What the graph holds before the passes is taken as true.
 
     Example:
         >>> import torch
@@ -45,28 +44,14 @@ class Verifier:
         return self._is_changed
 
     def check_form(self, pass_name: str) -> None:
-        """Raises if the graph is malformed, dead code included.
-
-        Args:
-            pass_name: the pass that rewrote the graph, for the error.
-
-        Raises:
-            VerificationError: it says what is wrong and which pass left it so.
-        """
+        """Raises if the graph is malformed, dead code included."""
         graph = self._graph.graph
         same_nodes = len(graph.nodes) == len(self._left[0]) and self._left == self._named_nodes()
         self._is_changed = not same_nodes or bool(self._known.changed(graph))
         self._check(FORM, pass_name)
 
     def check_rules(self, pass_name: str) -> None:
-        """Raises if a well-formed graph without dead code breaks a rule of its stage.
-
-        Args:
-            pass_name: the pass that rewrote the graph, for the error.
-
-        Raises:
-            VerificationError: it says what is wrong and which pass left it so.
-        """
+        """Raises if a well-formed graph without dead code breaks a rule of its stage."""
         self._check(RULES, pass_name)
         if self._is_changed:
             self._left = self._named_nodes()

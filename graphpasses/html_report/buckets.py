@@ -33,57 +33,35 @@ Side = Literal["a", "b"]
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter in a bar; positions and widths are percent of the whole width.
-
-    Args:
-        fqn: of the parameter.
-        label: the FQN without what all of the bucket have in front.
-        left: where it begins.
-        width: how wide it is.
-        state: ``"kept"``, ``"moved"``, or ``"alone"`` where the other run does not reduce it.
-        stretches: (left, width) of its elements that the other run adds differently, percent of the segment.
-        text: the tooltip.
-    """
+    """One parameter in a bar; positions and widths are percent of the whole width."""
 
     fqn: str
-    label: str
+    label: str  # the FQN without what all of the bucket have in front
     left: float
     width: float
-    state: str
+    state: str  # ``"kept"``, ``"moved"``, or ``"alone"`` where the other run does not reduce it
+    # (left, width) of its elements that the other run adds differently, percent of the segment.
     stretches: tuple[tuple[float, float], ...]
     text: str
 
 
 @dataclass(frozen=True)
 class RingPart:
-    """The bytes of a bar that one channel carries.
+    """The bytes of a bar that one channel carries."""
 
-    Args:
-        left: where they begin, percent of the whole width.
-        width: how wide they are, percent of the whole width.
-        ring: number of the ring that adds them.
-        text: the tooltip.
-    """
-
-    left: float
-    width: float
-    ring: int
+    left: float  # where they begin, percent of the whole width
+    width: float  # how wide they are, percent of the whole width
+    ring: int  # number of the ring that adds them
     text: str
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One run's side of a bucket; the larger side of a pair is the whole width.
+    """One run's side of a bucket; the larger side of a pair is the whole width."""
 
-    Args:
-        bucket: index of the bucket in its layout.
-        segments: its parameters, in byte order.
-        rings: who adds them.
-    """
-
-    bucket: int
-    segments: tuple[Segment, ...]
-    rings: tuple[RingPart, ...]
+    bucket: int  # index of the bucket in its layout
+    segments: tuple[Segment, ...]  # its parameters, in byte order
+    rings: tuple[RingPart, ...]  # who adds them
 
 
 @dataclass(frozen=True)
@@ -98,19 +76,12 @@ class Join:
 
 @dataclass(frozen=True)
 class Row:
-    """A gradient, where it lies in both runs, and what of it is reduced differently.
-
-    Args:
-        fqn: of the parameter.
-        a: its place in the first run; None if that does not reduce it.
-        b: its place in the second run.
-        reordered: what of it is added in another order; None if nothing is.
-    """
+    """A gradient, where it lies in both runs, and what of it is reduced differently."""
 
     fqn: str
-    a: Place | None
-    b: Place | None
-    reordered: Reordered | None
+    a: Place | None  # its place in the first run; None if that does not reduce it
+    b: Place | None  # its place in the second run
+    reordered: Reordered | None  # what of it is added in another order; None if nothing is
 
     @property
     def num_reordered(self) -> int:
@@ -124,23 +95,14 @@ class Row:
 
 @dataclass(frozen=True)
 class BucketPair:
-    """A bucket of the first run and the one of the second that has most of its bytes; one may be missing.
+    """A bucket of the first run and the one of the second that has most of its bytes; one may be missing."""
 
-    Args:
-        module: that all its parameters are in; empty if there is none.
-        reduction: what the bucket is.
-        a: the first run's bar.
-        b: the second run's bar.
-        joins: between the bars.
-        rows: the same in numbers.
-    """
-
-    module: str
+    module: str  # that all its parameters are in; empty if there is none
     reduction: str
     a: Bar | None
     b: Bar | None
-    joins: tuple[Join, ...]
-    rows: tuple[Row, ...]
+    joins: tuple[Join, ...]  # between the bars
+    rows: tuple[Row, ...]  # the same in numbers
 
     @property
     def num_moved(self) -> int:
@@ -150,11 +112,7 @@ class BucketPair:
 
 @dataclass(frozen=True)
 class BucketGroup:
-    """Pairs that look the same, as those of equal layers do.
-
-    Args:
-        pairs: at least one.
-    """
+    """Pairs that look the same, as those of equal layers do."""
 
     pairs: tuple[BucketPair, ...]
 
@@ -163,8 +121,7 @@ class BucketGroup:
 class RingNames:
     """Numbers of rings, in the order in which they are met.
 
-    Args:
-        numbers: of the rings so far, each turned to begin at its lowest rank.
+    Each ring is turned to begin at its lowest rank.
     """
 
     numbers: dict[Ring, int] = field(default_factory=dict)
@@ -183,15 +140,8 @@ def draw_buckets(
 ) -> tuple[BucketGroup, ...]:
     """Pairs the buckets of two runs and draws them.
 
-    Args:
-        a: the first run's layout; None draws the second's alone.
-        b: the second run's layout; None draws the first's alone.
-        topologies: of the worlds of the runs.
-        prediction: what is added in another order, if it is known.
-        names: gives rings their numbers, the same for all drawings of a page.
-
-    Returns:
-        The buckets of the first run, in its order, then what only the second has; those that look the same together.
+    The buckets come in the first run's order, then what only the second has; those that look the same come
+    together. ``names`` numbers the rings, the same for all drawings of a page.
     """
     places = [layout_places(layout) if layout else {} for layout in (a, b)]
     found = {

@@ -28,15 +28,7 @@ _NOT_ONE_CLUSTER = "The runs had other clusters, on which the same sum has anoth
 def explain(
     divergence: Divergence, prediction: Prediction | None, *, letter: str, has_layouts: bool, num_moved: int
 ) -> Iterator[str]:
-    """Yields sentences about the first step in which two runs differ.
-
-    Args:
-        divergence: that step.
-        prediction: what the layouts add in another order; None if it cannot be said.
-        letter: name of the second run; the first is A.
-        has_layouts: whether both runs recorded their layouts.
-        num_moved: parameters whose gradients have another place.
-    """
+    """Yields sentences about the first step in which two runs differ."""
     text = meaning(divergence)
     yield f"{text[0].upper()}{text[1:]}."
     if divergence.first != "gradients":
@@ -117,10 +109,6 @@ def _at(place: Place, topology: Topology, element: int) -> str:
 def show_order(order: Order, ranks: Sequence[int]) -> str:
     """Returns an order of addition as text; sums that are added as a whole are in parentheses.
 
-    Args:
-        order: of a group's ranks.
-        ranks: the world ranks of the group.
-
     Example:
         >>> show_order((1, 0, (3, 2)), range(4))
         '1 + 0 + (3 + 2)'
@@ -130,12 +118,7 @@ def show_order(order: Order, ranks: Sequence[int]) -> str:
 
 
 def show_ring(ring: Ring, separator: str) -> str:
-    """Returns the ranks of a ring as text; of very many the first and the last.
-
-    Args:
-        ring: ranks in order.
-        separator: between them.
-    """
+    """Returns the ranks of a ring as text; of very many the first and the last."""
     return _shortened([str(rank) for rank in ring], separator)
 
 

@@ -25,59 +25,35 @@ __all__ = ["ShownRun", "render_page"]
 
 @dataclass(frozen=True)
 class ShownRun:
-    """A run to draw.
-
-    Args:
-        run: the run.
-        topology: of its cluster.
-        is_assumed: whether the topology is a guess: neither the run nor the user gave one.
-    """
+    """A run to draw."""
 
     run: Run
     topology: Topology
-    is_assumed: bool = False
+    is_assumed: bool = False  # whether the topology is a guess: neither the run nor the user gave one
 
 
 @dataclass(frozen=True)
 class _Section:
-    """One run, against the first if it is another.
+    """One run, against the first if it is another."""
 
-    Args:
-        letter: its name on the page.
-        shown: the run and its cluster.
-        trouble: why it cannot be compared; empty if it can, or is the first.
-        comparison: with the first run.
-        strip: which steps are equal.
-        sentences: about the first difference.
-        num_moved: parameters whose gradients have another place.
-        num_reordered: those of which elements are reduced differently; None if it is not known.
-        buckets: its buckets, beside the first run's.
-        has_both_layouts: whether both runs recorded theirs; else the buckets are those of one.
-        scale: its step on more ranks, on paper.
-    """
-
-    letter: str
-    shown: ShownRun
-    trouble: str = ""
-    comparison: Comparison | None = None
-    strip: tuple[Cell, ...] = ()
-    sentences: tuple[str, ...] = ()
-    num_moved: int = 0
+    letter: str  # its name on the page
+    shown: ShownRun  # the run and its cluster
+    trouble: str = ""  # why it cannot be compared; empty if it can, or is the first
+    comparison: Comparison | None = None  # with the first run
+    strip: tuple[Cell, ...] = ()  # which steps are equal
+    sentences: tuple[str, ...] = ()  # about the first difference
+    num_moved: int = 0  # parameters whose gradients have another place
+    # Those of which elements are reduced differently; None if it is not known.
     num_reordered: int | None = None
-    buckets: tuple[BucketGroup, ...] = ()
-    has_both_layouts: bool = False
-    scale: tuple[ScaleTable, ...] = ()
+    buckets: tuple[BucketGroup, ...] = ()  # its buckets, beside the first run's
+    has_both_layouts: bool = False  # whether both runs recorded theirs; else the buckets are those of one
+    scale: tuple[ScaleTable, ...] = ()  # its step on more ranks, on paper
 
 
 def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes:
     """Draws runs as a page of HTML that needs nothing else: no network, no other file.
 
-    Args:
-        runs: at least one; the others are compared with the first.
-        speeds: of the cluster on which steps are timed on paper; None takes the defaults.
-
-    Returns:
-        The page, in UTF-8. A run that cannot be compared with the first has a section that says why.
+    The others are compared with the first run; one that cannot be compared has a section that says why.
 
     Example:
         >>> import tempfile

@@ -17,33 +17,17 @@ _TITAN = "torchtitan's buckets"
 
 @dataclass(frozen=True)
 class ScaleTable:
-    """Steps side by side.
-
-    Args:
-        title: of the table.
-        rows: see :func:`graphpasses.scale.scale_rows`.
-        notes: what is left out, and why.
-    """
+    """Steps side by side."""
 
     title: str
-    rows: tuple[ScaleRow, ...]
-    notes: tuple[str, ...] = ()
+    rows: tuple[ScaleRow, ...]  # see :func:`graphpasses.scale.scale_rows`
+    notes: tuple[str, ...] = ()  # what is left out, and why
 
 
 def scale_tables(run: Run, speeds: Speeds) -> tuple[ScaleTable, ...]:
     """Returns the tables of a run: of its buckets, and of each graph that passes rewrote, before and after each.
 
-    Args:
-        run: the run; what it did not record makes no table.
-        speeds: of the cluster.
-
-    Example:
-        >>> import tempfile
-        >>> path = f"{tempfile.mkdtemp()}/eager.jsonl"
-        >>> with graphpasses.ParityRecorder(path, run="eager") as recorder:
-        ...     recorder.record(0, 1.0, nn.Linear(2, 2))
-        >>> scale_tables(graphpasses.read_run(path), Speeds())
-        ()
+    What the run did not record makes no table.
     """
     found = []
     if run.header.layouts is not None:

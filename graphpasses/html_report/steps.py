@@ -17,57 +17,34 @@ _MAX_CELLS = 400
 
 @dataclass(frozen=True)
 class Cell:
-    """A step of a strip, or several.
+    """A step of a strip, or several."""
 
-    Args:
-        state: ``"equal"`` or ``"differs"``.
-        text: the tooltip.
-    """
-
-    state: str
-    text: str
+    state: str  # ``"equal"`` or ``"differs"``
+    text: str  # the tooltip
 
 
 @dataclass(frozen=True)
 class Line:
-    """The losses of a run in a chart.
-
-    Args:
-        name: of the run.
-        stretches: points as SVG takes them, of steps in a row whose loss is finite.
-        first_lost: first step whose loss is not; None if all are.
-    """
+    """The losses of a run in a chart."""
 
     name: str
-    stretches: tuple[str, ...]
-    first_lost: int | None
+    stretches: tuple[str, ...]  # points as SVG takes them, of steps in a row whose loss is finite
+    first_lost: int | None  # first step whose loss is not; None if all are
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Losses in a field of 1000 by 200.
-
-    Args:
-        lines: of the runs.
-        lowest: loss at the bottom.
-        highest: loss at the top.
-        first: step at the left.
-        last: step at the right.
-    """
+    """Losses in a field of 1000 by 200."""
 
     lines: tuple[Line, ...]
-    lowest: float
-    highest: float
-    first: int
-    last: int
+    lowest: float  # loss at the bottom
+    highest: float  # loss at the top
+    first: int  # step at the left
+    last: int  # step at the right
 
 
 def draw_strip(differences: Sequence[StepDifference]) -> tuple[Cell, ...]:
-    """Draws which steps are equal; of very many steps several share a cell, which is equal if all of them are.
-
-    Args:
-        differences: of all common steps.
-    """
+    """Draws which steps are equal; of very many steps several share a cell, which is equal if all of them are."""
     size = math.ceil(len(differences) / _MAX_CELLS)
     return tuple(_cell(differences[start : start + size]) for start in range(0, len(differences), size))
 
@@ -88,11 +65,7 @@ def _cell(steps: Sequence[StepDifference]) -> Cell:
 
 
 def draw_losses(runs: Sequence[tuple[str, Run]]) -> Chart | None:
-    """Draws the mean loss of all ranks, step by step; None if fewer than two steps have one.
-
-    Args:
-        runs: each with its name.
-    """
+    """Draws the mean loss of all ranks, step by step; None if fewer than two steps have one."""
     losses = {name: {step.step: _mean(step.loss) for step in run.steps if step.loss} for name, run in runs}
     values = [value for its in losses.values() for value in its.values() if math.isfinite(value)]
     steps = sorted({step for its in losses.values() for step, value in its.items() if math.isfinite(value)})

@@ -23,22 +23,10 @@ def define_operator(
 
     ``torch.library.custom_op`` does the same and checks, at each call, that no output aliases an input. The check
     and its wrappers cost more than the dispatch: with nine tensors a call took 24 µs, this one 10 µs (torch 2.13,
-    CPU). Our operators run in every step; ``torch.library.opcheck`` makes the check in their tests.
-
-    Args:
-        schema: the name and what follows it, e.g. ``"double(Tensor x) -> Tensor"``. Nothing may be written, and no
-            output may alias an input.
-        reference: what the operator computes, on any device.
-        fake: the same for fake tensors: shapes and dtypes.
-        backward: as for ``torch.library.register_autograd``; None for an operator that runs without gradients.
-        save: what ``torch.library.register_autograd`` calls ``setup_context``.
-        draws: whether it reads or sets the state of a random number generator, so that calls keep their order.
-
-    Returns:
-        The operator.
-
-    Raises:
-        RuntimeError: the operator exists.
+    CPU). Our operators run in every step; ``torch.library.opcheck`` makes the check in their tests. ``schema`` has
+    the name and what follows it; nothing may be written, and no output may alias an input. ``fake`` gives shapes
+    and dtypes; ``backward`` and ``save`` are as for ``torch.library.register_autograd``. An operator that ``draws``
+    reads or sets the state of a random number generator, so that its calls keep their order.
 
     Example:
         >>> double = define_operator(
@@ -69,16 +57,8 @@ def define_operator(
 def define_composite_operator(schema: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Defines an operator that is one node where Dynamo traces it, and what it is made of where AOTAutograd does.
 
-    Args:
-        schema: as for :func:`define_operator`.
-        function: calls other operators, which tracers see; its gradient is theirs, or that of an
-            ``autograd.Function`` in it.
-
-    Returns:
-        The operator.
-
-    Raises:
-        RuntimeError: the operator exists.
+    ``function`` calls other operators, which tracers see; its gradient is theirs, or that of an
+    ``autograd.Function`` in it.
 
     Example:
         >>> square = define_composite_operator("example_square(Tensor x) -> Tensor", lambda x: x * x)

@@ -1,4 +1,4 @@
-"""Operators around a lookup that stands for several: join what they look up, split what it returns.
+"""Operators around a lookup that joins several: one joins what they look up, one splits what it returns.
 
 ::
 

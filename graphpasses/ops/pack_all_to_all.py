@@ -26,9 +26,6 @@ __all__ = ["PACK", "UNPACK", "pack_all_to_all", "packed_dtype", "unpack_all_to_a
 def packed_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """Returns the dtype in which tensors travel together: their own if they have one, else bytes.
 
-    Args:
-        dtypes: one per member.
-
     Example:
         >>> packed_dtype([torch.int64, torch.int64]), packed_dtype([torch.int64, torch.float32])
         (torch.int64, torch.uint8)

@@ -56,14 +56,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def gather_parts(part: Tensor, splits: Sequence[int], rank: int, group: str) -> Tensor:
-    """Returns all ranks' parts, [sum(splits), ...], on every rank.
-
-    Args:
-        part: this rank's, [splits[rank], ...].
-        splits: rows of each rank's part.
-        rank: this rank in the group.
-        group: the group's name.
-    """
+    """Returns all ranks' parts, [sum(splits), ...], on every rank."""
     num_ranks = len(splits)
     copies = part.unsqueeze(0).expand(num_ranks, *part.shape).reshape(-1, *part.shape[1:])
     # There is no functional all-gather of parts of different lengths; to send everyone a copy is one.

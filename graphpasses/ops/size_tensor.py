@@ -13,15 +13,7 @@ __all__ = ["SIZE_TENSOR", "size_tensor"]
 
 
 def size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Makes a tensor of sizes.
-
-    Args:
-        sizes: the sizes; in a graph they may be symbols.
-        dtype: an integer dtype.
-        device: where the tensor lies.
-
-    Returns:
-        1-D.
+    """Makes a 1-D tensor of sizes, of an integer dtype; in a graph the sizes may be symbols.
 
     Example:
         >>> size_tensor([3, 7], torch.int64, torch.device("cpu"))

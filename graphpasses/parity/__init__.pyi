@@ -11,9 +11,9 @@ from graphpasses.parity.hashing import weight_hashes as weight_hashes
 from graphpasses.parity.location import Location as Location
 from graphpasses.parity.location import locate_runs as locate_runs
 from graphpasses.parity.record import ParityRecorder as ParityRecorder
+from graphpasses.parity.reference import locate_step as locate_step
 from graphpasses.parity.run_file import Loss as Loss
 from graphpasses.parity.run_file import Run as Run
 from graphpasses.parity.run_file import RunHeader as RunHeader
 from graphpasses.parity.run_file import StepRecord as StepRecord
 from graphpasses.parity.run_file import read_run as read_run
-from graphpasses.parity.twin import locate_step as locate_step

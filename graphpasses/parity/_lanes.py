@@ -56,13 +56,8 @@ def lanes(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) ->
 
     A sum does not depend on the order of its terms: the shards of a tensor may be hashed apart and added.
 
-    Args:
-        tensor: a plain tensor of shape [...], any dtype and strides; the part at hand.
-        global_shape: shape of the whole tensor, as many dimensions as ``tensor``.
-        offset: index in the whole tensor of the part's first element, one number per dimension.
-
-    Returns:
-        int64 tensor of shape [2], on the tensor's device.
+    ``tensor`` is the part at hand, ``offset`` the index in the whole tensor of its first element. Returns int64 [2]
+    on the tensor's device.
 
     Example:
         >>> whole = torch.arange(6.0)
@@ -84,13 +79,7 @@ def lanes_of_each(
 ) -> list[Tensor]:
     """Returns :func:`lanes` of each tensor; small ones are mixed together.
 
-    Args:
-        tensors: plain tensors.
-        global_shapes: of the whole tensors.
-        offsets: of their parts at hand.
-
-    Returns:
-        int64 tensors of shape [2], each on its tensor's device.
+    Returns int64 [2] for each, on its tensor's device.
     """
     found: list[Tensor | None] = [None] * len(tensors)
     together: dict[torch.device, list[tuple[int, Tensor, int]]] = {}

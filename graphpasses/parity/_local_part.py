@@ -18,29 +18,17 @@ __all__ = ["LocalPart", "local_part"]
 
 @dataclass(frozen=True)
 class LocalPart:
-    """What one rank hashes of one tensor.
-
-    Args:
-        name: FQN of the tensor.
-        tensor: the elements that this rank holds; None where there is nothing to hash.
-        dtype: of the whole tensor.
-        global_shape: of the whole tensor.
-        offset: index in the whole tensor of this rank's first element.
-        replica: which of the replicas this rank holds; -1 if it holds none.
-        num_replicas: how many ranks hold the same elements.
-        description: what must agree between the ranks.
-        problem: why the tensor cannot be hashed; empty if it can.
-    """
+    """What one rank hashes of one tensor."""
 
     name: str
-    tensor: Tensor | None
+    tensor: Tensor | None  # the elements that this rank holds; None where there is nothing to hash
     dtype: torch.dtype | None = None
     global_shape: tuple[int, ...] = ()
-    offset: tuple[int, ...] = ()
-    replica: int = 0
-    num_replicas: int = 1
-    description: str = "None"
-    problem: str = ""
+    offset: tuple[int, ...] = ()  # index in the whole tensor of this rank's first element
+    replica: int = 0  # which of the replicas this rank holds; -1 if it holds none
+    num_replicas: int = 1  # how many ranks hold the same elements
+    description: str = "None"  # what must agree between the ranks
+    problem: str = ""  # why the tensor cannot be hashed; empty if it can
 
 
 def local_part(
@@ -97,15 +85,11 @@ def _local_part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup 
 
 @dataclass
 class _OnMesh:
-    """Facts of a mesh that torch computes at each call, and that every parameter of a model asks for in every step.
+    """What torch computes of a mesh at each call, and every parameter of a model asks for in every step."""
 
-    Args:
-        ranks: of the mesh.
-        places: what ``local_offset`` says of each global shape, placements and rank: meshes of the same ranks are
-            equal, also where a process plays one rank after the other.
-    """
-
-    ranks: list[object]
+    ranks: list[object]  # of the mesh
+    # What ``local_offset`` says of each global shape, placements and rank: meshes of the same ranks are
+    # equal, also where a process plays one rank after the other.
     places: dict[object, tuple[tuple[int, ...], tuple[int, ...]] | None] = field(default_factory=dict)
 
 

@@ -91,11 +91,8 @@ def check_replicas(
 ) -> None:
     """Raises on all ranks if replicas of a tensor differ.
 
-    Args:
-        parts: this rank's parts.
-        local: int64 [len(parts), 2], the sums of this rank's elements alone.
-        check: int64 [len(parts), 2], the weighted sums over all ranks, see :func:`replica_weight`.
-        group: the ranks that hash together.
+    ``local`` are the sums of this rank's elements alone, ``check`` the weighted sums over all ranks, see
+    :func:`replica_weight`; both int64 [len(parts), 2].
     """
     rows = check.any(dim=1).nonzero().flatten().tolist()
     if not rows:

@@ -1,4 +1,4 @@
-"""Where a task's captured step parts from eager: operator, pass and rewrite, and a script that shows it."""
+"""Where a task's captured step first differs from eager: operator, pass and rewrite, and a script that shows it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphpasses.parity.location import Location, locate_runs
 from graphpasses.parity.reproduction import write_operator_script, write_step_script
 from graphpasses.parity.run_file import Run, read_run
 from graphpasses.parity.training import Task, train_eager, train_graph
-from graphpasses.passes.excerpts import read_lines
+from graphpasses.passes.graph_diff import read_lines
 from graphpasses.passes.runner import Pipeline
 from graphpasses.simulate.rings import Topology
 
@@ -36,10 +36,10 @@ def locate_task(
     source: str = "",
     done: Callable[[str], object] = lambda what: None,
 ) -> Location:
-    """Finds the operator at which a task's captured and rewritten step parts from eager, and the pass that caused it.
+    """Finds the operator at which a task's rewritten step first differs from eager, and the pass that caused it.
 
     Trains both ways; runs the first step that differs again, with its operators recorded; then with fewer and fewer
-    passes, until the step before a pass has eager's bits and the step after it has not.
+    passes, until a pass is found before which the step has eager's bits, and after which it does not.
 
     Args:
         task: what to train.

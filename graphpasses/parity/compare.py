@@ -33,12 +33,7 @@ GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)
 
 @dataclass(frozen=True)
 class Gap:
-    """Something that two runs did not record alike, so that nothing can be said about it.
-
-    Args:
-        kind: what.
-        text: a sentence for people.
-    """
+    """Something that two runs did not record in the same way, so that it cannot be compared."""
 
     kind: GapKind
     text: str
@@ -46,18 +41,11 @@ class Gap:
 
 @dataclass(frozen=True)
 class StepDifference:
-    """What differs in one step of two runs; true if anything does.
-
-    Args:
-        step: its number.
-        loss: whether the losses differ; None if they could not be compared.
-        gradients: FQNs whose gradients differ; None if they could not be compared.
-        weights: FQNs whose weights differ.
-    """
+    """What differs in one step of two runs; true if anything does."""
 
     step: int
-    loss: bool | None
-    gradients: tuple[str, ...] | None
+    loss: bool | None  # whether the losses differ; None if they could not be compared
+    gradients: tuple[str, ...] | None  # FQNs whose gradients differ; None if they could not be compared
     weights: tuple[str, ...]
 
     def __bool__(self) -> bool:
@@ -95,7 +83,7 @@ class Comparison:
         b: the second run.
         num_steps: number of steps that both have.
         divergence: the first of them that differs; None if all are equal.
-        gaps: what the runs did not record alike, as far as that was not allowed.
+        gaps: what the runs did not record in the same way, as far as that was not allowed.
         notes: what else was not compared, and why.
     """
 
@@ -171,24 +159,7 @@ def compare_runs(a: Run, b: Run, *, allow: Collection[str] = ()) -> Comparison:
 
 
 def step_differences(a: Run, b: Run) -> list[StepDifference]:
-    """Says for every step that two runs have in common what differs in it.
-
-    Args:
-        a: a run.
-        b: another run of the same model.
-
-    Raises:
-        CompareError: the runs have no step in common.
-
-    Example:
-        >>> from graphpasses.parity import ParityRecorder, read_run
-        >>> import tempfile, torch
-        >>> path = f"{tempfile.mkdtemp()}/run.jsonl"
-        >>> with ParityRecorder(path) as recorder:
-        ...     recorder.record(0, 1.0, torch.nn.Linear(2, 2))
-        >>> step_differences(read_run(path), read_run(path))
-        [StepDifference(step=0, loss=False, gradients=None, weights=())]
-    """
+    """Says for every step that two runs have in common what differs in it."""
     return [_difference(x, y, _same_ranks(a, b)) for x, y in _common_steps(a, b)]
 
 

@@ -37,7 +37,7 @@ def tensor_hash(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> st
     """Hashes one tensor: its values' bits, their positions, its dtype and its global shape.
 
     Args:
-        tensor: any shape, dtype and strides; a DTensor is hashed as the whole tensor that it stands for.
+        tensor: any shape, dtype and strides; a DTensor is hashed as the whole tensor that it represents.
         group: the ranks that call this together, see :func:`tensor_hashes`.
 
     Returns:

@@ -86,7 +86,7 @@ def end_with_caller() -> None:
 
 def _wait_and_end(sentinel: int) -> None:
     wait([sentinel])
-    signal.raise_signal(signal.SIGKILL)  # in midst of a collective nothing else ends it
+    signal.raise_signal(signal.SIGKILL)  # during a collective nothing else ends it
 
 
 def run_ranks(

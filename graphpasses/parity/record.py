@@ -110,9 +110,10 @@ class ParityRecorder:
     def operators(self, step: int, model: nn.Module, batch: Collection[Any] = ()) -> Iterator[None]:
         """Records what goes into and comes out of every operator of a block, as hashes, if the step was chosen.
 
-        Each rank writes a file of its own, ``NAME.operators/rank-N.jsonl`` beside ``NAME.jsonl``, from which
-        ``graphpasses locate`` finds the first operator at which two runs part. Eager takes no other path for it. It
-        takes about a millisecond for each operator, and the time to hash its tensors; what is held are hashes.
+        Each rank writes a file of its own, ``NAME.operators/rank-N.jsonl`` beside ``NAME.jsonl``, in which
+        ``graphpasses locate`` finds the first operator at which two runs differ. Recording changes nothing in how
+        eager runs. It takes about a millisecond for each operator, and the time to hash its tensors; only hashes
+        are kept.
 
         Args:
             step: its number; of the others nothing is recorded.
@@ -242,7 +243,7 @@ class ParityRecorder:
 
         Args:
             passes: a rewritten step's ``report``, or reports by the graph's name
-                (:attr:`graphpasses.CompileReport.by_graph`). Those of ``Pipeline.run(..., excerpts=True)`` show the
+                (:attr:`graphpasses.CompileReport.by_graph`). Those of ``Pipeline.run(..., graph_diff=True)`` show the
                 places that changed. If they cannot be written, the next :meth:`record` says so on all ranks.
         """
         self._write(lambda: passes_line({"step": passes} if isinstance(passes, PipelineReport) else passes))

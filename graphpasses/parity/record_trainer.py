@@ -41,17 +41,8 @@ def recorded(
     """Records each step that a trainer makes inside: losses, clipped gradients and their norm, weights.
 
     Of an eager trainer the bucket layouts are recorded, too, and of the pipeline ``graphpasses`` the layouts of its
-    graph and what its passes did.
-
-    Args:
-        trainer: torchtitan's ``Trainer`` or one of its subclasses, built; all ranks call this.
-        path: file to write.
-        run: name of the run.
-        topology: description of the cluster; anything that JSON takes.
-        overwrite: whether to replace a file that exists.
-
-    Yields:
-        The recorder.
+    graph and what its passes did. All ranks call it with a trainer of torchtitan, built. The topology describes the
+    cluster; anything that JSON takes.
 
     Raises:
         UnsupportedError: the trainer has several model parts, as with pipeline parallelism.

@@ -42,11 +42,7 @@ _MEANING = {
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns a comparison as plain dicts and lists, complete, for ``json.dumps``.
-
-    Args:
-        comparison: what :func:`graphpasses.parity.compare_runs` returned.
-    """
+    """Returns a comparison as plain dicts and lists, complete, for ``json.dumps``."""
     divergence = comparison.divergence
     return {
         "verdict": comparison.verdict,
@@ -108,24 +104,12 @@ def _run_to_json(run: Run) -> dict[str, Any]:
 
 
 def meaning(divergence: Divergence) -> str:
-    """Says which part of a step is to blame.
-
-    Args:
-        divergence: the first step in which two runs differ.
-    """
+    """Says which part of a step is to blame."""
     return _MEANING[divergence.first, divergence.loss is not None, divergence.gradients is not None]
 
 
 def render_comparison(comparison: Comparison, *, max_tensors: int = 20) -> RenderableType:
-    """Lays a comparison out for a terminal.
-
-    Args:
-        comparison: what :func:`graphpasses.parity.compare_runs` returned.
-        max_tensors: names shown at most in each table; how many more there are is said.
-
-    Returns:
-        Something that rich can print.
-    """
+    """Lays a comparison out for a terminal; each table has at most ``max_tensors`` names."""
     lines: list[RenderableType] = [_runs_table(comparison)]
     if comparison.divergence is not None:
         lines += _render_divergence(comparison.divergence, max_tensors)

@@ -77,9 +77,7 @@ print(comparison.verdict, comparison.divergence)
 def write_operator_script(folder: Path, difference: Difference) -> Path:
     """Writes a script that calls one operator on what it read in both runs, whose tensors were recorded.
 
-    Args:
-        folder: of the runs ``eager.jsonl`` and ``graph.jsonl``.
-        difference: whose operator to call.
+    ``folder`` has the runs ``eager.jsonl`` and ``graph.jsonl``.
     """
     import torch
 
@@ -101,16 +99,7 @@ def write_operator_script(folder: Path, difference: Difference) -> Path:
 def write_step_script(
     folder: Path, difference: Difference, source: str, topology: Topology, step: int, num_passes: int
 ) -> Path:
-    """Writes a script that trains a task both ways up to the step that differs, with as few passes as differ.
-
-    Args:
-        folder: where it goes.
-        difference: what it shows.
-        source: the task's file, or module.
-        topology: the cluster.
-        step: number of the step.
-        num_passes: how many passes the graph goes through.
-    """
+    """Writes a script that trains a task both ways up to the step that differs, with as few passes as differ."""
     path = Path(source)
     text = _STEP.format(
         difference=difference,

@@ -58,11 +58,11 @@ class Task:
         shard: shards it in place with ``fully_shard`` on a mesh of all ranks, as for eager training; its axis is
             ``"shard"``.
         loss_fn: called as ``loss_fn(model, *batch)``; returns the rank's scalar loss.
-        batch: called with the step and the rank; returns the arguments of ``loss_fn`` behind the model, in a tuple,
+        batch: called with the step and the rank; returns the arguments of ``loss_fn`` after the model, in a tuple,
             of the same shapes for every step and rank.
         optimizer: given the trainable parameters (default: AdamW with a learning rate of 1e-3).
         name: of the model, for run files.
-        seed: before the model is built.
+        seed: set before the model is built.
         num_replicas: with more than one (HSDP) the mesh has the axes ``"replicate"``, of this size, and ``"shard"``.
         pipeline: called with eager's buckets and their layout; returns the passes that rewrite the captured step
             (default: :func:`graphpasses.default_pipeline`, whose result must have that layout).
@@ -82,9 +82,8 @@ class Task:
 def load_task(source: str) -> Task:
     """Reads a task from a Python file or module that defines ``model``, ``shard``, ``loss_fn`` and ``batch``.
 
-    Args:
-        source: path of a ``.py`` file, or name of a module; ``optimizer``, ``name``, ``seed``, ``num_replicas`` and
-            ``pipeline`` may be defined, too.
+    A source that ends in ``.py`` is a file. ``optimizer``, ``name``, ``seed``, ``num_replicas`` and ``pipeline``
+    may be defined, too.
 
     Raises:
         TaskError: it cannot be imported, or lacks a definition; the message names it.
@@ -211,7 +210,7 @@ def train_graph(
     _check_replicas(task, topology)
 
     def rewritten(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
-        return task.pipeline(plan, layout).run(captured, excerpts=True)
+        return task.pipeline(plan, layout).run(captured, graph_diff=True)
 
     def play() -> None:
         mesh = _mesh(task)
@@ -238,17 +237,11 @@ def train_graph(
 
 @dataclass(frozen=True)
 class _Eager:
-    """What eager FSDP2 does with a model.
+    """What eager FSDP2 does with a model."""
 
-    Args:
-        plan: its buckets.
-        layout: of its reductions.
-        policies: in which dtypes it computes and reduces, each once.
-    """
-
-    plan: BucketPlan
+    plan: BucketPlan  # its buckets
     layout: Layout
-    policies: frozenset[tuple[torch.dtype, torch.dtype]]
+    policies: frozenset[tuple[torch.dtype, torch.dtype]]  # in which dtypes it computes and reduces, each once
 
 
 def _read_eager(task: Task, mesh: DeviceMesh) -> _Eager:

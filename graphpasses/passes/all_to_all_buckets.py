@@ -26,15 +26,11 @@ Dependencies = Mapping[fx.Node, set[fx.Node]]
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """All collectives of a graph in an order in which every rank can launch them.
+    """All collectives of a graph in an order in which every rank can launch them."""
 
-    Args:
-        units: the collectives; those of one tuple are independent all-to-alls of one group and device.
-        dependencies: for each node of the graph, the nodes that must run before it.
-    """
-
+    # The collectives; those of one tuple are independent all-to-alls of one group and device.
     units: tuple[tuple[fx.Node, ...], ...]
-    dependencies: Dependencies
+    dependencies: Dependencies  # for each node of the graph, the nodes that must run before it
 
     @property
     def buckets(self) -> list[tuple[fx.Node, ...]]:
@@ -46,9 +42,6 @@ class LaunchOrder:
 
         A bucket is launched where its last member is. It is waited for where its first member is, or as soon as
         possible.
-
-        Args:
-            graph: the graph, as it was when the order was planned.
         """
         before = {node: set(needed) for node, needed in self.dependencies.items()}
         for unit, following in pairwise(self.units):
@@ -72,15 +65,6 @@ def plan_launch_order(graph: TrainGraph, sequence: CollectiveSequence, *, pass_n
     A rank's graph shows only what this rank needs, so the ranks put together what each of their graphs shows. Their
     collectives come in one order, so this is no cycle either. Buckets and launch order follow from nothing else; each
     rank places its own computation around them.
-
-    Args:
-        graph: the graph.
-        sequence: its collectives.
-        pass_name: the pass that asks.
-
-    Raises:
-        AgreementError: the ranks launch different collectives, or this rank compiled again what it cannot launch as
-            agreed.
     """
     needed_by = dependencies(graph.graph, operator_effects)
     members = set(sequence.all_to_alls)
@@ -107,15 +91,10 @@ def plan_launch_order(graph: TrainGraph, sequence: CollectiveSequence, *, pass_n
 def needed_launches(
     graph: TrainGraph, dependencies: Dependencies, launches: Sequence[fx.Node], members: set[fx.Node]
 ) -> list[int]:
-    """Returns for each collective the last ones on the paths to it: bit i stands for ``launches[i]``.
+    """Returns for each collective the last ones on the paths to it: bit i is ``launches[i]``.
 
     Tangents exist once the forward pass is over, so they need the collectives that come first and need no tangent.
-
-    Args:
-        graph: the graph.
-        dependencies: for each node of the graph, in order, the nodes that must run before it.
-        launches: its collectives, in order.
-        members: the all-to-alls that may join a bucket.
+    ``members`` are the all-to-alls that may join a bucket.
     """
     number = {node: index for index, node in enumerate(launches)}
     # A bucket starts where it is packed, as an all-to-all does where it reads its input.
@@ -134,9 +113,8 @@ def needed_launches(
 def order_launches(needed: Sequence[int], keys: Sequence[object]) -> list[tuple[int, ...]]:
     """Returns the indices of all collectives in launch order; those of one tuple go as one.
 
-    Args:
-        needed: for each collective those that it needs: bit i stands for the i-th.
-        keys: all-to-alls of one level and key go as one; None for other collectives.
+    Bit i of what a collective needs is the i-th. All-to-alls of one level and key go as one; other collectives have
+    the key None.
 
     Example:
         >>> order_launches([0b0, 0b0, 0b1, 0b10], ["a", "a", None, "a"])  # the last one needs the second

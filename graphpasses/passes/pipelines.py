@@ -39,10 +39,10 @@ def default_pipeline(
     Args:
         plan: the buckets, e.g. ``BucketPlan.from_fully_shard(eager_model)``; None for a step of a model on which
             ``fully_shard`` was called: its own.
-        expected_layout: layout that the result must equal, e.g. ``eager_layout(eager_model)``; None: without a plan
-            that of the model, with one any.
-        fuse_table_updates: update embedding tables by what was looked up of them, in steps that were captured with
-            their optimizer: faster, but rounded otherwise than eager.
+        expected_layout: layout that the result must equal, e.g. ``eager_layout(eager_model)``. If it is None, it is
+            the model's own without a plan, and not checked with one.
+        fuse_table_updates: update only the rows of embedding tables that were looked up, in steps that were
+            captured with their optimizer: faster, but rounded otherwise than eager.
         disable: names of passes to leave out.
 
     Example:
@@ -68,8 +68,8 @@ def recommender_pipeline(
     Args:
         plan: the buckets of dense layers that SimpleFSDP shards, as in :func:`default_pipeline`; None if none are.
         expected_layout: layout that their reductions must have; None checks nothing.
-        lower_embedding_bags: make lookups of FBGEMM's TBE of a plain model's ``embedding_bag`` calls, too, which is
-            many times as fast but may round otherwise than eager.
+        lower_embedding_bags: replace a plain model's ``embedding_bag`` calls by lookups of FBGEMM's TBE, too, which
+            is many times as fast but may round otherwise than eager.
         disable: names of passes to leave out.
 
     Raises:

@@ -17,14 +17,14 @@ from typing import ClassVar, TypeVar
 
 from torch import fx
 
-from graphpasses.collector import paused_collector
 from graphpasses.errors import GraphPassesError, PipelineError, ProofError, UnknownPassError
 from graphpasses.fsdp.traffic import graph_traffic, has_fixed_sizes
+from graphpasses.gc_pause import paused_gc
 from graphpasses.graph import ALL_TO_ALL, WAIT, DynamoGraph, Stage, TrainGraph, argument
 from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
 from graphpasses.graph.verification import Verifier
-from graphpasses.passes.excerpts import find_excerpts, read_lines
+from graphpasses.passes.graph_diff import diff_lines, read_lines
 from graphpasses.proof.prove import prove_as
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
@@ -81,7 +81,7 @@ class GraphPass(abc.ABC):
         return hashlib.sha256("\n".join([self.name, *sources, repr(self)]).encode()).hexdigest()
 
     def as_function(
-        self, step: TrainGraph, reports: list[PassReport] | None = None, *, excerpts: bool = False
+        self, step: TrainGraph, reports: list[PassReport] | None = None, *, graph_diff: bool = False
     ) -> Callable[..., fx.GraphModule]:
         """Returns the pass as a plain function ``(gm, example_inputs=None) -> gm``, for other runners.
 
@@ -91,12 +91,12 @@ class GraphPass(abc.ABC):
         Args:
             step: the traced step to which the graph module belongs; it says what inputs and outputs are.
             reports: gets what the pass did, each time it runs.
-            excerpts: whether reports show the places that changed.
+            graph_diff: whether reports show the places that changed.
         """
 
         def run(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
             graph = dataclasses.replace(step, module=gm, fixed_signature=True, notes=[])
-            report = _run_pass(self, graph, Verifier(graph), (), excerpts)
+            report = _run_pass(self, graph, Verifier(graph), (), graph_diff)
             if reports is not None:
                 reports.append(report)
             gm.recompile()
@@ -183,7 +183,7 @@ class Pipeline:
         graph: Graph,
         *,
         dump: Path | str | None = None,
-        excerpts: bool = False,
+        graph_diff: bool = False,
         prove: bool | None = None,
     ) -> Graph:
         """Runs the passes over a copy of ``graph``; ``graph`` itself stays as it was.
@@ -191,11 +191,12 @@ class Pipeline:
         Args:
             graph: the captured step.
             dump: folder for the readable code of the graph after every pass; None writes nothing.
-            excerpts: whether the report shows the places that each pass changed, and what the step sends before and
+            graph_diff: whether the report shows the places that each pass changed, and what the step sends before and
                 after it, which takes about as long as the passes.
             prove: whether the result is proved to have the bits that ``graph`` has, see :func:`graphpasses.prove`.
-                None does so, and reports what could not be followed; True raises for that, too; False does not. Of a
-                pass that may round the result is taken as it is. A proof takes about a fifth of the capture's time.
+                None does so, and reports what could not be followed; True raises for that, too; False does not. The
+                result of a pass that may round is taken as it is. A proof takes about a fifth of the capture's
+                time.
 
         Returns:
             The rewritten step; its ``report`` says what each pass did.
@@ -208,20 +209,20 @@ class Pipeline:
             GraphPassesError: what the passes themselves refuse.
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
-        with paused_collector():
+        with paused_gc():
             rewritten = graph.copy()
             folder = Path(dump) if dump is not None else None
-            reports, rounded = self._rewrite(rewritten, folder, excerpts, keeps_rounded=prove is not False)
+            reports, rounded = self._rewrite(rewritten, folder, graph_diff, keeps_rounded=prove is not False)
         original, rounding = (graph, None) if rounded is None else rounded
         certificate = None if prove is False else self._prove(original, rewritten, rounding)
         if prove and (why := _why_not_proved(certificate, rounding)):
             raise ProofError(f"prove=True: {why}")
         rewritten.report = PipelineReport(tuple(reports), notes, certificate, _proof(certificate, rounding))
-        rewritten.record_rewrite(functools.partial(self.run, excerpts=excerpts, prove=prove))
+        rewritten.record_rewrite(functools.partial(self.run, graph_diff=graph_diff, prove=prove))
         return rewritten
 
     def _rewrite(
-        self, graph: TrainGraph, folder: Path | None, excerpts: bool, *, keeps_rounded: bool
+        self, graph: TrainGraph, folder: Path | None, graph_diff: bool, *, keeps_rounded: bool
     ) -> tuple[list[PassReport], tuple[TrainGraph, str] | None]:
         """Runs the passes; returns their reports, and what the last one that may round has left, if asked for."""
         rounded: tuple[TrainGraph, str] | None = None
@@ -231,7 +232,7 @@ class Pipeline:
         for p in self.passes:
             if p.name not in self.disable:
                 before = tuple(report.name for report in reports)
-                reports.append(_run_pass(p, graph, verifier, before, excerpts))
+                reports.append(_run_pass(p, graph, verifier, before, graph_diff))
                 _write(folder, len(reports), p.name, graph)
                 if keeps_rounded and p.numerics is Numerics.ROUNDING and reports[-1].num_rewrites:
                     rounded = graph.copy(), p.name
@@ -278,7 +279,7 @@ def _proof(certificate: Certificate | None, rounding: str | None) -> str:
 
 
 def _run_pass(
-    p: GraphPass, graph: TrainGraph, verifier: Verifier, before: tuple[str, ...], excerpts: bool
+    p: GraphPass, graph: TrainGraph, verifier: Verifier, before: tuple[str, ...], graph_diff: bool
 ) -> PassReport:
     history = _history(p, before)
     if graph.stage not in p.stages:
@@ -287,8 +288,8 @@ def _run_pass(
     if graph.stage is Stage.DYNAMO:
         DynamoGraph.of(graph)  # raises where it is of another kind
     num_nodes, collectives = len(graph.graph.nodes), graph.collectives()
-    lines = read_lines(graph) if excerpts else []
-    shows_traffic = excerpts and graph.stage is Stage.STEP and has_fixed_sizes(graph)
+    lines = read_lines(graph) if graph_diff else []
+    shows_traffic = graph_diff and graph.stage is Stage.STEP and has_fixed_sizes(graph)
     traffic = graph_traffic(graph) if shows_traffic else None
     start = time.perf_counter()
     try:
@@ -308,7 +309,7 @@ def _run_pass(
     seconds += time.perf_counter() - start
     verifier.check_rules(history)
     notes, graph.notes = tuple(graph.notes), []
-    found, num_left_out = find_excerpts(lines, read_lines(graph)) if excerpts else ((), 0)
+    found, num_left_out = diff_lines(lines, read_lines(graph)) if graph_diff else ((), 0)
     return PassReport(
         name=p.name,
         numerics=p.numerics,
@@ -317,7 +318,7 @@ def _run_pass(
         collectives=(collectives, graph.collectives()),
         seconds=seconds,
         notes=notes,
-        excerpts=found,
+        graph_diff=found,
         num_left_out=num_left_out,
         traffic=(traffic, graph_traffic(graph)) if traffic is not None else None,
     )

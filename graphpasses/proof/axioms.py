@@ -21,13 +21,7 @@ or values, and the operator's arguments."""
 
 
 def axiom(name: str, statement: str, *targets: Any) -> Callable[[Rule], Rule]:
-    """Registers what a rule says of operators; the rule returns None where it cannot tell.
-
-    Args:
-        name: of the axiom.
-        statement: what it says.
-        targets: the operators.
-    """
+    """Registers what a rule says of operators; the rule returns None where it cannot tell."""
     AXIOMS[name] = statement
 
     def register(rule: Rule) -> Rule:

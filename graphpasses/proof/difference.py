@@ -32,7 +32,7 @@ _ELEMENTWISE = ("cast", "div", "mul", "remote", "bytes")
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two graphs part.
+    """Where two graphs first differ.
 
     Args:
         before: what computes the value in the first graph; None if nothing there does.
@@ -51,11 +51,7 @@ class Difference:
 
 
 def place_of(node: fx.Node | None) -> str:
-    """Returns a node as code, with the line of the user's program from which it comes.
-
-    Args:
-        node: the node.
-    """
+    """Returns a node as code, with the line of the user's program from which it comes."""
     if node is None:
         return "no node has this value"
     if node.op != "call_function":
@@ -74,15 +70,7 @@ def _short(value: Any) -> str:
 def find_difference(
     values: Values, before: Evaluated, after: Evaluated, one: Value, two: Value
 ) -> Difference:
-    """Goes from two unlike values to what they are made of, as long as that is made alike.
-
-    Args:
-        values: where both are numbered.
-        before: the first graph.
-        after: the second.
-        one: the first value.
-        two: the second.
-    """
+    """Follows two different values to their inputs, as long as the same operators made them."""
     nodes: tuple[fx.Node | None, fx.Node | None] = (None, None)
     while True:
         nodes = before.makers.get(one.number) or nodes[0], after.makers.get(two.number) or nodes[1]
@@ -93,7 +81,7 @@ def find_difference(
             both_have = found.one in after.made and found.two in before.made
             found = _made_of(values, found)
             is_count = isinstance(found, _Leaf) and found.unknown == BOUNDS_CHECK
-            if isinstance(found, _Leaf) and both_have and not is_count:  # neither stands for the other
+            if isinstance(found, _Leaf) and both_have and not is_count:  # neither replaces the other
                 found = _Leaf(found.reason)
         if isinstance(found, _Leaf):
             by_data = _has_unknown_shape(one) or _has_unknown_shape(two)
@@ -102,13 +90,7 @@ def find_difference(
 
 
 def are_drawn_alike(values: Values, one: int, two: int) -> bool:
-    """Whether the same operators drew random numbers in one order, if perhaps for other values.
-
-    Args:
-        values: of both graphs.
-        one: the number of a state of the generator.
-        two: the number of another.
-    """
+    """Whether the same operators drew random numbers in one order, if perhaps for other values."""
     while one != two:
         a, b = values.key(one), values.key(two)
         if not a[0] == b[0] == "random state after" or _without_values(a[1][1]) != _without_values(b[1][1]):
@@ -141,7 +123,7 @@ class _Sources:
 
 
 def _parts(values: Values, one: Value, two: Value) -> _Leaf | _Sources | tuple[Value, Value]:
-    """Returns the first unlike sources, or values that are added up, of two tensors; or what else is unlike."""
+    """Returns the first sources, or summands, in which two tensors differ; or what else differs."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return _Leaf(f"{_kind(one)} became {_kind(two)}")
     if one.pieces is None or two.pieces is None:
@@ -173,7 +155,7 @@ def _sources(values: Values, one: int, two: int) -> _Leaf | _Sources | tuple[Val
 
 
 def _made_of(values: Values, sources: _Sources) -> _Leaf | tuple[Value, Value]:
-    """Returns unlike values of which two results are made; or how they are made unlike."""
+    """Returns the inputs in which two results differ; or how their operators differ."""
     a, b = values.key(sources.one), values.key(sources.two)
     if a[0] == b[0] == "result" and a[2:] == b[2:]:
         return _keys(values, a[1], b[1])

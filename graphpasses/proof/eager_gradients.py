@@ -48,21 +48,11 @@ _WORDS = {
 class EagerGradients:
     """Says whether gradients of a rewritten step are what eager computes, given where eager reduces them.
 
-    Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces what autograd has added up; and
-    ``_fsdp_collectives.py``, ``foreach_reduce``.
-
-    Args:
-        values: where both graphs' values are numbered.
-        before: the step as it was captured.
-        evaluated: its values.
-        layout: where gradients are reduced.
-        is_eagers: whether that is eager's layout; else the all-reduce of HSDP may come first, as it is traced.
-        may_scale: whether gradients may be divided before and after they are reduced.
-        topology: of the cluster, where another place than eager's may be right, too.
-
-    Attributes:
-        is_scaled: whether the gradient that was looked at last is divided.
-        uses_topology: whether some gradient is right on the given topology alone.
+    Reductions lie as in ``layout``, which is eager's if ``is_eagers``; otherwise the all-reduce of HSDP may come
+    first, as it is traced. With ``may_scale`` gradients may be divided before and after they are reduced.
+    ``topology`` is that of the cluster, where another place than eager's may be right, too. Source: FSDP2's
+    ``_fsdp_param_group.py``, ``post_backward``, reduces what autograd has added up; and ``_fsdp_collectives.py``,
+    ``foreach_reduce``.
     """
 
     def __init__(
@@ -91,21 +81,12 @@ class EagerGradients:
             self._places.setdefault(fqn, []).append(place)
 
     def is_apart(self, fqn: str) -> bool:
-        """Whether uses of a parameter are reduced in several buckets.
-
-        Args:
-            fqn: its canonical FQN.
-        """
+        """Whether uses of a parameter are reduced in several buckets."""
         names = [place.collective for place in self._places.get(fqn, ())]
         return len(names) > len(set(names))
 
     def difference(self, fqn: str, gradient: Value) -> str | None:
-        """Returns how a gradient differs from eager's; empty where it does not, None where that is not known.
-
-        Args:
-            fqn: canonical FQN of the parameter.
-            gradient: the value of the rewritten step's gradient.
-        """
+        """Returns how a gradient differs from eager's; empty where it does not, None where that is not known."""
         self.is_scaled = False
         reductions, places = self._reductions.get(fqn, []), self._places.get(fqn, [])
         if not reductions:

@@ -22,24 +22,13 @@ aten = torch.ops.aten
 
 
 def constant(values: Values, dtype: torch.dtype | None, value: Any) -> int:
-    """Returns the source of a constant.
-
-    Args:
-        values: where sources are numbered.
-        dtype: of the tensor that is filled.
-        value: as it was given.
-    """
+    """Returns the source of a constant."""
     return values.source(("constant", dtype, *filled(dtype, value)))
 
 
 @functools.cache
 def filled(dtype: torch.dtype, value: Any) -> tuple[str, Any]:
-    """Returns a constant as text, since 0.0 equals -0.0, and as a number if it equals itself.
-
-    Args:
-        dtype: of the tensor that is filled.
-        value: as it was given.
-    """
+    """Returns a constant as text, since 0.0 equals -0.0, and as a number if it equals itself."""
     with outside_tracing():
         number = torch.full((), value, dtype=dtype, device="cpu").item()
     return repr(number), number if number == number else None
@@ -87,13 +76,7 @@ def _to_copy(values: Values, result: Any, x: Value, **kwargs: Any) -> Result:
 
 
 def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
-    """Returns a tensor cast to a dtype.
-
-    Args:
-        values: where values are numbered.
-        x: the tensor; its shape is known.
-        dtype: the dtype.
-    """
+    """Returns a tensor cast to a dtype."""
     if x.dtype == dtype:
         return x
     return _lifted(values, x, dtype, ("cast", x.dtype, dtype), lambda element: element.to(dtype))
@@ -151,13 +134,7 @@ def _add(values: Values, result: Any, x: Any, y: Any, **kwargs: Any) -> Result:
 
 
 def add(values: Values, x: Value, y: Value) -> Value | None:
-    """Returns the sum of two tensors of one shape and dtype; None where they are not.
-
-    Args:
-        values: where values are numbered.
-        x: the first summand.
-        y: the second.
-    """
+    """Returns the sum of two tensors of one shape and dtype; None where they are not."""
     if x.dtype is None or x.dtype != y.dtype or x.shape is None or x.shape != y.shape:
         return None
     if x.pieces is not None and y.pieces is not None and len(x.pieces) == len(y.pieces) == 1:

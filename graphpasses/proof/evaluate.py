@@ -46,11 +46,7 @@ def evaluate(
 ) -> Evaluated:
     """Evaluates a graph of ATen operators.
 
-    Args:
-        graph: the graph.
-        values: gives the numbers; two graphs that share it can be compared.
-        facts: the fake values of the graph's nodes.
-        given: the values of gradients that are inputs, by FQN.
+    Two graphs that share ``values`` can be compared. ``given`` has the values of gradients that are inputs, by FQN.
     """
     return Evaluation(graph, values, facts, given).run()
 
@@ -123,11 +119,7 @@ class Evaluation(Memory):
     # ---- one node -------------------------------------------------------------------------------------------------
 
     def evaluate_node(self, node: fx.Node) -> Result:
-        """Returns the value of a node, after those before it.
-
-        Args:
-            node: the node.
-        """
+        """Returns the value of a node, after those before it."""
         fake = self._facts[node]
         if node.op == "placeholder":
             given = self._done.values.get(node)
@@ -176,7 +168,7 @@ class Evaluation(Memory):
         return result
 
     def _offloaded(self, node: fx.Node) -> Result:
-        """Returns the value of an activation that goes to the CPU, or comes back; who waits frees where it was."""
+        """Returns the value of an activation that is moved to the CPU or back; the wait frees its old memory."""
         self._done.axioms.add(movement.OFFLOADED)
         copied, *others = node.all_input_nodes
         value = self._read(copied)
@@ -354,12 +346,7 @@ class Evaluation(Memory):
 
 
 def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | None:
-    """Returns the input of which a padded tensor is a part: other ranks' parts may be larger.
-
-    Args:
-        node: the call that pads.
-        inputs: by their placeholders.
-    """
+    """Returns the input of which a padded tensor is a part: other ranks' parts may be larger."""
     while node not in inputs:
         if node.op != "call_function" or len(node.all_input_nodes) != 1 or node.target not in RULES:
             return None

@@ -17,15 +17,10 @@ Result = Any  # a Value, a list of such, or None
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A tensor, or another value of a node, that an operator reads.
-
-    Args:
-        number: of the value.
-        strides: of the tensor; None where they do not matter, or depend on data.
-    """
+    """A tensor, or another value of a node, that an operator reads."""
 
     number: int
-    strides: tuple[int, ...] | None
+    strides: tuple[int, ...] | None  # of the tensor; None where they do not matter, or depend on data
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class Collective:
         sent: what this rank gives.
         group: name of its process group.
         arguments: numbers of its other arguments.
-        is_followed: whether the result is followed to each of several all-to-alls that it stands for.
+        is_followed: whether the result is followed to each of the all-to-alls that it carries.
     """
 
     node: fx.Node
@@ -49,36 +44,28 @@ class Collective:
 
 @dataclass
 class Evaluated:
-    """What a graph does, in numbers of values.
-
-    Args:
-        values: of each node.
-        outputs: by what people call them: the loss, the gradient of a parameter, what is written into a buffer; of
-            a tied parameter each output that has one.
-        written: by what people call them: the tensors from outside that the graph writes.
-        collectives: the launches, in order.
-        unpacked: by the calls that unpack them, the arguments of the all-to-alls that travelled as one.
-        broken: what makes the result depend on chance, such as a write to what a collective still reads.
-        axioms: the names of those that were used.
-        nodes: those of outputs.
-        makers: by the number of a value the first node that has it.
-        made: by the number of a source the first node that made it.
-        uses: of a graph whose gradients autograd computes: by the number of a value that gets one, the numbers of
-            what each call that reads it returns, in the order of the calls.
-        unknown: what no rule could look into, so that a difference may be none; empty if there is no such thing.
-        random_state: the number of the state in which the graph leaves the generator of random numbers.
-    """
+    """What a graph does, in numbers of values."""
 
     values: dict[fx.Node, Result] = field(default_factory=dict)
+    # By what people call them: the loss, the gradient of a parameter, what is written into a buffer; of a
+    # tied parameter each output that has one.
     outputs: dict[str, Value | None] = field(default_factory=dict)
+    # By what people call them: the tensors from outside that the graph writes.
     written: dict[str, Value] = field(default_factory=dict)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)  # the launches, in order
+    # By the calls that unpack them, the arguments of the all-to-alls that travelled as one.
     unpacked: dict[fx.Node, list[Hashable]] = field(default_factory=dict)
+    # What makes the result depend on chance, such as a write to what a collective still reads.
     broken: list[tuple[fx.Node, str]] = field(default_factory=list)
-    axioms: set[str] = field(default_factory=set)
-    nodes: dict[str, fx.Node] = field(default_factory=dict)
+    axioms: set[str] = field(default_factory=set)  # the names of those that were used
+    nodes: dict[str, fx.Node] = field(default_factory=dict)  # those of outputs
+    # By the number of a value the first node that has it.
     makers: dict[int, fx.Node] = field(default_factory=dict)
+    # By the number of a source the first node that made it.
     made: dict[int, fx.Node] = field(default_factory=dict)
+    # Of a graph whose gradients autograd computes: by the number of a value that gets one, the numbers of
+    # what each call that reads it returns, in the order of the calls.
     uses: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    # What no rule could look into, so that a difference may be none; empty if there is no such thing.
     unknown: str = ""
-    random_state: int = 0
+    random_state: int = 0  # the number of the state in which the graph leaves the generator of random numbers

@@ -29,17 +29,11 @@ AXIOMS[AXIOM] = (
 
 @dataclass(frozen=True)
 class Member:
-    """One of the all-to-alls that travel together.
+    """One of the all-to-alls that travel together."""
 
-    Args:
-        sent: the number of what it sends.
-        input_splits: as it would be given them: their numbers.
-        output_splits: likewise.
-    """
-
-    sent: Argument
-    input_splits: tuple[Hashable, ...]
-    output_splits: tuple[Hashable, ...]
+    sent: Argument  # the number of what it sends
+    input_splits: tuple[Hashable, ...]  # as it would be given them: their numbers
+    output_splits: tuple[Hashable, ...]  # likewise
 
 
 @dataclass(frozen=True)
@@ -55,11 +49,8 @@ class _Packed:
 class Exchanges:
     """Follows what is packed through the all-to-all to where it is unpacked.
 
-    Args:
-        facts: the fake values of nodes.
-
-    Attributes:
-        made_of_sizes: numbers of what all-to-alls bring that one operator made of sizes: no rule looks into these.
+    ``made_of_sizes`` has the numbers of what all-to-alls bring that one operator made of sizes: no rule looks into
+    these.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -69,14 +60,7 @@ class Exchanges:
         self._received: dict[int, tuple[_Packed, Sequence[Any], Hashable]] = {}
 
     def pack(self, packed: int, node: fx.Node, numbers: Sequence[Any], splits: Sequence[Hashable]) -> None:
-        """Notes a call that packs.
-
-        Args:
-            packed: number of its result.
-            node: the call.
-            numbers: of the tensors that it packs.
-            splits: numbers of its splits.
-        """
+        """Notes a call that packs; all are numbers of values: its result, what it packs, and its splits."""
         inputs: Any = node.args[0]
         fakes = tuple(self._facts[each] for each in inputs)
         sizes: Any = node.args[1]
@@ -93,12 +77,7 @@ class Exchanges:
     ) -> None:
         """Notes an all-to-all; one of what was packed counts.
 
-        Args:
-            sent: number of what it sends.
-            received: number of its result.
-            node: the launch.
-            group: its group.
-            is_made_of_sizes: whether one operator made what is sent of sizes, as what several would pack.
+        It ``is_made_of_sizes`` if one operator made what is sent of sizes, as what several would pack.
         """
         if is_made_of_sizes:
             self.made_of_sizes.add(received)
@@ -111,13 +90,7 @@ class Exchanges:
     def unpack(
         self, received: int, node: fx.Node, splits: Sequence[Hashable]
     ) -> tuple[list[Member], Hashable] | None:
-        """Returns the all-to-alls that a call unpacks, and their group; None where it does not undo the packing.
-
-        Args:
-            received: number of what it unpacks.
-            node: the call.
-            splits: numbers of its splits.
-        """
+        """Returns the all-to-alls that a call unpacks, and their group; None where it does not undo the packing."""
         if received not in self._received:
             return None
         packed, totals, group = self._received[received]

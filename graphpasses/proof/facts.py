@@ -21,17 +21,9 @@ __all__ = ["Facts", "geometries"]
 class Facts:
     """The fake values of a graph's nodes, computed again where the graph is not as one that is known.
 
-    A pass may leave a node whose ``meta["val"]`` is what it was before other strides came in.
-
-    Args:
-        graph: the graph.
-        known: a graph whose fake values are true; None if this one's are.
-
-    Attributes:
-        values: the fake value of each node.
-        geometries: shape, strides and offset of each value, or of each of several.
-        alias: the node in whose memory a node's value lies, if it made none itself.
-        by_name: the nodes.
+    A pass may leave a node whose ``meta["val"]`` is what it was before other strides came in. ``known`` is a graph
+    whose fake values are true; None if this one's are. ``geometries`` are shape, strides and offset of each value,
+    or of each of several; ``alias`` is the node in whose memory a node's value lies, if it made none itself.
     """
 
     def __init__(self, graph: fx.Graph, known: Facts | None = None) -> None:
@@ -43,30 +35,30 @@ class Facts:
             self.by_name[node.name] = node
             if node.op == "output":
                 continue
-            twin = known.by_name.get(node.name) if known is not None else None
-            same = known is None or (isinstance(twin, fx.Node) and self._is_same(node, twin, known))
+            original = known.by_name.get(node.name) if known is not None else None
+            same = known is None or (isinstance(original, fx.Node) and self._is_same(node, original, known))
             self.values[node] = node.meta.get("val") if same else self._computed(node)
             self.geometries[node] = geometries(self.values[node])
             self.alias[node] = (
-                self._alias_as(node, twin, known)
-                if same and known is not None and twin
+                self._alias_as(node, original, known)
+                if same and known is not None and original
                 else self._alias(node)
             )
 
     def __getitem__(self, node: fx.Node) -> Any:
         return self.values[node]
 
-    def _is_same(self, node: fx.Node, twin: fx.Node, known: Facts) -> bool:
+    def _is_same(self, node: fx.Node, original: fx.Node, known: Facts) -> bool:
         if (
-            node.op != twin.op
-            or node.target != twin.target
-            or node.meta.get("val") is not twin.meta.get("val")
+            node.op != original.op
+            or node.target != original.target
+            or node.meta.get("val") is not original.meta.get("val")
         ):
             return False
         if node.op != "call_function":
             return True
-        mine, theirs = node.all_input_nodes, twin.all_input_nodes
-        if len(mine) != len(theirs) or freeze(_plain(node)) != freeze(_plain(twin)):
+        mine, theirs = node.all_input_nodes, original.all_input_nodes
+        if len(mine) != len(theirs) or freeze(_plain(node)) != freeze(_plain(original)):
             return False
         return all(
             self.geometries[a] == known.geometries[b] and _dtypes(self.values[a]) == _dtypes(known.values[b])
@@ -102,13 +94,13 @@ class Facts:
     def _share(self, node: fx.Node, source: fx.Node) -> bool:
         return not memories(self.values[node]).isdisjoint(memories(self.values[source]))
 
-    def _alias_as(self, node: fx.Node, twin: fx.Node, known: Facts) -> fx.Node | None:
-        source = known.alias[twin]
+    def _alias_as(self, node: fx.Node, original: fx.Node, known: Facts) -> fx.Node | None:
+        source = known.alias[original]
         if source is None:
             return None
         if node.target is operator.getitem:
             return self.alias[node.all_input_nodes[0]]
-        return node.all_input_nodes[twin.all_input_nodes.index(source)]
+        return node.all_input_nodes[original.all_input_nodes.index(source)]
 
 
 def _plain(node: fx.Node) -> Any:
@@ -116,11 +108,7 @@ def _plain(node: fx.Node) -> Any:
 
 
 def geometries(value: Any) -> Any:
-    """Returns shape, strides and offset of a fake value, or of each of several.
-
-    Args:
-        value: a node's ``meta["val"]``.
-    """
+    """Returns shape, strides and offset of a fake value, or of each of several."""
     if isinstance(value, (list, tuple)):
         return tuple(map(geometries, value))
     return geometry(value)

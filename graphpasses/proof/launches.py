@@ -1,4 +1,4 @@
-"""Describe a step's collectives so that every rank describes them alike."""
+"""Describes a step's collectives in the same words on every rank."""
 
 from __future__ import annotations
 
@@ -18,13 +18,8 @@ __all__ = ["launches_of"]
 def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[Launch, ...]:
     """Returns the launches of a rewritten step, each with what it sends.
 
-    What is sent is told by the inputs, or by the launches of the step as it was captured, that have the same
+    What is sent is described by the inputs, or by the launches of the step as it was captured, that have the same
     elements: sizes and padding, which differ between ranks, are not.
-
-    Args:
-        values: where both steps are numbered.
-        before: the captured step.
-        after: the rewritten step.
     """
     owners: dict[int, list[int]] = {}
     for index, launch in enumerate(before.collectives):

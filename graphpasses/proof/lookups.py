@@ -1,4 +1,4 @@
-"""Lookups in tables, by what they look up: one that stands for several is each of them."""
+"""Lookups in tables, by what they look up; one that joins several counts as each of them."""
 
 from __future__ import annotations
 
@@ -67,16 +67,10 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Member:
-    """One of the lookups for which a call stands; or the call, for itself.
+    """One of the lookups that a call joins; or the call, if it joins none."""
 
-    Args:
-        bags: its ids, its offsets, and its weights or None.
-        tables: of each feature.
-        num_rows: of all its tables.
-    """
-
-    bags: tuple[fx.Node | None, ...]
-    tables: tuple[_Table, ...]
+    bags: tuple[fx.Node | None, ...]  # its ids, its offsets, and its weights or None
+    tables: tuple[_Table, ...]  # of each feature
     num_rows: int
 
     def memory(self, itemsize: int) -> set[tuple[int, int]]:
@@ -92,11 +86,7 @@ class _Member:
 class Lookups:
     """The lookups of a graph that Dynamo traced, which are known by their tables, bags and settings.
 
-    Args:
-        graph: the graph.
-
-    Attributes:
-        unknown: the calls that join bags for a lookup that is not known.
+    ``unknown`` are the calls that join bags for a lookup that is not known.
     """
 
     def __init__(self, graph: DynamoGraph) -> None:
@@ -112,22 +102,12 @@ class Lookups:
         return node in self._calls
 
     def key(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> tuple[Hashable, ...]:
-        """Returns what a lookup's result depends on.
-
-        Args:
-            node: the lookup.
-            read: gives what stands for an argument.
-        """
+        """Returns what a lookup's result depends on; ``read`` returns the value of an argument."""
         call = self._calls[node]
         return (*_key(call, _member(call, _bags(call), slice(None)), read), self._trained_by(call))
 
     def parts(self, node: fx.Node, read: Callable[[fx.Node], Any]) -> list[tuple[Hashable, ...]] | None:
-        """Returns what each of several lookups' results depends on, which a call splits; None for other calls.
-
-        Args:
-            node: the call.
-            read: gives what stands for an argument.
-        """
+        """Returns what each of several lookups' results depends on, which a call splits; None for other calls."""
         if node.target not in (SPLIT_FEATURES, aten.split_with_sizes.default):
             return None
         fused = argument(node)

@@ -27,27 +27,15 @@ __all__ = ["Memory", "evaluated", "warning_of"]
 
 @dataclass
 class _Held:
-    """What a piece of memory that the graph writes holds.
+    """What a piece of memory that the graph writes holds."""
 
-    Args:
-        node: the one whose value fills it.
-        geometry: of that value.
-        value: what it holds now; None while no one wrote.
-    """
-
-    node: fx.Node
-    geometry: Geometry | None
-    value: Value | None = None
+    node: fx.Node  # the one whose value fills it
+    geometry: Geometry | None  # of that value
+    value: Value | None = None  # what it holds now; None while no one wrote
 
 
 class Memory:
-    """The values of a graph's nodes as far as they are known, and the memory in which they lie.
-
-    Args:
-        graph: the graph.
-        values: where values are numbered.
-        facts: the fake values of the graph's nodes.
-    """
+    """The values of a graph's nodes as far as they are known, and the memory in which they lie."""
 
     def __init__(self, graph: TrainGraph, values: Values, facts: Facts) -> None:
         self._graph = graph
@@ -181,14 +169,7 @@ class Memory:
         return Argument(value.number, seen and seen[1]) if isinstance(value, Value) else None
 
     def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
-        """Returns a value into which no rule looks.
-
-        Args:
-            node: the node that has it.
-            fake: its fake value; of several, each has a value.
-            key: all that its bits depend on.
-            part: which of several it is.
-        """
+        """Returns a value into which no rule looks; its bits depend on ``key`` alone; of several it is ``part``."""
         if isinstance(fake, (list, tuple)):
             return [self.opaque(node, each, key, index) for index, each in enumerate(fake)]
         seen = geometry(fake)
@@ -205,35 +186,26 @@ class Memory:
 
 
 def warning_of(check: Any) -> int:
-    """Returns which argument of a bounds check is the count of bad ids, which it overwrites or leaves.
-
-    Args:
-        check: the operator.
-    """
+    """Returns which argument of a bounds check is the count of bad ids, which it overwrites or leaves."""
     (schema,) = schemas(check)
     return [argument.name for argument in schema.arguments].index("warning")
 
 
 @functools.cache
 def _name(target: Any) -> Hashable:
-    """Returns an operator's name; one that computes in place has that of its twin. Functions may have one name."""
+    """Returns an operator's name, without the mark of computing in place. Functions may have one name."""
     if isinstance(target, str):
         return target
     if not is_operator(target):
         module = getattr(target, "__module__", None) or "torch"
         return f"{module}.{getattr(target, '__name__', target)}", id(target)
     name = str(target)
-    twin = name.replace("_.", ".", 1)
-    return twin if twin != name and not name.split(".")[1].startswith("_") else name
+    plain = name.replace("_.", ".", 1)
+    return plain if plain != name and not name.split(".")[1].startswith("_") else name
 
 
 def evaluated(args: Any, read: Callable[[fx.Node], Any]) -> Any:
-    """Returns arguments of a call with what is read instead of nodes.
-
-    Args:
-        args: a tree of nodes and plain values.
-        read: gives what stands for a node.
-    """
+    """Returns arguments of a call with what ``read`` returns in the place of nodes."""
     if isinstance(args, fx.Node):
         return read(args)
     if isinstance(args, (list, tuple)):

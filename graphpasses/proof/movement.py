@@ -174,10 +174,7 @@ def _chunk_cat(values: Values, result: Any, parts: Sequence[Value], dim: int, nu
 def chunk_cat(values: Values, parts: Sequence[Value], num_chunks: int) -> Value | None:
     """Returns tensors cut along dim 0, padded with zeros, one row per chunk, beside each other.
 
-    Args:
-        values: where values are numbered.
-        parts: the tensors, of one dtype; their shapes are known.
-        num_chunks: how many chunks.
+    The parts have one dtype, and their shapes are known.
     """
     columns: list[Value] = []
     for part in parts:
@@ -245,15 +242,7 @@ AXIOMS["all-gather"] = "an all-gather copies each rank's tensor, in the order of
 
 
 def gathered(values: Values, x: Value, num_ranks: int, group: str, shape: tuple[int, ...]) -> Value | None:
-    """Returns what an all-gather makes of each rank's tensor.
-
-    Args:
-        values: where values are numbered.
-        x: this rank's.
-        num_ranks: of the group.
-        group: its name.
-        shape: of the result.
-    """
+    """Returns what an all-gather makes of each rank's tensor."""
     if x.pieces is None:
         return None
     found: list[Piece] = []

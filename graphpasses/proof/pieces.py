@@ -16,46 +16,30 @@ __all__ = ["Piece", "concatenated", "expanded", "joined", "permuted", "repeated"
 
 
 class Piece(NamedTuple):
-    """A box of elements of a tensor, and where they come from.
+    """A box of elements of a tensor, and where they come from."""
 
-    Args:
-        start: number of its first element.
-        dims: ``(size, step in the tensor, step in the source)`` of the box, longest steps in the tensor first.
-        source: the source's number.
-        offset: which element of the source the first one is.
-    """
-
-    start: int
+    start: int  # number of its first element
+    # ``(size, step in the tensor, step in the source)`` of the box, longest steps in the tensor first.
     dims: tuple[tuple[int, int, int], ...]
-    source: int
-    offset: int
+    source: int  # the source's number
+    offset: int  # which element of the source the first one is
 
 
 Pieces = tuple[Piece, ...]
 
 
 class _Box(NamedTuple):
-    """A piece whose dims each lie in one dim of the tensor.
+    """A piece whose dims each lie in one dim of the tensor."""
 
-    Args:
-        corner: indices of its first element.
-        dims: ``(size, dim of the tensor, step in that dim, step in the source)``.
-        source: as in :class:`Piece`.
-        offset: as in :class:`Piece`.
-    """
-
-    corner: tuple[int, ...]
+    corner: tuple[int, ...]  # indices of its first element
+    # ``(size, dim of the tensor, step in that dim, step in the source)``.
     dims: tuple[tuple[int, int, int, int], ...]
-    source: int
-    offset: int
+    source: int  # as in :class:`Piece`
+    offset: int  # as in :class:`Piece`
 
 
 def whole(source: int, numel: int) -> Pieces:
     """Returns the map of a tensor that is a source.
-
-    Args:
-        source: the source's number.
-        numel: of both.
 
     Example:
         >>> whole(7, 6)
@@ -65,12 +49,7 @@ def whole(source: int, numel: int) -> Pieces:
 
 
 def repeated(source: int, numel: int) -> Pieces:
-    """Returns the map of a tensor whose elements are all the one element of a source.
-
-    Args:
-        source: the source's number.
-        numel: of the tensor.
-    """
+    """Returns the map of a tensor whose elements are all the one element of a source."""
     return (Piece(0, _merged(((numel, 1, 0),)), source, 0),) if numel else ()
 
 
@@ -79,14 +58,7 @@ def sliced(
 ) -> list[Pieces] | None:
     """Cuts a tensor along one dim.
 
-    Args:
-        pieces: its map.
-        shape: its shape.
-        dim: which dim.
-        cuts: ``(first index, index after the last)`` of each part.
-
-    Returns:
-        The parts' maps; None if a piece cannot be cut so.
+    Each cut is ``(first index, index after the last)``. None if a piece cannot be cut so.
 
     Example:
         >>> sliced(whole(7, 6), (2, 3), 1, [(0, 1), (1, 3)])
@@ -112,10 +84,7 @@ def sliced(
 def permuted(pieces: Pieces, shape: Sequence[int], order: Sequence[int]) -> Pieces | None:
     """Reorders a tensor's dims.
 
-    Args:
-        pieces: its map.
-        shape: its shape.
-        order: the old dim at each place.
+    ``order`` has the old dim at each place.
 
     Example:
         >>> permuted(whole(7, 6), (2, 3), (1, 0))
@@ -136,12 +105,7 @@ def permuted(pieces: Pieces, shape: Sequence[int], order: Sequence[int]) -> Piec
 
 
 def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pieces | None:
-    """Joins tensors along one dim.
-
-    Args:
-        parts: map and shape of each.
-        dim: which dim.
-    """
+    """Joins tensors along one dim."""
     if math.prod(parts[0][1][:dim]) == 1:  # one lies behind the other
         start, found = 0, []
         for pieces, shape in parts:
@@ -164,13 +128,7 @@ def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pie
 
 
 def expanded(pieces: Pieces, shape: Sequence[int], wanted: Sequence[int]) -> Pieces | None:
-    """Repeats a tensor along its dims of size one, and along new ones before them.
-
-    Args:
-        pieces: its map.
-        shape: its shape.
-        wanted: the shape that it gets.
-    """
+    """Repeats a tensor along its dims of size one, and along new ones before them."""
     shape = (*(1 for _ in range(len(wanted) - len(shape))), *shape)
     boxes = _boxes(pieces, shape)
     if boxes is None:
@@ -181,9 +139,6 @@ def expanded(pieces: Pieces, shape: Sequence[int], wanted: Sequence[int]) -> Pie
 
 def joined(pieces: Iterable[Piece]) -> Pieces:
     """Brings pieces to one form: those that continue each other become one.
-
-    Args:
-        pieces: of one tensor.
 
     Example:
         >>> joined([Piece(4, ((2, 1, 1),), 7, 4), Piece(0, ((4, 1, 1),), 7, 0)])

@@ -49,9 +49,9 @@ def prove(
 ) -> Certificate:
     """Proves that a rewritten step computes the bits of the step that it was made from.
 
-    Both are evaluated on numbers of values instead of values: the same operator on the same has the same number, and
-    what only moves elements is followed element by element. Nothing is run, no other rank is asked; every rank proves
-    its own graph, and :attr:`Certificate.launches` must be the same on all.
+    Both are evaluated on numbers that name values: the same operator on the same inputs has the same number, and
+    operators that only move elements are followed element by element. Nothing is run, and no other rank is asked;
+    every rank proves its own graph, and :attr:`Certificate.launches` must be the same on all.
 
     Args:
         before: the step as it was captured, or as it was before a pass.
@@ -92,14 +92,8 @@ def prove_as(
 ) -> Certificate:
     """Does what :func:`prove` does, in the name of a pass.
 
-    Args:
-        subject: of the error's sentence.
-        before: as there.
-        after: as there.
-        layout: as there.
-        is_planned: whether a plan says how gradients are reduced, which may be otherwise than in ``before``; then
-            without a layout they are not proved, as long as they are autograd's sums, reduced and scaled.
-        topology: as there.
+    With ``is_planned`` a plan says how gradients are reduced, which may be otherwise than in ``before``; then
+    without a layout they are not proved, as long as they are autograd's sums, reduced and scaled.
     """
     start = time.perf_counter()
     if before.stage is not after.stage:
@@ -198,11 +192,7 @@ class _Proof:
         )
 
     def compare(self) -> None:
-        """Compares all outputs and all written tensors.
-
-        Raises:
-            ProofError: some differ.
-        """
+        """Compares all outputs and all written tensors."""
         one = {**self._one.outputs, **self._one.written}
         two = {**self._two.outputs, **self._two.written}
         for name in {**one, **two}:

@@ -34,12 +34,7 @@ aten = torch.ops.aten
 
 
 def evaluate_torch_calls(graph: DynamoGraph, values: Values) -> Evaluated:
-    """Evaluates a graph that Dynamo traced; its ``uses`` say in which order gradients are added.
-
-    Args:
-        graph: the graph.
-        values: gives the numbers; two graphs that share it can be compared.
-    """
+    """Evaluates a graph that Dynamo traced; its ``uses`` say in which order gradients are added."""
     return _Evaluation(graph, values, _DynamoFacts(graph.graph)).run()
 
 

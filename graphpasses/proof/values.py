@@ -18,21 +18,13 @@ Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What a node computes; of one :class:`Values` there is one per number.
+    """What a node computes; of one :class:`Values` there is one per number."""
 
-    Args:
-        number: equal numbers are equal bits.
-        dtype: of a tensor; None for another value.
-        shape: of a tensor; None for another value, and where a size depends on data.
-        pieces: which element of which source each element is; None where the shape is None.
-        source: of a value without pieces, the source that it is.
-    """
-
-    number: int
-    dtype: torch.dtype | None
-    shape: tuple[int, ...] | None
-    pieces: Pieces | None
-    source: int | None = None
+    number: int  # equal numbers are equal bits
+    dtype: torch.dtype | None  # of a tensor; None for another value
+    shape: tuple[int, ...] | None  # of a tensor; None for another value, and where a size depends on data
+    pieces: Pieces | None  # which element of which source each element is; None where the shape is None
+    source: int | None = None  # of a value without pieces, the source that it is
 
     @property
     def numel(self) -> int:
@@ -64,12 +56,7 @@ class Values:
         return self._by_number[number]
 
     def source(self, key: Hashable, numel: int = 1) -> int:
-        """Returns the number of a source.
-
-        Args:
-            key: says all that its bits depend on.
-            numel: its elements; a repeated source has one.
-        """
+        """Returns the number of a source; its bits depend on ``key`` alone, and a repeated source has one element."""
         number = self._sources.get(key)
         if number is None:
             number = self._sources[key] = len(self._keys)
@@ -86,13 +73,7 @@ class Values:
         return self._numels[source]
 
     def tensor(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Value:
-        """Returns a tensor that is a source.
-
-        Args:
-            dtype: its dtype.
-            shape: its shape.
-            source: the source, of as many elements.
-        """
+        """Returns a tensor that is a source."""
         return self.moved(dtype, shape, whole(source, math.prod(shape)))
 
     def constant(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Value:
@@ -100,13 +81,7 @@ class Values:
         return self.moved(dtype, shape, repeated(source, math.prod(shape)))
 
     def moved(self, dtype: torch.dtype | None, shape: tuple[int, ...], pieces: Pieces) -> Value:
-        """Returns a tensor whose elements are those of sources.
-
-        Args:
-            dtype: its dtype.
-            shape: its shape.
-            pieces: its map.
-        """
+        """Returns a tensor whose elements are those of sources."""
         key = (dtype, shape, pieces)
         value = self._values.get(key)
         if value is None:
@@ -115,12 +90,7 @@ class Values:
         return value
 
     def other(self, key: Hashable, dtype: torch.dtype | None = None) -> Value:
-        """Returns a value that is no tensor, or whose shape depends on data.
-
-        Args:
-            key: says all that it depends on.
-            dtype: of a tensor.
-        """
+        """Returns a value that is no tensor, or whose shape depends on data; it depends on ``key`` alone."""
         source = self.source(key)
         value = self._values.get(("other", source))
         if value is None:
@@ -130,11 +100,7 @@ class Values:
 
 
 def geometry(value: Any) -> Geometry | None:
-    """Returns shape, strides and offset of a fake tensor; None where they depend on data, or it is no tensor.
-
-    Args:
-        value: a node's ``meta["val"]``.
-    """
+    """Returns shape, strides and offset of a fake tensor; None where they depend on data, or it is no tensor."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     shape, strides, offset = tuple(value.shape), tuple(value.stride()), value.storage_offset()
@@ -144,12 +110,7 @@ def geometry(value: Any) -> Geometry | None:
 
 
 def fills_alike(a: Geometry, b: Geometry) -> bool:
-    """Whether two views of one memory are contiguous and begin and end alike.
-
-    Args:
-        a: one.
-        b: the other.
-    """
+    """Whether two views of one memory are contiguous and begin and end alike."""
     return a[2] == b[2] and _is_contiguous(a) and _is_contiguous(b) and math.prod(a[0]) == math.prod(b[0])
 
 

@@ -87,7 +87,7 @@ def steps_of_passes(report: PipelineReport) -> dict[str, Traffic]:
     """Returns what a step sends as captured and after each pass; nothing if it was not recorded.
 
     Args:
-        report: of a pipeline that ran with ``excerpts=True``.
+        report: of a pipeline that ran with ``graph_diff=True``.
     """
     recorded = [(each.name, each.traffic) for each in report if each.traffic is not None]
     if not recorded:

@@ -32,17 +32,10 @@ def reduce_in_order(
     AVG of floating-point numbers multiplies each contribution by ``1 / n``, rounded to the dtype, before
     it is added; AVG of integers divides the sum, towards zero.
 
-    Args:
-        contributions: one tensor per rank, in the order in which the ring visits the ranks; one shape and
-            dtype. They are not changed. A sequence among them, never the first, is reduced before it is added, as
-            a branch of a tree.
-        op: the reduction.
-        factor: what ``"premul_sum"`` multiplies each contribution by; rounded to the dtype.
-        fused: whether multiplying and adding round once (sm_90 and later) or twice (sm_80), for bf16. Other
-            dtypes always round once.
-
-    Returns:
-        A new tensor of the contributions' shape and dtype.
+    Contributions come one tensor per rank, in the order in which the ring visits the ranks, of one shape and dtype.
+    They are not changed. A sequence among them, never the first, is reduced before it is added, as a branch of a
+    tree. ``factor`` is what ``"premul_sum"`` multiplies by, rounded to the dtype. ``fused`` says whether
+    multiplying and adding round once (sm_90 and later) or twice (sm_80), for bf16; other dtypes always round once.
 
     Raises:
         UnsupportedError: NCCL does not have the op, or not for this dtype.
@@ -75,16 +68,10 @@ def reduce_in_order(
 def fused_multiply_add(own: Tensor, scale: Tensor, total: Tensor) -> Tensor:
     """Computes ``own * scale + total`` rounded once, to nearest even.
 
-    Narrow dtypes go through fp64, where the product is exact. The sum is rounded to odd there, which
-    keeps enough to round once more, correctly, to the narrow dtype. fp64 splits product and sum in two.
-
-    Args:
-        own: bf16, fp16, fp32 or fp64, any shape.
-        scale: same dtype, same shape or a scalar.
-        total: same dtype and shape as ``own``.
-
-    Returns:
-        A new tensor. For fp64 the products must stay below about 1e300 and above about 1e-290.
+    Narrow dtypes go through fp64, where the product is exact. The sum is rounded to odd there, which keeps enough
+    to round once more, correctly, to the narrow dtype. fp64 splits product and sum in two. ``scale`` is of one
+    dtype with ``own``, of the same shape or a scalar. For fp64 the products must stay below about 1e300 and above
+    about 1e-290.
 
     Example:
         >>> third = torch.tensor(1 / 3)

@@ -22,20 +22,14 @@ _NOT_PLAYED = {
 
 @dataclass(frozen=True)
 class Choice:
-    """What NCCL takes for a collective, and why.
-
-    Args:
-        algorithm: ``"ring"``, ``"tree"``, ``"nvls"``, ``"nvls_tree"`` or ``"pat"``.
-        protocol: ``"ll"``, ``"ll128"`` or ``"simple"``.
-        reason: where it is from: the model, a log, or the topology.
-        times: algorithm, protocol and expected microseconds of all that NCCL compares; () where it compares nothing.
-        assumed: what of the hardware is not known, with the values taken instead; () where it does not matter.
-    """
+    """What NCCL takes for a collective, and why."""
 
     algorithm: str
     protocol: str
-    reason: str
+    reason: str  # where it is from: the model, a log, or the topology
+    # Algorithm, protocol and expected microseconds of all that NCCL compares; () where it compares nothing.
     times: tuple[tuple[str, str, float], ...] = ()
+    # What of the hardware is not known, with the values taken instead; () where it does not matter.
     assumed: tuple[str, ...] = ()
 
 
@@ -47,14 +41,8 @@ def choose(
 
     Where the topology names an algorithm or a protocol, only those are compared. A tree all-reduces only: other
     collectives of a topology with ``algorithm="tree"`` are rings. CollNet, tuner plugins, symmetric and registered
-    buffers, and FP8 are not modelled.
-
-    Args:
-        topology: the communicator.
-        collective: ``"reduce_scatter"``, ``"all_reduce"`` or ``"reduce"``.
-        count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
-        element_size: bytes of one element.
-        op: the reduction. NVLS and PAT do not have AVG and PREMUL_SUM; PyTorch's AVG is NCCL's PREMUL_SUM.
+    buffers, and FP8 are not modelled. ``count`` is in elements of one rank's shard (reduce-scatter) or of the whole
+    buffer, ``element_size`` in bytes. PyTorch's AVG is NCCL's PREMUL_SUM; NVLS and PAT have neither.
 
     Raises:
         TopologyError: ``NCCL_ALGO`` and ``NCCL_PROTO`` leave nothing that has the collective.
@@ -109,16 +97,8 @@ def played(
 ) -> Topology:
     """Returns the topology with what NCCL takes for one collective in place of "auto".
 
-    Args:
-        topology: the communicator.
-        collective: see :func:`choose`.
-        count: see :func:`choose`.
-        element_size: see :func:`choose`.
-        op: see :func:`choose`.
-
-    Raises:
-        TopologyError: see :func:`choose`.
-        UnsupportedError: NCCL takes an algorithm whose order of additions is not modelled.
+    Arguments and errors are as for :func:`choose`; UnsupportedError where NCCL takes an algorithm whose order of
+    additions is not modelled.
 
     Example:
         >>> played(Topology(64, gpus_per_node=8, protocol="auto"), "reduce_scatter", 1000, 2).protocol

@@ -65,11 +65,7 @@ def run_cluster(fn: Callable[..., T], topology: Topology, *args: Any) -> list[T]
 def share(make: Callable[[], T]) -> T:
     """Returns on every rank what ``make`` returns on one: the same object, made once.
 
-    Args:
-        make: called by one rank of a :func:`run_cluster`, when all ranks are here. It must issue no collective.
-
-    Raises:
-        ClusterError: see :func:`run_cluster`; or the caller is none of its ranks.
+    All ranks of a :func:`run_cluster` call it; ``make`` must issue no collective.
 
     Example:
         >>> run_cluster(lambda: share(object), Topology(2, gpus_per_node=2)).count(None)

@@ -27,16 +27,8 @@ def reduce_parts(
 ) -> Tensor:
     """Reduces a stretch of a buffer, each part in its own order.
 
-    Args:
-        contributions: one flat tensor per rank, of one length and dtype: elements ``offset`` and on.
-        parts: the order of every element of the buffer; those outside the stretch are ignored.
-        topology: the communicator, for ``fused_avg``.
-        op: the reduction.
-        factor: factor of ``"premul_sum"``.
-        offset: place of the first contributed element in the buffer, in elements.
-
-    Returns:
-        A new flat tensor of the contributions' length; zero where no part reaches.
+    Contributions are one flat tensor per rank, of one length and dtype: elements ``offset`` and on of the buffer.
+    Parts outside of them are ignored. Returns a new flat tensor, zero where no part reaches.
 
     Raises:
         UnsupportedError: NCCL does not have the op, or not for this dtype, or takes what is not modelled.

@@ -17,9 +17,6 @@ _MAX_NVLS_RANKS = 32
 def search_channels(topology: Topology) -> int:
     """Returns the rings, and trees, that NCCL's search finds; it makes two channels or more of each.
 
-    Args:
-        topology: the communicator.
-
     Example:
         >>> from graphpasses.simulate import Topology
         >>> search_channels(Topology(64, gpus_per_node=8)), search_channels(Topology(8, gpus_per_node=8))
@@ -39,16 +36,9 @@ def costs(
 ) -> dict[tuple[str, str], tuple[float, float]]:
     """Returns latency (µs) and bandwidth (GB/s of algorithm) of what NCCL compares for a collective.
 
-    A log's table of them replaces the model's. NCCL computes in single precision, this in double.
-
-    Args:
-        topology: the communicator, of two ranks or more.
-        collective: ``"reduce_scatter"``, ``"all_reduce"`` or ``"reduce"``.
-        op: the reduction.
-        element_size: bytes of one element.
-
-    Returns:
-        By algorithm and protocol, in the order in which NCCL compares them; what it may not take is left out.
+    A log's table of them replaces the model's. NCCL computes in single precision, this in double. ``element_size``
+    is in bytes. The result has algorithms and protocols in the order in which NCCL compares them; what it may not
+    take is left out.
 
     Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoTuneModel``), ``src/enqueue.cc`` (``updateCollCostTable``).
     """
@@ -81,13 +71,8 @@ def time(
 ) -> float:
     """Returns the microseconds that NCCL expects.
 
-    Args:
-        topology: the communicator.
-        collective: which one.
-        algorithm: how.
-        protocol: how.
-        num_bytes: bytes of the larger of input and output on one rank.
-        cost: latency and bandwidth, see :func:`costs`.
+    ``num_bytes`` are those of the larger of input and output on one rank; ``cost`` is latency and bandwidth, see
+    :func:`costs`.
 
     Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoGetAlgoTime``).
     """

@@ -96,7 +96,7 @@ class Hardware:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """What is not known, each with the value that stands in for it."""
+        """What is not known, each with the value that is assumed."""
         unknown = (field.name for field in fields(self) if getattr(self, field.name) is None)
         return tuple(f"{name} {self.get(name)}{_UNITS.get(name, '')}" for name in unknown if name != "log")
 

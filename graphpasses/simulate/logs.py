@@ -25,12 +25,8 @@ _TREE = re.compile(r"\[(\d+)\] (-?\d+)/(-?\d+)/(-?\d+)->(\d+)->(-?\d+)")
 def parse_nccl_log(text: str) -> tuple[Ring, ...]:
     """Reads the rings of one communicator from a log.
 
-    Args:
-        text: output of a run with ``NCCL_DEBUG=INFO``, with any prefix before ``Channel cc/NN : 0 1 2 ...``.
-            Repeated lines are allowed if they agree.
-
-    Returns:
-        The ring of every channel, in channel order.
+    ``text`` is the output of a run with ``NCCL_DEBUG=INFO``, with any prefix before ``Channel cc/NN : 0 1 2 ...``.
+    Repeated lines are allowed if they agree. Rings come in channel order.
 
     Raises:
         TopologyError: no such line, a channel with two different rings (several communicators in one log),
@@ -74,14 +70,9 @@ def parse_nccl_log(text: str) -> tuple[Ring, ...]:
 def parse_trees(text: str, num_ranks: int, num_channels: int) -> tuple[Tree, ...]:
     """Reads the trees of one communicator from a log.
 
-    Args:
-        text: output of a run with ``NCCL_DEBUG=INFO``, with lines ``Trees [0] 1/-1/-1->0->-1 ...`` of all ranks.
-        num_ranks: ranks of the communicator.
-        num_channels: its channels.
-
-    Returns:
-        The tree of every channel; () if the lines of some ranks or channels are not in the log (NCCL ends a line
-        after 1023 characters).
+    ``text`` is the output of a run with ``NCCL_DEBUG=INFO``, with lines ``Trees [0] 1/-1/-1->0->-1 ...`` of all
+    ranks. Returns the tree of every channel; () if the lines of some ranks or channels are not in the log (NCCL
+    ends a line after 1023 characters).
 
     Raises:
         TopologyError: a rank has two different trees on one channel, or parents and children do not agree.

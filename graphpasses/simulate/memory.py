@@ -26,13 +26,9 @@ _PROCESS = 400 * 2**20
 def cluster_memory(bucket_numels: Sequence[int], num_ranks: int, dtype: torch.dtype) -> int:
     """Estimates the bytes that a simulated cluster needs to train a model, activations apart.
 
-    Shards are spread over the ranks, so all of them together hold the model once. What is unsharded every rank holds:
-    the last bucket, the root's, and several times the largest.
-
-    Args:
-        bucket_numels: elements of each bucket's parameters, the root's last.
-        num_ranks: ranks of the cluster.
-        dtype: in which they compute.
+    Shards are spread over the ranks, so all of them together hold the model once. What is unsharded every rank
+    holds: the last bucket, the root's, and several times the largest. ``bucket_numels`` has the elements of each
+    bucket's parameters, the root's last.
 
     Example:
         >>> round(cluster_memory([656_000, 656_000, 131_000], 64, torch.bfloat16) / 1e9, 1)
@@ -44,17 +40,7 @@ def cluster_memory(bucket_numels: Sequence[int], num_ranks: int, dtype: torch.dt
 
 
 def check_memory(model: nn.Module, plan: BucketPlan, num_ranks: int, dtype: torch.dtype) -> None:
-    """Raises where the machine has too little memory for a simulated cluster.
-
-    Args:
-        model: what is trained.
-        plan: eager's buckets.
-        num_ranks: ranks of the cluster.
-        dtype: in which they compute.
-
-    Raises:
-        ClusterError: it needs more than is available; the message has both numbers.
-    """
+    """Raises where the machine has too little memory for a simulated cluster."""
     numels = [sum(get_state(model, fqn).numel() for fqn in bucket.fqns) for bucket in plan.resolve(model)]
     needed, available = cluster_memory(numels, num_ranks, dtype), _available()
     if available is not None and needed > available:

@@ -46,36 +46,22 @@ _CHUNK_BYTES = {"simple": 2 * 1024 * 1024, "ll": 32 * 1024, "ll128": 576_000}
 
 @dataclass(frozen=True)
 class ReductionPart:
-    """A run of elements that are added in one order.
+    """A run of elements that are added in one order."""
 
-    Args:
-        start: first element.
-        stop: one past the last element.
-        channel: the channel that carries them.
-        order: the ranks in the order in which their contributions are added; on a tree, a tuple inside is a sum
-            of its own, added as a whole.
-    """
-
-    start: int
-    stop: int
-    channel: int
+    start: int  # first element
+    stop: int  # one past the last element
+    channel: int  # the channel that carries them
+    # The ranks in the order in which their contributions are added; on a tree, a tuple inside is a sum of its
+    # own, added as a whole.
     order: Order
 
 
 def num_channels(topology: Topology, num_bytes: int) -> int:
     """Returns how many channels a collective may use.
 
-    Args:
-        topology: the communicator.
-        num_bytes: bytes of the larger of input and output on one rank: ``num_ranks`` shards for a
-            reduce-scatter, the buffer for an all-reduce.
-
-    Returns:
-        Between 1 and ``topology.num_channels``; under ``"simple"`` about one per 32 KiB.
-
-    Raises:
-        TopologyError: the topology leaves the algorithm or the protocol to NCCL; see
-            :func:`graphpasses.simulate.played`.
+    ``num_bytes`` are those of the larger of input and output on one rank: ``num_ranks`` shards for a
+    reduce-scatter, the buffer for an all-reduce. Under ``"simple"`` there is about one channel per 32 KiB. The
+    topology must name algorithm and protocol; see :func:`graphpasses.simulate.played`.
 
     Example:
         >>> num_channels(Topology(16, gpus_per_node=8), 100 * 1024)
@@ -101,14 +87,8 @@ def channel_parts(
 ) -> tuple[range, ...]:
     """Splits the elements over the channels.
 
-    Args:
-        topology: the communicator.
-        collective: which one; it decides how much traffic an element makes.
-        count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
-        element_size: bytes of one element.
-
-    Returns:
-        One range of elements per channel in use, in channel order; together they are ``range(count)``.
+    ``count`` is in elements of one rank's shard (reduce-scatter) or of the whole buffer, ``element_size`` in bytes.
+    Returns one range of elements per channel in use, in channel order; together they are ``range(count)``.
 
     Example:
         >>> [len(part) for part in channel_parts(Topology(4, gpus_per_node=2), "all_reduce", 50000, 2)]
@@ -157,20 +137,11 @@ def reduction_parts(
 ) -> tuple[ReductionPart, ...]:
     """Returns the order of addition of every element.
 
-    A reduction that ends at rank d starts at d's successor on the ring. A reduce-scatter ends each shard at
-    its own rank; a ring all-reduce cuts a channel's part into chunks and ends chunk j at the ring's j-th rank,
-    counted from rank 0. A tree has one order for all of a channel's elements.
-
-    Args:
-        topology: the communicator.
-        collective: which one.
-        count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
-        element_size: bytes of one element.
-        destination: rank that receives the result; an all-reduce ignores it.
-        op: the reduction, which matters where the topology leaves the algorithm to NCCL.
-
-    Returns:
-        Parts in element order, together all elements.
+    A reduction that ends at rank d starts at d's successor on the ring. A reduce-scatter ends each shard at its own
+    rank; a ring all-reduce cuts a channel's part into chunks and ends chunk j at the ring's j-th rank, counted from
+    rank 0. A tree has one order for all of a channel's elements. ``destination`` is the rank that receives the
+    result; an all-reduce ignores it. ``op`` matters where the topology leaves the algorithm to NCCL; ``count`` is
+    as for :func:`channel_parts`.
 
     Raises:
         UnsupportedError: the order is not modelled: NCCL takes NVLS or PAT, or a tree that is not known.
@@ -216,16 +187,8 @@ def channel_of(
 ) -> Tensor:
     """Returns the channel that carries each element.
 
-    Args:
-        topology: the communicator.
-        collective: which one.
-        count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
-        element_size: bytes of one element.
-        elements: int64, any shape: places in the shard or buffer, in elements. None for all, in order.
-        op: see :func:`reduction_parts`.
-
-    Returns:
-        int64, the shape of ``elements``. Two channels may run the same ring: see :func:`order_of`.
+    ``elements``, int64, are places in the shard or buffer; None for all, in order. The result has their shape. Two
+    channels may run the same ring: see :func:`order_of`.
 
     Example:
         >>> elements = torch.tensor([0, 8192, 19999])
@@ -248,19 +211,9 @@ def order_of(
 ) -> Tensor:
     """Returns a number per element; elements with equal numbers are added in the same order.
 
-    Moving an element between places with equal numbers changes no bit of it. Numbers can be compared between
-    two layouts of the same ``count``.
-
-    Args:
-        topology: the communicator.
-        collective: which one.
-        count: elements of one rank's shard (reduce-scatter) or of the whole buffer.
-        element_size: bytes of one element.
-        elements: int64, any shape: places in the shard or buffer, in elements. None for all, in order.
-        op: see :func:`reduction_parts`.
-
-    Returns:
-        int64, the shape of ``elements``, numbered from 0 in the order of first use.
+    Moving an element between places with equal numbers changes no bit of it. Numbers can be compared between two
+    layouts of the same ``count``. Arguments are as for :func:`channel_of`. Numbers begin at 0, in the order of
+    first use.
 
     Example:
         >>> elements = torch.tensor([0, 8192, 19999])

@@ -13,21 +13,13 @@ __all__ = ["OtherAlgorithm", "other_algorithms", "what_to_set"]
 
 @dataclass(frozen=True)
 class OtherAlgorithm:
-    """A bucket whose PREMUL_SUM and SUM would take different algorithms or protocols; printable.
-
-    Args:
-        bucket: index in the layout.
-        collective: of the bucket.
-        num_bytes: of one rank's part.
-        eager: what NCCL takes for eager's PREMUL_SUM.
-        graph: what NCCL takes for the graph's SUM.
-    """
+    """A bucket whose PREMUL_SUM and SUM would take different algorithms or protocols; printable."""
 
     bucket: int
     collective: str
-    num_bytes: int
-    eager: Choice
-    graph: Choice
+    num_bytes: int  # of one rank's part
+    eager: Choice  # what NCCL takes for eager's PREMUL_SUM
+    graph: Choice  # what NCCL takes for the graph's SUM
 
     def __str__(self) -> str:
         eager, graph = (f"{each.algorithm} {each.protocol}" for each in (self.eager, self.graph))
@@ -41,15 +33,9 @@ def other_algorithms(layout: Layout, topology: Topology) -> tuple[OtherAlgorithm
     """Says in which buckets eager's PREMUL_SUM by one and the graph's SUM get different algorithms.
 
     FSDP2 with a gradient divide factor of 1, as torchtitan sets it, asks NCCL for PREMUL_SUM by one. Functional
-    collectives do not have it; the graph asks for SUM, which has its bits if NCCL takes the same algorithm. NVLS and
-    PAT have no PREMUL_SUM.
-
-    Args:
-        layout: the graph's, or eager's; buckets of another op than "sum" ask for one thing on both sides.
-        topology: of the world, with ``algorithm="auto"`` to learn anything.
-
-    Returns:
-        The buckets where they differ; () if none does.
+    collectives do not have it; the graph asks for SUM, which has its bits if NCCL takes the same algorithm. NVLS
+    and PAT have no PREMUL_SUM. ``layout`` is the graph's, or eager's; buckets of another op than "sum" ask for one
+    thing on both sides. ``topology`` is that of the world, with ``algorithm="auto"`` to learn anything.
 
     Raises:
         TopologyError: a bucket has ranks that the topology has not.
@@ -81,10 +67,6 @@ def other_algorithms(layout: Layout, topology: Topology) -> tuple[OtherAlgorithm
 
 def what_to_set(collective: str, eager: Choice) -> str:
     """Says how both sides get eager's algorithm.
-
-    Args:
-        collective: the reduction.
-        eager: what eager's gets.
 
     Example:
         >>> what_to_set("reduce_scatter", Choice("ring", "simple", ""))

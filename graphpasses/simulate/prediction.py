@@ -152,13 +152,6 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
 def find_reordered(move: Move, topology: Topology) -> Reordered | None:
     """Says which elements of one gradient are added in another order on a cluster; None if none are.
 
-    Args:
-        move: the gradient's two places.
-        topology: see :func:`predict`.
-
-    Raises:
-        TopologyError: see :func:`predict`.
-
     Source: see :mod:`graphpasses.simulate.nccl`.
     """
     stretches: Iterable[tuple[int, int]]

@@ -203,11 +203,7 @@ def default_topology(num_ranks: int) -> Topology:
 def rings(topology: Topology) -> tuple[Ring, ...]:
     """Returns the ring of every channel.
 
-    Args:
-        topology: the communicator.
-
-    Returns:
-        ``num_channels`` permutations of the ranks; a rank sends to the next one, the last to the first.
+    A rank sends to the next one of the permutation, the last to the first.
 
     Example:
         >>> rings(Topology(4, gpus_per_node=2, mode="cross_nic", num_channels=2))

@@ -41,19 +41,12 @@ class _StoppedError(BaseException):
 
 @dataclass
 class Call:
-    """What a rank brings to where the ranks of a group meet.
-
-    Args:
-        name: of the collective.
-        detail: what else of it must be equal on all ranks.
-        data: tensors.
-        result: what the rank takes away.
-    """
+    """What a rank brings to where the ranks of a group meet."""
 
     name: str
-    detail: str = ""
+    detail: str = ""  # what else of it must be equal on all ranks
     data: Any = None
-    result: Any = None
+    result: Any = None  # what the rank takes away
 
     def __str__(self) -> str:
         return f"{self.name} {self.detail}".rstrip()
@@ -61,23 +54,14 @@ class Call:
 
 @dataclass
 class _Meeting:
-    """A collective that not every rank of its group has reached.
-
-    Args:
-        ranks: of the group.
-        calls: by rank.
-    """
+    """A collective that not every rank of its group has reached."""
 
     ranks: tuple[int, ...]
     calls: dict[int, Call] = field(default_factory=dict)
 
 
 class RankScheduler:
-    """Lets one rank run at a time, and brings those of a group together.
-
-    Args:
-        topology: of the world.
-    """
+    """Lets one rank run at a time, and brings those of a group together."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
@@ -136,12 +120,7 @@ class RankScheduler:
     ) -> None:
         """Waits until every rank of a group has called; the last to come performs for all.
 
-        Args:
-            key: of the group.
-            ranks: world ranks of the group.
-            rank: who calls.
-            call: its call.
-            perform: given the calls in the order of ``ranks``.
+        ``perform`` is given the calls in the order of ``ranks``, which are world ranks.
         """
         self._go_on()
         meeting = self._meetings.setdefault(key, _Meeting(ranks))

@@ -19,17 +19,11 @@ def parse_selection(
 ) -> dict[str, dict[str, bool]]:
     """Reads a list like ``"ring;allreduce:^ll,ll128"``.
 
-    Entries are separated by ";". All but the first begin with a function and ":", and the first may: without it,
-    it is for all functions. An entry names what is allowed, or, after "^", what is not. Case does not matter.
-
-    Args:
-        text: the variable's value.
-        names: what can be named, in lower case.
-        variable: whose value it is, for messages.
-        by_function: False reads as NCCL 2.23 does: one list for all functions, in which unknown names are ignored.
-
-    Returns:
-        For each function that an entry is for: whether each name is allowed.
+    Entries are separated by ";". All but the first begin with a function and ":", and the first may: without it, it
+    is for all functions. An entry names what is allowed, or, after "^", what is not. Case does not matter.
+    ``variable`` is for messages. Without ``by_function`` the text is read as NCCL 2.23 does: one list for all
+    functions, in which unknown names are ignored. Returns for each function that an entry is for whether each name
+    is allowed.
 
     Raises:
         TopologyError: what NCCL refuses: an unknown function or name, or a later entry without a function.
@@ -68,17 +62,7 @@ def parse_selection(
 
 @lru_cache(maxsize=64)
 def enabled(hardware: Hardware, collective: str) -> dict[str, bool | None]:
-    """Returns what the environment allows for a collective.
-
-    Args:
-        hardware: with ``algorithms`` and ``protocols``.
-        collective: ``"reduce_scatter"``, ``"all_reduce"`` or ``"reduce"``.
-
-    Returns:
-        By algorithm and by protocol: whether it is allowed, None for protocols if nothing is said of them.
-
-    Raises:
-        TopologyError: see :func:`parse_selection`.
+    """Returns which algorithms and protocols the environment allows for a collective; None: nothing is said of them.
 
     Example:
         >>> enabled(Hardware(algorithms="reducescatter:ring", protocols="^LL"), "reduce_scatter")["ll128"]

@@ -24,15 +24,7 @@ _ONLY_COLLECTIVES = "ranks of a simulated cluster meet in collectives only; send
 
 
 class ThreadProcessGroup(RingProcessGroup):
-    """A process group of threads.
-
-    Args:
-        scheduler: which runs its ranks.
-        name: distinguishes it from other groups of the same ranks.
-        rank: rank in the group.
-        ranks: world ranks of the group, in group order.
-        topology: of the group.
-    """
+    """A process group of threads."""
 
     def __init__(
         self, scheduler: RankScheduler, name: str, rank: int, ranks: Sequence[int], topology: Topology

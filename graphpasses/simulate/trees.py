@@ -21,12 +21,6 @@ def trees(topology: Topology) -> tuple[Tree, ...]:
     the first tree, the others its mirror image or, for an odd number of nodes, the first tree moved by one rank. With
     several GPUs on several nodes the chain inside a node is what a search finds, so only a log has it.
 
-    Args:
-        topology: the communicator.
-
-    Raises:
-        UnsupportedError: the trees do not follow from the topology; a log (``explicit_trees``) has them.
-
     Example:
         >>> trees(Topology(3, gpus_per_node=3, num_channels=1))
         (((1,), (2,), ()),)
@@ -60,13 +54,8 @@ def trees(topology: Topology) -> tuple[Tree, ...]:
 def tree_order(tree: Tree) -> Order:
     """Returns in which order a tree adds.
 
-    A rank adds its own contribution to what its first child has summed, then what the others have.
-
-    Args:
-        tree: children of each rank.
-
-    Returns:
-        Ranks; a tuple inside is a sum of its own.
+    A rank adds its own contribution to what its first child has summed, then what the others have. In the result a
+    tuple is a sum of its own.
 
     Example:
         >>> tree_order(((1, 2), (), (3,), ()))

@@ -120,11 +120,7 @@ _NVLS_EFFICIENCY = (0.0, 0.0, 0.85, 0.74)
 
 
 def generation(hardware: Hardware) -> int:
-    """Returns the row of a GPU in the tables: 0 Volta, 1 Ampere, 2 Hopper, 3 Blackwell (Hopper before 2.25).
-
-    Args:
-        hardware: the GPUs and NCCL's version.
-    """
+    """Returns the row of a GPU in the tables: 0 Volta, 1 Ampere, 2 Hopper, 3 Blackwell (Hopper before 2.25)."""
     capability = hardware.get("compute_capability")
     if capability >= 100 and hardware.at_least(2, 25):
         return 3
@@ -132,12 +128,7 @@ def generation(hardware: Hardware) -> int:
 
 
 def ll_max_bandwidth(hardware: Hardware, num_nodes: int) -> float:
-    """Returns the bus bandwidth that LL cannot exceed: by GPU on one node, by CPU on several.
-
-    Args:
-        hardware: the machine.
-        num_nodes: nodes of the communicator.
-    """
+    """Returns the bus bandwidth that LL cannot exceed: by GPU on one node, by CPU on several."""
     row = generation(hardware) if num_nodes == 1 else int(hardware.get("cpu") == "amd")
     return _LL_MAX[row][min(num_nodes, 3) - 1]
 
@@ -145,10 +136,7 @@ def ll_max_bandwidth(hardware: Hardware, num_nodes: int) -> float:
 def per_channel_max(hardware: Hardware, name: str, num_nodes: int) -> float:
     """Returns the bandwidth that a channel cannot exceed.
 
-    Args:
-        hardware: the machine.
-        name: ``"ring_ll128"``, ``"tree_ll128"``, ``"tree"`` or ``"nvls_tree"``.
-        num_nodes: nodes of the communicator.
+    Names are ``"ring_ll128"``, ``"tree_ll128"``, ``"tree"`` and ``"nvls_tree"``.
     """
     row = _PER_CHANNEL[name][generation(hardware)]
     if generation(hardware) == 3:
@@ -158,9 +146,5 @@ def per_channel_max(hardware: Hardware, name: str, num_nodes: int) -> float:
 
 
 def nvls_efficiency(hardware: Hardware) -> float:
-    """Returns which part of a link's bandwidth NVLS reaches, from 2.28 on.
-
-    Args:
-        hardware: the machine.
-    """
+    """Returns which part of a link's bandwidth NVLS reaches, from 2.28 on."""
     return _NVLS_EFFICIENCY[generation(hardware)]

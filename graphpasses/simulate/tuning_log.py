@@ -24,32 +24,22 @@ _CHOICE = re.compile(
 
 @dataclass(frozen=True)
 class TuningLog:
-    """Choices and costs of one communicator; see :func:`parse_tuning_log`.
+    """Choices and costs of one communicator; see :func:`parse_tuning_log`."""
 
-    Args:
-        table: collective, algorithm, protocol, latency (µs) and bandwidth (GB/s; 0: not to be taken), rounded to a
-            tenth by NCCL.
-        choices: collective, bytes, whether they are those of the larger buffer, algorithm and protocol.
-    """
-
+    # Collective, algorithm, protocol, latency (µs) and bandwidth (GB/s; 0: not to be taken), rounded to a
+    # tenth by NCCL.
     table: tuple[tuple[str, str, str, float, float], ...]
+    # Collective, bytes, whether they are those of the larger buffer, algorithm and protocol.
     choices: tuple[tuple[str, int, bool, str, str], ...]
 
     def costs(self, collective: str) -> dict[tuple[str, str], tuple[float, float]]:
-        """Returns latency and bandwidth by algorithm and protocol; {} if the log has no table.
-
-        Args:
-            collective: which one.
-        """
+        """Returns latency and bandwidth by algorithm and protocol; {} if the log has no table."""
         return {(each[1], each[2]): each[3:] for each in self.table if each[0] == collective}
 
     def choice(self, collective: str, num_bytes: int, num_bytes_in_all: int) -> tuple[str, str] | None:
         """Returns the algorithm and protocol that were taken for a size; None if there was none of it.
 
-        Args:
-            collective: which one.
-            num_bytes: of one rank's part.
-            num_bytes_in_all: of the larger of input and output.
+        ``num_bytes`` are those of one rank's part, ``num_bytes_in_all`` of the larger of input and output.
         """
         for name, size, is_larger, algorithm, protocol in self.choices:
             if name == collective and size == (num_bytes_in_all if is_larger else num_bytes):
@@ -60,12 +50,8 @@ class TuningLog:
 def parse_tuning_log(text: str) -> TuningLog | None:
     """Reads NCCL's table of costs, and what it took for which size.
 
-    Args:
-        text: output of a run with ``NCCL_DEBUG=INFO`` and ``TUNING`` among the ``NCCL_DEBUG_SUBSYS``; of the
-            table one communicator's. Repeated lines are allowed if they agree.
-
-    Returns:
-        None if the text has neither.
+    ``text`` is the output of a run with ``NCCL_DEBUG=INFO`` and ``TUNING`` among the ``NCCL_DEBUG_SUBSYS``; of the
+    table one communicator's. Repeated lines are allowed if they agree. None if the text has neither.
 
     Raises:
         TopologyError: two tables that contradict each other, or two choices for one size: lines do not name the

@@ -14,8 +14,8 @@ from torch import fx, nn
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import active_fake_mode, fake_mode_of, fake_tensors_of
 from graphpasses._torch.operator_facts import read_tensors
-from graphpasses.collector import paused_collector
 from graphpasses.errors import CaptureError
+from graphpasses.gc_pause import paused_gc
 from graphpasses.state.names import CachedFunction
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def new_objects_together() -> Iterator[Callable[[], int | None]]:
         What returns the collector's generation that holds all objects that the block made: the youngest; None, which
         stands for all generations, if something in the block collected all the same.
     """
-    with paused_collector():
+    with paused_gc():
         before = _num_collections()
         yield lambda: 0 if _num_collections() == before else None
 

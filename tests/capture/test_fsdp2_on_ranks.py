@@ -1,4 +1,4 @@
-"""One FSDP2 model, trained eagerly and by its captured step in turn, against its eager twin on four real ranks."""
+"""One FSDP2 model, trained eagerly and by its captured step in turn, against an eager one on four real ranks."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ SEVERAL_RUNS = {"three_uses": (5, 3), "two_names": (3, 2), "all_run_twice": (8, 
 def train(case: Case) -> Outcome:
     torch.manual_seed(0)
     model = case.build()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     if case.tensor_parallel:
-        model, twin = (parallelize(each, case.parallel_meshes[1]) for each in (model, twin))
-    model, twin = (shard_eagerly(case, each) for each in (model, twin))
+        model, reference = (parallelize(each, case.parallel_meshes[1]) for each in (model, reference))
+    model, reference = (shard_eagerly(case, each) for each in (model, reference))
     captured = capture_train_step(next_token_loss, model, *case.batch(0))
     step = default_pipeline().run(captured)
-    outcome = outcome_of(captured, step, twin, captured)
+    outcome = outcome_of(captured, step, reference, captured)
 
     def run(index: int, backward: int, batch: Batch) -> torch.Tensor:
         if (index + backward) % 3 == 1:  # the same live model, eagerly
@@ -68,7 +68,9 @@ def train(case: Case) -> Outcome:
             next_token_loss(model, *batch)
         return (captured if index == 2 else step)(*batch)
 
-    train_both(outcome, twin, model, case.batch, run, num_steps=NUM_STEPS, num_backwards=case.num_backwards)
+    train_both(
+        outcome, reference, model, case.batch, run, num_steps=NUM_STEPS, num_backwards=case.num_backwards
+    )
     return outcome
 
 

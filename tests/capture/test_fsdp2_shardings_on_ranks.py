@@ -1,4 +1,4 @@
-"""Every way to call ``fully_shard``: the captured step against an eager twin on four real ranks."""
+"""Every way to call ``fully_shard``: the captured step against an eager reference on four real ranks."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def train(name: str, rank: int) -> Outcome:
         torch.manual_seed(0)
         models.append(build())
         shard(models[-1], mesh)
-    twin, model = models
+    reference, model = models
     captured = capture_train_step(next_token_loss, model, *token_batch(rank))
     step = default_pipeline().run(captured)
     outcome = Outcome(collectives=captured.collectives())
@@ -156,7 +156,7 @@ def train(name: str, rank: int) -> Outcome:
 
     train_both(
         outcome,
-        twin,
+        reference,
         model,
         lambda seed: token_batch(seed + rank),
         run,

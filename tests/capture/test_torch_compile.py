@@ -289,7 +289,7 @@ class SkipActivation(GraphPass):
 
 
 def test_report_can_be_recorded_with_a_run(tmp_path: Path) -> None:
-    report = graphpasses.CompileReport(excerpts=True)
+    report = graphpasses.CompileReport(graph_diff=True)
     model = Net()
     call = graphpasses.compile(
         model, pipeline=Pipeline((SkipActivation(),)), inner="aot_eager", report=report
@@ -300,7 +300,7 @@ def test_report_can_be_recorded_with_a_run(tmp_path: Path) -> None:
     passes = graphpasses.read_run(tmp_path / "run.jsonl").passes
     assert passes == report.by_graph
     assert list(passes) == ["graph 0, joint"]
-    assert passes["graph 0, joint"]["skip-activation"].excerpts
+    assert passes["graph 0, joint"]["skip-activation"].graph_diff
 
 
 def test_wrong_options_are_refused_where_they_are_written() -> None:

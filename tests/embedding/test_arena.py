@@ -72,10 +72,10 @@ def test_saving_loading_and_copying_are_as_before() -> None:
     before, saved = size(), copy.deepcopy(modules[0].state_dict())
     arena = Arena.of([module.weight for module in modules], ["0.weight", "1.weight"])
     assert size() == before
-    twin = copy.deepcopy(modules[0])
-    assert (twin.weight.untyped_storage().nbytes(), Arena.containing(twin.weight)) == (32, None)
+    reference = copy.deepcopy(modules[0])
+    assert (reference.weight.untyped_storage().nbytes(), Arena.containing(reference.weight)) == (32, None)
     arena.flat.zero_()
-    assert twin.weight.detach().abs().sum() > 0
+    assert reference.weight.detach().abs().sum() > 0
     modules[0].load_state_dict(saved)
     torch.testing.assert_close(arena.flat[:8].view(2, 4), saved["weight"], rtol=0, atol=0)
     arena.check([module.weight for module in modules])

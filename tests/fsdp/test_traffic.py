@@ -36,7 +36,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[tuple[nn.Module, CapturedSt
         step = capture_train_step(
             lambda model, x: model(x).float().sum(), model, torch.ones(3, 6), check=False
         )
-        yield model, default_pipeline().run(step, excerpts=True, prove=False)
+        yield model, default_pipeline().run(step, graph_diff=True, prove=False)
 
 
 def sent(traffic: Traffic) -> list[tuple[str, int, int, int]]:

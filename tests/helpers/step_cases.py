@@ -250,7 +250,7 @@ def outcome_of(captured: TrainGraph, step: TrainGraph, eager: nn.Module, laid_ou
     Args:
         captured: the step as captured.
         step: the step that runs.
-        eager: the eager twin.
+        eager: the eager reference.
         laid_out: the graph whose layout is compared.
     """
     collectives = Counter(step.collectives())
@@ -276,7 +276,7 @@ def train_both(
 
     Args:
         outcome: of the case.
-        eager: the twin that is trained eagerly.
+        eager: the reference, which is trained eagerly.
         model: the other.
         batch: given a seed, returns this rank's batch.
         run: runs ``model`` forward and backward; given the step, which backward of it, and the batch.

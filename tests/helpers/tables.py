@@ -175,15 +175,15 @@ def step(call: Callable[..., Tensor], model: nn.Module, batch: Sequence[Bags]) -
 
 
 @dataclass
-class Twins:
-    """A model, and its equal that is compiled."""
+class Pair:
+    """A model that runs eagerly, the reference, and an equal one that is compiled."""
 
     eager: nn.Module
     model: nn.Module
     compiled: Compiled
 
     @classmethod
-    def of(cls, build: Callable[[], nn.Module]) -> Twins:
+    def of(cls, build: Callable[[], nn.Module]) -> Pair:
         models = []
         for _ in range(2):
             torch.manual_seed(0)

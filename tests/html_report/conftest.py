@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphpasses.fsdp import Layout, make_bucket_layout
-from graphpasses.graph.pass_report import Excerpt, Numerics, PassReport, PipelineReport
+from graphpasses.graph.pass_report import Hunk, Numerics, PassReport, PipelineReport
 from graphpasses.parity.run_file import (
     Loss,
     Run,
@@ -38,7 +38,7 @@ PASSES = PipelineReport(
             ({"all_gather_into_tensor": 6, "all_reduce": 1}, {"all_gather_into_tensor": 2, "all_reduce": 1}),
             0.0125,
             ("layers.0.<b>.weight: has no gradient",),
-            (Excerpt(("  x = placeholder", "- y = aten.relu.default(x)"), ("  x = placeholder",), 3),),
+            (Hunk(("  x = placeholder", "- y = aten.relu.default(x)"), ("  x = placeholder",), 3),),
             num_left_out=4,
         ),
     ),

@@ -20,7 +20,7 @@ from torch import nn
 
 from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import BucketLayout, Layout, LayoutEntry
-from graphpasses.graph.pass_report import Excerpt, Numerics, PassReport, PipelineReport
+from graphpasses.graph.pass_report import Hunk, Numerics, PassReport, PipelineReport
 from graphpasses.parity import ParityRecorder, gradient_hashes, read_run, weight_hashes
 from graphpasses.parity.launch import run_ranks
 from graphpasses.simulate import Topology, run_cluster
@@ -331,7 +331,7 @@ def test_a_simulated_cluster_is_recorded(path: Path) -> None:
 
 def report_of(num_rewrites: int) -> PipelineReport:
     counts = {"all_gather_into_tensor": 2}
-    excerpt = Excerpt(("- a = aten.relu.default(x)",), ("+ b = aten.sin.default(x)",), 2)
+    hunk = Hunk(("- a = aten.relu.default(x)",), ("+ b = aten.sin.default(x)",), 2)
     report = PassReport(
         "fuse-size-tensors",
         Numerics.BITWISE,
@@ -340,7 +340,7 @@ def report_of(num_rewrites: int) -> PipelineReport:
         (counts, counts),
         0.5,
         ("left",),
-        (excerpt,),
+        (hunk,),
         1,
     )
     return PipelineReport((report,), proof="3 values proved equal in bits, 0 not proved; ms: 1.0")

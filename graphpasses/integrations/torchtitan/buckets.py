@@ -14,7 +14,7 @@ from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.identity import IdentityMap
 
-__all__ = ["ON_REWRITTEN", "buckets_of", "eager_buckets", "eager_twin"]
+__all__ = ["ON_REWRITTEN", "buckets_of", "eager_buckets", "eager_reference"]
 
 ON_REWRITTEN = "graphpasses_on_rewritten"
 """Attribute of a trainer: called with the report of the passes and the rewritten step, if it is there."""
@@ -23,14 +23,7 @@ ON_REWRITTEN = "graphpasses_on_rewritten"
 def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
     """Returns the buckets of a model that torchtitan's eager trainer has sharded, and the layout of its reductions.
 
-    Args:
-        model: the model, with FSDP2's groups.
-        config: of the trainer, whose loss may run the head in chunks.
-
-    Raises:
-        LayoutError: see :func:`graphpasses.eager_layout`.
-        UnsupportedError: see :func:`graphpasses.eager_layout`.
-        PlanError: see :func:`graphpasses.fsdp.chunked.chunked_buckets`.
+    The trainer's loss may run the head in chunks.
 
     Example, with a trainer of torchtitan's::
 
@@ -44,11 +37,8 @@ def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
     return plan, layout
 
 
-def eager_twin(trainer: Any) -> nn.Module:
+def eager_reference(trainer: Any) -> nn.Module:
     """Returns the model as torchtitan's own trainer shards it: FSDP2's groups, on device meta.
-
-    Args:
-        trainer: a graph_trainer, which has SimpleFSDP's parameters in place of groups.
 
     Raises:
         UnsupportedError: torchtitan has no eager model of this name, or its trainer does not shard it as configured.
@@ -85,16 +75,8 @@ def eager_twin(trainer: Any) -> nn.Module:
 
 
 def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
-    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions.
-
-    Args:
-        trainer: a graph_trainer.
-
-    Raises:
-        UnsupportedError: see :func:`eager_twin`; or tensor parallelism meets tied weights, or graph_trainer trains
-            other parameters.
-    """
-    eager = eager_twin(trainer)
+    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions."""
+    eager = eager_reference(trainer)
     _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
     _check_trained(trainer.model_parts[0], eager)
     return buckets_of(eager, trainer.config)

@@ -57,11 +57,8 @@ class Recipe:
 def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str | None) -> Any:
     """Returns the configuration of a trainer.
 
-    Args:
-        recipe: what is trained.
-        folder: has ``tests/assets``, and gets what torchtitan writes.
-        num_steps: optimizer steps.
-        pipeline: of graph_trainer's passes; None for torchtitan's eager trainer.
+    ``folder`` has ``tests/assets``, and gets what torchtitan writes. ``pipeline`` is that of graph_trainer's
+    passes; None for torchtitan's eager trainer.
     """
     from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -117,10 +114,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
 def make_repeatable(config: Any, folder: Path, num_steps: int) -> None:
     """Lets a configuration train a few short steps on a CPU, the same ones each time, on torchtitan's test data.
 
-    Args:
-        config: of torchtitan; changed in place.
-        folder: has ``tests/assets``.
-        num_steps: optimizer steps.
+    ``folder`` has ``tests/assets``.
     """
     config.hf_assets_path = str(folder / "tests" / "assets" / "tokenizer")
     config.dataloader.dataset = "c4_test"

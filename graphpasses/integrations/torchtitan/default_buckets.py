@@ -13,11 +13,7 @@ __all__ = ["default_buckets"]
 def default_buckets(fqns: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """Returns the buckets of torchtitan's ``get_default_transformer_block_buckets``, which its pipeline makes.
 
-    Args:
-        fqns: of the model's parameters.
-
-    Returns:
-        FQNs of each bucket that has any: the embedding, each layer, and the norm with the head.
+    They are the embedding, each layer, and the norm with the head; those without parameters are left out.
 
     Raises:
         UnsupportedError: torchtitan is not installed, or these are not the parameters of one of its decoders.

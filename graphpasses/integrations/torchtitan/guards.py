@@ -22,7 +22,7 @@ _ARGUMENTS = ("inputs", "labels", "global_valid_tokens", "extra_kwargs")  # of g
 
 
 class TraceWatch:
-    """Stands in for a trainer's ``train_context``, in which graph_trainer first traces and then runs its step.
+    """Replaces a trainer's ``train_context``, in which graph_trainer first traces and then runs its step.
 
     Args:
         trainer: a graph_trainer, which gets it.
@@ -41,11 +41,7 @@ class TraceWatch:
     def of(cls, trainer: Any) -> TraceWatch:
         """Returns the watch of a trainer that was made by graph_trainer's hook.
 
-        Args:
-            trainer: the trainer.
-
-        Raises:
-            UnsupportedError: its ``train_context`` was replaced.
+        Raises where its ``train_context`` was replaced.
         """
         watch = trainer.train_context
         if not isinstance(watch, cls):
@@ -74,12 +70,7 @@ class TraceWatch:
 
 
 class StepGuards:
-    """Checks, at each call of graph_trainer's graph, what the graph has built in.
-
-    Args:
-        trainer: whose step it is.
-        step: the step as it was traced.
-    """
+    """Checks, at each call of graph_trainer's graph, what the graph has built in."""
 
     def __init__(self, trainer: Any, step: CapturedStep) -> None:
         self._trainer, self._loss = trainer, trainer.loss_fn
@@ -96,20 +87,11 @@ class StepGuards:
         }
 
     def watch(self, gm: fx.GraphModule) -> None:
-        """Lets a graph check each of its calls.
-
-        Args:
-            gm: the graph that is called, with the traced step's flat inputs.
-        """
+        """Lets a graph check each of its calls."""
         gm.register_forward_pre_hook(self._check)
 
     def _check(self, gm: nn.Module, flat: tuple[Any, ...]) -> None:
-        """Checks a call.
-
-        Raises:
-            BatchMismatchError: a part of the batch has another shape, dtype or plain value than the traced one.
-            CaptureError: the model, the loss, a value from outside or a setting of torch changed since the trace.
-        """
+        """Checks a call."""
         for name, now, traced in (
             ("loss_fn", self._trainer.loss_fn, self._loss),
             ("model_parts[0]", self._trainer.model_parts[0], self._model),

@@ -47,11 +47,7 @@ _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 @register_post_init_hook(PIPELINE)  # type: ignore[untyped-decorator]
 def _remember(trainer: Any) -> None:
-    """The pipeline is given the configuration alone, and needs the model.
-
-    Raises:
-        UnsupportedError: see ``refuse_trainer`` in ``refusals.py``.
-    """
+    """The pipeline is given the configuration alone, and needs the model."""
     refuse_trainer(trainer)
     warn_of_options(trainer.config)
     forget_wrapper_classes()  # or the next trainer's model would get this one's dtypes and mesh
@@ -92,7 +88,9 @@ def graph_passes(
     reports: list[PassReport] = []
     certificates: list[Certificate] = []
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)
-    ours = {p.name: p.as_function(step, reports, excerpts=on_rewritten is not None) for p in pipeline.passes}
+    ours = {
+        p.name: p.as_function(step, reports, graph_diff=on_rewritten is not None) for p in pipeline.passes
+    }
     passes: list[Callable[..., fx.GraphModule]] = [
         titan.eliminate_dead_code_pass,
         *(ours.pop(name) for name in _BEFORE_MEMORY_POLICY),
@@ -162,13 +160,7 @@ def prove_pass(
 ) -> fx.GraphModule:
     """Proves that the graph has the bits of the traced one, by torchtitan's passes and ours.
 
-    Args:
-        gm: the rewritten graph.
-        example_inputs: not read.
-        original: the traced step.
-        step: what the inputs and outputs of ``gm`` are.
-        layout: where eager reduces gradients; None if passes are disabled.
-        certificates: gets what is proved.
+    ``step`` says what the inputs and outputs of ``gm`` are; ``certificates`` gets what is proved.
     """
     rewritten = replace(step, module=gm)
     certificates.append(prove_as("the pipeline", original, rewritten, layout, is_planned=True))
@@ -229,12 +221,6 @@ def _finish_pass(gm: fx.GraphModule, example_inputs: object = None, *, traced: A
 
 
 def guard_pass(gm: fx.GraphModule, example_inputs: object = None, *, guards: StepGuards) -> fx.GraphModule:
-    """Lets the graph check at each call that the model, the batch and settings are what it was traced with.
-
-    Args:
-        gm: the rewritten graph.
-        example_inputs: not read.
-        guards: what it has built in.
-    """
+    """Lets the graph check at each call that the model, the batch and settings are what it was traced with."""
     guards.watch(gm)
     return gm

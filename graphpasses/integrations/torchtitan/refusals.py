@@ -37,12 +37,8 @@ _UNSUPPORTED = (
 def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer whose steps would not have eager's bits, before anything is traced.
 
-    Args:
-        trainer: a graph_trainer that was just made.
-
-    Raises:
-        UnsupportedError: graph_trainer would ask for no pipeline, and train without a word; or an option asks for a
-            pass that does not go with ours; or SimpleFSDP took wrapper classes of an earlier model.
+    That is where graph_trainer would ask for no pipeline, and train without a word; where an option asks for a pass
+    that does not go with ours; and where SimpleFSDP took wrapper classes of an earlier model.
     """
     asks = f"--compile.pass_pipeline {PIPELINE} would do nothing:"
     if trainer.parallel_dims.pp_enabled:
@@ -63,13 +59,7 @@ def refuse_trainer(trainer: Any) -> None:
 def refuse_step(trainer: Any, step: CapturedStep, expected_layout: Layout) -> None:
     """Refuses a step that is not what torchtitan's eager trainer computes, whatever passes do to it.
 
-    Args:
-        trainer: the graph_trainer that traced it.
-        step: the step.
-        expected_layout: of eager's reductions.
-
-    Raises:
-        UnsupportedError: eager shards a parameter otherwise, loses a gradient, or gives the loss more.
+    That is where eager shards a parameter otherwise, loses a gradient, or gives the loss more.
     """
     _refuse_lost_gradients(trainer)
     _refuse_other_loss(trainer.loss_fn, step)
@@ -77,14 +67,7 @@ def refuse_step(trainer: Any, step: CapturedStep, expected_layout: Layout) -> No
 
 
 def refuse_options(config: Any) -> None:
-    """Refuses options of graph_trainer whose passes do not go with ours.
-
-    Args:
-        config: of the trainer.
-
-    Raises:
-        UnsupportedError: one is set.
-    """
+    """Refuses options of graph_trainer whose passes do not go with ours."""
     for option in _UNSUPPORTED:
         if operator.attrgetter(option)(config.compile):
             raise UnsupportedError(
@@ -93,11 +76,7 @@ def refuse_options(config: Any) -> None:
 
 
 def warn_of_options(config: Any) -> None:
-    """Logs which options leave bits to others.
-
-    Args:
-        config: of the trainer.
-    """
+    """Logs which options leave bits to others."""
     if not config.compile.enable_passes:
         logger.warning(
             f"--compile.enable_passes False: the pipeline {PIPELINE} does nothing, and the step runs as it was "

@@ -49,12 +49,7 @@ def _sent(launch: fx.Node, sizes: SizeNumbering) -> list[list[int]]:
 
 
 def _question(rank: int, num_ranks: int) -> Question[Sent, list[Sent]]:
-    """Asks what every rank sends; in a fake process group, where none answers, each sends what this one does.
-
-    Args:
-        rank: this rank, in its group.
-        num_ranks: of the group.
-    """
+    """Asks what every rank sends; in a fake process group, where none answers, each sends what this one does."""
 
     def combine(known: list[Sent]) -> list[Sent]:
         return known * (num_ranks // len(known))
@@ -82,7 +77,7 @@ class DeduplicateSizes(GraphPass):
 
     TorchRec sends splits and batch sizes for each module and sharding type, and reads those that it receives. Where
     every rank sends one size twice, as the batch size of one batch for two modules, what is received is equal, too;
-    what a rank receives from itself it knows. Later passes see it in the shapes.
+    and a rank knows what it receives from itself. Later passes see it in the shapes.
 
     As traced::
 

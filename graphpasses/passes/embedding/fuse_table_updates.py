@@ -30,48 +30,29 @@ _OFF = {"scale_grad_by_freq": False, "sparse": False, "padding_idx": -1}
 
 @dataclass(frozen=True)
 class Lookup:
-    """What the gradient of one lookup of a table is made of.
+    """What the gradient of one lookup of a table is made of."""
 
-    Args:
-        node: the call that makes the table's dense gradient of it.
-        gradient: of the bags, [B, D].
-        ids: its ids.
-        offsets: where each bag begins; None if each id is a bag.
-        weights: of the ids; None for ones.
-        kind: how bags are pooled, and whether offsets have the end, too: all lookups of a table must be alike.
-    """
-
-    node: fx.Node
-    gradient: fx.Node
-    ids: fx.Node
-    offsets: fx.Node | None
-    weights: fx.Node | None
+    node: fx.Node  # the call that makes the table's dense gradient of it
+    gradient: fx.Node  # of the bags, [B, D]
+    ids: fx.Node  # its ids
+    offsets: fx.Node | None  # where each bag begins; None if each id is a bag
+    weights: fx.Node | None  # of the ids; None for ones
+    # How bags are pooled, and whether offsets have the end, too: all lookups of a table must be alike.
     kind: tuple[int, bool]
 
 
 @dataclass(frozen=True)
 class TableUpdate:
-    """What becomes of a table's update.
+    """What becomes of a table's update."""
 
-    Args:
-        fqn: canonical FQN of the table.
-        table: its placeholder.
-        slot: position of its gradient among the outputs.
-        lookups: of it.
-        sums: calls that add their gradients.
-        form: the fused update.
-        group: the optimizer's parameter group.
-        anchor: the call after which nothing reads the table any more.
-    """
-
-    fqn: str
-    table: fx.Node
-    slot: int
-    lookups: tuple[Lookup, ...]
-    sums: tuple[fx.Node, ...]
-    form: FusedForm
+    fqn: str  # canonical FQN of the table
+    table: fx.Node  # its placeholder
+    slot: int  # position of its gradient among the outputs
+    lookups: tuple[Lookup, ...]  # of it
+    sums: tuple[fx.Node, ...]  # calls that add their gradients
+    form: FusedForm  # the fused update
     group: int
-    anchor: fx.Node
+    anchor: fx.Node  # the call after which nothing reads the table any more
 
 
 def _gradient_calls(total: Any) -> tuple[list[fx.Node], list[fx.Node]] | None:

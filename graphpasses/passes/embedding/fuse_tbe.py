@@ -306,16 +306,17 @@ class FuseTBE(GraphPass):
         cat = torch.cat([getitem_2, getitem_3], 1)  # f32[2, 12]
         return cat  # output 0
 
-    Lookups become one that agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
-    embedding dimension, too) and do not depend on each other, if their batches are equal, or padding the smaller
-    ones costs less than a lookup (:mod:`graphpasses.embedding.join_cost`). Sizes are those of the batches that were
-    traced: of each lookup, that of the rank where it is largest. Ranks tell each other their sizes, so those with
-    the same lookups join the same. Of samples that ranks send each other, all are taken to have as many as that one.
+    Lookups are fused if they agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
+    embedding dimension, too) and do not depend on each other, and if their batches are equal, or padding the
+    smaller ones costs less than a lookup (:mod:`graphpasses.embedding.join_cost`). Sizes are those of the batches
+    that were traced: of each lookup, that of the rank where it is largest. Ranks tell each other their sizes, so
+    those with the same lookups join the same. All ranks are taken to send each other as many samples as that rank
+    does.
 
     The tables and optimizer states of a lookup move into one memory (:class:`~graphpasses.embedding.arena.Arena`);
     every tensor that aliases them follows. Each call checks that they still lie there. Dynamo compiles again for
-    other tables, those of another instance of the model or ones that were put in their place; and where learning
-    rates part, for lookups that have one. A rank may do so alone.
+    other tables, those of another instance of the model or ones that were put in their place; and where the
+    learning rates of fused lookups become different. A rank may do so alone.
 
     A table that the model looks up twice is left alone: its optimizer would see one gradient where it sees two.
     Collectives keep their order, so where TorchRec shards several modules ``hoist-input-dists`` comes before.

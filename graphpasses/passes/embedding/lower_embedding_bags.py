@@ -36,17 +36,12 @@ _POOLING_MODES = {"sum": 0, "mean": 1}
 
 @dataclass(frozen=True)
 class LoweringPlan:
-    """What becomes of a graph's calls of ``embedding_bag``.
+    """What becomes of a graph's calls of ``embedding_bag``."""
 
-    Args:
-        lookups: calls that become one lookup each; those of one table stand together.
-        order: the order of nodes in which the calls of a lookup stand side by side.
-        left_alone: of each table whose calls stay, why.
-    """
-
+    # Calls that become one lookup each; those of one table stand together.
     lookups: tuple[tuple[BagCall, ...], ...]
-    order: tuple[fx.Node, ...]
-    left_alone: dict[str, str]
+    order: tuple[fx.Node, ...]  # the order of nodes in which the calls of a lookup stand side by side
+    left_alone: dict[str, str]  # of each table whose calls stay, why
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -106,10 +101,7 @@ def _check_tables(graph: DynamoGraph, arena: Arena, weights: Sequence[fx.Node]) 
 def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collection[int]) -> fx.Node:
     """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D].
 
-    Args:
-        graph: as Dynamo traced it.
-        calls: of tables of one update.
-        outputs: positions of the graph's outputs that depend on them.
+    ``outputs`` are the positions of the graph's outputs that depend on the calls.
     """
     tables = {call.fqn: call.table for call in calls}
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
@@ -225,7 +217,7 @@ def _apply(graph: DynamoGraph, plan: LoweringPlan) -> None:
 
 @dataclass(frozen=True)
 class LowerEmbeddingBags(GraphPass):
-    """Makes one lookup of FBGEMM's TBE of the ``embedding_bag`` calls of a plain model.
+    """Replaces the ``embedding_bag`` calls of a plain model by lookups of FBGEMM's TBE, many tables in one.
 
     As traced::
 
@@ -252,9 +244,9 @@ class LowerEmbeddingBags(GraphPass):
 
     It lowers tables whose SGD, Adagrad or RowWiseAdagrad was put into backward by ``apply_optimizer_in_backward``:
     they get a fused update in place of a gradient. There is one lookup per optimizer and its options, pooling, and
-    batch size, weighted or not. The optimizers stay true: the update reads their learning rate at each step and
-    writes their state; where rates part, options change or a hook comes, Dynamo compiles again. Parameters stay the
-    objects that they were; their memory moves, see :class:`~graphpasses.embedding.arena.Arena`.
+    batch size, weighted or not. The optimizers stay in use: the update reads their learning rate at each step and
+    writes their state. Where rates become different, options change or a hook is added, Dynamo compiles again.
+    Parameters stay the objects that they were; their memory moves, see :class:`~graphpasses.embedding.arena.Arena`.
 
     Against eager, what is looked up has the same bits if bags are summed, weighted or not, and is rounded otherwise
     if they are averaged. A row to which several ids of a batch point adds their gradients in another order. Where ids
@@ -263,10 +255,10 @@ class LowerEmbeddingBags(GraphPass):
 
     Left alone and noted are tables without an optimizer in backward, or with one that has no fused form; those that
     are not float32 parameters on the CPU; calls with ``padding_idx``, ``max_norm``, ``scale_grad_by_freq``,
-    ``sparse`` or ``mode="max"``; and tables that the model reads otherwise, too, or whose calls cannot be one lookup:
-    eager makes one update of all. As with TorchRec's fused modules, a backward over several calls of the compiled
-    model makes one update for each where eager makes one of their sum; so does a backward through two graphs, or
-    through a use of the table outside of the graph.
+    ``sparse`` or ``mode="max"``; and tables that the model also reads in other ways, or whose calls cannot be one
+    lookup, since eager makes one update of all. As with TorchRec's fused modules, a backward over several calls of
+    the compiled model makes one update for each where eager makes one of their sum; so does a backward through two
+    graphs, or through a use of the table outside of the graph.
 
     Raises, at a step:
         IdError: an id is not a row of its table, or offsets make no bags.
@@ -289,7 +281,7 @@ class LowerEmbeddingBags(GraphPass):
     stages: ClassVar[frozenset[Stage]] = frozenset({Stage.DYNAMO})
 
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place; returns the number of calls that went."""
+        """Rewrites ``graph`` in place; returns the number of calls that were replaced."""
         graph = DynamoGraph.of(graph)
         plan = _plan(graph)
         for table, reason in plan.left_alone.items():

@@ -96,15 +96,10 @@ class _Memory:
 
 @dataclass(frozen=True)
 class DirectCall:
-    """A functionalized call that shall become a direct one.
-
-    Args:
-        node: the call.
-        copied: the numbers of the bases of which it shall write copies.
-    """
+    """A functionalized call that shall become a direct one."""
 
     node: fx.Node
-    copied: frozenset[int]
+    copied: frozenset[int]  # the numbers of the bases of which it shall write copies
 
 
 def _plan(graph: TrainGraph) -> list[DirectCall]:
@@ -176,7 +171,7 @@ def _apply(graph: TrainGraph, direct: DirectCall) -> None:
 class ReinplaceTBEUpdates(GraphPass):
     """Makes fused updates write their tables, and bounds checks their indices, in place.
 
-    AOTAutograd makes functions of FBGEMM's writing operators, which clone what they write: a whole table, twice::
+    AOTAutograd turns FBGEMM's writing operators into functions, which clone what they write, a whole table twice::
 
         rows = value('rows')  # i64[1]
         ids = value('ids')  # i64[4]
@@ -206,7 +201,7 @@ class ReinplaceTBEUpdates(GraphPass):
     way), where the graph does not return that memory, and where an input, if it is one, changes anyway. Otherwise
     the call writes a clone; for inputs a note says why. Several updates of one table stay in their order.
 
-    Writes make an order of nodes binding, so this pass comes last.
+    Writes fix the order of nodes, so this pass comes last.
 
     Example:
         >>> from torch.distributed.optim import _apply_optimizer_in_backward

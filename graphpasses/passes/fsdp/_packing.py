@@ -29,12 +29,8 @@ aten = torch.ops.aten
 def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Unshard], order: Mapping[fx.Node, int]) -> None:
     """Launches one all-gather where the first of several was, and gives each reader its part of the result.
 
-    Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather``.
-
-    Args:
-        graph: rewritten in place.
-        unshards: of parameters on one process group, in byte order.
-        order: position of each node of the graph as it was.
+    Unshards of one process group come in byte order; ``order`` has the position of each node of the graph as it
+    was. Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather``.
     """
     first = min((unshard.all_gather for unshard in unshards), key=order.__getitem__)
     shards = [argument(unshard.all_gather) for unshard in unshards]
@@ -80,14 +76,8 @@ def pack_reductions(
 
     Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce``.
 
-    Args:
-        graph: gets the nodes; nothing reads them yet.
-        reductions: of gradients on one process group, in byte order.
-        how: the reduction.
-        order: position of each node of the graph as it was.
-
-    Returns:
-        Each reduced gradient and what takes its place; only the output reads them.
+    Reductions of one process group come in byte order; ``order`` has the position of each node of the graph as it
+    was. Returns each reduced gradient and what takes its place; only the output reads them.
     """
     last = max((reduction.gradient for reduction in reductions), key=order.__getitem__)
     like, reduce_scatter = reductions[0].launch, reductions[0].reduce_scatter

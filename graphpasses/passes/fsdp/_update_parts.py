@@ -19,14 +19,10 @@ __all__ = ["Emitter", "Group", "add_inputs", "owners_of"]
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that are updated together.
-
-    Args:
-        fqns: their canonical FQNs.
-        anchor: the call after which their gradients are there, and nothing reads the parameters any more.
-    """
+    """Parameters that are updated together."""
 
     fqns: frozenset[str]
+    # The call after which their gradients are there, and nothing reads the parameters any more.
     anchor: fx.Node
 
 
@@ -34,9 +30,6 @@ def owners_of(update: Update) -> dict[fx.Node, Any] | str:
     """Returns the parameter for which each call of an update computes, or of several results a list; None: for all.
 
     A string says which call needs several parameters at once.
-
-    Args:
-        update: the update.
     """
     owners: dict[fx.Node, Any] = {}
     placeholders = update.module.graph.find_nodes(op="placeholder")
@@ -72,28 +65,18 @@ def _owner(values: Sequence[Any], owners: Mapping[fx.Node, Any]) -> Any:
 
 @dataclass
 class Emitter:
-    """Puts parts of an update into a step's graph.
-
-    Args:
-        graph: the step.
-        update: the update.
-        owners: the parameter for which each call of the update computes.
-        made: by the update's nodes those of the step; what all parameters share is made once.
-        places: by a call of the update that returns several values, where each is among those of the last call made.
-    """
+    """Puts parts of an update into a step's graph."""
 
     graph: TrainGraph
     update: Update
-    owners: Mapping[fx.Node, Any]
+    owners: Mapping[fx.Node, Any]  # the parameter for which each call of the update computes
+    # By the update's nodes those of the step; what all parameters share is made once.
     made: dict[fx.Node, fx.Node]
+    # By a call of the update that returns several values, where each is among those of the last call made.
     places: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
 
     def emit(self, group: Group) -> None:
-        """Emits the update of some parameters after their anchor.
-
-        Args:
-            group: the parameters.
-        """
+        """Emits the update of some parameters after their anchor."""
         with self.graph.graph.inserting_before(group.anchor.next):
             for node in self.update.module.graph.nodes:
                 owner = self.owners.get(node)
@@ -136,13 +119,7 @@ class Emitter:
 
 
 def add_inputs(graph: TrainGraph, update: Update, gradients: Mapping[str, fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Adds the optimizer's inputs to a step; returns the step's nodes of all inputs of the update.
-
-    Args:
-        graph: the step.
-        update: the update.
-        gradients: the step's gradients, by FQN.
-    """
+    """Adds the optimizer's inputs to a step; returns the step's nodes of all inputs of the update."""
     stored = dict(graph.parameter_placeholders())
     made: dict[fx.Node, fx.Node] = {}
     for item, node in zip(update.inputs, update.module.graph.find_nodes(op="placeholder"), strict=True):

@@ -257,7 +257,7 @@ class CoalesceGradReductions(GraphPass):
     plan: BucketPlan | None = None
 
     def rewrite(self, graph: TrainGraph) -> int:
-        """Rewrites ``graph`` in place; returns the number of reductions that went."""
+        """Rewrites ``graph`` in place; returns the number of reductions that were removed."""
         given = self.plan
         accumulates = given is not None and any(entry.accumulates for entry in given.entries)
         buckets = given.resolve(graph.model) if given is not None and accumulates else ()

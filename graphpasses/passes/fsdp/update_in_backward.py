@@ -109,9 +109,9 @@ def _size(graph: TrainGraph, fqn: str) -> int:
 
 @dataclass(frozen=True)
 class UpdateInBackward(GraphPass):
-    """Moves the update of each parameter behind its gradient.
+    """Updates each parameter as soon as its gradient is there.
 
-    A step that was captured with an optimizer has its update apart, and runs it when all gradients are there::
+    A step that was captured with an optimizer runs the update after its graph, when all gradients are there::
 
         weight = parameter('weight')  # f32[2, 2]
         batch_0 = batch('batch[0]')  # f32[3, 2]

@@ -100,7 +100,7 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
         if how.has_passes:
             assert ours.header.layouts
             assert not diff_layouts(eager.header.layouts, ours.header.layouts)
-        assert all(any(each.excerpts for each in report) for report in ours.passes.values())
+        assert all(any(each.graph_diff for each in report) for report in ours.passes.values())
         if not how.recipe.chunked_loss:  # whose weight is reduced apart from its other uses
             assert all(
                 "proved equal in bits, 0 not proved" in report.proof for report in ours.passes.values()
@@ -232,7 +232,7 @@ def test_a_model_that_eager_does_not_shard_so_is_refused() -> None:
     pytest.importorskip("torchtitan")
     from torchtitan.models import llama3
 
-    from graphpasses.integrations.torchtitan.buckets import eager_twin
+    from graphpasses.integrations.torchtitan.buckets import eager_reference
 
     def refuse(model: nn.Module, **options: object) -> nn.Module:
         raise NotImplementedError("only spmd_types")
@@ -248,7 +248,7 @@ def test_a_model_that_eager_does_not_shard_so_is_refused() -> None:
         mock.patch.object(llama3, "model_registry", return_value=eager),
         pytest.raises(UnsupportedError) as caught,
     ):
-        eager_twin(trainer)
+        eager_reference(trainer)
     assert str(caught.value) == (
         "the buckets of 'graph_trainer/llama3' are those of torchtitan's eager trainer, which does not shard this "
         "model so (only spmd_types); change that, or use another --compile.pass_pipeline"

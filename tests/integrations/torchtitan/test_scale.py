@@ -94,7 +94,7 @@ def in_other_order(plan: BucketPlan, *, expected_layout: Layout) -> Pipeline:
 
 def step_of(name: str, folder: Path) -> Step:
     from graphpasses.integrations.torchtitan import pass_pipeline
-    from graphpasses.integrations.torchtitan.buckets import eager_twin
+    from graphpasses.integrations.torchtitan.buckets import eager_reference
     from graphpasses.integrations.torchtitan.cpu_configs import trainer_config
 
     config = trainer_config(RECIPES[name], folder, 1, pass_pipeline.PIPELINE)
@@ -112,7 +112,7 @@ def step_of(name: str, folder: Path) -> Step:
             trainer.forward_backward_step(
                 input_dict=batch, labels=labels, global_valid_tokens=torch.tensor(labels.numel())
             )
-        return read_step(trainer, eager_twin(trainer))
+        return read_step(trainer, eager_reference(trainer))
     except GraphPassesError as error:
         return Step(error=f"{type(error).__name__}: {error}")
     finally:

@@ -31,7 +31,7 @@ from tests.helpers.tables import (  # isort: skip
     Compiled,
     Look,
     Lookups,
-    Twins,
+    Pair,
     assert_same,
     bags,
     state,
@@ -69,11 +69,11 @@ def test_bits(optimizer: str, pooling: str, is_weighted: bool, is_half: bool) ->
             ]
         )
 
-    twins = Twins.of(build)
+    pair = Pair.of(build)
     for seed, batch_size in enumerate((5, 7)):
-        twins.step(seed, is_weighted=is_weighted, batch_size=batch_size)
-    assert {report.num_rewrites for report in twins.compiled.passes} == {3}
-    assert all(Arena.containing(module.weights_host) is not None for module in twins.model.tables)
+        pair.step(seed, is_weighted=is_weighted, batch_size=batch_size)
+    assert {report.num_rewrites for report in pair.compiled.passes} == {3}
+    assert all(Arena.containing(module.weights_host) is not None for module in pair.model.tables)
 
 
 class OfOtherSizes(Lookups):
@@ -82,10 +82,10 @@ class OfOtherSizes(Lookups):
 
 
 def test_batch_sizes_may_differ() -> None:
-    twins = Twins.of(lambda: OfOtherSizes([tables((8, 8), "adagrad", "mean") for _ in range(3)]))
+    pair = Pair.of(lambda: OfOtherSizes([tables((8, 8), "adagrad", "mean") for _ in range(3)]))
     for seed in range(3):
-        twins.step(seed)
-    assert {report.num_rewrites for report in twins.compiled.passes} == {3}
+        pair.step(seed)
+    assert {report.num_rewrites for report in pair.compiled.passes} == {3}
 
 
 class Towers(Lookups):
@@ -96,13 +96,13 @@ class Towers(Lookups):
 
 
 def test_padding_that_costs_more_than_a_lookup() -> None:
-    twins = Twins.of(lambda: Towers([tables((dim,) * 4, "adagrad") for dim in (64, 64, 4)]))
+    pair = Pair.of(lambda: Towers([tables((dim,) * 4, "adagrad") for dim in (64, 64, 4)]))
     for seed in range(2):
-        twins.step(seed)
+        pair.step(seed)
     names = "tables.0 to tables.1 and tables.2"
     note = f"{names} stay apart: padding 3 samples to 3,000 would take 0.9 ms or more per step"
-    assert [report.num_rewrites for report in twins.compiled.passes] == [2, 2]
-    assert twins.compiled.passes[0].notes == (note,)
+    assert [report.num_rewrites for report in pair.compiled.passes] == [2, 2]
+    assert pair.compiled.passes[0].notes == (note,)
 
 
 class Fused(Lookups):
@@ -123,10 +123,10 @@ class Fused(Lookups):
 
 
 def test_ids_of_other_integers() -> None:
-    twins = Twins.of(Fused)
+    pair = Pair.of(Fused)
     for seed in range(2):
-        twins.step(seed)
-    assert {(report.num_rewrites, report.notes) for report in twins.compiled.passes} == {(3, ())}
+        pair.step(seed)
+    assert {(report.num_rewrites, report.notes) for report in pair.compiled.passes} == {(3, ())}
 
 
 def test_other_settings_make_other_lookups() -> None:
@@ -141,11 +141,11 @@ def test_other_settings_make_other_lookups() -> None:
         ]
         return Lookups([tables((8,)), *others, tables((12,))])
 
-    twins = Twins.of(build)
+    pair = Pair.of(build)
     for seed in range(2):
-        twins.step(seed)
-    assert {(report.num_rewrites, report.notes) for report in twins.compiled.passes} == {(2, ())}
-    arenas = [Arena.containing(module.weights_host) for module in twins.model.tables]
+        pair.step(seed)
+    assert {(report.num_rewrites, report.notes) for report in pair.compiled.passes} == {(2, ())}
+    arenas = [Arena.containing(module.weights_host) for module in pair.model.tables]
     assert [index for index, arena in enumerate(arenas) if arena is not None] == [0, 7]
 
 
@@ -167,13 +167,13 @@ class Entangled(Lookups):
 
 
 def test_entangled_lookups_are_left_alone() -> None:
-    twins = Twins.of(lambda: Entangled([tables((8,), "adagrad") for _ in range(5)]))
+    pair = Pair.of(lambda: Entangled([tables((8,), "adagrad") for _ in range(5)]))
     for seed in range(2):
-        twins.step(seed, batch_size=6)
-    report = twins.compiled.passes[0]
+        pair.step(seed, batch_size=6)
+    report = pair.compiled.passes[0]
     assert report.num_rewrites == 2  # the first two
     assert report.notes == (f"the lookup of tables.2 {ELSEWHERE}",) * 2
-    arenas = [Arena.containing(module.weights_host) for module in twins.model.tables]
+    arenas = [Arena.containing(module.weights_host) for module in pair.model.tables]
     assert [arena is not None for arena in arenas] == [True, True, False, False, False]
 
 
@@ -182,75 +182,75 @@ def lookups() -> nn.Module:
 
 
 def test_models_live_on_as_they_were() -> None:
-    twins = Twins.of(lookups)
-    twins.step(0)
-    views = [module.split_embedding_weights()[0] for module in twins.model.tables]
-    saved = [copy.deepcopy(model.state_dict()) for model in (twins.eager, twins.model)]
-    twins.step(1)
-    for model, view in zip(twins.model.tables, views, strict=True):
+    pair = Pair.of(lookups)
+    pair.step(0)
+    views = [module.split_embedding_weights()[0] for module in pair.model.tables]
+    saved = [copy.deepcopy(model.state_dict()) for model in (pair.eager, pair.model)]
+    pair.step(1)
+    for model, view in zip(pair.model.tables, views, strict=True):
         assert torch.equal(view, model.split_embedding_weights()[0])
-    batch = twins.model.batch(2)
+    batch = pair.model.batch(2)
     with torch.no_grad():
-        assert torch.equal(twins.model(batch), twins.eager(batch))  # without the compiled graph
-        assert torch.equal(twins.compiled(batch), twins.eager(batch))
-    twin = copy.deepcopy(twins.model)
-    assert_same([*twin.parameters()], [*twins.model.parameters()])
-    step(twin, twin, batch)
-    assert_same(state(twins.model), state(twins.eager))
-    for model, values in zip((twins.eager, twins.model), saved, strict=True):
+        assert torch.equal(pair.model(batch), pair.eager(batch))  # without the compiled graph
+        assert torch.equal(pair.compiled(batch), pair.eager(batch))
+    copied = copy.deepcopy(pair.model)
+    assert_same([*copied.parameters()], [*pair.model.parameters()])
+    step(copied, copied, batch)
+    assert_same(state(pair.model), state(pair.eager))
+    for model, values in zip((pair.eager, pair.model), saved, strict=True):
         model.load_state_dict(values)
-    twins.step(3)
-    assert len({id(Arena.containing(module.weights_host)) for module in twins.model.tables}) == 1
-    assert len(twins.compiled.passes) > 1  # training and inference are graphs of their own, in one memory
-    assert {report.num_rewrites for report in twins.compiled.passes} == {2}
+    pair.step(3)
+    assert len({id(Arena.containing(module.weights_host)) for module in pair.model.tables}) == 1
+    assert len(pair.compiled.passes) > 1  # training and inference are graphs of their own, in one memory
+    assert {report.num_rewrites for report in pair.compiled.passes} == {2}
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_learning_rates_may_part(optimizer: str) -> None:
     """The lookups of one rate stay one; all write one arena, each its own rows."""
-    twins = Twins.of(lambda: Lookups([tables((8,), optimizer) for _ in range(3)]))
+    pair = Pair.of(lambda: Lookups([tables((8,), optimizer) for _ in range(3)]))
 
     def set_rates(*rates: float) -> None:
-        for model in (twins.eager, twins.model):
+        for model in (pair.eager, pair.model):
             for module, rate in zip(model.tables, rates, strict=True):
                 module.set_learning_rate(rate)
 
     for seed, rates in enumerate(((0.1, 0.1, 0.1), (0.01, 0.01, 0.01), (0.5, 0.01, 0.5), (0.4, 0.1, 0.4))):
         set_rates(*rates)
-        twins.step(seed)
-    first, of_any_length, apart = twins.compiled.passes
+        pair.step(seed)
+    first, of_any_length, apart = pair.compiled.passes
     assert first.num_rewrites == of_any_length.num_rewrites == apart.num_rewrites == 3
     assert apart.notes == ()
     set_rates(0.1, 0.1, 0.1)
-    twins.step(4)
-    assert len(twins.compiled.passes) == 3  # a graph from before is right again
-    assert len({id(Arena.containing(module.weights_host)) for module in twins.model.tables}) == 1
-    twins.model.tables[1].set_learning_rate(0.2)  # a control: the rates do make a difference
+    pair.step(4)
+    assert len(pair.compiled.passes) == 3  # a graph from before is right again
+    assert len({id(Arena.containing(module.weights_host)) for module in pair.model.tables}) == 1
+    pair.model.tables[1].set_learning_rate(0.2)  # a control: the rates do make a difference
     with pytest.raises(AssertionError, match="Mismatched elements"):
-        twins.step(5)
+        pair.step(5)
 
 
 def test_a_replaced_learning_rate_is_compiled_again() -> None:
-    twins = Twins.of(lookups)
-    twins.step(0)
-    for model in (twins.eager, twins.model):
+    pair = Pair.of(lookups)
+    pair.step(0)
+    for model in (pair.eager, pair.model):
         model.tables[1].learning_rate_tensor = torch.tensor(0.5)
-    twins.step(1)
+    pair.step(1)
 
 
 def test_each_instance_of_a_model_has_its_own_graph() -> None:
     """Dynamo would give the second one the first one's, and so its tables."""
     torch.manual_seed(0)
     models = [lookups(), lookups()]
-    twins = copy.deepcopy(models)
+    references = copy.deepcopy(models)
     torch.compiler.reset()
     report = CompileReport()
     options = {"pipeline": PIPELINE, "inner": "aot_eager", "report": report}
     calls = [torch.compile(model, backend="graphpasses", options=options, fullgraph=True) for model in models]
     for _ in range(2):
-        for model, call, twin in zip(models, calls, twins, strict=True):
-            batch = twin.batch(0)
-            assert_same(step(call, model, batch), step(twin, twin, batch))
+        for model, call, reference in zip(models, calls, references, strict=True):
+            batch = reference.batch(0)
+            assert_same(step(call, model, batch), step(reference, reference, batch))
     assert report.num_graphs == 2
     assert (
         len({id(Arena.containing(module.weights_host)) for model in models for module in model.tables}) == 2
@@ -258,25 +258,25 @@ def test_each_instance_of_a_model_has_its_own_graph() -> None:
 
 
 def test_a_dropped_model_is_freed() -> None:
-    twins = Twins.of(lookups)
-    twins.step(0)
-    tensors = [*twins.model.parameters(), *twins.model.buffers()]
-    arenas = [Arena.containing(module.weights_host) for module in twins.model.tables]
+    pair = Pair.of(lookups)
+    pair.step(0)
+    tensors = [*pair.model.parameters(), *pair.model.buffers()]
+    arenas = [Arena.containing(module.weights_host) for module in pair.model.tables]
     kept = [weakref.ref(tensor) for tensor in tensors + arenas]
-    del twins, tensors, arenas
+    del pair, tensors, arenas
     gc.collect()
     assert {reference() for reference in kept} == {None}
 
 
 def test_replaced_tables_are_compiled_again() -> None:
-    twins = Twins.of(lookups)
-    twins.step(0)
-    old = [Arena.containing(module.weights_host) for module in twins.model.tables]
-    for model in (twins.eager, twins.model):
-        model.load_state_dict(copy.deepcopy(twins.eager.state_dict()), assign=True)
-    twins.step(1)
-    twins.step(2)
-    new = [Arena.containing(module.weights_host) for module in twins.model.tables]
+    pair = Pair.of(lookups)
+    pair.step(0)
+    old = [Arena.containing(module.weights_host) for module in pair.model.tables]
+    for model in (pair.eager, pair.model):
+        model.load_state_dict(copy.deepcopy(pair.eager.state_dict()), assign=True)
+    pair.step(1)
+    pair.step(2)
+    new = [Arena.containing(module.weights_host) for module in pair.model.tables]
     assert new[0] is new[1] is not None
     assert new[0] is not old[0]
 
@@ -300,12 +300,12 @@ def test_ids_outside_of_bags_are_refused() -> None:
 
 @pytest.mark.parametrize("mode", BOUNDS_CHECKS)
 def test_bounds_checks_keep_mode_and_message(mode: str, capfd: pytest.CaptureFixture[str]) -> None:
-    twins = Twins.of(lookups)
-    for module in (*twins.eager.tables, *twins.model.tables):
+    pair = Pair.of(lookups)
+    for module in (*pair.eager.tables, *pair.model.tables):
         module.bounds_check_mode_int = BOUNDS_CHECKS[mode].value
-    twins.step(0)
+    pair.step(0)
     results, messages = [], []
-    for call, model in ((twins.eager, twins.eager), (twins.compiled, twins.model)):
+    for call, model in ((pair.eager, pair.eager), (pair.compiled, pair.model)):
         (first, *_), (second, *_) = batch = model.batch(1)
         first[0], second[1] = NUM_ROWS + 2, -3
         capfd.readouterr()
@@ -325,7 +325,7 @@ def test_bounds_checks_keep_mode_and_message(mode: str, capfd: pytest.CaptureFix
         ["idx: -3, num_rows: 20"],
     ]
     assert_same(*results)
-    assert [module.bounds_check_warning.item() for module in twins.model.tables] == [1, 1]
+    assert [module.bounds_check_warning.item() for module in pair.model.tables] == [1, 1]
 
 
 def test_a_table_belongs_to_one_memory() -> None:

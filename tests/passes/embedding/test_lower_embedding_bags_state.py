@@ -61,15 +61,15 @@ def test_each_instance_of_a_model_has_its_own_graph() -> None:
     with torch.no_grad():
         for table in models[1].parameters():
             table.neg_()
-    twins = copy.deepcopy(models)
-    for model in (*models, *twins):
+    references = copy.deepcopy(models)
+    for model in (*models, *references):
         apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
     options = {"pipeline": Pipeline((LowerEmbeddingBags(),)), "inner": "aot_eager"}
     compiled = [torch.compile(model, backend="graphpasses", options=options) for model in models]
-    for call, model, twin in zip(compiled, models, twins, strict=True):
-        for each in (call, twin):
+    for call, model, reference in zip(compiled, models, references, strict=True):
+        for each in (call, reference):
             each(batch_of(0)).square().sum().backward()
-        for theirs, ours in zip(twin.parameters(), model.parameters(), strict=True):
+        for theirs, ours in zip(reference.parameters(), model.parameters(), strict=True):
             assert same_bits(theirs, ours)
 
 

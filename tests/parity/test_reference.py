@@ -1,4 +1,4 @@
-"""A captured step beside its eager twin: the operator at which they part, and none where they do not."""
+"""A captured step beside its eager reference: the operator at which they part, and none where they do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a captured step parts from eager: both run once, from the same state, with their operators recorded."""
+"""Where a captured step first differs from eager: both run once, from one state, and record their operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["locate_step"]
 
 
 def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any) -> Location:
-    """Finds the operator at which a captured step, rewritten or not, parts from its eager twin.
+    """Finds the operator at which a captured step, rewritten or not, first differs from its eager reference.
 
     Both run once on the live model, which is left as it was: parameters, buffers, gradients and random states.
     All ranks of the model call it together.

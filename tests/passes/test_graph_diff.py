@@ -1,4 +1,4 @@
-"""Excerpts: what went, came and moved is marked, and places that look alike are one."""
+"""Graph diffs: what went, came and moved is marked, and places that look alike are one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import fx, nn
 from graphpasses.capture import capture_train_step
 from graphpasses.fsdp import BucketPlan
 from graphpasses.graph import TrainGraph
-from graphpasses.graph.pass_report import Excerpt, PassReport
+from graphpasses.graph.pass_report import Hunk, PassReport
 from graphpasses.passes import default_pipeline
-from graphpasses.passes.excerpts import find_excerpts, read_lines
+from graphpasses.passes.graph_diff import diff_lines, read_lines
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from tests.helpers.models import LanguageModel, on_fake_ranks
 
@@ -41,12 +41,12 @@ def nodes(step: TrainGraph, target: object) -> list[fx.Node]:
     return step.graph.find_nodes(op="call_function", target=target)
 
 
-def changed(excerpt: Excerpt) -> list[str]:
-    return [line for line in (*excerpt.before, *excerpt.after) if line[0] in "-+~"]
+def changed(hunk: Hunk) -> list[str]:
+    return [line for line in (*hunk.before, *hunk.after) if line[0] in "-+~"]
 
 
 def test_unchanged(step: TrainGraph) -> None:
-    assert find_excerpts(read_lines(step), read_lines(step)) == ((), 0)
+    assert diff_lines(read_lines(step), read_lines(step)) == ((), 0)
 
 
 def test_lines_tell_operator_arguments_shape_and_parameter(step: TrainGraph) -> None:
@@ -63,16 +63,16 @@ def test_a_new_node_and_its_reader(step: TrainGraph) -> None:
     with step.graph.inserting_after(mul):
         relu = step.graph.call_function(aten.relu.default, (mul,))
     reader.update_arg(0, relu)
-    ((excerpt,), num_left_out) = find_excerpts(before, read_lines(step))
+    ((hunk,), num_left_out) = diff_lines(before, read_lines(step))
     assert num_left_out == 0
-    assert excerpt.num_alike == 1
-    assert changed(excerpt) == [
+    assert hunk.num_alike == 1
+    assert changed(hunk) == [
         "- sin = aten.sin.default(mul)  # float32[3]",
         "+ relu_default = aten.relu.default(mul)",
         "+ sin = aten.sin.default(relu_default)  # float32[3]",
     ]
-    assert excerpt.before[0][0] == " "  # there are lines around it
-    assert excerpt.before[:2] == excerpt.after[:2]
+    assert hunk.before[0][0] == " "  # there are lines around it
+    assert hunk.before[:2] == hunk.after[:2]
 
 
 def test_places_that_look_alike_are_one(step: TrainGraph) -> None:
@@ -80,16 +80,16 @@ def test_places_that_look_alike_are_one(step: TrainGraph) -> None:
     for node in nodes(step, aten.exp.default):
         with step.graph.inserting_after(node):
             step.graph.call_function(aten.relu.default, (node,))
-    ((excerpt,), _) = find_excerpts(before, read_lines(step))
-    assert excerpt.num_alike == 4
-    assert changed(excerpt) == ["+ relu_default = aten.relu.default(exp)"]
+    ((hunk,), _) = diff_lines(before, read_lines(step))
+    assert hunk.num_alike == 4
+    assert changed(hunk) == ["+ relu_default = aten.relu.default(exp)"]
 
 
 def test_what_moves_is_marked(step: TrainGraph) -> None:
     before = read_lines(step)
     last = nodes(step, aten.sin.default)[0]
     nodes(step, aten.tanh.default)[-1].append(last)  # not well-formed, but moved
-    found, _ = find_excerpts(before, read_lines(step))
+    found, _ = diff_lines(before, read_lines(step))
     assert [changed(each) for each in found] == [["~ sin = aten.sin.default(mul)  # float32[3]"]] * 2
     assert [line for line in found[0].after if line[0] == "~"] == []
     assert [line for line in found[1].before if line[0] == "~"] == []
@@ -101,10 +101,10 @@ def test_very_much_is_cut(step: TrainGraph) -> None:
     with step.graph.inserting_after(mul):
         for _ in range(100):
             step.graph.call_function(aten.cat.default, ([mul] * 100,))
-    ((excerpt,), _) = find_excerpts(before, read_lines(step))
-    assert len(excerpt.after) == 41
-    assert "… 64 more lines" in excerpt.after
-    assert max(map(len, excerpt.after)) == 163
+    ((hunk,), _) = diff_lines(before, read_lines(step))
+    assert len(hunk.after) == 41
+    assert "… 64 more lines" in hunk.after
+    assert max(map(len, hunk.after)) == 163
 
 
 def test_very_many_are_counted() -> None:
@@ -124,7 +124,7 @@ def test_very_many_are_counted() -> None:
         with graph.inserting_after(chain[10 * index + 5]):
             for _ in range(index + 1):
                 graph.call_function(aten.relu.default, (x,))
-    found, num_left_out = find_excerpts(before, read_lines(Step()))
+    found, num_left_out = diff_lines(before, read_lines(Step()))
     assert len(found) == 30
     assert num_left_out == 10
 
@@ -145,25 +145,25 @@ class RemoveDetach(GraphPass):
 
 def test_a_pipeline_reports_them_if_asked(step: TrainGraph) -> None:
     pipeline = Pipeline((RemoveDetach(),))
-    assert [each.excerpts for each in pipeline.run(step, prove=False).report] == [()]
-    (report,) = pipeline.run(step, excerpts=True, prove=False).report
-    assert report.excerpts
+    assert [each.graph_diff for each in pipeline.run(step, prove=False).report] == [()]
+    (report,) = pipeline.run(step, graph_diff=True, prove=False).report
+    assert report.graph_diff
     assert PassReport.from_json(report.to_json()) == report
     reports: list[PassReport] = []
     copy = step.copy()
-    RemoveDetach().as_function(copy, reports, excerpts=True)(copy.module)
-    assert reports[0].excerpts == report.excerpts
+    RemoveDetach().as_function(copy, reports, graph_diff=True)(copy.module)
+    assert reports[0].graph_diff == report.graph_diff
 
 
 def test_layers_of_a_model_look_alike() -> None:
-    """Every rewrite is told, and there are as many excerpts for ten layers as for five."""
+    """Every rewrite is shown, and there are as many hunks for ten layers as for five."""
     counts = []
     for num_blocks in (5, 10):
         with on_fake_ranks(LanguageModel(num_blocks=num_blocks)) as captured:
             plan = BucketPlan.from_modules([[f"layers.{index}"] for index in range(num_blocks)])
-            report = default_pipeline(plan).run(captured, excerpts=True).report
-        counts.append([len(each.excerpts) for each in report])
+            report = default_pipeline(plan).run(captured, graph_diff=True).report
+        counts.append([len(each.graph_diff) for each in report])
         assert [each.num_left_out for each in report] == [0] * len(report.passes)
         bucketed = report["bucket-fsdp-collectives"]
-        assert sum(each.num_alike for each in bucketed.excerpts) > len(bucketed.excerpts)
+        assert sum(each.num_alike for each in bucketed.graph_diff) > len(bucketed.graph_diff)
     assert counts[0] == counts[1]

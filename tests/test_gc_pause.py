@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from graphpasses import collector
+from graphpasses import gc_pause
 from graphpasses.capture import capture_train_step
-from graphpasses.collector import paused_collector
+from graphpasses.gc_pause import paused_gc
 from graphpasses.graph import TrainGraph
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
@@ -25,12 +25,12 @@ def is_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 def test_it_is_as_it_was(is_enabled: bool) -> None:
-    with paused_collector():
-        with paused_collector():
+    with paused_gc():
+        with paused_gc():
             assert not gc.isenabled()
         assert not gc.isenabled()
     assert gc.isenabled() is is_enabled
-    with pytest.raises(ZeroDivisionError), paused_collector():
+    with pytest.raises(ZeroDivisionError), paused_gc():
         raise ZeroDivisionError
     assert gc.isenabled() is is_enabled
 
@@ -44,13 +44,13 @@ class Cycle:
 
 def test_what_the_block_makes_is_old() -> None:
     gc.collect()
-    with paused_collector():
+    with paused_gc():
         made = [Cycle() for _ in range(3)]
     assert [each for each in gc.get_objects(generation=2) if type(each) is Cycle] == made
     assert not gc.get_freeze_count()
     gc.freeze()
     try:
-        with paused_collector():
+        with paused_gc():
             made.append(Cycle())
         assert gc.get_freeze_count()  # still out of the collector's sight
     finally:
@@ -58,11 +58,11 @@ def test_what_the_block_makes_is_old() -> None:
 
 
 def test_garbage_of_many_blocks_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector, "_MAX_ADDED", 10_000)
+    monkeypatch.setattr(gc_pause, "_MAX_ADDED", 10_000)
     gc.collect()
     most = 0
     for _ in range(10):
-        with paused_collector():
+        with paused_gc():
             for _ in range(3_000):
                 Cycle()
         most = max(most, sum(type(each) is Cycle for each in gc.get_objects()))

@@ -1,4 +1,4 @@
-"""What a pass changed in a graph, as excerpts for people."""
+"""Graph diffs: what a pass changed in a graph, for people to read."""
 
 from __future__ import annotations
 
@@ -11,36 +11,27 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from graphpasses.graph import TrainGraph
-from graphpasses.graph.pass_report import Excerpt
+from graphpasses.graph.pass_report import Hunk
 
-__all__ = ["Line", "find_excerpts", "read_lines"]
+__all__ = ["Line", "diff_lines", "read_lines"]
 
 _CONTEXT = 2  # unchanged lines around a change
-_MAX_LINES = 40  # of one side of an excerpt
+_MAX_LINES = 40  # of one side of a hunk
 _MAX_CHARS = 160
-_MAX_EXCERPTS = 30
+_MAX_HUNKS = 30
 
 
 @dataclass(frozen=True)
 class Line:
-    """A node as it was when it was read.
+    """A node as it was when it was read."""
 
-    Args:
-        node: the node, which tells it from others of the same text.
-        text: what it computes, from what, and its dtype and shape.
-        operator: its operator alone, which is the same in all layers of a model.
-    """
-
-    node: fx.Node
-    text: str
-    operator: str
+    node: fx.Node  # the node, which tells it from others of the same text
+    text: str  # what it computes, from what, and its dtype and shape
+    operator: str  # its operator alone, which is the same in all layers of a model
 
 
 def read_lines(graph: TrainGraph) -> list[Line]:
     """Reads a step's graph as text, one line per node.
-
-    Args:
-        graph: the step; what it becomes later does not change its lines.
 
     Example:
         >>> import torch
@@ -54,16 +45,11 @@ def read_lines(graph: TrainGraph) -> list[Line]:
     return [Line(node, _text(node, names), _operator(node)) for node in graph.graph.nodes]
 
 
-def find_excerpts(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Excerpt, ...], int]:
+def diff_lines(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Hunk, ...], int]:
     """Finds the places where a graph changed, and shows those that look the same once.
 
-    Args:
-        before: the graph as it was.
-        after: as it is; nodes that it kept are the same objects.
-
-    Returns:
-        The excerpts, in the order of the graph; and how many changed places none of them stands for, since there
-        would be too many.
+    Nodes that the pass kept are the same objects. Returns the differences in the order of the graph, and how many
+    changed places are not shown, since there would be too many.
 
     Example:
         >>> import torch
@@ -72,8 +58,8 @@ def find_excerpts(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[
         >>> graph = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
         >>> before = read_lines(graph)
         >>> graph.set_output(1, None)
-        >>> (excerpt,), num_left_out = find_excerpts(before, read_lines(graph))
-        >>> print(*excerpt.after[-1:])
+        >>> (hunk,), num_left_out = diff_lines(before, read_lines(graph))
+        >>> print(*hunk.after[-1:])
         + return [sum_1, None]
     """
     kept = _kept(before, after)
@@ -92,10 +78,10 @@ def find_excerpts(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[
     patterns = list(places_of.values())
     before_side, after_side = sides
     found = (
-        Excerpt(before_side.show(places[0][0]), after_side.show(places[0][1]), len(places))
-        for places in patterns[:_MAX_EXCERPTS]
+        Hunk(before_side.show(places[0][0]), after_side.show(places[0][1]), len(places))
+        for places in patterns[:_MAX_HUNKS]
     )
-    return tuple(found), sum(map(len, patterns[_MAX_EXCERPTS:]))
+    return tuple(found), sum(map(len, patterns[_MAX_HUNKS:]))
 
 
 @dataclass(frozen=True)

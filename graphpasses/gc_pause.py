@@ -1,4 +1,4 @@
-"""Python's garbage collector, while many objects are made at once."""
+"""A pause of Python's garbage collector while many objects are made at once."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["paused_collector"]
+__all__ = ["paused_gc"]
 
 
 @contextmanager
-def paused_collector() -> Iterator[None]:
+def paused_gc() -> Iterator[None]:
     """Pauses Python's garbage collector, and leaves it as it was.
 
-    It runs whenever many objects were made, and then looks at all that are alive: with a large model traced, that
-    takes longer than what the block does. What the block made counts as old: the collector, on again, would look at
-    all of it twice before, though a graph lives on.
+    It runs whenever many objects were made, and then looks at all that are alive. With a large model traced, that
+    takes longer than what the block does. What the block made counts as old afterwards: otherwise the collector
+    would look at all of it twice more, though a graph lives on.
 
     Example:
         >>> import gc
-        >>> with paused_collector():
+        >>> with paused_gc():
         ...     gc.isenabled()
         False
         >>> gc.isenabled()
