@@ -15,12 +15,11 @@ from torch import fx
 
 from graphpasses._torch.schemas import draws
 from graphpasses.analysis.backward import is_backward
-from graphpasses.capture.refusals import named_call
-from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
+from graphpasses.graph.nodes import named_call
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 
-__all__ = ["RandomCalls", "check_random_state", "random_state_traced"]
+__all__ = ["RandomCalls", "find_random_fault", "random_state_traced"]
 
 
 @dataclass(frozen=True)
@@ -71,39 +70,31 @@ def _python_states() -> dict[str, object]:
     return states
 
 
-def check_random_state(graph: CapturedStep, calls: RandomCalls) -> None:
-    """Refuses random numbers that the step would draw otherwise than eager; without any, no state is read or set.
-
-    Args:
-        graph: the captured step.
-        calls: what it did with random numbers while it was traced.
-
-    Raises:
-        CaptureError: loss_fn seeds, or draws Python's or NumPy's random numbers; or backward sets the state for
-            numbers of another device than the CPU.
-    """
-    drawing = [node for node in graph.graph.nodes if _draws(node)]
-    states = [node for node in graph.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
+def find_random_fault(step: CapturedStep, calls: RandomCalls) -> str | None:
+    """Returns why a step would draw other random numbers than eager; without any, no state is read or set."""
+    drawing = [node for node in step.graph.nodes if _draws(node)]
+    states = [node for node in step.graph.nodes if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE)]
     if calls.others:
-        raise CaptureError(
+        return (
             f"loss_fn draws random numbers of {calls.others[0]}, and a captured step would repeat those of its "
             "capture. Draw them with torch, or outside, and give them in the batch"
         )
     if calls.seeds and drawing:
-        raise CaptureError(
+        return (
             f"loss_fn calls {calls.seeds[0]}, and {named_call(drawing[0])} draws from its generator; a captured step "
             "would not seed again. Seed before the step"
         )
     elsewhere = [node for node in drawing if is_backward(node) and _device(node).type != "cpu"]
     if elsewhere and any(node.target is SET_RANDOM_STATE for node in states):
-        raise CaptureError(
+        return (
             f"activation checkpointing computes {named_call(elsewhere[0])} again in backward, with forward's random "
             f"numbers (preserve_rng_state=True), on {_device(elsewhere[0])}; a captured step does so on the "
             "CPU only. Set the dropout of checkpointed blocks to 0, or do not checkpoint them"
         )
     if not drawing:
         for node in reversed(states):
-            graph.graph.erase_node(node)
+            step.graph.erase_node(node)
+    return None
 
 
 def _draws(node: fx.Node) -> bool:

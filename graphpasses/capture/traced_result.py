@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from graphpasses.state.snapshot import Snapshot
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
-__all__ = ["inner_attrs", "read_traced_result"]
+__all__ = ["inner_attrs", "read_step", "read_traced_result"]
 
 
 def read_traced_result(
@@ -56,10 +57,30 @@ def read_traced_result(
         >>> read_traced_result(traced, model=model).gradient_slots()
         {'weight': [1], 'bias': [2]}
     """
+    leaves = [traced.example_inputs[index] for index in range(len(traced.state_fqns), traced.num_flat_inputs)]
+    structure = BatchStructure.of(pytree.tree_unflatten(leaves, traced.user_inputs_spec)[0])
+    paths = [f"batch leaf {index}" for index in range(len(leaves))]
+    return read_step(
+        traced,
+        model,
+        structure,
+        [*zip(paths, leaves, strict=True)],
+        snapshot=Snapshot.of(model) if snapshot is None else snapshot,
+        fixed_signature=True,
+    )
+
+
+def read_step(
+    traced: TracedResult,
+    model: nn.Module,
+    batch_structure: BatchStructure,
+    batch_leaves: Sequence[tuple[str, Any]],
+    **fields: Any,
+) -> CapturedStep:
+    """Makes a step of a trace; ``batch_leaves`` are paths and fake tensors or values, ``fields`` of the step."""
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     inputs: list[GraphInput] = []
-    leaf_nodes: list[int] = []
     for index in range(traced.num_flat_inputs):
         layout = traced.input_subclass_layouts.get(index)
         attrs = inner_attrs(layout, f"flat input {index}")
@@ -68,10 +89,9 @@ def read_traced_result(
             get_state(model, fqn)
             kind = InputKind.PARAMETER if fqn in parameters else InputKind.BUFFER
         else:
-            fqn, kind = f"batch leaf {index - len(traced.state_fqns)}", InputKind.BATCH
+            fqn, kind = batch_leaves[index - len(traced.state_fqns)][0], InputKind.BATCH
             if layout is not None:
                 raise UnsupportedError(f"{fqn} is a tensor subclass; pass plain tensors in the batch")
-            leaf_nodes.append(len(inputs))
         inputs.extend(GraphInput(kind, fqn, attr) for attr in attrs)
 
     trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
@@ -96,34 +116,30 @@ def read_traced_result(
                 )
         outputs.extend(GraphOutput(OutputKind.GRADIENT, fqn, attr) for attr in inner_attrs(layout, fqn))
 
-    graph = CapturedStep(
+    placeholders = traced.gm.graph.find_nodes(op="placeholder")
+    num_outputs = len(traced.gm.graph.output_node().args[0])
+    if len(placeholders) != len(inputs) or num_outputs != len(outputs):
+        raise CaptureError(
+            f"the traced graph has {len(placeholders)} placeholders and {num_outputs} outputs; its metadata "
+            f"describes {len(inputs)} and {len(outputs)}"
+        )
+    step = CapturedStep(
         module=traced.gm,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         identity=identity,
         parameters=parameter_infos(model, identity),
         model=model,
-        batch_structure=BatchStructure.of(
-            pytree.tree_unflatten(
-                [traced.example_inputs[index] for index in leaf_nodes], traced.user_inputs_spec
-            )[0]
+        batch_structure=batch_structure,
+        batch_leaves=tuple(batch_leaves),
+        written=frozenset(
+            item.fqn for item, node in zip(inputs, placeholders, strict=True) if is_written(node)
         ),
-        written=frozenset(),
-        batch_leaves=tuple((inputs[index].fqn, traced.example_inputs[index]) for index in leaf_nodes),
-        snapshot=Snapshot.of(model) if snapshot is None else snapshot,
-        fixed_signature=True,
+        **fields,
     )
-    if len(graph.placeholders) != len(inputs) or len(graph.output_values) != len(outputs):
-        raise CaptureError(
-            f"the traced graph has {len(graph.placeholders)} placeholders and {len(graph.output_values)} "
-            f"outputs; its metadata describes {len(inputs)} and {len(outputs)}"
-        )
-    _keep_one_total(graph)
-    keep_unrounded(graph, model)
-    graph.written = frozenset(
-        item.fqn for item, node in zip(inputs, graph.placeholders, strict=True) if is_written(node)
-    )
-    return graph
+    _keep_one_total(step)
+    keep_unrounded(step, model)
+    return step
 
 
 def _keep_one_total(graph: TrainGraph) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,23 +17,16 @@ from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
-from graphpasses.capture.random_state import check_random_state
-from graphpasses.capture.refusals import (
-    refuse_collectives_in_place,
-    refuse_model,
-    refuse_other_memory,
-    refuse_outside_tensors,
-    refuse_recurrent_kernel,
-    refuse_sparse_gradients,
-)
+from graphpasses.capture.refusals import refuse_model
 from graphpasses.capture.step_check import check_on_batch
+from graphpasses.capture.step_rules import refuse_step
 from graphpasses.capture.trace import trace_step
-from graphpasses.capture.traced_result import read_traced_result
+from graphpasses.capture.traced_result import read_step
 from graphpasses.capture.update import find_update, trace_update
 from graphpasses.capture.update_oracle import check_update
 from graphpasses.errors import CaptureError
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
-from graphpasses.graph import CapturedStep, GraphInput, InputKind
+from graphpasses.graph import CapturedStep
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.recapture import FailedElsewhereError, Recipe
@@ -122,11 +116,8 @@ def capture_train_step(
         check=check,
     )
     with _together(model if check else nn.Module()) as traced_everywhere:
-        graph = capture(model, *batch, traced_everywhere=traced_everywhere)
-    graph.checker, graph.check_every = partial(check_on_batch, loss_fn), check_every
-    if recapture:
-        graph.recipe = Recipe(capture)
-    return graph
+        step = capture(model, *batch, traced_everywhere=traced_everywhere)
+    return replace(step, recipe=Recipe(capture) if recapture else None, check_every=check_every)
 
 
 def _capture(
@@ -140,6 +131,7 @@ def _capture(
     traced_everywhere: Callable[[], None] = lambda: None,
 ) -> CapturedStep:
     """Captures a step; ``traced_everywhere`` is called before the ranks run anything together."""
+    # Look
     refuse_model(model)
     structure = BatchStructure.of(batch)
     leaves = structure.leaves(batch)
@@ -152,41 +144,43 @@ def _capture(
     varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
     names = find_names(loss_fn, model)
+    # Trace
     with new_objects_together() as generation:
         with names_kept(names):
             trace = trace_step(
                 loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying
             )
         refuse_kept_tensors(trace.result, generation())
-    snapshot = Snapshot.of(model, trace.attributes, names)
-    graph = read_traced_result(trace.result, model=model, snapshot=snapshot)
-    graph.fixed_signature = False
-    refuse_recurrent_kernel(graph)
-    refuse_collectives_in_place(graph)
-    refuse_other_memory(graph)
-    refuse_sparse_gradients(graph)
-    check_random_state(graph, trace.random_calls)
-    refuse_outside_tensors(graph)
-    _name_batch(graph, structure, leaves)
-    graph.varying = varying
-    graph.guards = trace.guards
+    # Read
+    step = read_step(
+        trace.result,
+        model,
+        structure,
+        [*zip(structure.paths, fake_copies(leaves), strict=True)],
+        varying=varying,
+        guards=trace.guards,
+        snapshot=Snapshot.of(model, trace.attributes, names),
+        checker=partial(check_on_batch, loss_fn),
+    )
+    # Refuse
+    refuse_step(step, trace.random_calls)
     if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
-        graph.note(note)
-    source = find_update(graph, optimizer, clip_norm)
-    update = None if source is None else trace_update(graph, source)
+        step.note(note)
+    source = find_update(step, optimizer, clip_norm)
+    update = None if source is None else trace_update(step, source)
     traced_everywhere()
+    # Compare
     if unchecked:
-        graph.note(f"the capture was not compared with an eager step: {unchecked}")
+        step.note(f"the capture was not compared with an eager step: {unchecked}")
     elif check:
-        check_step(graph, loss_fn, batch, trace.calls)
+        check_step(step, loss_fn, batch, trace.calls)
         if source is not None and update is not None and has_equal_bits(model):
             check_update(update, source)
         elif update is not None:
-            graph.note(
+            step.note(
                 "the update was not compared with the optimizer's own: its bits may differ from run to run"
             )
-    graph.update = update
-    return graph
+    return step if update is None else replace(step, update=update)
 
 
 @contextmanager
@@ -209,14 +203,3 @@ def _together(model: nn.Module) -> Iterator[Callable[[], None]]:
         if not is_traced:
             votes.all_ranks([False])
         raise
-
-
-def _name_batch(graph: CapturedStep, structure: BatchStructure, leaves: Sequence[Any]) -> None:
-    names = dict(zip((path for path, _ in graph.batch_leaves), structure.paths, strict=True))
-    graph.inputs = tuple(
-        GraphInput(item.kind, names[item.fqn]) if item.kind is InputKind.BATCH else item
-        for item in graph.inputs
-    )
-    graph.written = frozenset(names.get(fqn, fqn) for fqn in graph.written)
-    graph.batch_leaves = tuple(zip(structure.paths, fake_copies(leaves), strict=True))
-    graph.batch_structure = structure

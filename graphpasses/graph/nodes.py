@@ -33,6 +33,7 @@ __all__ = [
     "freeze",
     "is_collective",
     "memories",
+    "named_call",
     "source_line",
     "storages",
     "views",
@@ -129,6 +130,12 @@ def freeze(value: Any) -> Hashable:
     if isinstance(value, dict):
         return tuple((key, freeze(item)) for key, item in value.items())
     return type(value), value.hex() if isinstance(value, float) else value
+
+
+def named_call(node: fx.Node) -> str:
+    """Returns the operator of a call, and the line of the user's code that it comes from."""
+    line = source_line(node)
+    return f"{node.target} ({line})" if line else str(node.target)
 
 
 def source_line(node: fx.Node) -> str:

@@ -84,10 +84,7 @@ def key_of(value: Any) -> Key:
 
     Plain values are told by class and text: ``1``, ``1.0`` and ``True`` differ, and so do ``0.0`` and ``-0.0``;
     ``nan`` is one value. Containers are told by their items, arrays by their bytes, all else by identity; of
-    torch's own objects, as a ``GradScaler``, the tensors that they hold count, too.
-
-    Args:
-        value: any object, or :data:`MISSING`.
+    torch's own objects, as a ``GradScaler``, the tensors that they hold count, too. :data:`MISSING` is absent.
 
     Example:
         >>> key_of([1, 2.0]) == key_of([1, 2]), key_of([1, {"a": None}]) == key_of([1, {"a": None}])
@@ -148,11 +145,7 @@ def torch_state(value: Any) -> dict[str, Any] | None:
 def narrowed(path: str, before: Key, now: Key, *, new_objects: bool) -> tuple[str, Key, Key] | None:
     """Returns the first part by which two values differ, and its path; None if they do not.
 
-    Args:
-        path: of the value.
-        before: its key.
-        now: its key now.
-        new_objects: whether new items of a dict count that are not plain; a cache of tensors gets such.
+    New items of a dict that are not plain, as a cache of tensors gets, count only if ``new_objects``.
     """
     if before == now:
         return None

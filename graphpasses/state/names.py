@@ -35,10 +35,6 @@ def find_names(loss_fn: Any, model: nn.Module) -> list[Owner]:
     installed packages is left out, and so are the attributes of the model's own modules, which
     :class:`~graphpasses.state.reads.AttributeReads` watches.
 
-    Args:
-        loss_fn: what is captured.
-        model: the model.
-
     Raises:
         CaptureError: one is an iterator.
 
@@ -63,9 +59,6 @@ def find_names(loss_fn: Any, model: nn.Module) -> list[Owner]:
 def find_modules(root: Any) -> list[nn.Module]:
     """Returns the modules that a function may call: those that it, or what it calls, has names for; outer ones only.
 
-    Args:
-        root: a module, which is the only one; or a function, a method, a partial, or an object that can be called.
-
     Example:
         >>> class Trainer:
         ...     def __init__(self):
@@ -89,14 +82,10 @@ def _called(modules: list[nn.Module]) -> Iterator[Any]:
 
 
 class _Names:
-    """The names that a function, and what it calls, have for values from outside.
+    """The names that a function, and what it calls, have for values from outside; ``owners``, by id, get them.
 
-    Args:
-        root: the function.
-        owners: by id; gets the names.
-        own: the model's modules.
-        kinds: their classes.
-        enters_modules: whether other modules' attributes are names, too.
+    ``own`` are the model's modules and ``kinds`` their classes; attributes of other modules are names, too, if
+    ``enters_modules``.
     """
 
     def __init__(

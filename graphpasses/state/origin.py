@@ -20,9 +20,6 @@ _STDLIB = tuple(str(Path(sysconfig.get_path(name))) for name in ("stdlib", "plat
 def is_users(value: FunctionType | type) -> bool:
     """Whether the user wrote a function or a class.
 
-    Args:
-        value: the function or the class.
-
     Example:
         >>> is_users(torch.nn.functional.relu), is_users(lambda: None)
         (False, True)
@@ -37,11 +34,7 @@ def is_users(value: FunctionType | type) -> bool:
 
 
 def is_users_module(module: ModuleType | None) -> bool:
-    """Whether the user wrote a module.
-
-    Args:
-        module: the module; None, which nobody wrote.
-    """
+    """Whether the user wrote a module; nobody wrote None."""
     if module is None:
         return False
     names = vars(module)
@@ -53,11 +46,7 @@ def is_users_module(module: ModuleType | None) -> bool:
 
 @cache
 def is_library(kind: type) -> bool:
-    """Whether a class is Python's, torch's or ours, whose objects keep caches and counts, and are no settings.
-
-    Args:
-        kind: the class.
-    """
+    """Whether a class is Python's, torch's or ours, whose objects keep caches and counts, and are no settings."""
     top = kind.__module__.partition(".")[0]
     return top in _NEVER or (top in sys.stdlib_module_names and top != "__main__")
 

@@ -32,9 +32,6 @@ class AttributeReads:
 
     A module of the model is watched; and so is an object that a watched attribute holds, also in a container, if its
     class is written in Python and is not Python's or torch's own: a ``config`` at any depth.
-
-    Args:
-        model: whose modules are watched.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -162,15 +159,7 @@ def _replaced(kind: type, name: str, value: Any) -> Any:
 
 
 def refuse_iterator(what: str, value: Any) -> None:
-    """Raises if a value is an iterator, which each step advances.
-
-    Args:
-        what: begins the message.
-        value: what is read.
-
-    Raises:
-        CaptureError: it is one.
-    """
+    """Raises if a value is an iterator, which each step advances; ``what`` begins the message."""
     if is_iterator(value):
         raise CaptureError(
             f"{what}, an iterator, which each step takes forward; a captured step would not. Give what it yields in "

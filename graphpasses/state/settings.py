@@ -25,10 +25,7 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
     """Returns the settings that the graph of a model's step has built in, by how a user reads or sets them.
 
     Kernels ask for others when they run (``torch.set_float32_matmul_precision``, ``cudnn.benchmark``), a graph's
-    too.
-
-    Args:
-        model: the model, for whose device autocast is asked.
+    too. Autocast is asked for the model's device.
 
     Example:
         >>> next(iter(settings_of(nn.Linear(1, 1))[0].slots))
@@ -66,9 +63,6 @@ def _of_groups(groups: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]
 def check_unsharded(groups: Sequence[Any]) -> None:
     """Raises if a parameter changed since an eager forward unsharded it.
 
-    Args:
-        groups: the model's FSDP2 groups.
-
     Raises:
         CaptureError: eager would train on with what the parameter was.
     """
@@ -84,9 +78,6 @@ def check_pending(groups: Sequence[Any]) -> None:
     """Raises if FSDP2 keeps gradients that its next reduction would add.
 
     All ranks raise alike: a group whose ranks kept different gradients could not reduce them in eager either.
-
-    Args:
-        groups: the model's FSDP2 groups.
 
     Raises:
         CaptureError: eager would add them to the step's gradients; the captured step would not.

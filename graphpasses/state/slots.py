@@ -32,36 +32,21 @@ AGAIN = "capture the step again, or undo the change"
 
 
 class Asked(NamedTuple):
-    """An owner of one value, which is asked for.
-
-    Args:
-        ask: returns it.
-    """
+    """An owner of one value, which it is asked for."""
 
     ask: Callable[[], Any]
 
 
 class Difference(NamedTuple):
-    """How a value differs from what it was.
-
-    Args:
-        path: of the value, as a message has it.
-        before: its key.
-        now: its key now.
-        is_same: whether it is the same object.
-    """
+    """How a value differs from what it was."""
 
     path: str
     before: Key
     now: Key
-    is_same: bool
+    is_same: bool  # whether it is the same object
 
     def text(self, since: str = "") -> str:
-        """Returns a clause of a message.
-
-        Args:
-            since: follows what the value was, e.g. " when the step was captured".
-        """
+        """Returns a clause of a message; ``since`` follows what the value was."""
         path = self.path if " " in self.path or "(" in self.path else repr(self.path)  # a setting, or a name
         if str(self.before) != str(self.now):
             return f"{path} was {self.before}{since}, and is {self.now} now"
@@ -171,10 +156,8 @@ class Slot:
     def difference(self, now: Any, *, strict: bool = False, alike: bool = False) -> Difference | None:
         """Says how a value differs from what it was.
 
-        Args:
-            now: the value.
-            strict: whether new items of a dict that are not plain count.
-            alike: whether it belongs to another model, which was built alike.
+        New items of a dict that are not plain count if ``strict``; a value of another model, which was built alike,
+        need only be ``alike``.
         """
         is_opened = self.opened is not None and type(now) is type(self.value)
         is_container = isinstance(self.value, CONTAINERS)
@@ -240,13 +223,7 @@ class Owner:
     _is_compared: bool = False
 
     def add(self, name: Any, path: str | None = None, *, value: Any = ...) -> Slot:
-        """Reads a name.
-
-        Args:
-            name: the name.
-            path: of the value; by default the owner's and the name.
-            value: what was read already.
-        """
+        """Reads a name, whose path is by default the owner's and the name; ``value`` is what was read already."""
         value = read(self.value, name) if value is ... else value
         slot = Slot(f"{self.path}.{name}".lstrip(".") if path is None else path, name, value, key_of(value))
         self.slots[name] = slot
@@ -286,12 +263,7 @@ class Owner:
             return False
 
     def of(self, value: Any, known: dict[int, Owner]) -> Owner:
-        """Returns the same names of another owner, which is alike.
-
-        Args:
-            value: the other.
-            known: by id, those that there are already; gets this one.
-        """
+        """Returns the same names of another owner, which is alike, or the one that is known by its id already."""
         if id(value) in known:
             return known[id(value)]
         owner = known[id(value)] = Owner(value, self.path)

@@ -1,0 +1,113 @@
+"""What a traced step must not do: small named rules, run in this order once the step is read.
+
+A rule returns why a step is refused, or None. What is refused before or while a step is traced stands in
+``refusals.py``, ``guards.py`` and ``threads.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from graphpasses.capture.random_state import RandomCalls, find_random_fault
+from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
+from graphpasses.errors import CaptureError
+from graphpasses.graph import CapturedStep
+from graphpasses.graph.nodes import named_call
+
+__all__ = ["RULES", "StepRule", "refuse_step"]
+
+StepRule = Callable[[CapturedStep, RandomCalls], str | None]
+aten = torch.ops.aten
+
+
+def refuse_step(step: CapturedStep, calls: RandomCalls) -> None:
+    """Raises if a step breaks a rule; ``calls`` is what it did with random numbers while it was traced.
+
+    Raises:
+        CaptureError: it says which call or tensor, and what to do.
+    """
+    for rule in RULES:
+        if (reason := rule(step, calls)) is not None:
+            raise CaptureError(reason)
+
+
+def _recurrent_kernel(step: CapturedStep, _: RandomCalls) -> str | None:
+    if not step.graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
+        return None
+    return (
+        "the model has an LSTM that runs in oneDNN, whose backward cannot be run from a graph; turn oneDNN off in "
+        "both runs, with torch.backends.mkldnn.set_flags(False)"
+    )
+
+
+def _collectives_in_place(step: CapturedStep, _: RandomCalls) -> str | None:
+    for node in step.graph.nodes:
+        if getattr(node.target, "namespace", "") == "c10d":
+            return (
+                f"loss_fn communicates in place: {named_call(node)}, as torch.distributed.all_reduce and its like do."
+                " A graph has no wait for it, so what it brings could be read too early. Communicate before or after "
+                "the step"
+            )
+    return None
+
+
+def _other_memory(step: CapturedStep, _: RandomCalls) -> str | None:
+    for node in step.graph.nodes:
+        if getattr(node.target, "overloadpacket", None) is aten.set_:
+            return f"a tensor {OTHER_MEMORY}, with {named_call(node)}{WRITE_IN_PLACE}"
+    return None
+
+
+def _sparse_gradients(step: CapturedStep, _: RandomCalls) -> str | None:
+    values = step.output_values
+    for fqn, slots in step.gradient_slots().items():
+        if any(
+            values[slot] is not None and values[slot].meta["val"].layout is not torch.strided
+            for slot in slots
+        ):
+            return (
+                f"the gradient of {fqn!r} is sparse, and a captured step fills dense ones; make the embedding with "
+                "sparse=False"
+            )
+    return None
+
+
+def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
+    """Refuses trainable tensors, whose gradients the step would not compute, and notes the others.
+
+    The graph keeps the tensor objects: it sees what is written into them.
+    """
+    outside: dict[int, torch.Tensor] = {}
+    for node in step.graph.find_nodes(op="get_attr"):
+        value = getattr(step.module, str(node.target))
+        # What forward makes of numbers, as torch.tensor([1.0]) does, is fresh at each call.
+        is_literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
+        if isinstance(value, torch.Tensor) and not is_literal:
+            outside[id(value)] = value
+    shapes = [f"shape {list(value.shape)}, {value.dtype}" for value in outside.values()]
+    for shape, value in zip(shapes, outside.values(), strict=True):
+        if value.requires_grad:
+            return (
+                f"loss_fn reads a trainable tensor of {shape}, that is no part of the model; a captured step would "
+                "not compute its gradient. Make it part of the model, e.g. capture an nn.ModuleDict of both, or "
+                "detach it"
+            )
+    if outside:
+        step.note(
+            f"loss_fn reads {len(outside)} tensors from outside the model and the batch ({'; '.join(shapes[:3])}"
+            f"{'; …' if len(outside) > 3 else ''}): the step keeps these objects, and sees what is written into "
+            "them, but not other tensors under their names"
+        )
+    return None
+
+
+RULES: tuple[StepRule, ...] = (
+    _recurrent_kernel,
+    _collectives_in_place,
+    _other_memory,
+    _sparse_gradients,
+    find_random_fault,
+    _outside_tensors,
+)
