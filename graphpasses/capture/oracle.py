@@ -22,7 +22,7 @@ from graphpasses._torch.operator_facts import Call, TensorFacts, read_tensors
 from graphpasses._torch.view_replay import views_replayed
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
-from graphpasses.graph.votes import Votes
+from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.identity import IdentityMap, same_bits
 from graphpasses.state.live_state import live_state_restored
 
@@ -85,8 +85,8 @@ def check_step(
         FidelityError: eager calls something else, or computes other bits when nobody records it.
     """
     model, leaves = step.model, step.batch_structure.leaves(batch)
-    votes = Votes.of_graph(step.graph, next(model.parameters()).device)
-    agreed = partial(votes.raised_together, FidelityError(_ANOTHER_RANK))
+    consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
+    agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
     eager = _eager(loss_fn, model, lambda: step.batch_structure.fresh(batch))
 
     @contextmanager
@@ -110,7 +110,7 @@ def check_step(
         return
     with ran(EagerCalls) as (calls, theirs, seeds):
         part = first_divergence(traced, calls)
-        if not votes.all_ranks([part is None])[0]:
+        if not consensus.all_ranks([part is None])[0]:
             # Some formulas of autograd look whether they are traced; the bits say whether that makes a difference.
             with views_replayed(), ran(OperatorCalls) as (as_traced, *_), agreed():
                 again = first_divergence(traced, as_traced)

@@ -15,7 +15,7 @@ from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
 from graphpasses.capture.oracle import has_equal_bits
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
-from graphpasses.graph.votes import Votes
+from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.identity import same_bits
 from graphpasses.state.live_state import live_state_restored
 
@@ -44,9 +44,9 @@ def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, bat
             "reductions before the passes, operators on a GPU without torch.use_deterministic_algorithms(True), or a "
             "fake process group. Check a model that fully_shard has sharded, or an unsharded one"
         )
-    votes = Votes.of_graph(step.graph, parameters[0].device)
+    consensus = RankConsensus.of_graph(step.graph, parameters[0].device)
     agreed = partial(
-        votes.raised_together,
+        consensus.raised_together,
         FidelityError("on another rank, the step differs from eager; its message says where"),
     )
     with agreed():

@@ -29,8 +29,8 @@ from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.recapture import FailedElsewhereError, Recipe
-from graphpasses.graph.votes import Votes
+from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.recapture import FailedElsewhereError, Recapture
 from graphpasses.state.kept_tensors import new_objects_together, refuse_kept_tensors
 from graphpasses.state.names import find_names
 from graphpasses.state.settings import check_pending, check_unsharded
@@ -106,7 +106,7 @@ def capture_train_step(
     if check_every not in (None, "sparse") and not (type(check_every) is int and check_every > 0):
         raise CaptureError(f'check_every is {check_every!r}; give a number of calls, "sparse", or None')
     if check:  # without it one rank may capture for others, which wait for its step
-        Votes.of_model(model).check_update(optimizer, clip_norm)
+        RankConsensus.of_model(model).check_update(optimizer, clip_norm)
     capture = partial(
         _capture,
         loss_fn,
@@ -117,7 +117,7 @@ def capture_train_step(
     )
     with _together(model if check else nn.Module()) as traced_everywhere:
         step = capture(model, *batch, traced_everywhere=traced_everywhere)
-    return replace(step, recipe=Recipe(capture) if recapture else None, check_every=check_every)
+    return replace(step, recapture=Recapture(capture) if recapture else None, check_every=check_every)
 
 
 def _capture(
@@ -189,17 +189,17 @@ def _together(model: nn.Module) -> Iterator[Callable[[], None]]:
 
     The eager step communicates: the other ranks would wait in it for one that could not trace.
     """
-    votes, is_traced = Votes.of_model(model), False
+    consensus, is_traced = RankConsensus.of_model(model), False
 
     def traced_everywhere() -> None:
         nonlocal is_traced
         is_traced = True
-        if not votes.all_ranks([True])[0]:
+        if not consensus.all_ranks([True])[0]:
             raise FailedElsewhereError("another rank could not capture the step; its message says why")
 
     try:
         yield traced_everywhere
     except Exception:
         if not is_traced:
-            votes.all_ranks([False])
+            consensus.all_ranks([False])
         raise

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import InputKind
+from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.update import Update
-from graphpasses.graph.votes import Votes
 from graphpasses.identity import same_bits
 
 __all__ = ["check_update"]
@@ -36,22 +36,22 @@ def check_update(update: Update, source: UpdateSource) -> None:
         FidelityError: they differ; or they do on another rank.
         CaptureError: the optimizer's own step fails.
     """
-    votes = Votes.of_model(update.model)
+    consensus = RankConsensus.of_model(update.model)
     another = FidelityError("on another rank, the captured update and eager's part; its message says where")
     rates = [group["lr"] * 0.5 for group in source.optimizer.param_groups]
     parts = source.parts()
     parameters: _Tensors = {}
     state: State = {}
-    with votes.raised_together(another):
+    with consensus.raised_together(another):
         for part in parts:
             copies, of_part = _copies_before(part, source)
             parameters.update(copies)
             state.update(of_part)
-    with votes.raised_together(another), torch.no_grad():
+    with consensus.raised_together(another), torch.no_grad():
         update.module(*_values(update, parameters, state, _random(source, source.parameters), rates))
-    with votes.raised_together(another), torch.no_grad():
+    with consensus.raised_together(another), torch.no_grad():
         clipped = None if source.clip_norm is None else _clipped(source)
-    with votes.raised_together(another), torch.no_grad():
+    with consensus.raised_together(another), torch.no_grad():
         for part in parts:
             copies, before = _copies_before(part, source)
             gradients = _random(source, copies) if clipped is None else {fqn: clipped[fqn] for fqn in copies}

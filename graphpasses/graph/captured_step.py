@@ -18,9 +18,9 @@ from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
-from graphpasses.graph.recapture import Recipe, Variants
+from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.recapture import GuardedCache, Recapture
 from graphpasses.graph.train_graph import GraphInput, InputKind, TrainGraph
-from graphpasses.graph.votes import Votes
 from graphpasses.state.settings import check_pending, check_unsharded
 from graphpasses.state.snapshot import Snapshot
 
@@ -43,7 +43,7 @@ class CapturedStep(TrainGraph):
         snapshot: what the graph has built in: the model's structure, settings of torch and FSDP2, attributes and
             values from outside that the step's code reads; each call checks it.
         guards: what ``loss_fn`` decided by values of the batch; each call checks it, too. None if it decided nothing.
-        recipe: how to capture the step again for a batch by which ``loss_fn`` decides otherwise; None to refuse it.
+        recapture: how to capture the step again for a batch by which ``loss_fn`` decides otherwise; None refuses it.
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
 
@@ -63,7 +63,7 @@ class CapturedStep(TrainGraph):
     snapshot: Snapshot
     varying: Varying = field(default_factory=dict)
     guards: Guards | None = None
-    recipe: Recipe | None = None
+    recapture: Recapture | None = None
     checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
     check_every: int | Literal["sparse"] | None = None
     _num_calls: int = field(default=0, init=False)
@@ -140,7 +140,7 @@ class CapturedStep(TrainGraph):
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
         fresh = self.batch_structure.fresh(batch)
-        step = self._variants.fitting(tuple(fresh), partial(self._value, leaves=leaves))
+        step = self._cache.fitting(tuple(fresh), partial(self._value, leaves=leaves))
         if step is not self:
             tensors = step.snapshot.check(self.model)
         parameters = step.snapshot.structure.named(tensors, step.parameters)
@@ -156,27 +156,23 @@ class CapturedStep(TrainGraph):
             elsewhere = CaptureError(
                 "on another rank, a parameter changed while it was unsharded; its message says which"
             )
-            with Votes.of_model(self.model).raised_together(elsewhere):
+            with RankConsensus.of_model(self.model).raised_together(elsewhere):
                 check_unsharded(self._groups)
         reshard(self._groups)
 
     @property
-    def variants(self) -> tuple[CapturedStep, ...]:
+    def captures(self) -> tuple[CapturedStep, ...]:
         """This step, and those that were captured since for batches by which ``loss_fn`` decides otherwise."""
-        return tuple(self._variants.steps)
+        return tuple(self._cache.steps)
 
     @cached_property
-    def _variants(self) -> Variants[CapturedStep]:
-        return Variants(self)
+    def _cache(self) -> GuardedCache[CapturedStep]:
+        return GuardedCache(self)
 
     def record_rewrite(self, rewrite: Callable[[Any], Any]) -> None:
-        """Records what made this step of another: a step that is captured again goes through it, too.
-
-        Args:
-            rewrite: takes a step and returns another.
-        """
-        if self.recipe is not None:
-            self.recipe = self.recipe.then(rewrite)
+        """Records what made this step of another: a step that is captured again goes through it, too."""
+        if self.recapture is not None:
+            self.recapture = self.recapture.then(rewrite)
 
     def _value(self, item: GraphInput, leaves: Sequence[Any]) -> Any:
         if item.kind is InputKind.BATCH:
@@ -188,12 +184,9 @@ class CapturedStep(TrainGraph):
     def run_unchecked(
         self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any], *, is_updatable: bool = True
     ) -> torch.Tensor:
-        """Runs the graph on a model and a batch that were found to fit.
+        """Runs the graph on a model's tensors and a batch's leaves that were found to fit.
 
-        Args:
-            tensors: the model's, as ``snapshot`` returned them.
-            leaves: the batch's.
-            is_updatable: whether the optimizer has all of its state; else its own step makes it, and updates.
+        Unless it ``is_updatable`` the optimizer's own step makes its state, and updates.
         """
         update = self.update
         values = self._flat_inputs(tensors, leaves)

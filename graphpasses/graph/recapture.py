@@ -12,11 +12,11 @@ from torch import fx, nn
 from graphpasses.errors import CaptureError
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.pass_report import PipelineReport
+from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.train_graph import GraphInput
 from graphpasses.graph.update import Update
-from graphpasses.graph.votes import Votes
 
-__all__ = ["MAX_STEPS", "FailedElsewhereError", "Recipe", "Variants"]
+__all__ = ["MAX_STEPS", "FailedElsewhereError", "GuardedCache", "Recapture"]
 
 MAX_STEPS = 8
 
@@ -26,7 +26,7 @@ class Step(Protocol):
 
     model: nn.Module
     guards: Guards | None
-    recipe: Recipe | None
+    recapture: Recapture | None
     report: PipelineReport | None
     update: Update | None
 
@@ -39,7 +39,7 @@ S = TypeVar("S", bound=Step)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recapture:
     """How a step was made: it is made so again for a batch by which ``loss_fn`` decides otherwise.
 
     Args:
@@ -51,12 +51,8 @@ class Recipe:
     capture: Callable[..., Any]
     rewrites: tuple[Callable[[Any], Any], ...] = ()
 
-    def then(self, rewrite: Callable[[Any], Any]) -> Recipe:
-        """Returns the recipe of what ``rewrite`` makes of a step of this one.
-
-        Args:
-            rewrite: takes a step and returns another.
-        """
+    def then(self, rewrite: Callable[[Any], Any]) -> Recapture:
+        """Returns how what ``rewrite`` makes of a step is made."""
         return replace(self, rewrites=(*self.rewrites, rewrite))
 
 
@@ -64,29 +60,24 @@ class FailedElsewhereError(CaptureError):
     """Another rank raised, and no rank waits for this one."""
 
 
-class Variants(Generic[S]):
-    """A captured step, and those that were captured again, on each rank at the same call.
+class GuardedCache(Generic[S]):
+    """A captured step, and those that were captured again, each with its guards, on all ranks at the same call.
 
     A step communicates, so its ranks run what they captured together: a batch for which one of them decides
     otherwise sends all to another step.
-
-    Args:
-        first: the step.
     """
 
     def __init__(self, first: S) -> None:
         self.steps = [first]
         self._device = next(first.model.parameters()).device
-        self._votes = Votes.of_graph(first.graph, self._device)
+        self._consensus = RankConsensus.of_graph(first.graph, self._device)
         self._is_checked = False
-        self._is_guarded = None if self._votes.groups else first.guards is not None
+        self._is_guarded = None if self._consensus.groups else first.guards is not None
 
     def fitting(self, batch: tuple[Any, ...], value_of: Callable[[GraphInput], Any]) -> S:
         """Returns the step that all ranks captured with what they decide by now; captures it if there is none.
 
-        Args:
-            batch: the arguments of the step.
-            value_of: returns what an input carries now.
+        ``value_of`` returns what an input carries now.
 
         Raises:
             CaptureError: there is none, and none may be captured: the message names the line and both values.
@@ -95,16 +86,16 @@ class Variants(Generic[S]):
         if not self._is_checked:
             update = self.steps[0].update
             given = (None, None) if update is None else (update.optimizer, update.clip_norm)
-            self._votes.check_update(*given)
+            self._consensus.check_update(*given)
             self._check_launches(self.steps[0])
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
-            self._is_guarded = not self._votes.all_ranks([self.steps[0].guards is None])[0]
+            self._is_guarded = not self._consensus.all_ranks([self.steps[0].guards is None])[0]
         if not self._is_guarded:
             return self.steps[0]
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             differences = [_difference(step.guards, value_of) for step in self.steps]
-        fits = self._votes.all_ranks([difference is None for difference in differences])
+        fits = self._consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             return self.steps[fits.index(True)]
         found = next(filter(None, differences), "on another rank, loss_fn decided otherwise than it does now")
@@ -113,7 +104,7 @@ class Variants(Generic[S]):
 
     def _capture(self, batch: tuple[Any, ...], difference: str) -> S:
         first = self.steps[0]
-        if first.recipe is None:
+        if first.recapture is None:
             raise CaptureError(
                 f"{difference}. Capture it with recapture=True, or capture a step for each of these cases"
             )
@@ -124,25 +115,25 @@ class Variants(Generic[S]):
             )
         try:
             with torch.enable_grad():
-                step: S = first.recipe.capture(first.model, *batch, traced_everywhere=self._meet)
+                step: S = first.recapture.capture(first.model, *batch, traced_everywhere=self._meet)
         except FailedElsewhereError:
             raise
         except Exception:
-            self._votes.all_ranks([False])
+            self._consensus.all_ranks([False])
             raise
         self._meet()
-        for rewrite in first.recipe.rewrites:
+        for rewrite in first.recapture.rewrites:
             step = rewrite(step)
         self._check_launches(step)
         return step
 
     def _check_launches(self, step: S) -> None:
         certificate = None if step.report is None else step.report.certificate
-        self._votes.check_launches(None if certificate is None else certificate.launches)
+        self._consensus.check_launches(None if certificate is None else certificate.launches)
 
     def _meet(self) -> None:
         """Returns once all ranks came here; raises if one failed before."""
-        if not self._votes.all_ranks([True])[0]:
+        if not self._consensus.all_ranks([True])[0]:
             raise FailedElsewhereError("another rank could not capture the step again; its message says why")
 
 

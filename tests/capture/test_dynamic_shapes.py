@@ -81,7 +81,7 @@ def test_lengths_of_a_language_model() -> None:
     batches = [tokens(*sizes) for sizes in ((3, 9), (3, 12), (5, 5), (2, 16))]
     step, same = train(next_token, LanguageModel(), batches, dynamic_shapes=ANY_LENGTH)
     assert same
-    assert len(step.variants) == 1
+    assert len(step.captures) == 1
 
 
 def test_without_dynamic_shapes_sizes_are_fixed() -> None:
@@ -139,7 +139,7 @@ def test_uses_of_a_size(name: str) -> None:
                 loss.backward()
             results.append([loss.detach(), *(parameter.grad for parameter in each.parameters())])
         assert all(map(same_bits, *results))
-    assert len(step.variants) == num_captures
+    assert len(step.captures) == num_captures
 
 
 def test_another_size_taken_for_a_constant_shows() -> None:
@@ -155,7 +155,7 @@ def test_sizes_one_and_none_are_captured_for_themselves(numbers: tuple[int, ...]
     loss_fn = lambda model, x: model(x).square().sum()  # noqa: E731
     step, same = train(loss_fn, Net(), rows(*numbers), dynamic_shapes=({0: Dim.AUTO},))
     assert same
-    assert len(step.variants) == len({min(each, 2) for each in numbers})
+    assert len(step.captures) == len({min(each, 2) for each in numbers})
 
 
 def test_a_decision_by_a_size_that_may_not_be_captured_again() -> None:

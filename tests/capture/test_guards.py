@@ -58,7 +58,7 @@ def assert_as_eager(loss_fn: Loss, numbers: list[int], num_captures: int, **opti
     for number in numbers:
         expected = bits(lambda *args: loss_fn(eager, *args), eager, *batch(number))
         assert all(map(same_bits, bits(step, model, *batch(number)), expected))
-    assert len(step.variants) == num_captures
+    assert len(step.captures) == num_captures
     return step
 
 
@@ -163,7 +163,7 @@ def test_what_decides_by_a_tensor_that_is_no_buffer() -> None:
     for value in (2, 5, 7, 1):
         model.unregistered.fill_(value)
         assert same_bits(step(*batch(8)), loss_fn(model, *batch(8)).detach())
-    assert len(step.variants) == 2
+    assert len(step.captures) == 2
 
 
 def test_what_decides_by_a_tensor_that_the_step_writes() -> None:
@@ -256,9 +256,9 @@ def test_a_step_that_is_captured_again_goes_through_the_same_pipelines() -> None
     second = Pipeline((CoalesceGradReductions(),)).run(first)
     for each, names in ((step, None), (first, "deduplicate-shared"), (second, "coalesce-grad-reductions")):
         each(*batch(2))
-        reports = [variant.report for variant in each.variants]
+        reports = [captured.report for captured in each.captures]
         assert [report and report.passes[0].name for report in reports] == [names, names]
-    assert [len(each.variants) for each in (step.copy(), first.copy())] == [1, 1]
+    assert [len(each.captures) for each in (step.copy(), first.copy())] == [1, 1]
 
 
 def test_a_step_for_another_model_is_captured_again_for_that_model() -> None:
@@ -267,7 +267,7 @@ def test_a_step_for_another_model_is_captured_again_for_that_model() -> None:
     other = Net()
     moved = step.for_model(other)
     assert same_bits(moved(*batch(2)), by_bool(other, *batch(2)).detach())
-    assert [variant.model for variant in moved.variants] == [other, other]
+    assert [captured.model for captured in moved.captures] == [other, other]
 
 
 def test_a_step_is_captured_eight_times_at_most() -> None:

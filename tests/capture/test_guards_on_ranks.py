@@ -76,7 +76,7 @@ def train(hybrid: bool) -> list[tuple[bool, int]]:
         found = bits(model, step(*args))
         loss = loss_fn(eager, *args)
         loss.backward()
-        seen.append((all(map(same_bits, found, bits(eager, loss))), len(step.variants)))
+        seen.append((all(map(same_bits, found, bits(eager, loss))), len(step.captures)))
         for each in (model, eager):
             torch.optim.AdamW(each.parameters(), 1e-2).step()
             each.zero_grad()
@@ -107,7 +107,7 @@ def decide_alone() -> list[Any]:
         found = bits(model, step(*args))
         loss = loss_fn(eager, *args)
         loss.backward()
-        seen.append((all(map(same_bits, found, bits(eager, loss))), len(step.variants)))
+        seen.append((all(map(same_bits, found, bits(eager, loss))), len(step.captures)))
     return seen
 
 

@@ -88,7 +88,7 @@ def test_numbers_of_ids_and_samples(options: dict[str, bool]) -> None:
     model = Recommender(options.get("is_weighted", False))
     step, same = train(log_loss, model, batches)
     assert same
-    assert len(step.variants) == 1
+    assert len(step.captures) == 1
 
 
 def test_other_ids_show() -> None:
@@ -103,7 +103,7 @@ def test_no_ids_and_one_sample() -> None:
     batches = [samples(7), samples(3, max_length=1), samples(1), samples(6)]
     step, same = train(log_loss, Recommender(), batches)
     assert same
-    assert len(step.variants) == 3
+    assert len(step.captures) == 3
 
 
 def test_jagged_and_keyed_tensors() -> None:
@@ -121,7 +121,7 @@ def test_jagged_and_keyed_tensors() -> None:
     model.table = nn.Parameter(torch.randn(20, 3))
     step, same = train(loss_fn, model, [batch(number) for number in (7, 5, 12)])
     assert same
-    assert len(step.variants) == 1
+    assert len(step.captures) == 1
 
 
 def keyed(**options: Any) -> Any:

@@ -201,7 +201,7 @@ def test_recaptured_steps_update_too() -> None:
         optimizers[0].step()
         optimizers[0].zero_grad()
         step(x)
-    assert len(step.variants) == 2
+    assert len(step.captures) == 2
     assert equal_weights(eager, model)
 
 

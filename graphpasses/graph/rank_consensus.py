@@ -19,10 +19,10 @@ from graphpasses.errors import AgreementError
 from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
 
-__all__ = ["Votes"]
+__all__ = ["RankConsensus"]
 
 
-class Votes:
+class RankConsensus:
     """Asks the ranks with which a step communicates; each must ask at the same time.
 
     Args:
@@ -30,7 +30,7 @@ class Votes:
         device: of the model, on which its groups communicate.
 
     Example:
-        >>> Votes((), torch.device("cpu")).all_ranks([True, False])  # it communicates with no rank
+        >>> RankConsensus((), torch.device("cpu")).all_ranks([True, False])  # it communicates with no rank
         [True, False]
     """
 
@@ -39,22 +39,13 @@ class Votes:
         self._device = device
 
     @classmethod
-    def of_graph(cls, graph: fx.Graph, device: torch.device) -> Votes:
-        """Returns the votes of the ranks with which a graph communicates.
-
-        Args:
-            graph: of the step.
-            device: of the model.
-        """
+    def of_graph(cls, graph: fx.Graph, device: torch.device) -> RankConsensus:
+        """Returns the consensus of the ranks with which a graph communicates, on the model's device."""
         return cls((str(g) for g in map(collective_group, graph.nodes) if g is not None), device)
 
     @classmethod
-    def of_model(cls, model: nn.Module) -> Votes:
-        """Returns the votes of the ranks that hold the shards of a model's parameters; of fake ones none is asked.
-
-        Args:
-            model: the model.
-        """
+    def of_model(cls, model: nn.Module) -> RankConsensus:
+        """Returns the consensus of the ranks that hold shards of a model's parameters; of fake ones none is asked."""
         parameters = list(model.parameters())
         meshes = dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor))
         if any(is_fake(_local(each)) or each.is_meta for each in parameters):
@@ -63,17 +54,13 @@ class Votes:
         return cls(groups, next(iter(parameters), torch.empty(0)).device)
 
     def all_ranks(self, flags: list[bool]) -> list[bool]:
-        """Returns which flags are True on all ranks.
-
-        Args:
-            flags: this rank's, as many on each.
-        """
+        """Returns which flags are True on all ranks; each rank has as many."""
         if not self.groups:
             return flags
-        votes = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        everyones = torch.tensor(flags, dtype=torch.int32, device=self._device)
         for group in self.groups:
-            dist.all_reduce(votes, dist.ReduceOp.MIN, group=named_group(group))
-        return [bool(vote) for vote in votes.tolist()]
+            dist.all_reduce(everyones, dist.ReduceOp.MIN, group=named_group(group))
+        return [bool(flag) for flag in everyones.tolist()]
 
     def check_launches(self, launches: Sequence[Launch] | None) -> None:
         """Raises if ranks launch different collectives, which would make them wait for each other for ever.
@@ -98,10 +85,6 @@ class Votes:
 
     def check_update(self, optimizer: Optimizer | None, clip_norm: float | None) -> None:
         """Raises on all ranks if they were given optimizers of different classes, or other norms to clip to.
-
-        Args:
-            optimizer: this rank's; None if its step ends with gradients.
-            clip_norm: this rank's.
 
         Raises:
             AgreementError: on ranks that share a group with two that differ it names both.
@@ -154,11 +137,7 @@ class Votes:
 
     @contextmanager
     def raised_together(self, error: Exception) -> Iterator[None]:
-        """Raises on all ranks if the block raises on one, so that none goes on to wait for it.
-
-        Args:
-            error: for the ranks where the block does not raise.
-        """
+        """Raises on all ranks if the block raises on one, so that none waits for it; ``error`` is for the others."""
         try:
             yield
         except Exception:
