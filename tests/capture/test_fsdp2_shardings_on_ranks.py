@@ -12,11 +12,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from graphpasses.capture import capture_train_step
-from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import NUM_TOKENS, LanguageModel, make_mesh, next_token_loss, token_batch
-from tests.helpers.step_cases import NUM_RANKS, Batch, Outcome, check_equals_eager, each_outcome, train_both
+from tests.helpers.step_cases import (
+    NUM_RANKS,
+    Batch,
+    Outcome,
+    check_equals_eager,
+    each_outcome,
+    outcomes_by_case,
+    train_both,
+)
 
 NUM_STEPS = 3
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -173,16 +180,16 @@ def train_all() -> dict[str, Outcome]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Outcome]]:
-    return run_ranks(train_all, NUM_RANKS, timeout=300.0)
+def outcomes() -> dict[str, list[Outcome]]:
+    return outcomes_by_case(train_all, NUM_RANKS)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
-def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    check_equals_eager(outcomes, name, NUM_STEPS)
+def test_equals_eager(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    check_equals_eager(outcomes[name], NUM_STEPS)
 
 
 @pytest.mark.multiprocess
-def test_a_group_that_runs_several_times_reduces_what_is_complete(outcomes: list[dict[str, Outcome]]) -> None:
-    assert outcomes[0]["in_turn"].collectives == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 3}
+def test_a_group_that_runs_several_times_reduces_what_is_complete(outcomes: dict[str, list[Outcome]]) -> None:
+    assert outcomes["in_turn"][0].collectives == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 3}
