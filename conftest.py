@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+# Read when torch is imported, here and in all processes that tests start: several of them share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would start processes that import torch
+
 import torch
 import torch.distributed as dist
 from torch import nn
