@@ -23,6 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PAGES_TORCH = "2.13."
 BLOCK = re.compile(r"<!-- (example: (?P<file>\S+)|output) -->\n```\w+\n(?P<text>.*?)```\n", re.DOTALL)
