@@ -14,7 +14,7 @@ READY := $(VENV)/.ready-$(DEVICE)
 $(if $(wildcard $(LOCK)),,$(error TORCH=$(TORCH) has no lock; there are 2.13, 2.14 and 2.15))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup parity parity-full scale gpu test versions lint types bench docs dist lock clean
+.PHONY: help setup parity parity-full scale gpu test test-quick versions lint types bench docs dist lock clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -54,10 +54,17 @@ gpu: ## what only a GPU can show, on what the machine has: writes experiments/gp
 	  if $$run -c 'import pytest' 2>/dev/null; then $$run -m pytest -q -rs -m gpu tests/parity/test_hashing.py || status=1; \
 	  else echo "tests marked gpu: skipped, pytest is not installed"; fi; exit $$status
 
-# Two processes, each with whole files, since what is launched once serves a file's tests. Lint, types and
-# documentation are the same with every torch.
-test: $(READY) $(if $(filter 2.13,$(TORCH)),lint types docs) ## lint, types, documentation and tests
-	$(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes, each with whole files, since what is launched once serves a file's tests. What is the same with
+# every torch, lint, types and documentation, runs beside them: it is silent, unless it fails, and then so does all.
+PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+beside = log=$$(mktemp); { $(MAKE) --no-print-directory --keep-going $(1) >$$log 2>&1 || { cat $$log; false; }; } & \
+	$(2); status=$$?; wait $$! || { status=1; cat $$log; echo "failed beside the tests: $(1)"; }; rm $$log; exit $$status
+
+test: $(READY) ## lint, types, documentation and tests: 7 minutes
+	@$(if $(filter 2.13,$(TORCH)),$(call beside,lint types docs,$(PYTEST)),$(PYTEST))
+
+test-quick: $(READY) ## lint, and the tests that start no ranks and are not slow, one case of each: 2 minutes
+	@$(call beside,lint,$(PYTEST) --quick)
 
 versions: $(READY) ## all tests and parity with one torch, entered into docs/versions.md; TORCH=2.15 takes another
 	$(RUN) -m experiments.torch_versions

@@ -4,12 +4,16 @@
 - A test marked ``gpu`` runs where there is a CUDA device.
 - A test marked ``multiprocess`` may start ranks, with ``run_ranks`` or ``torch.distributed.run``; others may not. The
   ranks of ``run_ranks`` are forked from a process that has imported all modules with such tests.
+- A test marked ``slow`` may take ten seconds of a core, as those may that start ranks; others may not.
+- ``--quick`` leaves both out, and takes the first case alone of each test with several.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +24,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
+
+# Read when torch is imported, here and in all processes that tests start: several of them share two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more would start processes that import torch
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +44,14 @@ collect_ignore = (
 )
 
 
+MAX_SECONDS = 10.0  # a busy machine's; on a quiet one no test without a marker takes five
+_START = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="an answer in two minutes: see conftest.py")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _names_of_examples(doctest_namespace: dict[str, Any]) -> None:
     doctest_namespace.update(
@@ -42,7 +59,10 @@ def _names_of_examples(doctest_namespace: dict[str, Any]) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick", default=False):
+        left_out = _leave_out(items)
+        config.hook.pytest_deselected(items=left_out)
     for item in items:
         if isinstance(item, pytest.DoctestItem) and "embedding" in item.path.parts:
             item.add_marker(pytest.mark.filterwarnings("ignore"))  # TorchRec warns of its own defaults
@@ -59,12 +79,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in with_ranks)
 
 
+def _leave_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Removes what ``--quick`` leaves out from a list, and returns it."""
+    kept: dict[str, pytest.Item] = {}
+    left_out = []
+    for item in items:
+        has_time = item.get_closest_marker("multiprocess") or item.get_closest_marker("slow")
+        if has_time or kept.setdefault(item.nodeid.partition("[")[0], item) is not item:
+            left_out.append(item)
+    items[:] = kept.values()
+    return left_out
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Covers fixtures, too: those of a module are set up by its first test."""
     if item.get_closest_marker("multiprocess"):
         _start_fork_server(item.session)
         return (yield)
+    if not item.get_closest_marker("slow"):
+        item.stash[_START] = _core_seconds()
 
     def refuse(*args: Any) -> None:
         pytest.fail(f"{item.nodeid} starts ranks; mark it with @pytest.mark.multiprocess")
@@ -79,12 +113,33 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    seconds = _core_seconds() - item.stash.get(_START, math.inf)
+    if seconds > MAX_SECONDS:
+        pytest.fail(f"{item.nodeid} takes {seconds:.0f} s; make it faster, or mark it with @pytest.mark.slow")
+
+
+def _core_seconds() -> float:
+    """What this process has taken of a core, and those that it started and that have ended."""
+    return sum(os.times()[:4])
+
+
 @functools.cache
 def _start_fork_server(session: pytest.Session) -> None:
     """Imports once what ranks need, which ``run_ranks`` forks from one server, the first that was started."""
     tests = {item.module.__name__ for item in session.items if item.get_closest_marker("multiprocess")}
     compiler = ("torch._inductor.compile_fx", "graphpasses.capture.torch_compile")
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*sorted(tests), *compiler])
+    # What torchtitan and TorchRec import; torchtitan itself must not be imported before a rank says where it runs.
+    slow = (
+        "aiohttp",
+        "pandas",
+        "pyarrow.dataset",
+        "torchdata.stateful_dataloader",
+        "transformers.modeling_utils",
+    )
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*sorted(tests), *compiler, *slow])
     forkserver.ensure_running()
 
 

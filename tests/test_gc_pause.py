@@ -57,6 +57,7 @@ def test_what_the_block_makes_is_old() -> None:
         gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_garbage_of_many_blocks_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc_pause, "_MAX_ADDED", 10_000)
     gc.collect()

@@ -39,6 +39,7 @@ def is_wrapped(compiled: Any) -> bool:
     return "_wrap.<locals>.call" in compiled.__code__.co_qualname
 
 
+@pytest.mark.slow
 def test_nothing_is_replaced_before_or_after() -> None:
     code = """
 import torch

@@ -1,4 +1,4 @@
-"""One FSDP2 model, trained eagerly and by its captured step in turn, against an eager one on four real ranks."""
+"""One FSDP2 model, trained eagerly and by its captured step in turn, against an eager one on real ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphpasses.capture import capture_train_step
-from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.boundary_models import CrossRead, Interleaved, Reentrant, RunTwice, Scaled
 from tests.helpers.models import next_token_loss, parallelize
 from tests.helpers.step_cases import (
     CASES,
-    NUM_RANKS,
     Batch,
     Case,
     Outcome,
     check_equals_eager,
     each_outcome,
+    of_this_world,
     outcome_of,
+    outcomes_by_case,
     shard_eagerly,
     train_both,
 )
@@ -76,25 +76,25 @@ def train(case: Case) -> Outcome:
 
 def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
-    return each_outcome(lambda name: train(OWN[name]), OWN)
+    return each_outcome(lambda name: train(OWN[name]), of_this_world(OWN))
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Outcome]]:
-    return run_ranks(train_all, NUM_RANKS, timeout=300.0)
+def outcomes() -> dict[str, list[Outcome]]:
+    return outcomes_by_case(train_all, 4, 2)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", OWN)
-def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    check_equals_eager(outcomes, name, NUM_STEPS * OWN[name].num_backwards)
-    assert {each[name].layouts for each in outcomes} == {"layouts are equal"}
+def test_equals_eager(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    check_equals_eager(outcomes[name], NUM_STEPS * OWN[name].num_backwards)
+    assert {each.layouts for each in outcomes[name]} == {"layouts are equal"}
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", OWN)
-def test_launches_as_many_collectives_as_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    outcome = outcomes[0][name]
+def test_launches_as_many_collectives_as_eager(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    outcome = outcomes[name][0]
     expected = dict(outcome.eager_collectives)
     if name in SEVERAL_RUNS:
         # FSDP2 frees a module that ran several times after each of its backwards and gathers it again.

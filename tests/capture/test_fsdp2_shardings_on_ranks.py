@@ -1,4 +1,4 @@
-"""Every way to call ``fully_shard``: the captured step against an eager reference on four real ranks."""
+"""Every way to call ``fully_shard``: the captured step against an eager reference on real ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from graphpasses.capture import capture_train_step
-from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import NUM_TOKENS, LanguageModel, make_mesh, next_token_loss, token_batch
-from tests.helpers.step_cases import NUM_RANKS, Batch, Outcome, check_equals_eager, each_outcome, train_both
+from tests.helpers.step_cases import (
+    NUM_RANKS,
+    Batch,
+    Outcome,
+    check_equals_eager,
+    each_outcome,
+    outcomes_by_case,
+    train_both,
+)
 
 NUM_STEPS = 3
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -137,11 +144,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, DeviceMesh]
         *((dtypes_by_parameter, kept_in_float32) if HAS_DTYPES_BY_PARAMETER else ()),
     )
 } | {"in_turn": (InTurn, per_layer)}
+ON_4_RANKS = ("ignored_parameters", "on_several_dims", "to_a_smaller_mesh")  # else on two
 
 
 def train(name: str, rank: int) -> Outcome:
     build, shard = CASES[name]
-    mesh, models = make_mesh(), []
+    mesh, models = make_mesh(torch.distributed.get_world_size()), []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(build())
@@ -169,20 +177,22 @@ def train(name: str, rank: int) -> Outcome:
 
 def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
-    return each_outcome(lambda name: train(name, torch.distributed.get_rank()), CASES)
+    on_4_ranks = torch.distributed.get_world_size() == NUM_RANKS
+    names = [name for name in CASES if (name in ON_4_RANKS) == on_4_ranks]
+    return each_outcome(lambda name: train(name, torch.distributed.get_rank()), names)
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Outcome]]:
-    return run_ranks(train_all, NUM_RANKS, timeout=300.0)
+def outcomes() -> dict[str, list[Outcome]]:
+    return outcomes_by_case(train_all, NUM_RANKS, 2)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
-def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    check_equals_eager(outcomes, name, NUM_STEPS)
+def test_equals_eager(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    check_equals_eager(outcomes[name], NUM_STEPS)
 
 
 @pytest.mark.multiprocess
-def test_a_group_that_runs_several_times_reduces_what_is_complete(outcomes: list[dict[str, Outcome]]) -> None:
-    assert outcomes[0]["in_turn"].collectives == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 3}
+def test_a_group_that_runs_several_times_reduces_what_is_complete(outcomes: dict[str, list[Outcome]]) -> None:
+    assert outcomes["in_turn"][0].collectives == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 3}

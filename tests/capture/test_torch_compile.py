@@ -23,6 +23,8 @@ from graphpasses.errors import CaptureError, LayoutError, PipelineError, Unknown
 from graphpasses.graph import InputKind, OutputKind, Stage, TrainGraph
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
+pytestmark = pytest.mark.slow
+
 STAGES = frozenset(Stage) - {Stage.STEP}
 
 

@@ -1,4 +1,4 @@
-"""Captured steps of SimpleFSDP models against eager FSDP2 on four real ranks, bit for bit over AdamW steps."""
+"""Captured steps of SimpleFSDP models against eager FSDP2 on real ranks, bit for bit over AdamW steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from torch import nn
 from graphpasses.capture import capture_train_step, simple_fsdp, unrounded_gradients
 from graphpasses.fsdp import BucketPlan, eager_layout
 from graphpasses.graph import TrainGraph
-from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import next_token_loss, parallelize
 from tests.helpers.step_cases import (
     CASES,
-    NUM_RANKS,
     SIMPLE_CASES,
     Batch,
     Case,
@@ -27,7 +25,9 @@ from tests.helpers.step_cases import (
     Wide,
     check_equals_eager,
     each_outcome,
+    of_this_world,
     outcome_of,
+    outcomes_by_case,
     shard_eagerly,
     train_both,
 )
@@ -35,9 +35,9 @@ from tests.helpers.step_cases import (
 NUM_STEPS = 3
 # What the comparison must be able to see.
 CONTROLS = {
-    "tied_not_coalesced": Case(disable=("coalesce-grad-reductions",)),
-    "hybrid_not_bucketed": Case(hybrid=True, disable=("bucket-fsdp-collectives",)),
-    "nccl_wrong_order": Case(Wide, [["layers.0"]], is_nccl=True, is_reversed=True),
+    "tied_not_coalesced": Case(disable=("coalesce-grad-reductions",), num_ranks=4),
+    "hybrid_not_bucketed": Case(hybrid=True, disable=("bucket-fsdp-collectives",), num_ranks=4),
+    "nccl_wrong_order": Case(Wide, [["layers.0"]], is_nccl=True, is_reversed=True, num_ranks=4),
 }
 if HAS_DTYPES_BY_PARAMETER:
     for name in ("promoting", "tensor_parallel_fp32_reduce", "tensor_parallel_promoting"):
@@ -88,25 +88,26 @@ def train(case: Case) -> Outcome:
 
 def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
-    return each_outcome(lambda name: train((SIMPLE_CASES | CONTROLS)[name]), SIMPLE_CASES | CONTROLS)
+    cases = SIMPLE_CASES | CONTROLS
+    return each_outcome(lambda name: train(cases[name]), of_this_world(cases))
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Outcome]]:
-    return run_ranks(train_all, NUM_RANKS, timeout=300.0)
+def outcomes() -> dict[str, list[Outcome]]:
+    return outcomes_by_case(train_all, 4, 2)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SIMPLE_CASES)
-def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    check_equals_eager(outcomes, name, NUM_STEPS * SIMPLE_CASES[name].num_backwards)
-    assert {each[name].layouts for each in outcomes} == {"layouts are equal"}
+def test_equals_eager(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    check_equals_eager(outcomes[name], NUM_STEPS * SIMPLE_CASES[name].num_backwards)
+    assert {each.layouts for each in outcomes[name]} == {"layouts are equal"}
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SIMPLE_CASES)
-def test_launches_as_many_collectives_as_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    outcome = outcomes[0][name]
+def test_launches_as_many_collectives_as_eager(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    outcome = outcomes[name][0]
     assert not outcome.error
     expected = dict(outcome.eager_collectives)
     if name == "resharded":
@@ -120,7 +121,7 @@ def test_launches_as_many_collectives_as_eager(name: str, outcomes: list[dict[st
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CONTROLS)
-def test_control_differs(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    assert not any(ranks_outcomes[name].error for ranks_outcomes in outcomes)
-    assert not all(ranks_outcomes[name].is_equal for ranks_outcomes in outcomes)
-    assert outcomes[0][name].losses[0]
+def test_control_differs(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    assert not any(each.error for each in outcomes[name])
+    assert not all(each.is_equal for each in outcomes[name])
+    assert outcomes[name][0].losses[0]

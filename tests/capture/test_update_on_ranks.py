@@ -1,4 +1,4 @@
-"""Captured steps with their optimizer against eager FSDP2 on four real ranks: clipping, schedules, checkpoints."""
+"""Captured steps with their optimizer against eager FSDP2 on real ranks: clipping, schedules, checkpoints."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class Training:
         is_simple: whether the captured model is sharded by SimpleFSDP.
         clip: how eager clips, where that is not torch's way.
         eager_optimizer: of eager, where it is another.
+        num_ranks: four where norms or shards without elements are what is tried, else two.
     """
 
     case: str
@@ -49,6 +50,7 @@ class Training:
     is_simple: bool = False
     clip: Callable[[nn.Module, float], object] | None = None
     eager_optimizer: Callable[..., Optimizer] | None = None
+    num_ranks: int = 2
 
 
 def clip_by_sum_of_squares(model: nn.Module, clip_norm: float) -> None:
@@ -65,12 +67,18 @@ def clip_by_sum_of_squares(model: nn.Module, clip_norm: float) -> None:
 
 
 TRAININGS = {
-    "tied": Training("tied", LISTS),
-    "hybrid_clipped": Training("hybrid", partial(SGD, foreach=True, momentum=0.9, nesterov=True), 0.5),
-    "tensor_parallel_clipped": Training("tensor_parallel_fp32_reduce", partial(AdamW, foreach=False), 0.5),
+    "tied": Training("tied", LISTS, num_ranks=4),
+    "hybrid_clipped": Training(
+        "hybrid", partial(SGD, foreach=True, momentum=0.9, nesterov=True), 0.5, num_ranks=4
+    ),
+    "tensor_parallel_clipped": Training(
+        "tensor_parallel_fp32_reduce", partial(AdamW, foreach=False), 0.5, num_ranks=4
+    ),
     "unused": Training("unused", partial(Adagrad, foreach=True, lr_decay=0.1)),
     "simple_tied_clipped": Training("tied", partial(AdamW, fused=True), 0.5, is_simple=True),
-    "simple_hybrid": Training("hybrid", partial(Adam, amsgrad=True, maximize=True), is_simple=True),
+    "simple_hybrid": Training(
+        "hybrid", partial(Adam, amsgrad=True, maximize=True), is_simple=True, num_ranks=4
+    ),
 }
 CONTROLS = {
     "other_eps": Training("tied", LISTS, eager_optimizer=partial(AdamW, foreach=True, eps=1.1e-8)),
@@ -182,10 +190,14 @@ def train_all() -> dict[str, Outcome]:
     """Runs on every rank."""
     outcomes = {}
     for name, training in (TRAININGS | CONTROLS).items():
+        if training.num_ranks != torch.distributed.get_world_size():
+            continue
         try:
             outcomes[name] = train(training)
         except Exception:
             outcomes[name] = Outcome(error=traceback.format_exc())
+    if torch.distributed.get_world_size() != NUM_RANKS:
+        return outcomes
     for name in ("tied", "hybrid"):
         outcomes[f"other_norms_{name}"] = capture_with_other_norms(name)
     outcomes["other_norms_unchecked"] = capture_with_other_norms("tied", check=False)
@@ -211,15 +223,15 @@ def capture_with_other_norms(name: str, *, check: bool = True) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, Outcome]]:
-    return run_ranks(train_all, NUM_RANKS, timeout=300.0)
+def outcomes() -> dict[str, list[Outcome]]:
+    launches = [run_ranks(train_all, num_ranks, timeout=300.0) for num_ranks in (NUM_RANKS, 2)]
+    return {name: [each[name] for each in ranks] for ranks in launches for name in ranks[0]}
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", TRAININGS)
-def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    for rank, ranks_outcomes in enumerate(outcomes):
-        outcome = ranks_outcomes[name]
+def test_equals_eager(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    for rank, outcome in enumerate(outcomes[name]):
         assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
         assert len(outcome.losses) == NUM_STEPS
         assert not outcome.has_gradients
@@ -227,8 +239,8 @@ def test_equals_eager(name: str, outcomes: list[dict[str, Outcome]]) -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", TRAININGS)
-def test_update_moves_unless_it_clips(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    outcome = outcomes[0][name]
+def test_update_moves_unless_it_clips(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    outcome = outcomes[name][0]
     if TRAININGS[name].clip_norm is None:
         assert (outcome.num_parts, outcome.notes) == (1, ())
     else:
@@ -238,8 +250,8 @@ def test_update_moves_unless_it_clips(name: str, outcomes: list[dict[str, Outcom
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", TRAININGS)
-def test_every_update_is_proved(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    for outcome in (each[name] for each in outcomes):
+def test_every_update_is_proved(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    for outcome in outcomes[name]:
         assert not outcome.unproved
         updates = [each for each in outcome.proved if each.startswith("parameter ")]
         assert bool(updates) == (TRAININGS[name].clip_norm is None)
@@ -247,21 +259,21 @@ def test_every_update_is_proved(name: str, outcomes: list[dict[str, Outcome]]) -
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CONTROLS)
-def test_control_differs(name: str, outcomes: list[dict[str, Outcome]]) -> None:
-    assert not any(ranks_outcomes[name].error for ranks_outcomes in outcomes)
-    assert not all(ranks_outcomes[name].is_equal for ranks_outcomes in outcomes)
-    assert outcomes[0][name].losses[0]
+def test_control_differs(name: str, outcomes: dict[str, list[Outcome]]) -> None:
+    assert not any(each.error for each in outcomes[name])
+    assert not all(each.is_equal for each in outcomes[name])
+    assert outcomes[name][0].losses[0]
 
 
 @pytest.mark.multiprocess
-def test_refuses_other_norms_on_all_ranks(outcomes: list[dict[str, Outcome]]) -> None:
+def test_refuses_other_norms_on_all_ranks(outcomes: dict[str, list[Outcome]]) -> None:
     named = (
         "{}: ranks {} and {} capture one step with different clip_norm: 1.0 and 2.0. Give all ranks the same"
     )
     elsewhere = "capture: other ranks were given different clip_norm; their messages say which"
 
     def errors(name: str) -> list[str]:
-        return [each[f"other_norms_{name}"].error for each in outcomes]
+        return [each.error for each in outcomes[f"other_norms_{name}"]]
 
     assert errors("tied") == [named.format("capture", 0, 3)] * NUM_RANKS
     assert errors("unchecked") == [named.format("step", 0, 3)] * NUM_RANKS  # one rank may capture for others

@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STEP = re.compile(
     r"<!-- (?P<verb>file|edit|append|run)(: (?P<path>\S+))? -->\n```\w+\n(?P<text>.*?)```\n", re.DOTALL

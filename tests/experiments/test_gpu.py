@@ -54,6 +54,7 @@ def test_what_a_cpu_cannot_do_is_skipped() -> None:
         cuda_graphs("cpu", 4)
 
 
+@pytest.mark.slow
 def test_hashes() -> None:
     is_right, found = hashes("cpu", 4)
     assert is_right

@@ -15,6 +15,8 @@ from experiments.mutants.judge import KINDS, Judged, complaints, judge, mutants_
 from experiments.mutants.running import run
 from graphpasses.graph import WAIT, Stage, argument, find_collectives
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 BY_NAME = {source.name: source for source in SOURCES}
 HYBRID, RANDOM = "FSDP2, HSDP, a layer twice", "FSDP2, recomputed dropout"

@@ -1,4 +1,4 @@
-"""Models, ``fully_shard`` calls and reductions, trained by eager FSDP2 and by captured steps on four real ranks."""
+"""Models, ``fully_shard`` calls and reductions, trained by eager FSDP2 and by captured steps on real ranks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from graphpasses.analysis.parameter_collectives import collective_ranks
 from graphpasses.fsdp import diff_layouts, eager_layout
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.graph import TrainGraph, is_collective
+from graphpasses.parity.launch import run_ranks
 from tests.helpers.fsdp2_cases import HAS_DTYPES_BY_PARAMETER
 from tests.helpers.models import (
     Even,
@@ -57,7 +58,11 @@ LAYER = LAYERS[:1]
 
 @dataclass(frozen=True)
 class Case:
-    """One model, its ``fully_shard`` calls before the root's, and how gradients are reduced."""
+    """One model, its ``fully_shard`` calls before the root's, and how gradients are reduced.
+
+    It has four ranks where the order of addition, factors, a second axis, or shards without elements are what is
+    tried, else two.
+    """
 
     build: Callable[[], nn.Module] = LanguageModel
     calls: Sequence[Sequence[str]] = LAYERS
@@ -72,6 +77,7 @@ class Case:
     disable: tuple[str, ...] = ()
     is_nccl: bool = False
     is_reversed: bool = False
+    num_ranks: int = 2
     is_rounded: bool = False  # as SimpleFSDP rounds, and FSDP2 from torch 2.15 on does not
 
     @cached_property
@@ -86,7 +92,7 @@ class Case:
             group = dist.new_group(backend="nccl_sim")
             # A name of its own: DTensor's caches take meshes of equal ranks and names for one, groups apart.
             return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("nccl",))
-        return make_mesh(hybrid=self.hybrid)
+        return make_mesh(dist.get_world_size(), hybrid=self.hybrid)
 
     def batch(self, seed: int) -> Batch:
         if self.tensor_parallel:
@@ -95,43 +101,47 @@ class Case:
 
 
 CASES = {
-    "tied": Case(calls=(*LAYERS, ("emb", "norm", "head"))),
+    "tied": Case(calls=(*LAYERS, ("emb", "norm", "head")), num_ranks=4),
     "resharded": Case(reshard_after_forward=None),
     "recomputed": Case(Recomputed, reshard_after_forward=None),
     "three_uses": Case(Reused, [["block"], ["mixers.0", "mixers.1", "mixers.2"]]),
     "interleaved": Case(Interleaved, [["mixer"]]),
     "two_names": Case(TwoNames, [["layers.0"]]),
-    "frozen": Case(frozen),
+    "frozen": Case(frozen, num_ranks=4),
     "unused": Case(Unused),
-    "hybrid": Case(hybrid=True, num_backwards=2),
-    "tensor_parallel": Case(Parallel, reshard_after_forward=None, tensor_parallel=True, num_backwards=2),
+    "hybrid": Case(hybrid=True, num_backwards=2, num_ranks=4),
+    "tensor_parallel": Case(
+        Parallel, reshard_after_forward=None, tensor_parallel=True, num_backwards=2, num_ranks=4
+    ),
     "tensor_parallel_fp32_reduce": Case(
         partial(Parallel, num_ups=2),
         policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         tensor_parallel=True,
+        num_ranks=4,
     ),
     "tensor_parallel_promoting": Case(
         partial(Parallel, norm=nn.RMSNorm),
         policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         tensor_parallel=True,
+        num_ranks=4,
     ),
-    "shard_1": Case(Even, shard_dim=1),
-    "fp32": Case(Short, LAYER, MixedPrecisionPolicy()),
+    "shard_1": Case(Even, shard_dim=1, num_ranks=4),
+    "fp32": Case(Short, LAYER, MixedPrecisionPolicy(), num_ranks=4),
     "mixed_dtypes": Case(mixed_dtypes, [["layers.0", "layers.1"]], MixedPrecisionPolicy()),
     "fp32_reduce": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float32), num_backwards=2),
     "promoting": Case(Promoting, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "promoting_twice": Case(PromotingTwice, policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     "no_reduce_dtype": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16)),
-    "fp16_reduce": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float16)),
+    "fp16_reduce": Case(Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float16), num_ranks=4),
     "hybrid_fp16_reduce": Case(
-        Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float16), hybrid=True
+        Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float16), hybrid=True, num_ranks=4
     ),
-    "factor_one_sum": Case(Short, LAYER, factor=1.0, force_sum=True),
-    "factor_world": Case(Short, LAYER, factor=4.0),
+    "factor_one_sum": Case(Short, LAYER, factor=1.0, force_sum=True, num_ranks=4),
+    "factor_world": Case(Short, LAYER, factor=4.0, num_ranks=4),
     # Long enough for two NCCL rings, whose order of addition depends on the place in the buffer.
-    "nccl_order": Case(Wide, [["layers.0"]], is_nccl=True),
+    "nccl_order": Case(Wide, [["layers.0"]], is_nccl=True, num_ranks=4),
     # As torchtitan shards: FSDP2 asks for PREMUL_SUM by one.
-    "nccl_factor_one": Case(Wide, [["layers.0"]], is_nccl=True, factor=1.0),
+    "nccl_factor_one": Case(Wide, [["layers.0"]], is_nccl=True, factor=1.0, num_ranks=4),
 }
 
 
@@ -220,16 +230,14 @@ class Outcome:
         return not self.error and all(self.losses) and not any(self.gradients + self.weights)
 
 
-def check_equals_eager(outcomes: list[dict[str, Outcome]], name: str, num_losses: int) -> None:
+def check_equals_eager(outcomes: list[Outcome], num_losses: int) -> None:
     """Checks that a case has eager's bits on all ranks.
 
     Args:
-        outcomes: of each rank, by case.
-        name: of the case.
+        outcomes: of each rank.
         num_losses: how many were to be compared.
     """
-    for rank, of_rank in enumerate(outcomes):
-        outcome = of_rank[name]
+    for rank, outcome in enumerate(outcomes):
         assert outcome.is_equal, f"rank {rank}: {outcome.error or outcome}"
         assert len(outcome.losses) == num_losses
 
@@ -309,3 +317,21 @@ def each_outcome(train: Callable[[str], Outcome], names: Iterable[str]) -> dict[
         except Exception:
             outcomes[name] = Outcome(error=traceback.format_exc())
     return outcomes
+
+
+def of_this_world(cases: dict[str, Case]) -> list[str]:
+    """Names the cases that are trained on as many ranks as there are."""
+    return [name for name, case in cases.items() if case.num_ranks == dist.get_world_size()]
+
+
+def outcomes_by_case(
+    train_all: Callable[[], dict[str, Outcome]], *nums_ranks: int
+) -> dict[str, list[Outcome]]:
+    """Returns the outcomes of all ranks by case.
+
+    Args:
+        train_all: trains what is trained on as many ranks as there are, and returns this rank's outcomes by case.
+        nums_ranks: numbers of ranks, each of which is launched.
+    """
+    launches = [run_ranks(train_all, num_ranks, timeout=300.0) for num_ranks in nums_ranks]
+    return {name: [each[name] for each in ranks] for ranks in launches for name in ranks[0]}

@@ -16,6 +16,8 @@ from graphpasses.parity.bisection import locate_task
 from graphpasses.parity.training import load_task
 from graphpasses.simulate import Topology
 
+pytestmark = pytest.mark.slow
+
 TASK = """
 from dataclasses import dataclass, replace
 import torch

@@ -346,6 +346,7 @@ def test_uuid_follows_every_source_that_a_pass_runs(tmp_path: Path, monkeypatch:
     assert uuids[0] == uuids[2] != uuids[1]
 
 
+@pytest.mark.slow
 def test_uuid_follows_the_sources_of_graphpasses(tmp_path: Path) -> None:
     """An edited file of graphpasses, here another than the pass's own, gives its passes other digests."""
     copied = tmp_path / "graphpasses"
@@ -357,7 +358,7 @@ def test_uuid_follows_the_sources_of_graphpasses(tmp_path: Path) -> None:
         return subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
 
     before = uuid()
-    assert before == uuid() == f"{PrefetchCollectives().uuid()}\n"
+    assert before == f"{PrefetchCollectives().uuid()}\n"
     helper = copied / "analysis" / "levels.py"
     helper.write_text(f"{helper.read_text()}# edited\n")
     assert uuid() != before

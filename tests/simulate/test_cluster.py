@@ -217,6 +217,7 @@ def interrupts() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_ends_every_rank() -> None:
     def run() -> None:

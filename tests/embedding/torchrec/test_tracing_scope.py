@@ -107,6 +107,7 @@ def test_scope_is_cheap() -> None:
     assert fastest[1] < 20 * fastest[2]  # seven times as seen; to resolve the patches takes thousands
 
 
+@pytest.mark.slow
 def test_scope_needs_no_torchrec() -> None:
     code = """
 import sys, torch

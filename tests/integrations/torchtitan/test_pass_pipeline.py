@@ -23,7 +23,7 @@ from graphpasses.parity import compare_runs, read_run
 from graphpasses.parity.launch import run_ranks
 from tests.helpers.models import LanguageModel
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Case:
 # experiments/graph_trainer_parity has more models and steps.
 CASES = {
     "sharded": {
-        "llama3 tied": Case(Recipe("llama3", tied=True, num_layers=2)),
+        "llama3 tied": Case(Recipe("llama3", tied=True, num_layers=1)),
         # A control: as traced, a tied weight's gradients are reduced one by one, and then added.
-        "no passes": Case(Recipe("llama3", tied=True, num_layers=2), has_passes=False),
-        "chunked loss": Case(Recipe("llama3", tied=True, chunked_loss=True, num_layers=2)),
+        "no passes": Case(Recipe("llama3", tied=True, num_layers=1), has_passes=False),
+        "chunked loss": Case(Recipe("llama3", tied=True, chunked_loss=True, num_layers=1)),
         "accumulated": Case(
-            Recipe("llama3", tied=True, chunked_loss=True, num_layers=2, global_batch_size=8)
+            Recipe("llama3", tied=True, chunked_loss=True, num_layers=1, global_batch_size=8)
         ),
     },
     # By itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
@@ -52,7 +52,7 @@ CASES = {
         "deepseek_v3": Case(Recipe("deepseek_v3", num_layers=2, expert_parallel=2)),
     },
     "sharded × tensor parallel": {
-        "llama3": Case(Recipe("llama3", num_layers=2, tensor_parallel=2)),
+        "llama3": Case(Recipe("llama3", num_layers=1, tensor_parallel=2)),
         # Its loss is a DTensor.
         "chunked loss": Case(Recipe("llama3", num_layers=1, chunked_loss=True, tensor_parallel=2)),
     },

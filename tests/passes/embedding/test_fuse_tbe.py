@@ -41,6 +41,8 @@ from tests.helpers.tables import (  # isort: skip
 from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
+pytestmark = pytest.mark.slow
+
 ELSEWHERE = (
     "is left alone: the model also reads its tables elsewhere; joint updates of a row change the result"
 )

@@ -20,6 +20,8 @@ from graphpasses.passes.runner import Pipeline
 from tests.helpers.kept import Keep, targets, two_tables
 from tests.helpers.models import same_bits
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 BOUNDS_CHECK = torch.ops.fbgemm.bounds_check_indices.default
