@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["after_forward", "before_forward", "will_rebuild_buckets"]
+__all__ = ["after_forward", "before_forward", "orders_buckets", "running_ddp"]
 
 
 def before_forward(ddp: DistributedDataParallel) -> None:
@@ -22,9 +22,19 @@ def after_forward(ddp: DistributedDataParallel, outputs: Any) -> Any:
     return post_forward(outputs)
 
 
-def will_rebuild_buckets(ddp: DistributedDataParallel) -> bool:
-    """Returns whether the order in which gradients come in this step may become the order of its buckets."""
-    return (
+def running_ddp() -> DistributedDataParallel | None:
+    """Returns the innermost module whose forward runs now."""
+    find: Any = DistributedDataParallel._get_active_ddp_module
+    active: DistributedDataParallel | None = find()
+    return active
+
+
+def orders_buckets(ddp: DistributedDataParallel) -> bool:
+    """Whether the order in which gradients come in this step decides how more than two ranks add them.
+
+    It may become the order of the module's buckets, as it does in the first two or three steps.
+    """
+    return bool(ddp.process_group.size() > 2) and (
         torch.is_grad_enabled()
         and ddp.require_backward_grad_sync
         and not ddp._has_rebuilt_buckets

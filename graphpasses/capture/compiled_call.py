@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from graphpasses._torch.compile_backend import uncompiled
+from graphpasses._torch.ddp import orders_buckets, running_ddp
 from graphpasses._torch.dynamo import BackendCompilerFailed
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
@@ -26,7 +27,10 @@ _RUNNING: ContextVar[CompiledCall | None] = ContextVar("_RUNNING", default=None)
 
 
 class CompiledCall:
-    """Calls a compiled function; where TorchRec is loaded, as its models need it.
+    """Calls a compiled function, as TorchRec's models and DistributedDataParallel need it.
+
+    A compiled backward hands all gradients over at once. Where their order is to become that of the buckets of a
+    DistributedDataParallel, in the model or around it, eager runs.
 
     Args:
         options: what the user gave ``torch.compile``.
@@ -42,6 +46,11 @@ class CompiledCall:
         self._modules = find_modules(root)
         self.model = self._modules[0] if len(self._modules) == 1 else nn.ModuleList(self._modules)
         self.remembered: dict[Hashable, Any] = {}  # from one compilation to the next
+        self._has_ddp = any(
+            isinstance(module, nn.parallel.DistributedDataParallel)
+            for each in self._modules
+            for module in each.modules()
+        )
         self._is_checked = False
         self._torchrec: ModelCall | None = None
 
@@ -66,7 +75,9 @@ class CompiledCall:
         token = _RUNNING.set(self)
         try:
             with record_graph_breaks() as graph_breaks:
-                if "torchrec" not in sys.modules:
+                if (around := running_ddp()) is not None and orders_buckets(around):
+                    return uncompiled(self._compiled)(*args, **kwargs)
+                if "torchrec" not in sys.modules and not self._has_ddp:
                     return self._compiled(*args, **kwargs)
                 if self._torchrec is None:
                     self._torchrec = _torchrec_call(self._modules, self._compiled)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from graphpasses._torch.ddp import after_forward, before_forward, will_rebuild_buckets
+from graphpasses._torch.ddp import after_forward, before_forward, orders_buckets
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.alias_tensors import alias_tensors
 
@@ -43,7 +43,7 @@ class DDPCalls:
         decides the order in which more than two ranks' gradients are added.
         """
         modules = self.modules if self._used is None else self._used
-        return any(map(_orders_buckets, modules))
+        return any(map(orders_buckets, modules))
 
     def find(self, ddp: DistributedDataParallel) -> None:
         """Looks for a module once more: ``DistributedModelParallel.init_data_parallel()`` may come after a call.
@@ -62,7 +62,7 @@ class DDPCalls:
                 "to, so that its gradients would not be reduced; compile the module itself, or a method or closure "
                 "of what holds it"
             )
-        if _orders_buckets(ddp):
+        if orders_buckets(ddp):
             raise UnsupportedError(
                 f"a DistributedDataParallel was put around {name} after the first call of the compiled model, and on "
                 "more than two ranks its first steps must run as in eager: call init_data_parallel() before it"
@@ -187,11 +187,6 @@ def _find(roots: Sequence[nn.Module]) -> tuple[DistributedDataParallel, ...]:
                 "compiled: its hooks cast parameters outside of the graph; use torch.autocast in the module instead"
             )
     return ddps
-
-
-def _orders_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether the order in which gradients come in the next step decides how more than two ranks add them."""
-    return bool(ddp.process_group.size() > 2) and will_rebuild_buckets(ddp)
 
 
 def modules_and_lookups(root: nn.Module) -> Iterator[nn.Module]:

@@ -1,7 +1,8 @@
-"""What happens around each call of a compiled TorchRec model."""
+"""What happens around each call of a compiled model of TorchRec, or with DistributedDataParallel in it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class ModelCall:
             ValueError: in the first call: the lengths of a key-jagged tensor do not fit its values.
         """
         is_first = self._ddp is None
-        if is_first:
+        if is_first and "torchrec" in sys.modules:
             load_fbgemm()
         if self.ddp.needs_eager_step() or (is_first and needs_eager_call(self._modules)):
             with tracing_scope(), self.ddp.call():
