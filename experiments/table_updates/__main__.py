@@ -92,7 +92,7 @@ def time_steps(
         "captured, fused updates": lambda index: fused(*given[index]),
     }
     timings = time_rounds(variants, num_rounds, pause_gc=True, cpu_time=True)
-    assert len(fused.variants) == 1
+    assert len(fused.captures) == 1
     return timings
 
 

@@ -264,10 +264,11 @@ class TrainGraph:
         raise CaptureError(f"a {self.stage.value} graph is run by the compiled model, not by itself")
 
     def copy(self) -> Self:
-        """Returns a graph that can be rewritten without changing this one; tensors and model are shared."""
+        """Returns a graph that can be rewritten, with its update, apart from this; tensors and model are shared."""
         return replace(
             self,
             module=lazy_module(self.module, copy_graph(self.graph)),
+            update=None if self.update is None else self.update.copy(),
             report=None,
             notes=[],
         )

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
+from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.optimizers import note_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, InputKind
@@ -64,6 +65,10 @@ class Update:
                     "set it to None before the step"
                 )
         return is_complete
+
+    def copy(self) -> Update:
+        """Returns an update whose graph can be rewritten without changing this one's."""
+        return replace(self, module=lazy_module(self.module, copy_graph(self.module.graph)))
 
     def moved_into(self, step: fx.GraphModule) -> Update:
         """Returns what says of a step that its own graph has the update in it."""

@@ -26,9 +26,14 @@ def constant(values: Values, dtype: torch.dtype | None, value: Any) -> int:
     return values.source(("constant", dtype, *filled(dtype, value)))
 
 
-@functools.cache
-def filled(dtype: torch.dtype, value: Any) -> tuple[str, Any]:
+def filled(dtype: torch.dtype | None, value: Any) -> tuple[str, Any]:
     """Returns a constant as text, since 0.0 equals -0.0, and as a number if it equals itself."""
+    return _filled(dtype, *freeze(value))  # type: ignore[misc]
+
+
+@functools.cache
+def _filled(dtype: torch.dtype, kind: type, bits: Any) -> tuple[str, Any]:
+    value = float.fromhex(bits) if kind is float else bits
     with outside_tracing():
         number = torch.full((), value, dtype=dtype, device="cpu").item()
     return repr(number), number if number == number else None

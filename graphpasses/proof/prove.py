@@ -15,7 +15,6 @@ from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph
 from graphpasses.graph.certificate import Certificate
-from graphpasses.graph.update import Update
 from graphpasses.proof import axioms, eager_gradients
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
 from graphpasses.proof.eager_gradients import EagerGradients
@@ -106,8 +105,8 @@ def prove_as(
         facts = Facts(before.graph)
         one = evaluate(before, values, facts)
         two = evaluate(after, values, Facts(after.graph, facts))
-        if after.update is not None and after.update.is_in_step:
-            one.written |= _updates(before, after.update, values, two)
+        for graph, found in ((before, one), (after, two)):
+            found.written |= _updates(graph, values, two)
     _refuse_chance(subject, one, two)
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
@@ -121,13 +120,20 @@ def prove_as(
     )
 
 
-def _updates(before: TrainGraph, update: Update, values: Values, two: Evaluated) -> dict[str, Value]:
-    """Returns what the update that was captured makes of the gradients of a step that has the update in it."""
-    if before.update is not None and before.update.is_in_step:
+def _updates(graph: TrainGraph, values: Values, two: Evaluated) -> dict[str, Value]:
+    """Returns what a step's update writes that is not in its own graph, of the gradients of the rewritten step.
+
+    That these are eager's is proved beside it.
+    """
+    update = graph.update
+    if update is None or update.is_in_step:
         return {}
-    graph = replace_fields(before, module=update.module, inputs=update.inputs, outputs=())
-    given = {fqn: two.outputs[f"the gradient of {fqn!r}"] for fqn in update.gradients}
-    return evaluate(graph, values, Facts(graph.graph), given).written
+    names = {fqn: f"the gradient of {fqn!r}" for fqn in update.gradients}
+    if any(two.outputs.get(name) is None for name in names.values()):  # which is told by itself
+        return {}
+    graph = replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
+    given = {fqn: two.outputs[name] for fqn, name in names.items()}
+    return evaluate(graph, values, Facts(update.module.graph), given).written
 
 
 def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:
@@ -240,10 +246,15 @@ class _Proof:
                 self._found.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
-        if one is two:
+        if one is two and not self._lost_another(name):
             self.proved.append(name)
             return
         reason = self._unlike_eager(name, two)
+        if one is two and reason != "":
+            self._found.append(
+                (name, Difference(None, self._two.nodes.get(name), "the gradient of another use is lost"))
+            )
+            return
         if reason and self._eager is not None and self._eager.is_apart(_parameter_of(name)):
             self.unproved.append((name, "uses of it are reduced apart, in several buckets"))
             return
@@ -275,6 +286,11 @@ class _Proof:
             self.unproved.append((name, f"no rule looks into {unknown}: {found}"))
         else:
             self._found.append((name, found))
+
+    def _lost_another(self, name: str) -> bool:
+        """Whether another output of the same gradient, of a tied parameter, is lost: this one must have the total."""
+        others = [other for other in self._one.outputs if other.startswith(f"{name} (")]
+        return any(self._two.outputs.get(other) is None for other in others)
 
     def _rests_on_others(self, found: Difference) -> str:
         """Returns what ranks tell each other, of all that a value is made of, so that no rule follows it; or nothing.

@@ -89,7 +89,7 @@ def test_trains_as_eager_up_to_rounding(name: str, is_weighted: bool) -> None:
         torch.testing.assert_close(losses[0], losses[1].detach(), rtol=1e-6, atol=0)
         for scheduler in schedulers:
             scheduler.step()
-    assert len(step.variants) == 1
+    assert len(step.captures) == 1
 
     def is_close(a: int, b: int) -> bool:
         pairs = zip(

@@ -1,0 +1,103 @@
+"""What of a step is proved beside its outputs: the optimizer's step, totals of tied gradients, signs of zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.capture import capture_train_step, simple_fsdp
+from graphpasses.errors import ProofError
+from graphpasses.graph import CapturedStep
+from graphpasses.proof.prove import prove
+
+X = torch.ones(2, 4)
+aten = torch.ops.aten
+
+
+def refused(before: CapturedStep, after: CapturedStep) -> str:
+    with pytest.raises(ProofError) as caught:
+        prove(before, after)
+    return str(caught.value)
+
+
+# ---- the optimizer's step ------------------------------------------------------------------------------
+
+
+def updating() -> CapturedStep:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return capture_train_step(lambda model, x: model(x).square().mean(), model, X, optimizer=optimizer)
+
+
+def change_eps(graph: fx.Graph) -> None:
+    node = next(node for node in graph.nodes if "add" in str(node.target) and isinstance(node.args[1], float))
+    node.args = (node.args[0], 1.0)
+
+
+def divide_twice(graph: fx.Graph) -> None:
+    node = next(node for node in graph.nodes if "addcdiv" in str(node.target))
+    with graph.inserting_after(node):
+        graph.node_copy(node).meta = dict(node.meta)
+
+
+@pytest.mark.parametrize("change", [change_eps, divide_twice])
+def test_a_changed_update(change: Callable[[fx.Graph], None]) -> None:
+    step = updating()
+    other = step.copy()
+    assert "parameter weight" in prove(step, other).proved
+    assert other.update is not None
+    change(other.update.module.graph)
+    assert refused(step, other).startswith("the rewritten step changes parameter weight")
+    assert "parameter weight" in prove(step, step.copy()).proved  # the pass did not reach the captured one
+
+
+def test_a_lost_update() -> None:
+    step = updating()
+    other = step.copy()
+    other.update = None
+    assert "it is lost" in refused(step, other)
+
+
+# ---- totals --------------------------------------------------------------------------------------------
+
+
+def test_one_of_two_gradients_of_a_tied_parameter_is_lost() -> None:
+    with fake_process_group(2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
+        model[2].weight = model[0].weight
+        model = simple_fsdp(model, dist.init_device_mesh("cpu", (2,)), param_dtype=torch.bfloat16)
+        step = capture_train_step(lambda model, x: model(x).square().mean(), model, X)
+        first, second = step.gradient_slots()["0.weight"]
+        for lost in (first, second):
+            other = step.copy()
+            assert prove(step, other).proved
+            other.set_output(lost, None)
+            assert "the gradient of '0.weight'" in refused(step, other)
+
+
+# ---- signs of zeros ------------------------------------------------------------------------------------
+
+
+def padded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (1 / nn.functional.pad(model(x), (1, 1))).sum() + torch.zeros(3).sum()
+
+
+@pytest.mark.parametrize("target", [aten.constant_pad_nd.default, aten.zeros.default])
+def test_minus_zero_is_not_zero(target: torch._ops.OpOverload) -> None:
+    step = capture_train_step(padded, nn.Linear(4, 4), X)
+    other = step.copy()
+    node = next(iter(other.graph.find_nodes(op="call_function", target=target)))
+    with other.graph.inserting_after(node):
+        args = (node.args[0], -0.0) if target is aten.zeros.default else (*node.args[:2], -0.0)
+        call = aten.full.default if target is aten.zeros.default else target
+        new = other.graph.call_function(call, args, {**node.kwargs} if call is not target else {})
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    other.graph.erase_node(node)
+    assert "the constant 0.0 became the constant -0.0" in refused(step, other)
