@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.group_ranks import group_ranks
-from graphpasses._torch.operator_facts import Where
-from graphpasses._torch.operator_stream import OperatorStream, SeenCall, SeenTensor
+from graphpasses._torch.operator_stream import OperatorStream
+from graphpasses._torch.recorded_operator import Operator, Value, Where
 
 __all__ = ["GATHER", "REDUCE", "fsdp2_streamed"]
 
@@ -93,8 +93,8 @@ def _report(
     stream: OperatorStream,
     operator: str,
     parameter: FSDPParam,
-    inputs: tuple[SeenTensor, ...],
-    output: SeenTensor,
+    inputs: tuple[Value, ...],
+    output: Value,
 ) -> None:
     fqn = parameter._param_fqn or parameter._module_info.param_name
     ranks = [list(group_ranks(group._reduce_scatter_process_group))]
@@ -102,10 +102,9 @@ def _report(
         ranks.append(list(group_ranks(group._all_reduce_process_group)))
     options = (f"gradient_divide_factor={group.gradient_divide_factor}",) if operator == REDUCE else ()
     stream.report(
-        SeenCall(
+        Operator(
             operator=operator,
             where=Where(fqn.rpartition(".")[0], None, in_backward=operator == REDUCE),
-            node="",
             arguments=(fqn, *(f"ranks={each}" for each in ranks), *options),
             inputs=inputs,
             outputs=(output,),

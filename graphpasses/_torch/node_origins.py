@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from graphpasses._torch.operator_facts import NOT_THE_USERS, Where
+from graphpasses._torch.operator_facts import NOT_THE_USERS
+from graphpasses._torch.recorded_operator import Where
 
 __all__ = ["MODULE_FQN", "NodesOfFrames", "origin_of"]
 

@@ -24,11 +24,8 @@ from torch.utils._python_dispatch import (
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.operator_facts import (
     NOT_THE_USERS,
-    Call,
     TensorFacts,
-    Where,
     facts_of_value,
-    known_number,
     known_numbers,
     memory_of,
     numbers_of,
@@ -43,13 +40,13 @@ from graphpasses._torch.operator_rules import (
     computes_nothing,
     copies_nothing,
     one_hot,
-    one_spelling,
     with_sources,
     writes_first,
 )
+from graphpasses._torch.recorded_operator import Operator, Where
 from graphpasses._torch.tracing import outside_tracing
 
-__all__ = ["OperatorCalls"]
+__all__ = ["FORMULA", "OperatorCalls"]
 
 _WRAPPERS = 2  # functions that keep Dynamo from a mode: of `_fn` and `inner`. Tested: 2.13.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -62,6 +59,8 @@ _CALLERS = {
         for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
     ),
 }
+FORMULA = -1
+"""The position of calls of autograd's formulas, where these are not recorded."""
 _CALL_MODULE = nn.Module._wrapped_call_impl.__code__
 
 
@@ -80,6 +79,7 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: the model that the block runs.
         names: tensors from outside, by names that two records of one step share.
+        formulas: whether to record what autograd's formulas in C++ call.
         only_undo: record no calls, only what :meth:`undo` needs.
 
     Example:
@@ -93,11 +93,17 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(
-        self, model: nn.Module, names: Mapping[str, torch.Tensor], *, only_undo: bool = False
+        self,
+        model: nn.Module,
+        names: Mapping[str, torch.Tensor],
+        *,
+        formulas: bool = True,
+        only_undo: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._formulas = formulas
         self._only_undo = only_undo
-        self.calls: list[Call] = []
+        self.calls: list[Operator] = []
         self._modules = {id(module): fqn for fqn, module in reversed([*model.named_modules()])}
         self._origins: dict[int, str | tuple[int, int]] = {}
         self._kept: list[StorageWeakRef] = []  # so that no other memory gets the address of one that is freed
@@ -116,6 +122,13 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def undo_to(self, generator: torch.Generator, state: torch.Tensor) -> None:
         """Lets :meth:`undo` give a generator another state than it had at its first use."""
         self._generators[id(generator)] = generator, state
+
+    def as_it_is(self, result: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns what a tensor holds now, also after :meth:`undo`."""
+        is_written = result is not None and any(
+            memory_of(each) in self._saved for each in read_tensors(result)
+        )
+        return result.clone() if result is not None and is_written else result
 
     def undo(self) -> None:
         """Writes back what tensors and generators from outside held before the block."""
@@ -142,14 +155,7 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.record(func, args, kwargs or {}, sys._getframe(_WRAPPERS + 1))
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
-        """Calls an operator, and records it.
-
-        Args:
-            func: the operator.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            caller: what calls it.
-        """
+        """Calls an operator, and records it."""
         if self._only_undo:
             self._save(func, args, kwargs)
             return func(*args, **kwargs)
@@ -164,6 +170,10 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             results = func(*args, **kwargs)
             self._trace_origins(func, args, kwargs, results, None)
             return results
+        if where.in_backward and where.by_torch and not self._formulas:
+            results = func(*args, **kwargs)
+            self._trace_origins(func, args, kwargs, results, FORMULA)
+            return results
         inputs = (
             (numbers_of(args[0]),)
             if func is LIFT_FRESH
@@ -172,17 +182,16 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **kwargs)
         self._trace_origins(func, args, kwargs, results, len(self.calls))
         operator = str(func)
-        if where.by_torch and not (writes_first(func) and isinstance(self._origin(args[0]), str)):
-            operator, inputs = one_spelling(func, inputs)
-            if writes_first(func):  # whoever read this memory before, and does so again, reads something else
-                self._made(args[0], (len(self.calls), 0))
+        if where.by_torch and writes_first(func) and not isinstance(self._origin(args[0]), str):
+            operator = operator.replace("_.", ".", 1)
+            self._made(args[0], (len(self.calls), 0))  # whoever reads this memory again reads something else
         flat = results if isinstance(results, (tuple, list)) else (results,)
-        self.calls.append(Call(operator, inputs, tuple(map(self._facts, flat)), where))
+        self.calls.append(Operator(operator, where, inputs, tuple(map(self._facts, flat))))
         if (found := one_hot(self.calls)) is not None:
             ids, num_calls = found
             del self.calls[-num_calls:]
             self._made(results, (len(self.calls), 0))
-            self.calls.append(Call("aten.one_hot.default", (ids,), (self._facts(results),), where))
+            self.calls.append(Operator("aten.one_hot.default", where, (ids,), (self._facts(results),)))
         return results
 
     def _trace_origins(
@@ -231,7 +240,7 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 is_strided = value.layout == torch.strided
                 return TensorFacts(
                     self._origin(value),
-                    known_number(value.storage_offset()) if is_strided else None,
+                    known_numbers((value.storage_offset(),))[0] if is_strided else None,
                     value.dtype,
                     value.device.type,
                     known_numbers(value.shape),
@@ -280,5 +289,5 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             forward.module if module is None else module,
             line or forward.line,
             in_backward=True,
-            by_torch=caller.f_code in _CALLERS,
+            by_torch=module is None and line is None,
         )

@@ -1,4 +1,4 @@
-"""What is recorded of a call of an operator."""
+"""What is compared of the arguments and results of an operator."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ from graphpasses._torch.tracing import outside_tracing
 
 __all__ = [
     "NOT_THE_USERS",
-    "Call",
     "TensorFacts",
-    "Where",
     "facts_of_value",
-    "known_number",
     "known_numbers",
     "leaves",
     "memory_of",
@@ -58,51 +55,8 @@ class TensorFacts:
         return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Where:
-    """From where an operator is called.
-
-    Args:
-        module: FQN of the module whose forward, or whose backward, calls it.
-        line: of the user's code: file, line and function.
-        in_backward: whether autograd's engine calls it.
-        by_torch: whether it is C++ that chose the operator, e.g. a formula of autograd, and no code in Python.
-    """
-
-    module: str
-    line: tuple[str, int, str] | None
-    in_backward: bool
-    by_torch: bool = False
-
-    def __str__(self) -> str:
-        line = " ({}:{} in {})".format(*self.line) if self.line else ""
-        of = f"module {self.module!r}" if self.module else "the model itself"
-        return f"{'backward' if self.in_backward else 'forward'} of {of}{line}"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of an operator.
-
-    Args:
-        operator: its name.
-        inputs: its arguments, keywords last; tensors as :class:`TensorFacts`.
-        outputs: its results.
-        where: from where it is called.
-    """
-
-    operator: str
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    where: Where
-
-
 def read_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the plain tensors that a tensor is made of: itself, or those inside of a subclass.
-
-    Args:
-        value: a tensor, e.g. a DTensor.
-    """
+    """Yields the plain tensors that a tensor is made of: itself, or those inside of a subclass."""
     if is_traceable_wrapper_subclass_type(type(value)):
         for name in value.__tensor_flatten__()[0]:
             inner = getattr(value, name)
@@ -113,11 +67,7 @@ def read_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def numbers_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Returns the first numbers of a tensor that Python made of numbers; None for a fake one.
-
-    Args:
-        tensor: of any shape.
-    """
+    """Returns the first numbers of a tensor that Python made of numbers; None for a fake one."""
     if is_fake(tensor):
         return None
     with outside_tracing():
@@ -125,11 +75,7 @@ def numbers_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def facts_of_value(value: Any) -> Any:
-    """Returns what is compared of an argument that is no tensor and no list.
-
-    Args:
-        value: the argument.
-    """
+    """Returns what is compared of an argument that is no tensor and no list."""
     match value:
         case torch.SymInt() | torch.SymFloat() | torch.SymBool():
             return None
@@ -143,20 +89,12 @@ def facts_of_value(value: Any) -> Any:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Returns the tensors in a value.
-
-    Args:
-        value: one value, or lists and tuples of them.
-    """
+    """Returns the tensors in a value."""
     return (each for each in leaves(value) if isinstance(each, torch.Tensor))
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yields what lists and tuples hold.
-
-    Args:
-        value: one value, or lists and tuples of them.
-    """
+    """Yields what lists and tuples hold."""
     if isinstance(value, (list, tuple)):
         for each in value:
             yield from leaves(each)
@@ -165,29 +103,12 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Returns a number for the memory that a tensor reads, shared by its views.
-
-    Args:
-        tensor: a plain one.
-    """
+    """Returns a number for the memory that a tensor reads, shared by its views."""
     if tensor.layout != torch.strided:
         return -id(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 
-def known_number(value: Any) -> int | None:
-    """Returns a size or a stride; None where it depends on data.
-
-    Args:
-        value: an int, or a symbolic one.
-    """
-    return value if isinstance(value, int) else None
-
-
 def known_numbers(values: Sequence[Any]) -> tuple[int | None, ...]:
-    """Returns sizes or strides; None for each that depends on data.
-
-    Args:
-        values: ints, or symbolic ones.
-    """
+    """Returns sizes or strides; None for each that depends on data."""
     return tuple([value if isinstance(value, int) else None for value in values])

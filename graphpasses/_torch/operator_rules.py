@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives  # registers an operator that is named below. Tested: 2.13.
 
-from graphpasses._torch.operator_facts import Call, leaves
+from graphpasses._torch.operator_facts import leaves
+from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import written_names
 
 __all__ = [
@@ -21,7 +22,6 @@ __all__ = [
     "computes_nothing",
     "copies_nothing",
     "one_hot",
-    "one_spelling",
     "with_sources",
     "writes_first",
 ]
@@ -45,7 +45,6 @@ _QUERIES = (torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.de
 _STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_state.default")
 _ONE_HOT = ["aten.zeros.default", "aten.scatter_.value"]
 _ONE_HOT_TRACED = ["aten.arange.default", "aten.eq.Tensor", "aten._to_copy.default"]
-_ZEROS = "aten.zeros.default"
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _WAITS = (
     torch.ops._c10d_functional.wait_tensor.default,
@@ -55,11 +54,7 @@ _WAITS = (
 
 @cache
 def computes_nothing(func: Any) -> bool:
-    """Whether an operator makes a view, waits, marks or asks.
-
-    Args:
-        func: the operator.
-    """
+    """Whether an operator makes a view, waits, marks or asks."""
     if not isinstance(func, torch._ops.OpOverload) or func is LIFT_FRESH:
         return False
     is_view = bool(func._schema.returns) and all(
@@ -75,10 +70,6 @@ def copies_nothing(func: Any, args: Sequence[Any]) -> bool:
 
     Torch does so before each operator that cannot read such a tensor: in eager also before those that read it as a
     Python number (``x * 1j``), which has no such bit while it is traced.
-
-    Args:
-        func: the operator.
-        args: its arguments.
     """
     return func is torch.ops.aten.clone.default and (args[0].is_conj() or args[0].is_neg())
 
@@ -89,13 +80,10 @@ def accumulates() -> bool:
     return node is not None and node.name() == _ACCUMULATE
 
 
-def one_hot(calls: Sequence[Call]) -> tuple[Any, int] | None:
+def one_hot(calls: Sequence[Operator]) -> tuple[Any, int] | None:
     """Returns what ``F.one_hot`` encodes, and by how many calls, if the last calls are its.
 
     It writes ones into zeros, and compares with all classes where it is traced.
-
-    Args:
-        calls: of a step so far.
     """
     names = [call.operator for call in calls[-3:]]
     if names == _ONE_HOT_TRACED:
@@ -105,34 +93,10 @@ def one_hot(calls: Sequence[Call]) -> tuple[Any, int] | None:
     return None
 
 
-def one_spelling(func: Any, inputs: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Returns name and arguments of a call that torch's C++ makes, which may compute in place or out of place.
-
-    Args:
-        func: the operator.
-        inputs: its arguments, as they are compared.
-    """
-    match func:
-        case torch.ops.aten.new_zeros.default:
-            return _ZEROS, inputs[1:2]
-        case torch.ops.aten.zeros.default:
-            return _ZEROS, inputs[:1]
-        case torch.ops.aten._index_put_impl_.default:
-            return "aten.index_put.default", inputs[:4]  # without that it need not check the indices
-    return str(func).replace("_.", ".", 1) if writes_first(func) else str(func), inputs
-
-
 def with_sources(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any
 ) -> Iterator[tuple[Any, torch.Tensor | None]]:
-    """Yields each result, with the argument whose memory it has according to the operator's schema.
-
-    Args:
-        func: the operator.
-        args: its arguments.
-        kwargs: its keyword arguments.
-        results: what it returned.
-    """
+    """Yields each result, with the argument whose memory it has according to the operator's schema."""
     if func in _WAITS:
         yield results, args[0]
         return
@@ -164,11 +128,7 @@ def _sources(func: Any) -> tuple[tuple[tuple[int, str], ...], ...]:
 
 @cache
 def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
-    """Returns positions and names of the arguments that an operator writes, and of generators.
-
-    Args:
-        func: the operator.
-    """
+    """Returns positions and names of the arguments that an operator writes, and of generators."""
     if not isinstance(func, torch._ops.OpOverload):
         return ()
     return tuple(
@@ -180,11 +140,7 @@ def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def writes_first(func: Any) -> bool:
-    """Whether an operator is the one that does in place, in its first argument, what another does out of place.
-
-    Args:
-        func: the operator.
-    """
+    """Whether an operator is the one that does in place, in its first argument, what another does out of place."""
     if not isinstance(func, torch._ops.OpOverload) or not func._schema.name.endswith("_"):
         return False
     (first, *_), returns = func._schema.arguments, func._schema.returns

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -17,55 +17,16 @@ from graphpasses._torch.eager_calls import EagerCalls, unseen
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.group_ranks import group_ranks, named_group_ranks
 from graphpasses._torch.node_origins import NodesOfFrames, origin_of
-from graphpasses._torch.operator_facts import Where, facts_of_value, leaves, memory_of
+from graphpasses._torch.operator_facts import facts_of_value, leaves, memory_of, tensors
 from graphpasses._torch.operator_rules import computes_nothing, copies_nothing
+from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses._torch.schemas import written_names
 
-__all__ = ["OperatorStream", "SeenCall", "SeenTensor"]
+__all__ = ["OperatorStream"]
 
 _GROUP_NAMES = ("group_name", "group")
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
-
-
-@dataclass(frozen=True, slots=True)
-class SeenTensor:
-    """A tensor that an operator reads or makes.
-
-    Args:
-        name: of the argument, or of the result.
-        kind: its dtype and shape, for people.
-        digest: what the stream's ``digest`` returned of it; None if its memory was never written.
-        base: the same of the tensor that it is a transposition of; None for any other.
-    """
-
-    name: str
-    kind: str
-    digest: Any
-    base: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class SeenCall:
-    """One call of an operator.
-
-    Args:
-        operator: its name.
-        where: from where it is called.
-        node: name of the node of the graph that calls it; empty in eager.
-        arguments: its other arguments, as text.
-        inputs: the tensors that it reads, and the random state that it draws from.
-        outputs: the tensors that it makes or writes.
-        is_collective: whether other ranks take part.
-    """
-
-    operator: str
-    where: Where
-    node: str
-    arguments: tuple[str, ...]
-    inputs: tuple[SeenTensor, ...]
-    outputs: tuple[SeenTensor, ...]
-    is_collective: bool = False
 
 
 class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
@@ -93,7 +54,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         self,
         model: nn.Module,
         digest: Callable[[Tensor], Any],
-        seen: Callable[[SeenCall], object],
+        seen: Callable[[Operator], object],
         *,
         keep: frozenset[int] = frozenset(),
     ) -> None:
@@ -104,30 +65,21 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         self._num_calls = 0
         self.kept: dict[int, dict[str, Any]] = {}
 
-    def report(self, call: SeenCall) -> None:
-        """Hands on a call that no dispatcher sees.
-
-        Args:
-            call: the call.
-        """
-        self._seen(call)
+    def report(self, call: Operator) -> None:
+        """Hands on a call that no dispatcher sees."""
+        self._seen(replace(call, position=self._num_calls))
         self._num_calls += 1
 
-    def see(self, name: str, tensor: Tensor) -> SeenTensor:
-        """Returns what is handed on of a tensor.
-
-        Args:
-            name: of the argument or result.
-            tensor: a plain tensor.
-        """
+    def see(self, name: str, tensor: Tensor) -> Value:
+        """Returns what is handed on of a tensor."""
         shape = ", ".join(map(str, tensor.shape))
         kind = f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]"
         is_plain = tensor.layout == torch.strided and not tensor.is_quantized
         if not is_plain or memory_of(tensor) in self._unwritten:
-            return SeenTensor(name, kind, None)
+            return Value(name, kind, None)
         with torch.no_grad(), unseen():
             base = _untransposed(tensor)
-            return SeenTensor(name, kind, self._digest(tensor), None if base is None else self._digest(base))
+            return Value(name, kind, self._digest(tensor), None if base is None else self._digest(base))
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
         """Calls an operator, and hands it on; see :meth:`OperatorCalls.record`."""
@@ -137,7 +89,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             or computes_nothing(func)
             or copies_nothing(func, args)
             or not isinstance(func, torch._ops.OpOverload)
-            or any(is_fake(each) for each in _tensors((*args, *kwargs.values())))
+            or any(is_fake(each) for each in tensors((*args, *kwargs.values())))
         ):
             return func(*args, **kwargs)
         given = list(_named(func, args, kwargs))
@@ -154,7 +106,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         if keeps:
             self.kept[self._num_calls] = {"operator": str(func), **kept, "results": _copied(results)}
         self.report(
-            SeenCall(
+            Operator(
                 operator=str(func),
                 where=where,
                 node=node,
@@ -174,9 +126,9 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             frame = frame.f_back
         return self._where(caller), ""
 
-    def _outputs(self, func: Any, given: list[tuple[str, Any]], results: Any) -> tuple[SeenTensor, ...]:
+    def _outputs(self, func: Any, given: list[tuple[str, Any]], results: Any) -> tuple[Value, ...]:
         name = func._schema.name.split("::")[1]
-        flat = list(_tensors(results))
+        flat = list(tensors(results))
         if name in _UNINITIALISED:
             for each in flat:
                 self._unwritten[memory_of(each)] = StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
@@ -216,10 +168,6 @@ def _copied(value: Any) -> Any:
         case torch.ScriptObject() | torch.Generator():
             return None
     return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (each for each in leaves(value) if isinstance(each, Tensor))
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

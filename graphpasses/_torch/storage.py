@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["addresses", "is_movable", "move_storage"]
+__all__ = ["addresses", "freed_memory_returned", "is_movable", "move_storage"]
 
 _PIECE = 32 << 20  # bytes
 
@@ -56,3 +59,13 @@ def _move(storage: torch.UntypedStorage, place: Tensor, moved: Callable[[Tensor]
         new_piece.copy_(old_piece)
         moved(old_piece)
     storage._swap_data_ptr_(target)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def freed_memory_returned() -> Iterator[None]:
+    """Gives the system back what tensors of the CPU held that a block freed: glibc keeps it for later."""
+    try:
+        yield
+    finally:
+        if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -17,9 +16,10 @@ from graphpasses._torch.eager_calls import EagerCalls
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
-from graphpasses._torch.operator_calls import OperatorCalls
-from graphpasses._torch.operator_facts import Call, TensorFacts, read_tensors
-from graphpasses._torch.view_replay import views_replayed
+from graphpasses._torch.operator_calls import FORMULA, OperatorCalls
+from graphpasses._torch.operator_facts import TensorFacts, read_tensors
+from graphpasses._torch.recorded_operator import Operator
+from graphpasses._torch.storage import freed_memory_returned
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
@@ -34,8 +34,10 @@ _States = list[tuple[torch.Generator, torch.Tensor]]
 
 _ANOTHER_RANK = "on another rank, eager and the captured step part; its message says where"
 _SAME_OPERATORS = (
-    "both call the same operators: one reads other numbers, e.g. in a long constant that loss_fn makes, or computes "
-    "otherwise each time. Let it be the same at each call, traced or not"
+    ", though loss_fn calls the same operators: one reads other numbers, e.g. in a long constant that loss_fn makes, "
+    "or computes otherwise each time, or a formula of autograd, as that of torch.prod, looks whether it is traced. "
+    "Let it be the same at each call, traced or not, or compute it with other operators; of a step that is captured "
+    "with check=False, graphpasses.parity.locate_step finds the operator"
 )
 
 
@@ -64,68 +66,55 @@ def record_calls(
     if not fsdp_groups(model):  # FSDP2 runs a model on other tensors than its parameters
         names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
     tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
-    return kind(model, tensors, only_undo=only_undo)
+    return kind(model, tensors, formulas=not _is_comparable(model), only_undo=only_undo)
 
 
+@freed_memory_returned()
 def check_step(
-    step: CapturedStep, loss_fn: Callable[..., torch.Tensor], batch: Sequence[Any], traced: Sequence[Call]
+    step: CapturedStep,
+    loss_fn: Callable[..., torch.Tensor],
+    batch: Sequence[Any],
+    traced: Sequence[Operator],
 ) -> None:
-    """Compares what an eager step calls, and its bits, with the captured step's, and leaves all as it was.
+    """Compares the bits of an eager step with the captured step's, and what both call; it leaves all as it was.
 
-    Eager runs once, and takes no other path for being recorded: its bits are those of a step that nobody records.
-    Where it differs, as autograd's formulas may, it runs again as it was traced, and must then call what was traced.
+    Bits are those of loss, gradients and buffers. Eager runs once, and takes no other path for being recorded: its
+    bits are those of a step that nobody records. What autograd's formulas in C++ call is left to the bits. Where bits
+    may differ from run to run, operators alone are compared, those of formulas, too.
 
     Args:
-        step: the captured step.
+        step: the captured step, without update.
         loss_fn: what was captured.
         batch: what it was captured on.
         traced: the calls that were traced.
 
     Raises:
         FidelityError: eager calls something else, or computes other bits when nobody records it.
+        CaptureError: loss_fn makes or seeds a generator.
     """
     model, leaves = step.model, step.batch_structure.leaves(batch)
     consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
     eager = _eager(loss_fn, model, lambda: step.batch_structure.fresh(batch))
-
-    @contextmanager
-    def ran(kind: type[OperatorCalls]) -> Iterator[tuple[Sequence[Call], _Results, _States]]:
-        record = record_calls(model, step.identity, leaves, kind=kind)
-        try:
-            with agreed():
-                with _seeds_refused(step, record) as seeds:
-                    results = _run(model, lambda: eager(record))
-                # What undoes the step may write into a gradient that it added to.
-                results = {name: None if each is None else each.clone() for name, each in results.items()}
-            record.undo()
-            yield record.calls, results, seeds
-        finally:
-            record.undo()
-
-    if not _is_comparable(model):
-        with ran(OperatorCalls) as (calls, *_), agreed():
-            if (part := first_divergence(traced, calls)) is not None:
-                raise _error(part, traced, calls)
-        return
-    with ran(EagerCalls) as (calls, theirs, seeds):
-        part = first_divergence(traced, calls)
-        if not consensus.all_ranks([part is None])[0]:
-            # Some formulas of autograd look whether they are traced; the bits say whether that makes a difference.
-            with views_replayed(), ran(OperatorCalls) as (as_traced, *_), agreed():
-                again = first_divergence(traced, as_traced)
-                if part is not None and (part == again or _lines(calls) != _lines(as_traced)):
-                    raise _error(part, traced, calls)
-                if part is not None and again is not None:
-                    raise _error(again, traced, as_traced)
-        for generator, state in seeds:
-            generator.set_state(state)
+    is_comparable = _is_comparable(model)
+    kind = EagerCalls if is_comparable else OperatorCalls
+    record = record_calls(model, step.identity, leaves, kind=kind)
+    try:
         with agreed():
-            _compare_bits(
-                _run(model, lambda: step(*batch)),
-                theirs,
-                _SAME_OPERATORS if part is None else _same_while_traced(part, traced, calls),
-            )
+            with _seeds_refused(step, record) as seeds:
+                theirs = _run(model, lambda: eager(record))
+            _compare_calls(traced, record.calls)
+            theirs = {name: record.as_it_is(value) for name, value in theirs.items()}
+        with freed_memory_returned():
+            record.undo()
+        if is_comparable:
+            for generator, state in seeds:
+                generator.set_state(state)
+            with agreed():
+                ours = _run(model, lambda: step(*batch))
+                _compare_bits(ours, theirs, _SAME_OPERATORS)
+    finally:
+        record.undo()
 
 
 @contextmanager
@@ -155,7 +144,7 @@ def _compare_bits(ours: _Results, theirs: _Results, why: str) -> None:
     for name, value in theirs.items():
         other = ours[name]
         if value is not other and (value is None or other is None or not same_bits(value, other)):
-            raise FidelityError(f"the captured step computes another {name} than eager, though {why}")
+            raise FidelityError(f"the captured step computes another {name} than eager{why}")
 
 
 def _eager(
@@ -175,7 +164,7 @@ def _eager(
 
 
 def _run(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Results:
-    """Runs a step; returns loss and gradients, by what they are, and puts all but written tensors back."""
+    """Runs a step; returns loss, gradients and buffers, by what they are, and puts all but written tensors back."""
     named = {f"gradient of {fqn!r}": each for fqn, each in model.named_parameters() if each.requires_grad}
     with (
         live_state_restored(model),
@@ -185,7 +174,11 @@ def _run(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Results:
         for parameter in named.values():
             parameter.grad = None
         loss = run()
-        return {"loss": loss, **{name: each.grad for name, each in named.items()}}
+        return {
+            "loss": loss,
+            **{name: each.grad for name, each in named.items()},
+            **{f"buffer {fqn!r}": each for fqn, each in model.named_buffers()},
+        }
 
 
 def _is_comparable(model: nn.Module) -> bool:
@@ -195,23 +188,14 @@ def _is_comparable(model: nn.Module) -> bool:
 
 
 def has_equal_bits(model: nn.Module) -> bool:
-    """Whether the same operators on a model's tensors always give the same bits.
-
-    Args:
-        model: the model.
-    """
+    """Whether the same operators on a model's tensors always give the same bits."""
     is_fake_group = dist.is_initialized() and dist.get_backend() == "fake"
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
     return not is_fake_group and (on_cpu or torch.are_deterministic_algorithms_enabled())
 
 
 def why_unchecked(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
-    """Returns why there is no eager step to compare a captured one with; None if there is.
-
-    Args:
-        model: the model.
-        batch: the leaves of its batch, by path.
-    """
+    """Returns why there is no eager step to compare a captured one with; None if there is."""
     state = {repr(fqn): tensor for fqn, tensor in (*model.named_parameters(), *model.named_buffers())}
     for name, value in {**state, **batch}.items():
         if isinstance(value, torch.Tensor) and any(map(is_fake, read_tensors(value))):
@@ -222,35 +206,23 @@ def why_unchecked(model: nn.Module, batch: Mapping[str, Any]) -> str | None:
     return None
 
 
-def first_divergence(traced: Sequence[Call], eager: Sequence[Call]) -> int | None:
-    """Returns the first call by which two steps differ, in its operator, or in what it reads and returns.
-
-    Args:
-        traced: the calls of the step that was traced.
-        eager: those of eager.
-    """
+def first_divergence(traced: Sequence[Operator], eager: Sequence[Operator]) -> int | None:
+    """Returns the first call by which two steps differ, in its operator, or in what it reads and returns."""
     for index, (ours, theirs) in enumerate(zip(traced, eager, strict=False)):
         if _difference(ours, theirs) is not None:
             return index
     return None if len(traced) == len(eager) else min(len(traced), len(eager))
 
 
-def _error(index: int, traced: Sequence[Call], eager: Sequence[Call]) -> FidelityError:
-    return FidelityError(
-        f"eager and the captured step {_part(index, traced, eager)}. Let the model compute the same whether it is "
-        "traced or not"
-    )
+def _compare_calls(traced: Sequence[Operator], eager: Sequence[Operator]) -> None:
+    if (index := first_divergence(traced, eager)) is not None:
+        raise FidelityError(
+            f"eager and the captured step {_part(index, traced, eager)}. Let the model compute the same whether it "
+            "is traced or not"
+        )
 
 
-def _same_while_traced(index: int, traced: Sequence[Call], eager: Sequence[Call]) -> str:
-    return (
-        "eager calls the same operators as soon as a mode watches it. Unwatched, they "
-        f"{_part(index, traced, eager)}. Formulas of autograd, as that of torch.prod, may look whether a mode is "
-        "active: compute it with other operators"
-    )
-
-
-def _part(index: int, traced: Sequence[Call], eager: Sequence[Call]) -> str:
+def _part(index: int, traced: Sequence[Operator], eager: Sequence[Operator]) -> str:
     """Says where two steps part."""
     ours, theirs = (each[index] if index < len(each) else None for each in (traced, eager))
     here = (theirs or ours).where  # type: ignore[union-attr]
@@ -260,15 +232,7 @@ def _part(index: int, traced: Sequence[Call], eager: Sequence[Call]) -> str:
     return f"part at operator {index + 1}, in {here}: {calls}"
 
 
-def _lines(calls: Sequence[Call]) -> list[str]:
-    """Returns the lines, and their modules, that forward runs through."""
-    return [
-        where
-        for where, _ in itertools.groupby(str(call.where) for call in calls if not call.where.in_backward)
-    ]
-
-
-def _difference(ours: Call, theirs: Call) -> str | None:
+def _difference(ours: Operator, theirs: Operator) -> str | None:
     if ours.operator != theirs.operator:
         return ""
     for a, b in ((ours.inputs, theirs.inputs), (ours.outputs, theirs.outputs)):
@@ -318,12 +282,13 @@ def _same(ours: tuple[int | None, ...], theirs: tuple[int | None, ...]) -> bool:
 
 
 def _origin(facts: TensorFacts) -> str:
-    return (
-        repr(facts.origin) if isinstance(facts.origin, str) else f"a result of operator {facts.origin[0] + 1}"
-    )
+    if isinstance(facts.origin, str):
+        return repr(facts.origin)
+    made_by = "a formula of autograd" if facts.origin[0] == FORMULA else f"operator {facts.origin[0] + 1}"
+    return f"a result of {made_by}"
 
 
-def _text(call: Call | None) -> str:
+def _text(call: Operator | None) -> str:
     return "nothing more" if call is None else f"{call.operator}({', '.join(map(_value_text, call.inputs))})"
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
+from graphpasses._torch.storage import freed_memory_returned
 from graphpasses.capture.oracle import has_equal_bits
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
@@ -24,6 +25,7 @@ __all__ = ["check_on_batch"]
 _Tensors = dict[str, torch.Tensor]
 
 
+@freed_memory_returned()
 def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequence[Any]) -> None:
     """Runs eager and then the step on one batch, compares all that they leave behind, and puts everything back.
 

@@ -15,7 +15,7 @@ from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
 from graphpasses._torch.operator_calls import OperatorCalls
-from graphpasses._torch.operator_facts import Call
+from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.varying_dims import each_size_its_own, mark_dims
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
@@ -58,7 +58,7 @@ class Trace:
     attributes: list[Owner]
     guards: Guards | None
     random_calls: RandomCalls
-    calls: list[Call]
+    calls: list[Operator]
 
 
 def trace_step(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.storage import freed_memory_returned
 from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import InputKind
@@ -20,6 +21,7 @@ __all__ = ["check_update"]
 _Tensors = dict[str, torch.Tensor]
 
 
+@freed_memory_returned()
 def check_update(update: Update, source: UpdateSource) -> None:
     """Compares the bits of a traced update with those of the optimizer's own step; neither changes anything.
 
@@ -27,10 +29,6 @@ def check_update(update: Update, source: UpdateSource) -> None:
     Gradients are random numbers. The traced update runs whole, the optimizer's own step then for one parameter after
     the other, so that copies of all are held once. State that is not there is made by another step of the optimizer
     before.
-
-    Args:
-        update: what was traced.
-        source: the optimizer's own step.
 
     Raises:
         FidelityError: they differ; or they do on another rank.
@@ -84,7 +82,7 @@ def _own_step(
 
 def _clipped(source: UpdateSource) -> _Tensors:
     gradients = _random(source, source.parameters)
-    source.clip({fqn: torch.empty_like(gradient) for fqn, gradient in gradients.items()}, gradients)
+    source.clip({fqn: gradient.detach() for fqn, gradient in gradients.items()}, gradients)
     return gradients
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from graphpasses.parity.operators import Operator, OperatorStep, Value
+from graphpasses._torch.recorded_operator import Operator, Value
+from graphpasses.parity.operators import OperatorStep
 
 __all__ = ["Difference", "differing", "first_difference", "first_of_ranks"]
 
@@ -86,10 +87,6 @@ def first_difference(a: OperatorStep, b: OperatorStep) -> Difference | None:
     Calls are the same if they call one operator on the same bits, wherever they stand: passes reorder. What differs
     and is made good before the step ends, as where two operators are fused to one, does not count.
 
-    Args:
-        a: of the first run, e.g. eager's.
-        b: of the second run.
-
     Returns:
         The first difference in the order of ``a``; None if there is none.
     """
@@ -100,11 +97,7 @@ def first_difference(a: OperatorStep, b: OperatorStep) -> Difference | None:
 
 
 def first_of_ranks(differences: Iterable[Difference]) -> Difference | None:
-    """Returns the difference that came first: what a collective brings to other ranks comes later.
-
-    Args:
-        differences: at most one of each rank.
-    """
+    """Returns the difference that came first: what a collective brings to other ranks comes later."""
 
     def order(each: Difference) -> tuple[object, ...]:
         operator = each.operator
@@ -127,7 +120,7 @@ class _Run:
         self.communicates = False
         self._makers: dict[str, list[Operator]] = defaultdict(list)
         for each in step.operators:
-            for values in (self.values,) if each.in_backward else (self.values, self._forward):
+            for values in (self.values,) if each.where.in_backward else (self.values, self._forward):
                 values.update(_digests((*each.inputs, *each.outputs)))
             self.calls[_call(each)].append(each)
             self.communicates |= each.operator.startswith(_COMMUNICATION)
@@ -136,7 +129,7 @@ class _Run:
 
     def computes(self, each: Operator) -> bool:
         """Whether this run computes, anyhow and anywhere in forward or backward, what another's operator does."""
-        return set(_digests(each.outputs)) <= (self.values if each.in_backward else self._forward)
+        return set(_digests(each.outputs)) <= (self.values if each.where.in_backward else self._forward)
 
     def cannot_have(self, each: Operator) -> bool:
         """Whether a graph computes what FSDP2 does in an operator by others, of which hashes say nothing."""
@@ -217,7 +210,7 @@ def _difference(
         return "result", same_call[0], _differing_outputs(each, same_call[0])
     if other.cannot_have(each):  # what a graph gathers wrongly is seen where it is read
         known = set(_digests(each.inputs)) <= other.values
-        return ("missing", None, ()) if known and each.in_backward else None
+        return ("missing", None, ()) if known and each.where.in_backward else None
     if partner is None:
         return "missing", None, ()
     theirs = {value.name: value.digest for value in partner.inputs}
@@ -263,12 +256,7 @@ def _extra(a: OperatorStep, b: OperatorStep) -> Difference | None:
 
 
 def differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[str, ...]:
-    """Returns the names of values that two runs have, and that differ.
-
-    Args:
-        a: of one run.
-        b: of the other.
-    """
+    """Returns the names of values that two runs have, and that differ."""
     theirs = {each.name: each for each in b}
     return tuple(
         each.name
@@ -279,15 +267,15 @@ def differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[str, ...]:
 
 
 def _call(each: Operator) -> tuple[object, ...]:
-    return _spelling(each.operator), each.in_backward, tuple(value.digest for value in each.inputs)
+    return _spelling(each.operator), each.where.in_backward, tuple(value.digest for value in each.inputs)
 
 
 def _places(each: Operator) -> Iterator[tuple[object, ...]]:
     """Yields where an operator is called, closest first."""
     name = _spelling(each.operator)
     named = each.arguments[:1] if name.startswith(_COMMUNICATION) else ()
-    yield name, each.module, each.in_backward, each.line, named
-    yield name, each.module, each.in_backward, named
+    yield name, each.where.module, each.where.in_backward, each.where.line, named
+    yield name, each.where.module, each.where.in_backward, named
 
 
 def _spelling(operator: str) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphpasses._torch.recorded_operator import Operator, Value
 from graphpasses.errors import CompareError
 from graphpasses.parity.compare import Comparison, compare_runs
 from graphpasses.parity.first_difference import Difference, first_difference, first_of_ranks
-from graphpasses.parity.operators import Operator, Value, read_operators, recorded_steps
+from graphpasses.parity.operators import read_operators, recorded_steps
 from graphpasses.parity.run_file import Run
 
 __all__ = ["Location", "how_to_locate", "locate_runs", "location_to_json", "render_location"]
@@ -178,9 +179,9 @@ def _operator_to_json(operator: Operator) -> dict[str, Any]:
     return {
         "position": operator.position,
         "operator": operator.operator,
-        "module": operator.module,
-        "line": operator.line,
-        "in_backward": operator.in_backward,
+        "module": operator.where.module,
+        "line": operator.where.line,
+        "in_backward": operator.where.in_backward,
         "node": operator.node,
         "arguments": operator.arguments,
         "inputs": [_value_to_json(each) for each in operator.inputs],

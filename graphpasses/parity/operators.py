@@ -9,65 +9,13 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses.errors import RunFileError
 
-__all__ = ["Operator", "OperatorStep", "Value", "operator_file", "read_operators", "recorded_steps"]
+__all__ = ["OperatorStep", "operator_file", "read_operators", "recorded_steps"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _FORMAT = "graphpasses-operators"
-
-
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A tensor that an operator reads or makes, or that a step begins or ends with.
-
-    Args:
-        name: of the argument or the result; or e.g. ``"weight of layers.0.bias"``.
-        kind: its dtype and shape.
-        digest: 128 bits of its elements and their order, whatever its shape, as 32 hexadecimal digits; None if its
-            memory was never written.
-        base: the same of the tensor that it is a transposition of; None for any other.
-    """
-
-    name: str
-    kind: str
-    digest: str | None
-    base: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Operator:
-    """One call of an operator on one rank.
-
-    Args:
-        position: in the step.
-        operator: its name.
-        module: FQN of the module whose forward or backward calls it; empty for the model itself.
-        line: of the user's code: file, line and function.
-        in_backward: whether autograd calls it.
-        node: name of the node of the graph that calls it; empty in eager.
-        arguments: its other arguments, as text.
-        inputs: what it reads.
-        outputs: what it makes or writes.
-        is_collective: whether other ranks take part.
-    """
-
-    position: int
-    operator: str
-    module: str
-    line: tuple[str, int, str] | None
-    in_backward: bool
-    node: str
-    arguments: tuple[str, ...]
-    inputs: tuple[Value, ...]
-    outputs: tuple[Value, ...]
-    is_collective: bool
-
-    def __str__(self) -> str:
-        line = " ({}:{} in {})".format(*self.line) if self.line else ""
-        of = f"module {self.module!r}" if self.module else "the model itself"
-        node = f", node {self.node}" if self.node else ""
-        return f"{self.operator} in the {'backward' if self.in_backward else 'forward'} of {of}{line}{node}"
 
 
 @dataclass(frozen=True)
@@ -113,31 +61,17 @@ def header_line(torch: str, rank: int, world_size: int) -> bytes:
 
 def start_line(step: int, values: Sequence[Value]) -> bytes:
     """Returns the line that begins a step."""
-    return _line({"step": step, "start": [astuple(each) for each in values]})
+    return _line({"step": step, "start": _rows(values)})
 
 
 def operator_line(operator: Operator) -> bytes:
     """Returns the line of one operator."""
-    return _line(
-        [getattr(operator, name) for name in _PLAIN] + [_rows(operator.inputs), _rows(operator.outputs)]
-    )
+    return _line(astuple(operator))
 
 
 def end_line(step: int, num_operators: int, values: Sequence[Value]) -> bytes:
     """Returns the line that ends a step."""
     return _line({"end": step, "num_operators": num_operators, "values": _rows(values)})
-
-
-_PLAIN = (
-    "position",
-    "operator",
-    "module",
-    "line",
-    "in_backward",
-    "node",
-    "arguments",
-    "is_collective",
-)
 
 
 def _rows(values: Sequence[Value]) -> list[tuple[Any, ...]]:
@@ -238,9 +172,7 @@ def _values(rows: Any) -> tuple[Value, ...]:
     return tuple(Value(*row) for row in rows)
 
 
-def _operator(data: list[Any]) -> Operator:
-    *plain, inputs, outputs = data
-    fields = dict(zip(_PLAIN, plain, strict=True))
-    fields["line"] = None if fields["line"] is None else tuple(fields["line"])
-    fields["arguments"] = tuple(fields["arguments"])
-    return Operator(**fields, inputs=_values(inputs), outputs=_values(outputs))
+def _operator(row: list[Any]) -> Operator:
+    operator, (module, line, *rest), inputs, outputs, arguments, *others = row
+    where = Where(module, line and tuple(line), *rest)
+    return Operator(operator, where, _values(inputs), _values(outputs), tuple(arguments), *others)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,12 +14,11 @@ from torch import Tensor, nn
 
 from graphpasses._torch.fsdp2_stream import fsdp2_streamed
 from graphpasses._torch.operator_facts import read_tensors
-from graphpasses._torch.operator_stream import OperatorStream, SeenCall, SeenTensor
+from graphpasses._torch.operator_stream import OperatorStream
+from graphpasses._torch.recorded_operator import Operator, Value
 from graphpasses.parity._lanes import MASK, lanes
 from graphpasses.parity.hashing import named_gradients, named_weights
 from graphpasses.parity.operators import (
-    Operator,
-    Value,
     end_line,
     header_line,
     operator_file,
@@ -32,52 +32,25 @@ _MAX_PENDING = 256  # digests that stay on the device at a time
 
 
 class _Batches:
-    """Makes operators of what a stream sees, a few at a time: all that is held of them are hashes.
-
-    Args:
-        write: called with each operator, in order.
-    """
+    """Brings the digests of operators from their device, a few at a time: all that is held of tensors are hashes."""
 
     def __init__(self, write: Callable[[Operator], object]) -> None:
         self._write = write
-        self._pending: list[SeenCall] = []
+        self._pending: list[Operator] = []
         self._num_digests = 0
-        self.num_operators = 0
 
-    def add(self, call: SeenCall) -> None:
-        """Takes a call.
-
-        Args:
-            call: what a stream saw.
-        """
+    def add(self, call: Operator) -> None:
         self._pending.append(call)
         self._num_digests += len(call.inputs) + len(call.outputs)
         if self._num_digests >= _MAX_PENDING:
             self.flush()
 
     def flush(self) -> None:
-        """Hands on what was taken."""
         calls, self._pending, self._num_digests = self._pending, [], 0
         values = iter(_with_digests([each for call in calls for each in (*call.inputs, *call.outputs)]))
         for call in calls:
-            inputs = tuple(next(values) for _ in call.inputs)
-            outputs = tuple(next(values) for _ in call.outputs)
-            where = call.where
-            self._write(
-                Operator(
-                    self.num_operators,
-                    call.operator,
-                    where.module,
-                    where.line,
-                    where.in_backward,
-                    call.node,
-                    call.arguments,
-                    inputs,
-                    outputs,
-                    call.is_collective,
-                )
-            )
-            self.num_operators += 1
+            inputs, outputs = (tuple(next(values) for _ in each) for each in (call.inputs, call.outputs))
+            self._write(replace(call, inputs=inputs, outputs=outputs))
 
 
 class OperatorFile:
@@ -104,14 +77,7 @@ class OperatorFile:
     def step(
         self, step: int, model: nn.Module, batch: Iterable[Any], keep: Iterable[int] = ()
     ) -> Iterator[None]:
-        """Writes the operators of a block.
-
-        Args:
-            step: its number.
-            model: the model that it trains.
-            batch: what it trains it on.
-            keep: positions of operators whose tensors to write to a file beside.
-        """
+        """Writes the operators of a block, and to a file beside the tensors of those at the positions ``keep``."""
         with ExitStack() as stack:
             file: BinaryIO | None = None
             try:
@@ -159,11 +125,6 @@ def operators_recorded(
 ) -> Iterator[OperatorStream]:
     """Records the operators that a block calls.
 
-    Args:
-        model: the model that the block trains.
-        write: called with each operator, in order.
-        keep: positions of operators whose tensors to keep.
-
     Yields:
         The stream that sees them.
 
@@ -184,14 +145,7 @@ def operators_recorded(
 def values_of(
     model: nn.Module, batch: Iterable[Any] = (), *, gradients: bool, loss: Tensor | None = None
 ) -> tuple[Value, ...]:
-    """Hashes what a rank holds of a model, of its batch and of its loss.
-
-    Args:
-        model: the model.
-        batch: tensors, and what is none.
-        gradients: whether to hash the gradients, too.
-        loss: of the step.
-    """
+    """Hashes what a rank holds of a model, of its batch and of its loss."""
     tensors: dict[str, Any] = {f"weight of {fqn}": each for fqn, each in named_weights(model).items()}
     tensors |= {f"batch[{index}]": each for index, each in enumerate(batch)}
     if gradients:
@@ -199,13 +153,13 @@ def values_of(
     return tuple(_with_digests(list(_seen(tensors | {"loss": loss}))))
 
 
-def _seen(tensors: Mapping[str, Any]) -> Iterator[SeenTensor]:
+def _seen(tensors: Mapping[str, Any]) -> Iterator[Value]:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             continue
         for plain in read_tensors(tensor):
             kind = f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)}"
-            yield SeenTensor(name, kind, _digest(plain.detach()) if plain.layout == torch.strided else None)
+            yield Value(name, kind, _digest(plain.detach()) if plain.layout == torch.strided else None)
 
 
 def _digest(tensor: Tensor) -> Tensor:
@@ -213,7 +167,7 @@ def _digest(tensor: Tensor) -> Tensor:
     return lanes(tensor, tensor.shape, [0] * tensor.dim())
 
 
-def _with_digests(seen: list[SeenTensor]) -> Iterator[Value]:
+def _with_digests(seen: list[Value]) -> Iterator[Value]:
     """Yields what was seen with its digests as text, brought from each device at once."""
     by_device: dict[torch.device, dict[int, Tensor]] = {}
     for digest in (digest for each in seen for digest in (each.digest, each.base) if digest is not None):
@@ -223,6 +177,4 @@ def _with_digests(seen: list[SeenTensor]) -> Iterator[Value]:
         sums = torch.stack(list(digests.values())).tolist()
         for key, (low, high) in zip(digests, sums, strict=True):
             texts[key] = f"{(high & MASK) << 64 | (low & MASK):032x}"
-    return (
-        Value(each.name, each.kind, texts.get(id(each.digest)), texts.get(id(each.base))) for each in seen
-    )
+    return (replace(each, digest=texts.get(id(each.digest)), base=texts.get(id(each.base))) for each in seen)

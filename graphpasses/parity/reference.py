@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from graphpasses._torch.operator_facts import read_tensors
+from graphpasses._torch.recorded_operator import Operator
 from graphpasses.graph import CapturedStep
 from graphpasses.parity.first_difference import Difference, differing, first_difference, first_of_ranks
 from graphpasses.parity.location import Location
-from graphpasses.parity.operators import Operator, OperatorStep
+from graphpasses.parity.operators import OperatorStep
 from graphpasses.parity.record_operators import operators_recorded, values_of
 from graphpasses.state.live_state import live_state_restored
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from graphpasses._torch.recorded_operator import Operator
 from graphpasses.commands import app
 from graphpasses.errors import RunFileError
 from graphpasses.parity import ParityRecorder, compare_runs, locate_runs, read_run
-from graphpasses.parity.operators import Operator, operator_file, read_operators
+from graphpasses.parity.operators import operator_file, read_operators
 from graphpasses.parity.record_operators import operators_recorded
 from tests.helpers import faults
 from tests.helpers.faults import Fault, gives, optimizes, runs, sets
@@ -127,7 +128,7 @@ def test_finds(name: str, reference: Path, tmp_path: Path) -> None:
     assert found.kind == kind
     if found.operator is not None:
         assert found.operator.operator == operator
-        assert (found.operator.module, found.operator.in_backward) == (module, in_backward)
+        assert (found.operator.where.module, found.operator.where.in_backward) == (module, in_backward)
     if values:
         assert found.values == values
 
@@ -184,7 +185,7 @@ def test_a_gradient_that_parts_and_a_weight_that_hides_it(
     if found is not None:
         assert found.operator is not None
         assert found.operator.operator == "aten.mm.default"
-        assert found.operator.in_backward
+        assert found.operator.where.in_backward
 
 
 def test_the_command(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +235,7 @@ def test_damaged_files(reference: Path, tmp_path: Path) -> None:
         ([*lines[:5], lines[5][:-9]], "ends in the midst of step 1: the run was cut short"),
         ([*lines[:5], b"{]\n"], "is damaged in line 6: it is not JSON"),
         ([*lines[:3], *lines[4:]], "is damaged in line 3"),
-        ([lines[0].replace(b'"version": 1', b'"version": 9'), *lines[1:]], "has format version 9, this"),
+        ([lines[0].replace(b'"version": 2', b'"version": 9'), *lines[1:]], "has format version 9, this"),
         (lines[1:], "holds no operators: its first line is not their header"),
     ):
         file.write_bytes(b"".join(content))

@@ -230,7 +230,7 @@ def test_finds(name: str, folder: Path) -> None:
     found = location.difference
     assert found is not None
     operator = found.operator
-    place = (operator.operator, operator.module) if operator else ("", "")
+    place = (operator.operator, operator.where.module) if operator else ("", "")
     assert (found.rank, found.kind, *place) == expected, str(found)
     if argument:
         assert found.other_arguments is not None

@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphpasses import capture_train_step, default_pipeline, weight_hash
+from graphpasses._torch.recorded_operator import Operator
 from graphpasses.graph import CapturedStep
 from graphpasses.parity import locate_step
 from graphpasses.parity.first_difference import first_difference
-from graphpasses.parity.operators import Operator, OperatorStep
+from graphpasses.parity.operators import OperatorStep
 from graphpasses.parity.record_operators import operators_recorded, values_of
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers import faults, models
@@ -41,7 +42,7 @@ def test_finds_the_node_and_leaves_the_model() -> None:
     found = locate_step(step, loss_fn, tokens).difference
     assert found is not None
     assert found.b is not None
-    assert (found.kind, found.b.node, found.b.module) == ("result", name, "layers.1.act")
+    assert (found.kind, found.b.node, found.b.where.module) == ("result", name, "layers.1.act")
     assert weight_hash(model) == weights
     assert torch.equal(torch.get_rng_state(), state)
     assert model.emb.weight.grad.unique().tolist() == [3]
@@ -89,7 +90,7 @@ def test_no_operator_of_eager_is_missed_in_a_rewritten_graph(make: Any, policy: 
         node.target = torch.ops.aten.sigmoid.default
         step.module.recompile()
         wrong = locate_step(step, models.next_token_loss, *batch).difference
-        return [right, wrong and wrong.a and (wrong.a.operator, wrong.a.module)]
+        return [right, wrong and wrong.a and (wrong.a.operator, wrong.a.where.module)]
 
     for right, wrong in run_cluster(play, Topology(2, gpus_per_node=2)):
         assert right is None
@@ -113,6 +114,6 @@ def test_one_rank_differs() -> None:
         found = locate_step(step, loss_fn, batch).difference
         assert found is not None
         assert found.operator is not None
-        return found.rank, found.operator.operator, found.operator.module
+        return found.rank, found.operator.operator, found.operator.where.module
 
     assert run_cluster(play, Topology(2, gpus_per_node=2)) == [(1, "aten.gelu.default", "1")] * 2
