@@ -93,7 +93,13 @@ class CollectiveSequence:
     def _exchange(self, question: Question[F, A], facts: F, group: object) -> list[F]:
         topic = f"{question.topic} of the {self._graph.stage.value} graph, for {question.pass_name}"
         signature = [topic, *self._lines]
-        return exchange(signature, facts, group=named_group(str(group)), remembered=self._graph.remembered)
+        return exchange(
+            signature,
+            facts,
+            group=named_group(str(group)),
+            remembered=self._graph.remembered,
+            place=self._graph.place,
+        )
 
 
 def _checked(question: Question[F, A], agreed: A, facts: F) -> A:
@@ -157,6 +163,7 @@ def exchange(
     *,
     group: dist.ProcessGroup,
     remembered: MutableMapping[Hashable, Any],
+    place: int = 0,
 ) -> list[F]:
     """Returns what each rank of a group knows, once all of them ask the same.
 
@@ -177,7 +184,7 @@ def exchange(
     """
     if is_alone(group):
         return [facts]
-    question = ("agreement", group.group_name, tuple(signature))
+    question = ("agreement", place, group.group_name, tuple(signature))
     if question not in remembered:
         remembered[question] = _ask(tuple(signature), facts, group)
     answers: list[F] = remembered[question]

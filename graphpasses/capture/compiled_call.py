@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["CompiledCall"]
 
 _RUNNING: ContextVar[CompiledCall | None] = ContextVar("_RUNNING", default=None)
+_PLACE: ContextVar[int] = ContextVar(
+    "_PLACE", default=0
+)  # in the innermost call: graphs with collectives that ran
 
 
 class CompiledCall:
@@ -59,6 +62,21 @@ class CompiledCall:
         return compiled if self._torchrec is None else self._torchrec.ddp.in_order(compiled)
 
     @staticmethod
+    def place() -> int:
+        """Returns how many graphs with collectives the innermost call has run; ranks may differ in the others."""
+        return _PLACE.get()
+
+    @staticmethod
+    def counted(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a compiled graph with collectives, so that the graphs that run after it have another place."""
+
+        def call(*values: Any) -> Any:
+            _PLACE.set(_PLACE.get() + 1)
+            return compiled(*values)
+
+        return call
+
+    @staticmethod
     def running() -> CompiledCall | None:
         """Returns the innermost call that runs now."""
         return _RUNNING.get()
@@ -72,7 +90,7 @@ class CompiledCall:
         if not self._is_checked:
             _check_materialised(self._modules)
             self._is_checked = True
-        token = _RUNNING.set(self)
+        running, place = _RUNNING.set(self), _PLACE.set(0)
         try:
             with record_graph_breaks() as graph_breaks:
                 if (around := running_ddp()) is not None and orders_buckets(around):
@@ -87,7 +105,8 @@ class CompiledCall:
                 raise error.inner_exception from None
             raise
         finally:
-            _RUNNING.reset(token)
+            _RUNNING.reset(running)
+            _PLACE.reset(place)
             if graph_breaks:
                 self._report.graph_breaks += graph_breaks
                 self._report.write()

@@ -46,6 +46,7 @@ class ModelInputs:
         identity: who is who in it.
         inputs: what each placeholder of the ``DYNAMO`` graph carries.
         remembered: what passes remember from one compilation of the model to the next.
+        place: see :class:`~graphpasses.graph.TrainGraph`.
     """
 
     model: ref[nn.Module]
@@ -53,10 +54,11 @@ class ModelInputs:
     identity: IdentityMap
     inputs: tuple[GraphInput, ...]
     remembered: dict[Hashable, Any]
+    place: int = 0
 
 
 def read_model_graph(
-    module: fx.GraphModule, model: nn.Module, remembered: dict[Hashable, Any]
+    module: fx.GraphModule, model: nn.Module, remembered: dict[Hashable, Any], place: int = 0
 ) -> DynamoGraph:
     """Returns the graph that Dynamo traced as a ``DYNAMO`` graph.
 
@@ -64,6 +66,7 @@ def read_model_graph(
         module: what Dynamo gives its backend; shared, not copied.
         model: the module that the user compiles.
         remembered: what passes remember from one compilation of the model to the next.
+        place: see :class:`~graphpasses.graph.TrainGraph`.
     """
     identity = IdentityMap.of(model)
     state: dict[int, tuple[InputKind, str]] = {}
@@ -90,6 +93,7 @@ def read_model_graph(
         parameters=parameter_infos(model, identity),
         model=model,
         remembered=remembered,
+        place=place,
         live=tuple(live),
     )
 
@@ -136,6 +140,7 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
         model=model,
         stage=stage,
         remembered=origin.remembered,
+        place=origin.place,
         fixed_signature=True,
     )
     if stage is Stage.JOINT:

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from graphpasses._torch.aot_autograd import compile_aot_eager, compile_inductor
 from graphpasses._torch.compile_backend import Backend
+from graphpasses.analysis.effects import launches_collective
 from graphpasses.capture.compile_options import CompileOptions, Inner
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.compiled_call import CompiledCall
@@ -136,7 +137,8 @@ def _compile(
         report.add(number, graph.stage, result.report)
         return result
 
-    captured = read_model_graph(module, model, remembered)
+    captured = read_model_graph(module, model, remembered, CompiledCall.place())
+    communicates = any(map(launches_collective, captured.graph.nodes))
     check_lookups(captured)
     rewritten = run(captured)
     kept = [
@@ -145,7 +147,9 @@ def _compile(
         if node.users or isinstance(node.meta.get("val"), torch.SymInt)  # a symbol may be part of other sizes
     ]
     rewritten.remove_inputs(set(range(len(rewritten.inputs))) - set(kept))
-    origin = ModelInputs(ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered)
+    origin = ModelInputs(
+        ref(model), rewritten.parameters, rewritten.identity, rewritten.inputs, remembered, captured.place
+    )
 
     def rewrite(stage: Stage, gm: fx.GraphModule) -> None:
         gm.graph = run(read_aot_graph(gm, stage, origin)).graph
@@ -179,7 +183,7 @@ def _compile(
         outputs = compiled(*[values[index] for index in given], *added)
         return _checked(outputs, backward_checks) if backward_checks else outputs
 
-    return call
+    return CompiledCall.counted(call) if communicates else call
 
 
 def _checked(outputs: Sequence[Any], backward_checks: Sequence[Callable[[], Callable[..., None]]]) -> Any:

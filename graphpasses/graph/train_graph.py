@@ -44,6 +44,8 @@ class TrainGraph:
         stage: the part of the step that the graph holds.
         remembered: what passes remember from one compilation of a model to the next, e.g. what its ranks agreed on.
             All graphs of one compiled function share one dict, as do the copies of a captured step.
+        place: how many graphs with collectives run before this one in a call of a compiled function, which graph
+            breaks cut into several.
         fixed_signature: whether another runner owns the flat signature, so that inputs must stay.
         report: what the pipeline that made this graph did; None for a captured graph.
         notes: what the capture or a pass has to say (a rewrite skipped, and why); the pipeline moves them to its
@@ -69,6 +71,7 @@ class TrainGraph:
     model: nn.Module
     stage: Stage = Stage.STEP
     remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    place: int = 0
     fixed_signature: bool = False
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)

@@ -187,11 +187,11 @@ def _collections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class Compiled:
     """A model compiled as users do; ``backend`` counts its graphs."""
 
-    def __init__(self, model: nn.Module, **options: Any) -> None:
+    def __init__(self, model: nn.Module, *, fullgraph: bool = True, **options: Any) -> None:
         torch.compiler.reset()
         self.model, self.backend = model, CompileReport()
         self.call = graphpasses.compile(
-            model, inner="aot_eager", fullgraph=True, report=self.backend, **options
+            model, inner="aot_eager", fullgraph=fullgraph, report=self.backend, **options
         )
 
     def __call__(self, *args: Any) -> Any:

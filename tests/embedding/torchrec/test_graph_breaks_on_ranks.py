@@ -1,0 +1,68 @@
+"""Models that Dynamo cuts into several graphs: ranks agree on each of them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("torchrec")
+from torchrec.distributed import sharding_plan as plans
+
+from graphpasses.parity.launch import run_ranks
+from tests.helpers.recommenders import (
+    DIM,
+    Case,
+    Compiled,
+    bags,
+    differences,
+    ids,
+)  # loads TorchRec without its warnings
+
+# Which batch each table looks up, graph by graph.
+SHAPES: dict[str, Sequence[Sequence[int]]] = {
+    "same, break, different": ((0, 0), (0, 1)),
+    "different, break, same": ((0, 1), (0, 0)),
+    "same, break, same": ((0, 0), (0, 0)),
+    "one, break, one, break, two": ((0,), (1,), (0, 1)),
+}
+
+
+class Cut(nn.Module):
+    """Tables whose lookups are in several graphs."""
+
+    def __init__(self, shape: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tables = nn.ModuleList(bags(1) for graph in shape for _ in graph)
+        self.score = nn.Linear(DIM * len(self.tables), 1)
+
+    def forward(self, *batches: Any) -> Tensor:
+        pooled: list[Tensor] = []
+        for number, graph in enumerate(self.shape):
+            if number:
+                torch._dynamo.graph_break()
+            lookups = [self.tables[len(pooled) + index](batches[which]) for index, which in enumerate(graph)]
+            pooled += [lookup.values() for lookup in lookups]
+        return self.score(torch.cat(pooled, dim=1)).mean()
+
+
+def train(name: str) -> list[str]:
+    shape = SHAPES[name]
+    case = Case(
+        lambda: Cut(shape),
+        [plans.table_wise(rank=rank) for rank in (0, 1)],
+        lambda rank, step: (ids(rank, step, 1), ids(rank, step + 10, 1)),
+        max_graphs=4 * len(shape),  # what is looked up after a break may be empty
+    )
+    return differences(case, partial(Compiled, fullgraph=False))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", SHAPES)
+def test_graphs_after_a_break_have_eagers_bits(name: str) -> None:
+    assert run_ranks(train, 2, name, timeout=300.0) == [[], []]
