@@ -26,8 +26,6 @@ from tests.helpers.recommenders import (
 # Which batch each table looks up, graph by graph.
 SHAPES: dict[str, Sequence[Sequence[int]]] = {
     "same, break, different": ((0, 0), (0, 1)),
-    "different, break, same": ((0, 1), (0, 0)),
-    "same, break, same": ((0, 0), (0, 0)),
     "one, break, one, break, two": ((0,), (1,), (0, 1)),
 }
 
@@ -51,8 +49,7 @@ class Cut(nn.Module):
         return self.score(torch.cat(pooled, dim=1)).mean()
 
 
-def train(name: str) -> list[str]:
-    shape = SHAPES[name]
+def train(shape: Sequence[Sequence[int]]) -> list[str]:
     case = Case(
         lambda: Cut(shape),
         [plans.table_wise(rank=rank) for rank in (0, 1)],
@@ -62,7 +59,11 @@ def train(name: str) -> list[str]:
     return differences(case, partial(Compiled, fullgraph=False))
 
 
+def train_all() -> dict[str, list[str]]:
+    return {name: train(shape) for name, shape in SHAPES.items()}
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", SHAPES)
-def test_graphs_after_a_break_have_eagers_bits(name: str) -> None:
-    assert run_ranks(train, 2, name, timeout=300.0) == [[], []]
+def test_graphs_after_a_break_have_eagers_bits() -> None:
+    nothing: dict[str, list[str]] = {name: [] for name in SHAPES}
+    assert run_ranks(train_all, 2, timeout=300.0) == [nothing, nothing]
