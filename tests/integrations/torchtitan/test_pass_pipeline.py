@@ -24,6 +24,7 @@ from graphpasses.parity.launch import run_ranks
 from tests.helpers.models import LanguageModel
 
 NUM_STEPS = 2
+NUM_CHUNKS = 2  # of torchtitan's eight
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> Non
                     continue
                 begin()
                 config: Any = trainer_config(case.recipe, folder, NUM_STEPS, pipeline)
+                if case.recipe.chunked_loss:
+                    config.loss.num_chunks = NUM_CHUNKS
                 if pipeline and not case.has_passes:
                     config.compile.enable_passes = False
                 trainer = config.build()
