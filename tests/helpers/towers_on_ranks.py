@@ -22,7 +22,7 @@ from tests.helpers.shared_towers import (
     TwoTowers,
 )
 
-NUM_TABLES, NUM_STEPS, LR = 2, 10, 0.1
+NUM_TABLES, NUM_STEPS, LR = 2, 4, 0.1
 WIDTH = 16 * NUM_TABLES
 SHARDINGS = {
     "table-wise": [plans.table_wise(rank=0), plans.table_wise(rank=1)],

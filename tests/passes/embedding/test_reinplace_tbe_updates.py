@@ -20,8 +20,6 @@ from graphpasses.passes.runner import Pipeline
 from tests.helpers.kept import Keep, targets, two_tables
 from tests.helpers.models import same_bits
 
-pytestmark = pytest.mark.slow
-
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 BOUNDS_CHECK = torch.ops.fbgemm.bounds_check_indices.default
@@ -30,7 +28,7 @@ IGNORE = 2  # repairs out-of-range ids without a word
 Inner = Literal["aot_eager", "inductor"]
 
 
-pytestmark = pytest.mark.usefixtures("forget_compiled_code")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forget_compiled_code")]
 
 
 def is_functionalized(graph: TrainGraph) -> bool:
