@@ -57,7 +57,10 @@ def read_traced_result(
         >>> read_traced_result(traced, model=model).gradient_slots()
         {'weight': [1], 'bias': [2]}
     """
-    leaves = [traced.example_inputs[index] for index in range(len(traced.state_fqns), traced.num_flat_inputs)]
+    layouts = [traced.input_subclass_layouts.get(index) for index in range(len(traced.state_fqns))]
+    num_state = sum(len(inner_attrs(layout, f"flat input {index}")) for index, layout in enumerate(layouts))
+    num_leaves = traced.num_flat_inputs - len(traced.state_fqns)
+    leaves = traced.example_inputs[num_state : num_state + num_leaves]
     structure = BatchStructure.of(pytree.tree_unflatten(leaves, traced.user_inputs_spec)[0])
     paths = [f"batch leaf {index}" for index in range(len(leaves))]
     return read_step(

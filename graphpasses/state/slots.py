@@ -250,9 +250,9 @@ class Owner:
             self._checked = tuple(
                 slot for slot in self.slots.values() if slot.value is MISSING or changes_in_place(slot.value)
             )
-            is_object = not isinstance(owner, (dict, CellType, ContextVar, Asked))
             names = [slot.name for slot in there]
-            if is_object and len(names) > 1:
+            is_object = not isinstance(owner, (dict, list, tuple, deque, CellType, ContextVar))
+            if is_object and len(names) > 1 and all(map(str.isidentifier, names)):
                 self._getter = attrgetter(*names)
             else:
                 self._getter = lambda owner: [read(owner, name) for name in names]

@@ -227,11 +227,12 @@ class Part:
 class Nested(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 4)
-        self.config = Part(text=Part(factor=1.0, k1=1.0), parts=[Part(factor=1.0)], hidden=Part(factor=1.0))
+        parts = [Part(factor=1.0), Part(factor=1.0)]
+        self.config = Part(text=Part(factor=1.0, k1=1.0), parts=parts, hidden=Part(factor=1.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x) * self.config.text.doubled * getattr(self.config.text, f"k{1}")
-        return y * self.config.parts[0].factor
+        return y * self.config.parts[0].factor * self.config.parts[1].factor
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ class Nested(nn.Linear):
         (lambda config: config.text.values.update(k1=3.0), "config.text.k1"),
         (lambda config: config.parts[0].values.update(factor=3.0), "config.parts[0].factor"),
         (lambda config: setattr(config, "text", Part(factor=3.0, k1=1.0)), "config.text.factor"),
-        (lambda config: config.values.update(parts=[Part(factor=3.0)]), "config.parts[0]"),
+        (lambda config: config.values.update(parts=[Part(factor=3.0), Part(factor=1.0)]), "config.parts[0]"),
     ],
 )
 def test_attributes_at_any_depth(change: Callable[[Any], None], path: str) -> None:
