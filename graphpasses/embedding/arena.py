@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpasses._torch.storage import is_movable, move_storage
-from graphpasses.embedding.pages import give_back_pages, prefer_huge_pages
+from graphpasses.embedding.huge_pages import give_back_pages, prefer_huge_pages
 from graphpasses.errors import ArenaError
 
 __all__ = ["Arena"]
@@ -31,23 +31,17 @@ class Arena:
     Only addresses change. The tensors, their storages, and every other tensor that aliases them (TorchRec keeps
     several views of a table) are the objects that they were and read what they read; ``torch.save``, ``deepcopy``
     and ``load_state_dict`` do what they did. The memory is freed when neither a tensor nor an arena uses it.
-
-    Args:
-        flat: 1-D tensor that owns the memory.
-        names: what the tensors are, for messages.
-        offsets: where in ``flat`` each tensor begins, in elements.
     """
 
-    flat: Tensor
-    names: tuple[str, ...]
-    offsets: tuple[int, ...]
+    flat: Tensor  # 1-D tensor that owns the memory
+    names: tuple[str, ...]  # what the tensors are, for messages
+    offsets: tuple[int, ...]  # where in ``flat`` each tensor begins, in elements
 
     @staticmethod
     def containing(tensor: Tensor) -> Tensor | None:
         """Returns the ``flat`` of the arena in which a tensor lies, or which it is; None if it lies in none.
 
-        Args:
-            tensor: the object that was given to :meth:`of`; another view of it is not recognized.
+        Only the object that was given to :meth:`of` is recognized, no other view of it.
         """
         if tensor not in _CONTAINING:
             return None
@@ -56,11 +50,7 @@ class Arena:
 
     @staticmethod
     def reject_reason(tensor: Tensor) -> str | None:
-        """Returns why a tensor cannot be put into an arena; None if it can, or lies in one.
-
-        Args:
-            tensor: a table or an optimizer state.
-        """
+        """Returns why a tensor cannot be put into an arena; None if it can, or lies in one."""
         if Arena.containing(tensor) is not None:
             return None
         if not tensor.is_contiguous():
@@ -73,21 +63,9 @@ class Arena:
     def of(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> Arena:
         """Returns the arena that holds ``tensors``; moves them into a new one unless they lie in one.
 
-        On the CPU a storage's old memory is given back while it moves, piece by piece, so that nothing lies twice;
-        on a GPU the largest does.
-
-        Args:
-            tensors: of one dtype and device, contiguous; they must not overlap.
-            names: what they are, for messages.
-
-        Raises:
-            ArenaError: a tensor cannot be moved, two of them are one memory, or some lie in another arena.
-
-        Example:
-            >>> a, b = torch.nn.Parameter(torch.ones(4)), torch.zeros(2)
-            >>> arena = Arena.of([a, b], ["a", "b"])
-            >>> a.data_ptr() == arena.flat.data_ptr(), arena.offsets
-            (True, (0, 16))
+        The tensors have one dtype and device, are contiguous and do not overlap; ``names`` are for messages. On the
+        CPU the old memory of a storage is freed piece by piece while it moves, so that nothing lies twice; on a GPU
+        the largest storage does.
         """
         arenas = {id(flat): flat for flat in map(cls.containing, tensors)}
         if len(arenas) == 1:
@@ -126,14 +104,7 @@ class Arena:
         return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raises unless tensors lie where they were put; cheap enough for every step.
-
-        Args:
-            tensors: those of the arena, in order, as the modules hold them now.
-
-        Raises:
-            ArenaError: one was moved or replaced.
-        """
+        """Raises unless the arena's tensors, in order, lie where they were put; cheap enough for every step."""
         start, itemsize = self.flat.data_ptr(), self.flat.element_size()
         for tensor, offset, name in zip(tensors, self.offsets, self.names, strict=True):
             if tensor.data_ptr() != start + offset * itemsize:

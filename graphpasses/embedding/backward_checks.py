@@ -1,4 +1,4 @@
-"""What a compiled backward would do to tables and eager's would not: found when it begins, and refused."""
+"""Refuses a compiled backward that would do to tables what eager's would not, when it begins."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ Gradients = Sequence[Tensor | None]
 
 
 def check_gradient_arrives(name: str, outputs: Collection[int], effect: str) -> Callable[[Gradients], None]:
-    """Returns a check that a table gets a gradient, where an update by a gradient of zero is not none at all.
+    """Returns a check that a table gets a gradient; for updates that change rows even if the gradient is zero.
 
     In eager a table is not updated if the loss does not depend on what was looked up; compiled, its gradient is zero.
-
-    Args:
-        name: the table, for the message.
-        outputs: positions of the model's outputs that depend on it.
-        effect: what the update does, e.g. ``"decays its rows"``.
+    ``outputs`` are the positions of the model's outputs that depend on the table; ``effect`` says what the update
+    does, e.g. ``"decays its rows"``.
     """
 
     def check(gradients: Gradients) -> None:
@@ -39,11 +36,7 @@ def check_gradient_arrives(name: str, outputs: Collection[int], effect: str) -> 
 
 
 def check_lookups(graph: DynamoGraph) -> None:
-    """Lets each backward check that gradients arrive at lookups whose updates do something without.
-
-    Args:
-        graph: as Dynamo traced it.
-    """
+    """Makes each backward check that gradients arrive at lookups whose updates do something without them."""
     reached = reached_outputs(graph.graph)
     for call in LookupCall.all(graph):
         effect, outputs = call.effect_without_gradient(), reached.get(call.node)
@@ -56,11 +49,8 @@ class OneBackwardPerForward:
     """Checks that tables were not updated between a forward and its backward.
 
     Two forwards before one backward are two updates in a compiled model, and one in eager, which adds the gradients.
-
-    Args:
-        name: the tables, for the message.
-        outputs: positions of the model's outputs that depend on them.
-        num_updates: one number, the updates until now, which all graphs that update the tables share.
+    ``outputs`` are the positions of the model's outputs that depend on the tables. ``num_updates`` holds one number,
+    the updates until now, which all graphs that update the tables share.
     """
 
     def __init__(self, name: str, outputs: Collection[int], num_updates: list[int]) -> None:

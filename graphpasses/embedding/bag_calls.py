@@ -31,61 +31,33 @@ _OFF: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """What the calls of one lookup have in common.
+    """What the calls of one lookup have in common."""
 
-    Args:
-        form: the fused update of their tables.
-        rate: its learning rate.
-        arena: id of the arena in which an earlier compilation put them; None for none.
-        mode: ``"sum"`` or ``"mean"``.
-        is_weighted: whether there are per-sample weights.
-        include_last_offset: as ``embedding_bag`` has it.
-        num_offsets: number of offsets, or its symbolic expression.
-    """
-
-    form: FusedForm
-    rate: float
-    arena: int | None
+    form: FusedForm  # the fused update of their tables
+    rate: float  # its learning rate
+    arena: int | None  # id of the arena in which an earlier compilation put them; None for none
     mode: str
     is_weighted: bool
     include_last_offset: bool
-    num_offsets: object
+    num_offsets: object  # number of offsets, or its symbolic expression
 
 
 @dataclass(frozen=True)
 class BagCall:
-    """One call of ``embedding_bag`` that can become part of a lookup.
-
-    Args:
-        node: the call.
-        fqn: FQN of the table.
-        table: the live parameter.
-        weight: its placeholder.
-        ids: node of the ids, 1-D, or 2-D with one bag per row.
-        offsets: node of the offsets; None for 2-D ids.
-        weights: node of the per-sample weights, shaped as the ids; or None.
-        kind: calls of one kind can become one lookup.
-    """
+    """One call of ``embedding_bag`` that can become part of a lookup."""
 
     node: fx.Node
     fqn: str
-    table: nn.Parameter
-    weight: fx.Node
-    ids: fx.Node
-    offsets: fx.Node | None
-    weights: fx.Node | None
-    kind: Kind
+    table: nn.Parameter  # the live one
+    weight: fx.Node  # its placeholder
+    ids: fx.Node  # node of the ids, 1-D, or 2-D with one bag per row
+    offsets: fx.Node | None  # node of the offsets; None for 2-D ids
+    weights: fx.Node | None  # node of the per-sample weights, shaped as the ids; or None
+    kind: Kind  # calls of one kind can become one lookup
 
 
 def read_bag_calls(graph: DynamoGraph) -> tuple[dict[fx.Node, BagCall], dict[str, str]]:
-    """Finds the calls of ``embedding_bag`` in a ``DYNAMO`` graph.
-
-    Args:
-        graph: what Dynamo traced.
-
-    Returns:
-        The calls that TBE can do, in order; and of each table that is left alone, why.
-    """
+    """Returns the calls of ``embedding_bag`` that TBE can do, in order; and why each other table is left alone."""
     calls: dict[fx.Node, BagCall] = {}
     left_alone: dict[str, str] = {}
     inputs = dict(zip(graph.placeholders, zip(graph.inputs, graph.live, strict=True), strict=True))

@@ -24,17 +24,11 @@ def merge_repeated_keys(
 ) -> OrderedDict[str, Any]:
     """Returns a state_dict in which each tensor has its module's first name.
 
-    Args:
-        state: tensors by FQN, under any names of the modules. All ranks must have the same keys.
-        canonical: first name of each module that has a second one, by that.
-        group: the ranks that hold parts of the tensors; None if there is but one.
+    All ranks must have the same keys, which use any names of the modules. ``canonical`` maps second names of modules
+    to first ones. The ranks of ``group`` hold parts of the tensors; None if there is only one rank.
 
     Raises:
         CheckpointError: names of one module have tensors that differ, on any rank.
-
-    Example:
-        >>> dict(merge_repeated_keys({"b.w": torch.ones(1)}, {"b": "a"}, group=None))
-        {'a.w': tensor([1.])}
     """
     merged: OrderedDict[str, Any] = OrderedDict()
     first_keys: dict[str, str] = {}
@@ -103,11 +97,7 @@ def keys_message(missing: list[str], unexpected: list[str], expected: Mapping[st
 
 
 def check_shapes(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Checks tensors that have the same key.
-
-    Raises:
-        CheckpointError: one has another shape, or is sharded otherwise.
-    """
+    """Raises if two tensors of the same key have different shapes, or are sharded differently."""
     for key, value in given.items():
         if key not in expected or not isinstance(value, Tensor | ShardedTensor):
             continue

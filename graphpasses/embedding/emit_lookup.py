@@ -32,20 +32,12 @@ def emit_lookup_like(
     indice_weights: fx.Node | None,
     name: str,
 ) -> fx.Node:
-    """Emits a lookup like one of the graph on other tables, at the graph's insertion point.
+    """Emits a lookup like ``call`` on other tables, at the graph's insertion point; returns [B, total_D] or [N, D].
 
-    Args:
-        graph: the graph of the call; it gets inputs for what follows from ``layout``.
-        call: the lookup whose optimizer, pooling and settings the new one has.
-        layout: the tables.
-        states: the flat tensor of the tables, then that of the optimizer's states, if it has one.
-        indices: ids [N].
-        offsets: where in ``indices`` each bag begins, and the end [features * B + 1].
-        indice_weights: weights of the ids [N], or None.
-        name: names the new inputs.
-
-    Returns:
-        The embeddings [B, total_D], or [N, D] without pooling.
+    The new lookup has the optimizer, pooling and settings of ``call``. ``states`` are the flat tensor of the tables,
+    then that of the optimizer's states, if it has one. ``indices`` and ``indice_weights`` are [N]; ``offsets`` say
+    where each bag begins in them, and the end [features * B + 1]. The graph gets inputs for what follows from
+    ``layout``, named by ``name``.
     """
     aux_int, aux_bool = [list(call.arguments[key]) for key in ("aux_int", "aux_bool")]
     aux_int[INFO_B] = layout.info_b()
@@ -74,19 +66,11 @@ def emit_lookup(
     name: str,
     like: fx.Node,
 ) -> fx.Node:
-    """Emits a lookup whose backward updates the tables.
+    """Emits a lookup whose backward updates the tables; returns the embeddings [B, total_D].
 
-    Args:
-        graph: a ``DYNAMO`` graph.
-        layout: the features and their tables.
-        weights: the tables, as one flat tensor.
-        bags: the op's ``indices``, ``offsets``, ``indice_weights`` and ``pooling_mode``.
-        update: the optimizer.
-        name: names the inputs that the graph gets.
-        like: a node of the same origin.
-
-    Returns:
-        The embeddings [B, total_D].
+    ``weights`` holds the tables as one flat tensor; ``bags`` are the op's ``indices``, ``offsets``,
+    ``indice_weights`` and ``pooling_mode``. ``name`` names the inputs that the graph gets; nodes have the origin of
+    ``like``.
     """
     trigger = graph.add_input(torch.empty(0, requires_grad=True), f"{name}.trigger")
     states = [weights]
@@ -116,13 +100,7 @@ def emit_lookup(
 
 
 def layout_arguments(graph: DynamoGraph, layout: TableLayout, name: str) -> dict[str, Any]:
-    """Returns the arguments that tell a lookup its features' dimensions and rows; tensors become inputs of the graph.
-
-    Args:
-        graph: a ``DYNAMO`` graph.
-        layout: the features and their tables.
-        name: names the inputs.
-    """
+    """Returns the arguments that say the dimensions and rows of features; tensors become inputs of the graph."""
     hash_size_cumsum = torch.tensor([*layout.first_rows, layout.num_rows])
     return {
         "D_offsets": graph.add_input(layout.d_offsets(), f"{name}.D_offsets"),
@@ -138,11 +116,7 @@ def state_arguments(
 ) -> dict[str, list[fx.Node]]:
     """Returns the arguments that tell a lookup where its tables and optimizer states lie.
 
-    Args:
-        graph: a ``DYNAMO`` graph; offsets become inputs of it.
-        layout: where they lie.
-        states: the flat tensor of the tables, then that of the optimizer's states, if it has one.
-        name: names the inputs.
+    Offsets become inputs of the graph. ``states`` are as in :func:`emit_lookup_like`.
     """
     placements = torch.full((len(layout.dims),), HOST, dtype=torch.int32)
     placed = graph.add_input(placements, f"{name}.placements")

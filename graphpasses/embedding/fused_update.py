@@ -34,23 +34,14 @@ _FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class FusedForm:
-    """The fused update that does what an optimizer does.
+    """The fused update that does what an optimizer does."""
 
-    Args:
-        name: ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``.
-        eps: what is added to the root of the accumulated squares; 0 for ``"sgd"``.
-    """
-
-    name: str
-    eps: float
+    name: str  # ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``
+    eps: float  # what is added to the root of the accumulated squares; 0 for ``"sgd"``
 
     @classmethod
     def of(cls, table: Tensor) -> FusedForm | str:
-        """Returns the fused form of a table's optimizer in backward; where there is none, why.
-
-        Args:
-            table: a parameter.
-        """
+        """Returns the fused form of a table's optimizer in backward; where there is none, why."""
         optimizers = optimizers_in_backward(table)
         if not optimizers:
             return "no optimizer runs in its backward"
@@ -65,12 +56,7 @@ class FusedForm:
 
     @classmethod
     def of_options(cls, kind: type[Optimizer], options: Mapping[str, Any]) -> FusedForm | str:
-        """Returns the fused form of an optimizer; where there is none, why.
-
-        Args:
-            kind: its class.
-            options: of the parameter group.
-        """
+        """Returns the fused form of an optimizer; where there is none, why."""
         name, switches = _FORMS.get(f"{kind.__module__}.{kind.__qualname__}", ("", ()))
         if not name:
             return f"{kind.__name__} has no fused form"
@@ -101,31 +87,20 @@ class FusedForm:
 class FusedUpdate:
     """The optimizers in backward of several tables, as one fused update.
 
-    They stay the user's: the update reads and writes their own state tensors, and takes the learning rate that
-    they have when a step begins.
-
-    Args:
-        form: the fused update.
-        tables: the tables, by FQN.
-        learning_rate: 0-dim, float32; the update reads it.
-        states: by name (``"sum"``, ``"step"``): the state tensors, in the order of ``tables``.
-        arenas: by name: the memory in which they lie.
+    The optimizers stay the user's: the update reads and writes their own state tensors, and takes the learning rate
+    that they have when a step begins.
     """
 
     form: FusedForm
-    tables: Mapping[str, Tensor]
-    learning_rate: Tensor
+    tables: Mapping[str, Tensor]  # by FQN
+    learning_rate: Tensor  # 0-dim, float32; the update reads it
+    # By name (``"sum"``, ``"step"``): the state tensors, in the order of ``tables``.
     states: Mapping[str, tuple[Tensor, ...]]
-    arenas: Mapping[str, Arena]
+    arenas: Mapping[str, Arena]  # by name: the memory in which they lie
 
     @classmethod
     def of(cls, form: FusedForm, tables: Mapping[str, Tensor]) -> FusedUpdate:
-        """Puts the states of the tables' optimizers into one memory per name.
-
-        Args:
-            form: that of every table's optimizer.
-            tables: the tables, by FQN.
-        """
+        """Puts the states of the tables' optimizers into one memory per name."""
         states = {name: tuple(_state(table)[name] for table in tables.values()) for name in form.states}
         arenas = {
             name: Arena.of(tensors, [f"optimizer state {name!r} of {fqn}" for fqn in tables])
@@ -143,11 +118,7 @@ class FusedUpdate:
         return len(rates) == 1
 
     def refresh(self) -> None:
-        """Takes over what the user changed since the last step: the learning rate, and states that were loaded.
-
-        Raises:
-            ArenaError: a state tensor was moved.
-        """
+        """Takes over what the user changed since the last step: the learning rate, and states that were loaded."""
         rate = learning_rate(next(iter(self.tables.values())))
         self.learning_rate.fill_(rate)
         for name, tensors in self.states.items():

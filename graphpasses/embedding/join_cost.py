@@ -21,17 +21,11 @@ _BAG = 5.5e-3
 
 @dataclass(frozen=True)
 class BatchOfBags:
-    """What a lookup looks up, and how much it returns.
+    """What a lookup looks up, and how much it returns."""
 
-    Args:
-        batch_size: samples; None if nothing is known of them.
-        num_features: bags per sample.
-        num_columns: columns that it returns per sample; 0 without pooling, which returns a row per id.
-    """
-
-    batch_size: int | None
-    num_features: int
-    num_columns: int
+    batch_size: int | None  # samples; None if nothing is known of them
+    num_features: int  # bags per sample
+    num_columns: int  # columns that it returns per sample; 0 without pooling, which returns a row per id
 
     @property
     def cost_of_sample(self) -> float:
@@ -40,25 +34,15 @@ class BatchOfBags:
 
 
 def padding_cost(lookups: Sequence[BatchOfBags], batch_size: int) -> float:
-    """Returns the microseconds per step that padding takes.
-
-    Args:
-        lookups: those that are padded, of known batch sizes.
-        batch_size: to how many samples.
-    """
+    """Returns the microseconds per step that it takes to pad lookups, of known batch sizes, to ``batch_size``."""
     return sum((batch_size - (lookup.batch_size or 0)) * lookup.cost_of_sample for lookup in lookups)
 
 
 def plan_joins(lookups: Sequence[BatchOfBags]) -> list[tuple[int, ...]]:
     """Returns which lookups become one: those of equal batches, and others where padding costs less than a lookup.
 
-    No other partition costs less, as far as the constants go. Lookups of unknown batch sizes are taken to have one.
-
-    Args:
-        lookups: lookups that can be joined.
-
-    Returns:
-        The members of each joined lookup, and those that stay alone, by position; larger batches first.
+    No other partition costs less, as far as the constants go. Lookups of unknown batch sizes are taken to have the
+    same. Returns the positions of the members of each joined lookup, and those that stay alone; larger batches first.
 
     Example:
         >>> users, items = BatchOfBags(32, 20, 2560), BatchOfBags(32_000, 1, 64)

@@ -170,15 +170,9 @@ def _by_table(
 def fit_plan(
     model: nn.Module, sharding_plan: ShardingPlan, sharders: Sharders
 ) -> tuple[ShardingPlan, set[nn.Module]]:
-    """Checks that a model can be sharded as planned.
+    """Returns the plan with an entry for every name of every planned module, and those modules.
 
-    Args:
-        model: an unsharded model, or one of which other parts are sharded.
-        sharding_plan: names modules by any of their names.
-        sharders: of the module types to shard.
-
-    Returns:
-        The plan with an entry for every name of every planned module, and those modules.
+    The model is unsharded, or other parts of it are sharded; ``sharding_plan`` uses any names of the modules.
 
     Raises:
         ShardingError: the plan does not fit the model; the message names the module and what to do.

@@ -13,37 +13,20 @@ __all__ = ["Alias", "find_aliases", "give_names", "one_name_each"]
 
 @dataclass(frozen=True)
 class Alias:
-    """A second name of a module that is a table's or holds one.
+    """A second name of a module that is a table's or holds one."""
 
-    Args:
-        fqn: the name; that of the module it is in is a first one.
-        canonical: the module's first name, in the order of ``named_modules()``.
-        place: the module that it is in, and the name there.
-        canonical_place: the same of the first name.
-        siblings: all names in the module that it is in, in order, which means something in ``nn.Sequential``.
-    """
-
-    fqn: str
-    canonical: str
-    place: tuple[nn.Module, str]
-    canonical_place: tuple[nn.Module, str]
+    fqn: str  # the name; that of the module it is in is a first one
+    canonical: str  # the module's first name, in the order of ``named_modules()``
+    place: tuple[nn.Module, str]  # the module that it is in, and the name there
+    canonical_place: tuple[nn.Module, str]  # the same for the first name
+    # All names in the module that it is in, in order, which means something in ``nn.Sequential``.
     siblings: tuple[str, ...]
 
 
 def find_aliases(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> list[Alias]:
-    """Returns all second names of modules that hold tables.
+    """Returns all second names of modules that hold tables; ``is_table`` says what counts as tables.
 
     What is in a shared container has no alias of its own: the container's is enough.
-
-    Args:
-        model: any module.
-        is_table: whether a module counts as tables; what is in it does not matter.
-
-    Example:
-        >>> ebc = nn.EmbeddingBag(4, 2)
-        >>> towers = nn.ModuleDict({"a": nn.Sequential(ebc), "b": nn.Sequential(ebc)})
-        >>> [(alias.fqn, alias.canonical) for alias in find_aliases(towers, lambda m: m is ebc)]
-        [('b.0', 'a.0')]
     """
     places: dict[nn.Module, tuple[str, tuple[nn.Module, str]]] = {}
     seconds: list[tuple[str, nn.Module, str, nn.Module]] = []
@@ -75,12 +58,7 @@ def find_aliases(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> lis
 
 @contextmanager
 def one_name_each(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> Iterator[list[Alias]]:
-    """Hides second names in a block, and gives them to whatever has the first name at its end.
-
-    Args:
-        model: any module.
-        is_table: see :func:`find_aliases`.
-    """
+    """Hides second names in a block, and gives them to the modules that have the first names at its end."""
     aliases = find_aliases(model, is_table)
     for parent, name in (alias.place for alias in aliases):
         del parent._modules[name]
@@ -91,12 +69,7 @@ def one_name_each(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> It
 
 
 def give_names(aliases: list[Alias], *, copied_to: nn.Module | None = None) -> None:
-    """Gives second names to the modules that have the first ones.
-
-    Args:
-        aliases: the names.
-        copied_to: a copy of the model, which gets them instead of it.
-    """
+    """Gives second names to the modules that have the first ones, in the model or in a copy of it."""
     siblings: dict[nn.Module, tuple[str, ...]] = {}
     for alias in aliases:
         (parent, name), (owner, first_name) = alias.place, alias.canonical_place

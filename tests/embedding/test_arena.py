@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpasses.embedding.arena import Arena
-from graphpasses.embedding.pages import give_back_pages
+from graphpasses.embedding.huge_pages import give_back_pages
 from graphpasses.errors import ArenaError
 
 

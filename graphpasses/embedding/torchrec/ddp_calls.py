@@ -23,12 +23,6 @@ class DDPCalls:
 
     In the graph a DistributedDataParallel is its module alone. Its reducer's hooks on the parameters are outside of
     the graph, and reduce gradients as in eager if the reducer was told of the forward.
-
-    Args:
-        roots: what the call may run.
-
-    Raises:
-        UnsupportedError: a module casts its parameters in hooks (``mixed_precision=``).
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -46,12 +40,7 @@ class DDPCalls:
         return any(map(orders_buckets, modules))
 
     def find(self, ddp: DistributedDataParallel) -> None:
-        """Looks for a module once more: ``DistributedModelParallel.init_data_parallel()`` may come after a call.
-
-        Raises:
-            UnsupportedError: nothing that the compiled function holds leads to it; or it was made after the first
-                call, and its first steps must be eager ones.
-        """
+        """Looks for a module once more: ``DistributedModelParallel.init_data_parallel()`` may come after a call."""
         if ddp in self.modules:
             return
         name = type(ddp.module).__name__
@@ -70,7 +59,7 @@ class DDPCalls:
 
     @contextmanager
     def call(self) -> Iterator[DDPCall]:
-        """Surrounds a call; yields what its DistributedDataParallel modules are told by."""
+        """Surrounds a call; yields what tells its DistributedDataParallel modules of it."""
         self._used, used = self._used or set(), self._used or set()
         call = DDPCall(self, used)
         token = _CALL.set(call)
@@ -107,15 +96,10 @@ class DDPCalls:
 
 
 class DDPCall:
-    """One call of a compiled model, as its DistributedDataParallel modules see it.
-
-    Args:
-        calls: whose modules may run.
-        used: those that ran in earlier calls.
-    """
+    """One call of a compiled model, as its DistributedDataParallel modules see it."""
 
     def __init__(self, calls: DDPCalls, used: Collection[DistributedDataParallel]) -> None:
-        self._calls, self.used = calls, set(used)
+        self._calls, self.used = calls, set(used)  # those that ran in earlier calls, and in this one
         self._begun: set[DistributedDataParallel] = set()
 
     def begin(self) -> None:
@@ -136,11 +120,7 @@ class DDPCall:
         return ddp in self._begun
 
     def traced(self, ddp: DistributedDataParallel) -> None:
-        """To be called where a module's forward is traced.
-
-        Raises:
-            UnsupportedError: of :meth:`DDPCalls.find`.
-        """
+        """To be called where a module's forward is traced."""
         self._calls.find(ddp)
         self.used.add(ddp)
         self._tell(ddp)
@@ -160,20 +140,7 @@ def running_call() -> DDPCall | None:
 
 
 def ddp_calls(modules: Sequence[nn.Module]) -> DDPCalls:
-    """Finds the DistributedDataParallel modules in ``modules``, themselves and data-parallel tables included.
-
-    Raises:
-        UnsupportedError: one of them casts its parameters in hooks (``mixed_precision=``).
-
-    Example:
-        >>> from graphpasses._torch.fake_process_group import fake_process_group
-        >>> with fake_process_group(2):
-        ...     model = DistributedDataParallel(nn.Linear(2, 1))
-        ...     with ddp_calls([model]).call() as call:
-        ...         call.traced(model)
-        ...         call.end(model.module(torch.ones(3, 2))).shape
-        torch.Size([3, 1])
-    """
+    """Finds the DistributedDataParallel modules in ``modules``, themselves and data-parallel tables included."""
     return DDPCalls(modules)
 
 

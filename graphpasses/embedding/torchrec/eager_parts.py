@@ -15,11 +15,7 @@ _REASON = "the optimizer of these tables decides by its steps, which no graph ca
 
 
 def managed_collisions(original: None) -> Callable[..., Any]:
-    """Makes a sharded module of managed collisions run eagerly: it replaces the memory of its buffers.
-
-    Args:
-        original: None, the class inherits its forward.
-    """
+    """Makes a sharded module of managed collisions run eagerly: it replaces the memory of its buffers."""
     reason = "zero-collision hashing replaces the memory of its buffers, which no graph can: it runs eagerly"
     return _eagerly(_inherited_forward(is_waited=True), reason)
 
@@ -29,9 +25,6 @@ def embeddings_by_steps(original: None) -> Callable[..., Any]:
 
     Such are moving averages of tables, ensembles, and weight decay by counters, a number that FBGEMM takes of a
     tensor.
-
-    Args:
-        original: None, the class inherits its forward.
     """
     inherited = _inherited_forward()
     eagerly = _eagerly(_inherited_forward(is_waited=True), _REASON)
@@ -65,11 +58,7 @@ def tell_steps(original: None) -> Callable[..., Any]:
 
 
 def lookup_by_steps(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a TBE run eagerly whose optimizer decides by its steps, where no sharded collection does.
-
-    Args:
-        original: the forward of ``SplitTableBatchedEmbeddingBagsCodegen``.
-    """
+    """Makes a TBE run eagerly if its optimizer decides by its steps, where no sharded collection does."""
     eagerly = _eagerly(original, _REASON)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

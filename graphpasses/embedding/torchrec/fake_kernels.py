@@ -278,14 +278,11 @@ def _register() -> tuple[TracingKernels, tuple[str, ...]]:
 
 @contextmanager
 def fake_kernels() -> Iterator[tuple[str, ...]]:
-    """Gives the FBGEMM ops of a TorchRec training step that have no fake kernel one, in the block.
+    """Gives FBGEMM ops of a TorchRec training step that have no fake kernel one, in the block; yields their names.
 
     It overrides no kernel, and leaves ops that it does not know alone. Ops that hide their gradient in their CPU
     kernel get one that a tracer sees; eager calls do not change. Blocks may be nested; the kernels are there until
     the outermost block, or another thread's, ends.
-
-    Yields:
-        Names of the ops that have such a kernel, e.g. ``"fbgemm::permute_sequence_embeddings"``.
 
     Raises:
         CaptureError: FBGEMM cannot be loaded.
@@ -310,13 +307,6 @@ def fake_kernels_if_loaded() -> Iterator[None]:
     """Does the same if this process has imported FBGEMM; if not, waits for it.
 
     What :func:`fake_kernels` registers in the block stays to its end.
-
-    Example:
-        >>> with fake_kernels_if_loaded():
-        ...     with fake_kernels():
-        ...         pass
-        ...     has_kernel("fbgemm::permute_sequence_embeddings", "Meta")
-        True
     """
     is_loaded = "fbgemm_gpu" in sys.modules
     if is_loaded:

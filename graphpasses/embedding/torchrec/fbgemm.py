@@ -15,11 +15,6 @@ def load_fbgemm() -> None:
 
     Raises:
         CaptureError: FBGEMM is not installed, or does not load with this torch.
-
-    Example:
-        >>> load_fbgemm()
-        >>> str(torch.ops.fbgemm.permute_2D_sparse_data.default)
-        'fbgemm.permute_2D_sparse_data.default'
     """
     with warnings.catch_warnings():
         # FBGEMM's import warns of FBGEMM's own code.

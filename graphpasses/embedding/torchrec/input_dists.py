@@ -14,16 +14,12 @@ __all__ = ["checks_inputs", "make_input_dist", "needs_eager_call"]
 def make_input_dist(
     module: nn.Module, keys: Iterable[str], inverse_keys: Iterable[str] | None, device: torch.device | None
 ) -> None:
-    """Makes a sharded module's input dist, and its output dists, if it has none yet, as its first call does.
+    """Makes a sharded collection's input dist, and its output dists, if it has none yet, as its first call does.
 
     That call also checks the features' values, which a graph does not have; see
-    :func:`~graphpasses.embedding.torchrec.inputs.check_inputs`.
-
-    Args:
-        module: a ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``.
-        keys: the features it is called with, e.g. ``kjt.keys()``.
-        inverse_keys: the names of ``kjt.inverse_indices()``; None where all features have one batch size.
-        device: that of the inverse indices; None where there are none.
+    :func:`~graphpasses.embedding.torchrec.inputs.check_inputs`. ``keys`` are those of the features, e.g.
+    ``kjt.keys()``. ``inverse_keys`` are the names of ``kjt.inverse_indices()``, and ``device`` that of its indices;
+    None where all features have one batch size.
     """
     sharded: Any = module
     if not sharded._has_uninitialized_input_dist:
@@ -56,10 +52,6 @@ def checks_inputs(modules: Iterable[nn.Module]) -> bool:
     """Returns whether a TorchRec module in ``modules`` checks its features in its first call, which is to come.
 
     Sharded collections of bags do, before they make their input dists; others take what they get.
-
-    Example:
-        >>> checks_inputs([nn.Linear(1, 1)])
-        False
     """
     return any(_is_unchecked(module) for root in modules for module in root.modules())
 
@@ -75,12 +67,8 @@ def _is_unchecked(module: nn.Module) -> bool:
 def needs_eager_call(modules: Iterable[nn.Module]) -> bool:
     """Returns whether a sharded TorchRec module in ``modules`` must be called eagerly once.
 
-    It makes its input dist in its first call, and :func:`make_input_dist` does not know how. That call is a step as
+    It makes its input dist in its first call, and :func:`make_input_dist` does not know how. That call is a step like
     any other.
-
-    Example:
-        >>> needs_eager_call([nn.Linear(1, 1)])
-        False
     """
     return any(_is_unknown(module) for root in modules for module in root.modules())
 

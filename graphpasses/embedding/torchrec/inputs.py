@@ -23,16 +23,11 @@ __all__ = ["PreparedInputs", "check_inputs", "prepare_inputs"]
 
 @dataclasses.dataclass(frozen=True)
 class PreparedInputs:
-    """What to call a compiled function with, instead of what the user gave.
-
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-        changes: what replaced the user's containers, in the order in which it was done.
-    """
+    """What to call a compiled function with, instead of what the user gave."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    # What replaced the user's containers, in the order in which it was done.
     changes: tuple[_Prepare, ...] = ()
 
     def write_back(self) -> None:
@@ -46,18 +41,8 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedIn
 
     They are found in tuples, lists, dicts, dataclasses and TorchRec's ``Pipelineable`` objects. Tensors beside them
     whose first dim is a number of samples are replaced, too, by aliases in which it may vary. Nothing that the user
-    holds changes: replaced objects are new, and their tensors share memory and gradients with the user's.
-
-    Args:
-        args: positional arguments of a model.
-        kwargs: its keyword arguments.
-
-    Returns:
-        What to call the compiled function with; where no jagged tensor is, everything is the same object.
-
-    Example:
-        >>> prepare_inputs((torch.ones(2), [1, 2]), {}).args
-        (tensor([1., 1.]), [1, 2])
+    holds changes: replaced objects are new, and their tensors share memory and gradients with the user's. Where there
+    is no jagged tensor, everything stays the same object.
     """
     module = sys.modules.get("torchrec.sparse.jagged_tensor")
     if module is None:
@@ -90,15 +75,8 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedIn
 def check_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Checks the key-jagged tensors of a model's first batch, as its sharded modules do in their first eager call.
 
-    Args:
-        args: positional arguments of a model.
-        kwargs: its keyword arguments.
-
     Raises:
-        ValueError: of TorchRec: lengths, offsets, weights and values do not fit, or a key comes twice.
-
-    Example:
-        >>> check_inputs((torch.ones(2),), {})
+        ValueError: from TorchRec: lengths, offsets, weights and values do not fit, or a key comes twice.
     """
     module = sys.modules.get("torchrec.sparse.jagged_tensor")
     if module is None:

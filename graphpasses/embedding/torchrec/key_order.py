@@ -1,4 +1,4 @@
-"""Whether a sharded module is given its features where it looks for them."""
+"""Whether a sharded module gets its features where it looks for them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,10 @@ __all__ = ["check_key_order"]
 
 
 def check_key_order(module: nn.Module, keys: Iterable[str]) -> None:
-    """Checks that a sharded module is given its features where it looks for them.
+    """Raises unless a sharded collection gets its features, e.g. ``kjt.keys()``, where it looks for them.
 
     TorchRec finds each feature's position in the first call; features that come in another order later, or are
     missing, are looked up in the wrong tables.
-
-    Args:
-        module: a ``ShardedEmbeddingBagCollection`` or ``ShardedEmbeddingCollection``.
-        keys: the features it is called with, e.g. ``kjt.keys()``.
-
-    Raises:
-        KeyOrderError: it names the module, the features it expects and those it was given.
     """
     sharded: Any = module
     shardings = (

@@ -31,21 +31,15 @@ _SETTINGS = ("aux_float", "optim_int", "optim_float")
 
 @dataclass(frozen=True)
 class TableLayout:
-    """Which table each feature of a lookup reads, and where the tables lie; all tables in one flat tensor.
+    """Which table each feature of a lookup reads, and where the tables lie; all tables in one flat tensor."""
 
-    Args:
-        dims: embedding dimension of each feature.
-        first_rows: for each feature, number of rows of the tables before its own; equal for features of one table.
-        num_rows: number of rows of all tables.
-        weights_offsets: for each feature, where in the flat tensor its table begins, in elements.
-        momentum1_offsets: likewise where its optimizer state begins; empty for SGD.
-    """
-
-    dims: tuple[int, ...]
+    dims: tuple[int, ...]  # embedding dimension of each feature
+    # For each feature, number of rows of the tables before its own; equal for features of one table.
     first_rows: tuple[int, ...]
-    num_rows: int
+    num_rows: int  # number of rows of all tables
+    # For each feature, where in the flat tensor its table begins, in elements.
     weights_offsets: tuple[int, ...]
-    momentum1_offsets: tuple[int, ...] = ()
+    momentum1_offsets: tuple[int, ...] = ()  # likewise where its optimizer state begins; empty for SGD
 
     @classmethod
     def join(
@@ -53,10 +47,8 @@ class TableLayout:
     ) -> TableLayout:
         """Returns the layout of the features of several lookups, one after the other.
 
-        Args:
-            layouts: of the lookups; the last table of each has a row.
-            weights: where in the common flat tensor that of each lookup begins, in elements.
-            momentum1: likewise for the optimizer states; empty for SGD.
+        The last table of each lookup has a row. ``weights`` say where in the common flat tensor that of each lookup
+        begins, in elements; ``momentum1`` the same for the optimizer states, empty for SGD.
 
         Example:
             >>> one = TableLayout(dims=(4, 4), first_rows=(0, 10), num_rows=30, weights_offsets=(0, 40))
@@ -99,27 +91,16 @@ class LiveInput:
 
 @dataclass(frozen=True)
 class LookupCall:
-    """One call in a ``DYNAMO`` graph of ``split_embedding_codegen_lookup_<optimizer>_function_pt2``.
-
-    Args:
-        node: the call.
-        optimizer: ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``.
-        arguments: its arguments by their names in the op's schema.
-        inputs: those of its arguments that are inputs of the graph.
-    """
+    """One call in a ``DYNAMO`` graph of ``split_embedding_codegen_lookup_<optimizer>_function_pt2``."""
 
     node: fx.Node
-    optimizer: str
-    arguments: Mapping[str, Any]
-    inputs: Mapping[fx.Node, LiveInput]
+    optimizer: str  # ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``
+    arguments: Mapping[str, Any]  # by their names in the op's schema
+    inputs: Mapping[fx.Node, LiveInput]  # those of the arguments that are inputs of the graph
 
     @classmethod
     def all(cls, graph: DynamoGraph) -> list[LookupCall]:
-        """Returns the lookups of a graph, in order, but for those by other optimizers.
-
-        Args:
-            graph: a ``DYNAMO`` graph.
-        """
+        """Returns the lookups of a ``DYNAMO`` graph, in order, except those by other optimizers."""
         inputs = {
             node: LiveInput(position, item.fqn, tensor)
             for position, (node, item, tensor) in enumerate(
@@ -224,7 +205,7 @@ class LookupCall:
         )
 
     def settings(self) -> tuple[object, ...]:
-        """Returns what two calls must have in common to be one, but for their tables, ids and batch size."""
+        """Returns what two calls must have in common to become one, apart from their tables, ids and batch size."""
         arguments = self.arguments
         aux_int, aux_bool = [list(arguments[name]) for name in ("aux_int", "aux_bool")]
         del aux_int[INFO_B], aux_bool[MIXED_D]

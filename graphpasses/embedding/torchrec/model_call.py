@@ -22,12 +22,8 @@ class ModelCall:
 
     Every call gives Dynamo key-jagged tensors without caches, so that batch lengths may vary. Calls that decide
     something for the later ones run as in eager: those from which DistributedDataParallel takes the order of its
-    buckets, and the first of a model with modules whose input dists nothing else can make.
-
-    Args:
-        modules: those that the call runs.
-        compiled: what Dynamo made of the user's function.
-        eager: the user's function.
+    buckets, and the first of a model with modules whose input dists nothing else can make. ``modules`` are those that
+    the call runs.
     """
 
     def __init__(
@@ -38,11 +34,7 @@ class ModelCall:
 
     @property
     def ddp(self) -> DDPCalls:
-        """What the model's DistributedDataParallel modules do.
-
-        Raises:
-            UnsupportedError: a module of the model is unsupported.
-        """
+        """What the model's DistributedDataParallel modules do."""
         if self._ddp is None:
             self._ddp = ddp_calls(self._modules)
         return self._ddp

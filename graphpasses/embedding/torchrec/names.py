@@ -23,8 +23,8 @@ FBGEMM = "fbgemm"
 # The optimizer whose state is a number per row, by module and class.
 ROWWISE_ADAGRAD = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
 
-# A lookup that updates its tables in backward is named by its optimizer. The update of a row by these depends on
-# nothing but this row, its gradient, its state, and constants.
+# A lookup that updates its tables in backward is named by its optimizer. Their update of a row depends only on
+# this row, its gradient, its state, and constants.
 _FUSED_LOOKUP = "split_embedding_codegen_lookup_{}_function_pt2"
 FUSED_OPTIMIZERS = {
     f"{FBGEMM}.{_FUSED_LOOKUP.format(name)}": name for name in ("sgd", "adagrad", "rowwise_adagrad")
@@ -38,14 +38,7 @@ TRACED_LOOKUP = re.compile(rf"{FBGEMM}\.split_embedding_(nobag_)?codegen_forward
 def fused_lookup(optimizer: str) -> Any:
     """Returns the lookup whose backward updates the tables, once FBGEMM is loaded.
 
-    Args:
-        optimizer: FBGEMM's name of the update, a value of :data:`FUSED_OPTIMIZERS`.
-
-    Example:
-        >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
-        >>> load_fbgemm()
-        >>> str(fused_lookup("sgd"))
-        'fbgemm.split_embedding_codegen_lookup_sgd_function_pt2.default'
+    ``optimizer`` is FBGEMM's name of the update, a value of :data:`FUSED_OPTIMIZERS`.
     """
     return getattr(torch.ops.fbgemm, _FUSED_LOOKUP.format(optimizer)).default
 

@@ -16,18 +16,10 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """A function that is replaced, or added.
+    """A function that is replaced, or added."""
 
-    Args:
-        target: where it is, ``"module:Class.function"`` or ``"module:function"``.
-        wrap: makes the replacement from the original (None where there is none); its docstring says why.
-
-    Example:
-        >>> Patch("colorsys:rgb_to_hsv", lambda original: lambda r, g, b: original(b, g, r)).resolve()[1]
-        'rgb_to_hsv'
-    """
-
-    target: str
+    target: str  # where it is, ``"module:Class.function"`` or ``"module:function"``
+    # Makes the replacement from the original (None where there is none); its docstring says why.
     wrap: Callable[[Any], Callable[..., Any]]
 
     def resolve(self) -> tuple[Any, str, Any]:
@@ -46,17 +38,8 @@ class Patch:
 class PatchSet:
     """Patches that are in place while at least one thread is in the ``with`` block; blocks may be nested.
 
-    Args:
-        patches: what to patch; their modules are imported when the set is first entered.
-        check: called before that; raises where the patches do not fit.
-
-    Example:
-        >>> import colorsys
-        >>> with PatchSet(Patch("colorsys:rgb_to_hsv", lambda original: lambda *rgb: (0, 0, 0))):
-        ...     colorsys.rgb_to_hsv(1, 1, 1)
-        (0, 0, 0)
-        >>> colorsys.rgb_to_hsv(1, 1, 1)
-        (0.0, 0.0, 1)
+    When the set is first entered it calls ``check``, which raises where the patches do not fit, and then imports the
+    modules of the patches.
     """
 
     def __init__(self, *patches: Patch, check: Callable[[], None] | None = None) -> None:

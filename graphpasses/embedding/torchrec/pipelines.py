@@ -11,13 +11,10 @@ __all__ = ["check_pipeline"]
 
 
 def check_pipeline() -> None:
-    """Checks the pipeline that traces a compiled model now, if one does.
+    """Raises if the pipeline that traces a compiled model now is ``TrainPipelineSemiSync``.
 
     A pipeline finds no module in a compiled model whose input dist it could start early: the graph starts its own.
-    So a model is trained as without a pipeline, with its bits. One pipeline has other bits than a plain loop.
-
-    Raises:
-        UnsupportedError: it is ``TrainPipelineSemiSync``.
+    So a model is trained as without a pipeline, with its bits. That pipeline alone has other bits than a plain loop.
     """
     pipelines = sys.modules.get("torchrec.distributed.train_pipeline.train_pipelines")
     frame: FrameType | None = sys._getframe(1)

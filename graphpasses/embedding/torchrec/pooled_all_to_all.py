@@ -41,28 +41,19 @@ _SPLIT_1D_CAT_2D_BACKWARD = "torchrec._split_1d_cat_2d_backward_impl.default"
 
 @dataclass(frozen=True)
 class PooledAllToAll:
-    """An all-to-all of pooled embeddings, or of their gradients.
-
-    Args:
-        launch: the all-to-all.
-        is_gradient: whether it carries gradients, from the side of the batch to the side of the tables.
-        batch_side: what is received, or sent (gradients): one tensor, [rows of this rank's batch, dims of all ranks'
-            tables], or a tensor [rows of this rank's batch, dims of a rank's tables] for each rank.
-        dims_by_rank: how many of the dims belong to each rank's tables.
-        table_side: what is sent, or received (gradients): [rows of all ranks' batches, dims of this rank's tables].
-        num_rows: rows of this rank's batch, of embeddings.
-        scale: what received gradients are divided by; None if they are not.
-        unit: elements that a split of the all-to-all counts as one.
-    """
+    """An all-to-all of pooled embeddings, or of their gradients."""
 
     launch: fx.Node
-    is_gradient: bool
+    is_gradient: bool  # whether it carries gradients, from the side of the batch to the side of the tables
+    # What is received, or sent (gradients): one tensor, [rows of this rank's batch, dims of all ranks'
+    # tables], or a tensor [rows of this rank's batch, dims of a rank's tables] for each rank.
     batch_side: tuple[fx.Node, ...]
-    dims_by_rank: tuple[int, ...]
+    dims_by_rank: tuple[int, ...]  # how many of the dims belong to each rank's tables
+    # What is sent, or received (gradients): [rows of all ranks' batches, dims of this rank's tables].
     table_side: fx.Node
-    num_rows: Size = 0
-    scale: Any = None
-    unit: int = 1
+    num_rows: Size = 0  # rows of this rank's batch, of embeddings
+    scale: Any = None  # what received gradients are divided by; None if they are not
+    unit: int = 1  # elements that a split of the all-to-all counts as one
 
     @property
     def num_dims(self) -> int:
@@ -93,11 +84,8 @@ class PooledAllToAll:
 def batch_classes(members: Sequence[PooledAllToAll | None]) -> list[int]:
     """Returns a number for each all-to-all: those of one number have the same batch, so they can become one.
 
-    Args:
-        members: what all-to-alls carry; None for what is neither pooled embeddings nor their gradients.
-
-    Returns:
-        Per member; -1 for None, and for a batch that has the size, but not the parts, of one before it.
+    The number is -1 for None, which is neither pooled embeddings nor their gradients, and for a batch that has the
+    size, but not the parts, of one before it.
     """
     number_of: dict[object, int] = {}
     rows_of: dict[object, list[object]] = {}
@@ -122,8 +110,7 @@ def _divide(size: Any, num_dims: int) -> Any:
 def read_pooled_all_to_all(launch: fx.Node) -> PooledAllToAll | None:
     """Returns what an all-to-all carries, if it is pooled embeddings or their gradients.
 
-    Args:
-        launch: an all-to-all whose only user is its wait.
+    The only user of ``launch`` is its wait.
     """
     return _read_embeddings(launch) or _read_sums(launch) or _read_gradients(launch)
 

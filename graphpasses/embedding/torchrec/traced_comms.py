@@ -23,14 +23,7 @@ _PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def check_codecs(module: nn.Module) -> None:
-    """Checks that all codecs of a sharded module keep the number of elements, as casts do.
-
-    Args:
-        module: TorchRec's.
-
-    Raises:
-        UnsupportedError: it names the module, the precision and the direction.
-    """
+    """Raises unless all codecs of a sharded TorchRec module keep the number of elements, as casts do."""
     sharded: Any = module
     for codecs in (sharded.qcomm_codecs_registry or {}).values():
         for direction in ("forward", "backward"):
@@ -44,14 +37,14 @@ def check_codecs(module: nn.Module) -> None:
 
 
 class _Carried:
-    """Numbers that are yet to be encoded, and how; in the place of what a codec made of them."""
+    """Numbers that are yet to be encoded, and their codecs; takes the place of encoded numbers."""
 
     def __init__(self, tensor: Tensor, codecs: Any) -> None:
         self.tensor, self.codecs = tensor, codecs
 
 
 class _CarryingCodec:
-    """In the place of the codec for embeddings: hands all on to the all-to-all, which encodes and decodes."""
+    """Takes the place of the codec for embeddings: leaves encoding and decoding to the all-to-all."""
 
     def __init__(self, codecs: Any) -> None:
         self.codecs = codecs
@@ -142,7 +135,7 @@ class _ReduceScatter(torch.autograd.Function):
 def reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original, traced, adds what an all-to-all brought, in another order than eager's reduce-scatter.
 
-    Two numbers have but one sum, so between two ranks the all-to-all stays, which a pass can merge with others, if
+    Two numbers have only one sum, so between two ranks the all-to-all, which a pass can merge with others, stays if
     nothing is encoded.
     """
     from torchrec.distributed.comm_ops import get_gradient_division, pg_name

@@ -28,7 +28,7 @@ def _exchange(original: Callable[..., Any]) -> Callable[..., Any]:
     from torchrec.distributed.comm_ops import pg_name
 
     class Sizes:
-        """In the place of a ``KJTAllToAllSplitsAwaitable``: the sizes of the parts are on their way."""
+        """Takes the place of a ``KJTAllToAllSplitsAwaitable``: the sizes of the parts are on their way."""
 
         def __init__(self, exchange: Any, features: Any, parts: type) -> None:
             group, ends = exchange._pg, exchange._splits_cumsum
@@ -63,7 +63,7 @@ def _exchange(original: Callable[..., Any]) -> Callable[..., Any]:
             return self._parts(exchange, self._features, (self._rows, self._ids), (strides, ids))
 
     class Parts(dist_data.KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
-        """As the original's, whose attributes sharded modules read."""
+        """Has the attributes of the original's that sharded modules read."""
 
         def __init__(self, exchange: Any, features: Any, sent: Any, received: Any) -> None:
             group, splits = exchange._pg, exchange._splits
@@ -135,7 +135,7 @@ def _split(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _permute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original, traced, calls an operator that refuses a batch without samples, and asks for much beside."""
+    """The original, traced, calls an operator that refuses a batch without samples, and reads more than is needed."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -197,7 +197,7 @@ def _look_up(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _send_pooled(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original hands its arguments through four functions and an object of its own."""
+    """The original passes its arguments through four functions and an object of its own."""
     from torchrec.distributed.comm_ops import get_gradient_division, pg_name
     from torchrec.distributed.types import NoWait
 

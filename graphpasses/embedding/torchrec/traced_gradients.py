@@ -93,9 +93,7 @@ _RULES: dict[str, Rule] = {
 def add_traced_gradients(kernels: TracingKernels, names: Container[str]) -> None:
     """Gives the ops among ``names`` whose gradient is hidden one that a tracer sees; eager does not change.
 
-    Args:
-        kernels: what holds the gradients, which last as long as it.
-        names: full names of ops, e.g. ``"fbgemm::index_select_dim0"``.
+    The gradients last as long as ``kernels``; ``names`` are full ones, e.g. ``"fbgemm::index_select_dim0"``.
     """
     for name, rule in _RULES.items():
         if name in names and not has_kernel(name, "Autograd", "AutogradCPU"):

@@ -24,14 +24,6 @@ def tracing_scope() -> Iterator[None]:
     Raises:
         KeyOrderError: see :func:`~graphpasses.embedding.torchrec.key_order.check_key_order`.
         UnsupportedError: this version of TorchRec was not tested.
-
-    Example:
-        >>> import torch
-        >>> with tracing_scope():
-        ...     torch._dynamo.config.capture_scalar_outputs
-        True
-        >>> torch._dynamo.config.capture_scalar_outputs
-        False
     """
     with DDP_PATCHES, nullcontext() if sys.modules.get("torchrec") is None else TORCHREC_PATCHES:
         undo_settings = change_settings()

@@ -14,24 +14,21 @@ _HUGE_PAGE = 1 << 21
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
-    """Asks Linux to back the memory of a CPU tensor with huge pages, for what of it was not touched yet.
+    """Asks Linux to back the memory of a contiguous CPU tensor with huge pages, where it was not touched yet.
 
     Lookups read random rows, and miss the TLB less often in larger pages. Linux uses them by itself, or never, unless
-    its setting ``transparent_hugepage`` is ``madvise``, which is common.
-
-    Args:
-        tensor: contiguous; nothing happens if it is small or not on the CPU.
+    its setting ``transparent_hugepage`` is ``madvise``, which is common. Does nothing for small tensors and other
+    devices.
     """
     if sys.platform == "linux" and tensor.device.type == "cpu":
         _advise(tensor, _HUGE_PAGE, mmap.MADV_HUGEPAGE)
 
 
 def give_back_pages(tensor: Tensor) -> None:
-    """Gives the pages of a CPU tensor back to Linux before the tensor is freed.
+    """Returns the pages of a contiguous CPU tensor to Linux before the tensor is freed: its values are lost.
 
-    Args:
-        tensor: contiguous, in memory of this process alone, which nothing reads any more: its values are lost.
-            Nothing happens if it is not on the CPU, or pinned: the GPU would go on with the old pages.
+    The tensor lies in memory of this process alone, which nothing reads any more. Does nothing for other devices and
+    for pinned memory, of which the GPU would go on with the old pages.
     """
     if sys.platform == "linux" and tensor.device.type == "cpu" and not tensor.is_pinned():
         _advise(tensor, mmap.PAGESIZE, mmap.MADV_DONTNEED)
