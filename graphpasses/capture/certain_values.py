@@ -1,4 +1,4 @@
-"""Values that are random in name only: the same whatever is drawn."""
+"""Values that are random in name only: they are the same whatever is drawn."""
 
 from __future__ import annotations
 
@@ -20,21 +20,9 @@ _COMPARISONS = {
 
 
 def certain_value(node: fx.Node) -> bool | None:
-    """Returns what a node of a trace computes if that is a bool which no random number changes; else None.
+    """Returns what a node that reads a number from a tensor computes, if it is a bool that no draw changes, or None.
 
     Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where none is ever dropped.
-
-    Args:
-        node: a node that reads a number from a tensor.
-
-    Example:
-        >>> def skip(probability):
-        ...     graph = torch.fx.Graph()
-        ...     drawn = graph.call_function(torch.ops.aten.rand.default, ([],))
-        ...     less = graph.call_function(torch.ops.aten.lt.Scalar, (drawn, probability))
-        ...     return certain_value(graph.call_function(torch.ops.aten._local_scalar_dense.default, (less,)))
-        >>> skip(0.0), skip(0.1)
-        (False, None)
     """
     compared = node.args[0]
     if not isinstance(compared, fx.Node) or compared.target not in _COMPARISONS:

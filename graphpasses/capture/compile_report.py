@@ -47,13 +47,7 @@ class CompileReport:
         return {f"graph {graph}, {stage.value}": report for graph, stage, report in self.stages}
 
     def add(self, graph: int, stage: Stage, report: PipelineReport) -> None:
-        """Adds what a pipeline did to one graph.
-
-        Args:
-            graph: number of the Dynamo graph.
-            stage: which of its graphs.
-            report: what each pass did.
-        """
+        """Adds what a pipeline did to one graph; ``graph`` is the number of its Dynamo graph."""
         if report.passes:
             self.stages.append((graph, stage, report))
         self.write()

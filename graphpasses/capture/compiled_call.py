@@ -32,13 +32,9 @@ _PLACE: ContextVar[int] = ContextVar(
 class CompiledCall:
     """Calls a compiled function, as TorchRec's models and DistributedDataParallel need it.
 
-    A compiled backward hands all gradients over at once. Where their order is to become that of the buckets of a
-    DistributedDataParallel, in the model or around it, eager runs.
-
-    Args:
-        options: what the user gave ``torch.compile``.
-        root: the module or function that the user compiles.
-        compiled: what Dynamo made of it.
+    A compiled backward makes all gradients at once. Where their order is to become that of the buckets of a
+    DistributedDataParallel, in the model or around it, eager runs. ``options`` are what the user gave
+    ``torch.compile``, ``root`` is what the user compiles, and ``compiled`` what Dynamo made of it.
     """
 
     def __init__(self, options: CompileOptions, root: Any, compiled: Callable[..., Any]) -> None:
@@ -82,11 +78,7 @@ class CompiledCall:
         return _RUNNING.get()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the compiled function.
-
-        Raises:
-            CaptureError: in the first call: the model is on the meta device.
-        """
+        """Runs the compiled function."""
         if not self._is_checked:
             _check_materialised(self._modules)
             self._is_checked = True

@@ -39,34 +39,23 @@ class ModelInputs:
 
     It outlives the model where the model's backward is compiled later, and does not keep it: Dynamo keeps what was
     compiled until its model is gone.
-
-    Args:
-        model: the module that the user compiles.
-        parameters: what passes may know of its parameters.
-        identity: who is who in it.
-        inputs: what each placeholder of the ``DYNAMO`` graph carries.
-        remembered: what passes remember from one compilation of the model to the next.
-        place: see :class:`~graphpasses.graph.TrainGraph`.
     """
 
     model: ref[nn.Module]
-    parameters: Mapping[str, ParameterInfo]
-    identity: IdentityMap
-    inputs: tuple[GraphInput, ...]
-    remembered: dict[Hashable, Any]
-    place: int = 0
+    parameters: Mapping[str, ParameterInfo]  # what passes may know of the model's parameters
+    identity: IdentityMap  # who is who in the model
+    inputs: tuple[GraphInput, ...]  # what each placeholder of the ``DYNAMO`` graph carries
+    remembered: dict[Hashable, Any]  # what passes remember from one compilation of the model to the next
+    place: int = 0  # see :class:`~graphpasses.graph.TrainGraph`
 
 
 def read_model_graph(
     module: fx.GraphModule, model: nn.Module, remembered: dict[Hashable, Any], place: int = 0
 ) -> DynamoGraph:
-    """Returns the graph that Dynamo traced as a ``DYNAMO`` graph.
+    """Returns the graph that Dynamo traced as a ``DYNAMO`` graph; ``module`` is shared, not copied.
 
-    Args:
-        module: what Dynamo gives its backend; shared, not copied.
-        model: the module that the user compiles.
-        remembered: what passes remember from one compilation of the model to the next.
-        place: see :class:`~graphpasses.graph.TrainGraph`.
+    ``remembered`` is what passes remember from one compilation of the model to the next; for ``place`` see
+    :class:`~graphpasses.graph.TrainGraph`.
     """
     identity = IdentityMap.of(model)
     state: dict[int, tuple[InputKind, str]] = {}
@@ -101,10 +90,8 @@ def read_model_graph(
 def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) -> TrainGraph:
     """Returns a graph that AOTAutograd made of a ``DYNAMO`` graph; its signature is fixed.
 
-    Args:
-        module: the joint, forward or backward graph; shared, not copied.
-        stage: which of them it is.
-        origin: the inputs of the ``DYNAMO`` graph, as AOTAutograd was given them.
+    ``module`` is shared, not copied; ``origin`` are the inputs of the ``DYNAMO`` graph, as AOTAutograd was given
+    them.
 
     Raises:
         UnsupportedError: FSDP2 adds a parameter's gradients in a dtype that the joint graph does not have.

@@ -20,15 +20,10 @@ _Leaves = Mapping[str, Any]
 
 
 def read_dynamic_shapes(structure: BatchStructure, leaves: Sequence[Any], dynamic_shapes: Any) -> Varying:
-    """Returns the dims of a batch that may vary.
+    """Returns the dims of a batch that may vary; ``dynamic_shapes`` are as :func:`capture_train_step` takes them.
 
     Those are dim 0 of what TorchRec's jagged and keyed tensors are made of and, unless the user says which, dim 0 of
     tensors beside them that has as many elements as they have samples.
-
-    Args:
-        structure: of the batch.
-        leaves: of the batch.
-        dynamic_shapes: as :func:`torch.export.export` takes it, one entry for each argument; None for none.
 
     Raises:
         CaptureError: an entry does not fit the batch or is not followed; or a tensor that may vary is not contiguous.

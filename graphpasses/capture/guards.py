@@ -45,12 +45,8 @@ class Decisions:
     """The decisions that ``loss_fn`` takes by values of tensors, and by sizes that vary, while it is traced.
 
     A value may decide that follows from the batch, from buffers and from constants: it can be computed before each
-    step. One that follows from parameters, random numbers or other ranks is refused.
-
-    Args:
-        model: the model.
-        leaves: path and value of each leaf of the batch.
-        varying: its dims that vary.
+    step. One that follows from parameters, random numbers or other ranks is refused. ``leaves`` are the batch's, each
+    with its path; ``varying`` are its dims that vary.
     """
 
     def __init__(self, model: nn.Module, leaves: Sequence[tuple[str, Any]], varying: Varying) -> None:
@@ -67,7 +63,7 @@ class Decisions:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watches the block, which is traced, and makes its guards; those of the last block stand.
+        """Watches the block, which is traced, and makes its guards; they replace those of an earlier block.
 
         Raises:
             CaptureError: it decides by a value that cannot be computed before a step, or calls an operator that
@@ -278,7 +274,7 @@ class _Slices:
                     self._unknown[key] = reason
 
     def bind(self, symbol: Symbol, node: fx.Node, path: Any) -> None:
-        """Notes that a symbol stands at a place of a node's value, unless another node brought it."""
+        """Notes that a symbol is at a place of a node's value, unless another node brought it."""
         if self._bound.setdefault(symbol, (node, path))[0] is node:
             self._brought.setdefault(node, {})[symbol] = path
 

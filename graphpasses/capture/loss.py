@@ -1,4 +1,4 @@
-"""What ``loss_fn`` may return: a scalar that autograd can go back from."""
+"""What ``loss_fn`` may return: a scalar from which autograd can start."""
 
 from __future__ import annotations
 
@@ -14,20 +14,7 @@ __all__ = ["check_loss"]
 
 
 def check_loss(loss: Any, trainable: list[str]) -> None:
-    """Raises if ``loss_fn`` did not return a loss that a captured step can differentiate.
-
-    Args:
-        loss: what it returned.
-        trainable: FQNs of the trainable parameters.
-
-    Raises:
-        CaptureError: it is no scalar floating-point tensor, or depends on no trainable parameter.
-
-    Example:
-        >>> check_loss({"loss": torch.ones(()), "logits": torch.ones(2)}, ["weight"])
-        Traceback (most recent call last):
-        graphpasses.errors.CaptureError: loss_fn returned a dict; return the loss alone: its ['loss']
-    """
+    """Raises unless ``loss_fn`` returned a floating-point scalar that depends on a parameter of ``trainable``."""
     if not trainable:
         raise CaptureError("the model has no trainable parameter: nothing to differentiate")
     if not isinstance(loss, torch.Tensor):

@@ -16,11 +16,7 @@ __all__ = ["module_names_traced"]
 
 @contextmanager
 def module_names_traced(model: nn.Module) -> Iterator[None]:
-    """Notes on each node that the block traces which module of a model computes it.
-
-    Args:
-        model: the model.
-    """
+    """Notes on each node that the block traces which module of a model computes it."""
     names = {module: fqn for fqn, module in reversed([*model.named_modules()])}
     entered: list[tuple[nn.Module, AbstractContextManager[None]]] = []
 

@@ -51,12 +51,9 @@ def record_calls(
 ) -> OperatorCalls:
     """Returns a record for the operators of a step; the tensors of the model and of the batch have their names in it.
 
-    Args:
-        model: the model, real or as it is traced.
-        identity: of the model before it is traced, which may part its ties.
-        batch: the leaves of its batch, likewise.
-        kind: how operators are seen.
-        only_undo: record no operators, only what the step writes into tensors from outside.
+    The model and the batch are real, or as they are traced. ``identity`` is that of the model before it is traced,
+    which may part its ties. With ``only_undo`` no operators are recorded, only what the step writes into tensors from
+    outside.
     """
     state = (
         *model.named_parameters(remove_duplicate=False),
@@ -80,13 +77,8 @@ def check_step(
 
     Bits are those of loss, gradients and buffers. Eager runs once, and takes no other path for being recorded: its
     bits are those of a step that nobody records. What autograd's formulas in C++ call is left to the bits. Where bits
-    may differ from run to run, operators alone are compared, those of formulas, too.
-
-    Args:
-        step: the captured step, without update.
-        loss_fn: what was captured.
-        batch: what it was captured on.
-        traced: the calls that were traced.
+    may differ from run to run, operators alone are compared, those of formulas, too. ``step`` has no update;
+    ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
 
     Raises:
         FidelityError: eager calls something else, or computes other bits when nobody records it.
@@ -223,7 +215,7 @@ def _compare_calls(traced: Sequence[Operator], eager: Sequence[Operator]) -> Non
 
 
 def _part(index: int, traced: Sequence[Operator], eager: Sequence[Operator]) -> str:
-    """Says where two steps part."""
+    """Says where two steps begin to differ."""
     ours, theirs = (each[index] if index < len(each) else None for each in (traced, eager))
     here = (theirs or ours).where  # type: ignore[union-attr]
     there = f" in {ours.where}" if ours and theirs and str(ours.where) != str(here) else ""

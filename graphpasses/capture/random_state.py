@@ -24,15 +24,10 @@ __all__ = ["RandomCalls", "find_random_fault", "random_state_traced"]
 
 @dataclass(frozen=True)
 class RandomCalls:
-    """What a traced block did with random numbers beside drawing those of torch.
+    """What a traced block did with random numbers beside drawing those of torch."""
 
-    Args:
-        seeds: the calls that seeded torch's generator.
-        others: whose random numbers it drew instead of torch's.
-    """
-
-    seeds: list[str] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
+    seeds: list[str] = field(default_factory=list)  # the calls that seeded torch's generator
+    others: list[str] = field(default_factory=list)  # whose random numbers the block drew instead of torch's
 
 
 @contextmanager
@@ -40,10 +35,8 @@ def random_state_traced(calls: RandomCalls) -> Iterator[None]:
     """Puts calls that read and set the CPU's random state into the graph that is traced in the block.
 
     Activation checkpointing saves the state in forward and sets it in backward, so that both draw the same numbers.
-    Source: ``torch.utils.checkpoint`` and ``torch.random.fork_rng``.
-
-    Args:
-        calls: gets what else the block does with random numbers.
+    ``calls`` gets what else the block does with random numbers. Source: ``torch.utils.checkpoint`` and
+    ``torch.random.fork_rng``.
     """
 
     def seeding(function: Callable[..., Any]) -> Callable[..., Any]:

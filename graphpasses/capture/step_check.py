@@ -29,11 +29,6 @@ _Tensors = dict[str, torch.Tensor]
 def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequence[Any]) -> None:
     """Runs eager and then the step on one batch, compares all that they leave behind, and puts everything back.
 
-    Args:
-        loss_fn: what was captured.
-        step: the captured step, rewritten or not.
-        batch: as the step takes it.
-
     Raises:
         CaptureError: there is no eager step with the same bits to compare with.
         FidelityError: loss, gradients, parameters, buffers, optimizer state or the batch have other bits.
@@ -120,7 +115,7 @@ def _put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
 
 
 def _tensors(step: CapturedStep, batch: Sequence[Any]) -> _Tensors:
-    """Returns what a step reads and may write, by what it is called."""
+    """Returns what a step reads and may write, by name."""
     model = step.model
     tensors: dict[str, Any] = {f"parameter {fqn!r}": each for fqn, each in model.named_parameters()}
     tensors |= {f"buffer {fqn!r}": each for fqn, each in model.named_buffers()}

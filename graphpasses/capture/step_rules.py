@@ -1,6 +1,6 @@
 """What a traced step must not do: small named rules, run in this order once the step is read.
 
-A rule returns why a step is refused, or None. What is refused before or while a step is traced stands in
+A rule returns why a step is refused, or None. What is refused before or while a step is traced is in
 ``refusals.py``, ``guards.py`` and ``threads.py``.
 """
 
@@ -23,11 +23,7 @@ aten = torch.ops.aten
 
 
 def refuse_step(step: CapturedStep, calls: RandomCalls) -> None:
-    """Raises if a step breaks a rule; ``calls`` is what it did with random numbers while it was traced.
-
-    Raises:
-        CaptureError: it says which call or tensor, and what to do.
-    """
+    """Raises if a step breaks a rule; ``calls`` is what it did with random numbers while it was traced."""
     for rule in RULES:
         if (reason := rule(step, calls)) is not None:
             raise CaptureError(reason)

@@ -13,7 +13,7 @@ __all__ = ["nested_backward_refused", "other_threads_refused"]
 
 @contextmanager
 def other_threads_refused() -> Iterator[None]:
-    """Raises if the block, a trace, hands its tensors to other threads, whose operators the trace does not see."""
+    """Raises if the block, a trace, gives its tensors to other threads, whose operators the trace does not see."""
     operators: list[object] = []  # torch may end the process where an error is raised in the thread itself
 
     def refuse(cause: Exception | None = None) -> None:

@@ -101,15 +101,9 @@ def _wrap(root: Any, compiled: Callable[..., Any], keywords: Mapping[str, Any]) 
 def graphpasses(
     module: fx.GraphModule, inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The backend itself: what the entry point ``torch_dynamo_backends`` names.
+    """The backend itself, which the entry point ``torch_dynamo_backends`` names; returns the compiled graph.
 
-    Args:
-        module: the graph that Dynamo traced.
-        inputs: its fake inputs.
-        options: see :class:`CompileOptions`.
-
-    Returns:
-        The compiled graph.
+    Dynamo traced ``module`` and made the fake ``inputs``; for ``options`` see :class:`CompileOptions`.
     """
     call = CompiledCall.running()
     if call is None:

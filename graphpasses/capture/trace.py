@@ -44,21 +44,13 @@ __all__ = ["Trace", "trace_step"]
 
 @dataclass(frozen=True)
 class Trace:
-    """What tracing a step brought.
+    """What tracing a step brought."""
 
-    Args:
-        result: torchtitan's: the graph, and what its inputs and outputs are.
-        attributes: those of the model's modules, and of what they hold, that forward read.
-        guards: the values by which ``loss_fn`` decided.
-        random_calls: what it did with random numbers beside drawing torch's.
-        calls: the operators that were called, in order, if they were recorded.
-    """
-
-    result: TracedResult
-    attributes: list[Owner]
-    guards: Guards | None
-    random_calls: RandomCalls
-    calls: list[Operator]
+    result: TracedResult  # torchtitan's: the graph, and what its inputs and outputs are
+    attributes: list[Owner]  # those of the model's modules, and of what they hold, that forward read
+    guards: Guards | None  # the values by which ``loss_fn`` decided
+    random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
+    calls: list[Operator]  # the operators that were called, in order, if they were recorded
 
 
 def trace_step(
@@ -72,15 +64,9 @@ def trace_step(
 ) -> Trace:
     """Traces forward, loss and backward on fake tensors, and leaves the model as it was.
 
-    The traced function returns the loss, and one gradient, or None, for each trainable name of a parameter.
-
-    Args:
-        loss_fn: called as ``loss_fn(model, *batch)``.
-        model: the model.
-        structure: of the batch.
-        leaves: of the batch.
-        is_recorded: whether to record the operators that are called.
-        varying: dims of the batch whose sizes may vary.
+    The traced function returns the loss, and one gradient, or None, for each trainable name of a parameter. It
+    records the operators that are called if ``is_recorded``; ``varying`` are the dims of the batch whose sizes may
+    vary.
 
     Raises:
         CaptureError: see :func:`capture_train_step`.

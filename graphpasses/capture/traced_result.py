@@ -159,12 +159,8 @@ def _keep_one_total(graph: TrainGraph) -> None:
 def inner_attrs(layout: Any, what: str) -> tuple[str, ...]:
     """Returns the parts of a tensor that placeholders or outputs carry, one each.
 
-    Args:
-        layout: torchtitan's, of a tensor subclass; None for a plain tensor.
-        what: names the tensor in an error.
-
-    Raises:
-        UnsupportedError: it is another tensor subclass than DTensor.
+    ``layout`` is torchtitan's, of a tensor subclass, or None for a plain tensor; ``what`` names the tensor in an
+    error.
     """
     if layout is None:
         return ("",)

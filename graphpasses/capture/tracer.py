@@ -22,12 +22,6 @@ def find_tracer() -> Tracer:
 
     Raises:
         CaptureError: torchtitan is installed and cannot be imported.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> trace = find_tracer()(lambda x: [model(x).sum()], model)
-        >>> trace(torch.ones(3, 2)).state_fqns
-        ['weight', 'bias']
     """
     if importlib.util.find_spec("torchtitan") is None:
         return trace_with_torch

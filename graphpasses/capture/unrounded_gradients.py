@@ -41,9 +41,7 @@ aten = torch.ops.aten
 def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
     """Lets gradients of a SimpleFSDP model reach their reduction as those of FSDP2 do; others are left alone.
 
-    Args:
-        graph: a captured step or a joint graph, before any pass.
-        model: that was traced.
+    ``graph`` is a captured step or a joint graph, before any pass.
 
     Raises:
         UnsupportedError: FSDP2 adds a parameter's gradients in a dtype that this graph does not have.
@@ -114,7 +112,7 @@ def _is_replicated(parameter: torch.Tensor, reduction: GradReduction) -> bool:
 
 
 def _of_whole(reduction: GradReduction) -> fx.Node:
-    """Returns the gradient of what SimpleFSDP hands to the model, which is a view of what it gathered."""
+    """Returns the gradient of what SimpleFSDP gives to the model, which is a view of what it gathered."""
     gradient = reduction.gradient
     return argument(gradient) if gradient.target == aten.view.default else gradient
 
@@ -152,7 +150,7 @@ def _is_rounding(use: fx.Node, casts: set[Any]) -> bool:
 
 
 def _skip_rounding(graph: TrainGraph, rounding: fx.Node) -> None:
-    """Hands what is rounded to the readers of the rounded; a view of it has its dtype."""
+    """Lets readers of the rounded value read the unrounded one; a view of it has its dtype."""
     wide = argument(rounding)
     for view in [user for user in rounding.users if user.target == aten.view.default]:
         view.meta["val"] = view.meta["val"].to(wide.meta["val"].dtype)

@@ -28,12 +28,7 @@ __all__ = ["find_update", "trace_update"]
 def find_update(
     step: CapturedStep, optimizer: Optimizer | None, clip_norm: float | None
 ) -> UpdateSource | None:
-    """Returns what is to be traced of an optimizer's step; None if there is no optimizer.
-
-    Args:
-        step: the captured step whose gradients it takes.
-        optimizer: the optimizer; None for a step that leaves its gradients.
-        clip_norm: as :func:`torch.nn.utils.clip_grad_norm_` takes it; None does not clip.
+    """Returns what is to be traced of the optimizer's step after ``step``; None if there is no optimizer.
 
     Raises:
         CaptureError: see :func:`capture_train_step`.
@@ -65,10 +60,6 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
     """Traces clipping and an optimizer's own step; nothing of the optimizer changes.
 
     State that the optimizer has not made yet is traced as it will be, made on fake tensors.
-
-    Args:
-        step: the captured step whose gradients it takes.
-        source: what is traced.
 
     Raises:
         CaptureError: see :func:`capture_train_step`.
@@ -170,9 +161,9 @@ def _trace(source: UpdateSource, state: State) -> tuple[fx.GraphModule, tuple[Gr
 
 
 def _stand_in(index: int, group: Mapping[str, Any]) -> Any:
-    """Returns what stands for a group's learning rate while its step is traced.
+    """Returns what takes the place of a group's learning rate while its step is traced.
 
-    A fused kernel takes a number, which the trace writes down as it is: it is one by which it is found again. Other
+    A fused kernel takes a number, which the trace keeps as it is: it is a number by which it is found again. Other
     steps compute with it in Python: there it is a number that a tensor holds, which is traced.
     """
     if isinstance(group["lr"], torch.Tensor):

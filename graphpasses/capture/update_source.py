@@ -22,19 +22,12 @@ State: TypeAlias = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class UpdateSource:
-    """What is traced.
-
-    Args:
-        optimizer: the live optimizer.
-        groups: by group, the FQNs of those parameters that it updates.
-        parameters: by FQN, those that have gradients, in the order of the model.
-        clip_norm: the norm to which all gradients together are clipped; None if they are not.
-    """
+    """What is traced."""
 
     optimizer: Optimizer
-    groups: Sequence[Sequence[str]]
-    parameters: Mapping[str, torch.Tensor]
-    clip_norm: float | None
+    groups: Sequence[Sequence[str]]  # by group, the FQNs of the parameters that it updates
+    parameters: Mapping[str, torch.Tensor]  # by FQN, those that have gradients, in the order of the model
+    clip_norm: float | None  # the norm to which all gradients together are clipped; None if they are not
 
     def step(
         self,
@@ -43,16 +36,10 @@ class UpdateSource:
         state: State,
         rates: Sequence[Any],
     ) -> State:
-        """Runs torch's own code on other tensors.
+        """Runs torch's own code on other tensors; returns the optimizer's state after it.
 
-        Args:
-            parameters: by FQN.
-            gradients: by FQN; those of ``parameters`` become these.
-            state: as the optimizer has it.
-            rates: by group, the learning rate.
-
-        Returns:
-            The state after it.
+        Parameters and gradients are by FQN; the gradients of the parameters become these. ``rates`` are the learning
+        rates of the groups.
         """
         self.clip(parameters, gradients)
         shadow = shadow_of(self.optimizer)
@@ -65,12 +52,7 @@ class UpdateSource:
         return {fqn: dict(shadow.state.get(parameters[fqn], {})) for group in self.groups for fqn in group}
 
     def clip(self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
-        """Gives parameters their gradients, and clips these in place.
-
-        Args:
-            parameters: by FQN.
-            gradients: by FQN; those of ``parameters`` become these.
-        """
+        """Gives parameters their gradients, both by FQN, and clips these in place."""
         for fqn, gradient in gradients.items():
             parameters[fqn].grad = gradient
         if self.clip_norm is not None:
@@ -87,11 +69,7 @@ class UpdateSource:
         return [replace(self.without(self.parameters.keys() - fqns), clip_norm=None) for fqns in each]
 
     def without(self, fqns: Collection[str]) -> UpdateSource:
-        """Returns a source of the other parameters.
-
-        Args:
-            fqns: FQNs of those that it leaves out.
-        """
+        """Returns a source of the parameters that ``fqns`` does not name."""
         return replace(
             self,
             groups=[[fqn for fqn in group if fqn not in fqns] for group in self.groups],
