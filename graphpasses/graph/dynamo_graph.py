@@ -64,9 +64,6 @@ class DynamoGraph(TrainGraph):
         """Returns a placeholder that every call gives ``tensor``: the one that was added for it, or a new last one.
 
         ``fqn`` says what it is, for messages.
-
-        Raises:
-            PipelineError: the graph reads no tensor, so nothing says how its values are made.
         """
         placeholders = self.placeholders
         for node, given in zip(placeholders, self.live, strict=True):

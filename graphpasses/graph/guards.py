@@ -21,44 +21,29 @@ Symbol: TypeAlias = sympy.Symbol
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision of ``loss_fn`` by values of tensors.
+    """One decision of ``loss_fn`` by values of tensors."""
 
-    Args:
-        condition: what is true of the values while the decision falls as it was captured.
-        where: the line of the user's code.
-    """
-
-    condition: sympy.Basic
-    where: str
+    condition: sympy.Basic  # what is true of the values while the decision falls as it was captured
+    where: str  # the line of the user's code
 
 
 @dataclass(frozen=True, eq=False)
 class Guards:
-    """What must be true of a batch, and of buffers, for a captured step to take the path that eager takes.
+    """What must be true of a batch, and of buffers, for a captured step to take the path that eager takes."""
 
-    Args:
-        module: computes the values that were decided by; its nodes are in the order of the step.
-        inputs: what its placeholders carry.
-        written: the names of the nodes that it writes in place, and that are not its own.
-        places: by name of a node, the symbols that it brings, each with its place in the node's value.
-        decisions: in the order in which they fell.
-        captured: the values that the step was captured with.
-        sizes: those of the symbols that are sizes of the batch.
-    """
-
-    module: fx.GraphModule
-    inputs: tuple[GraphInput, ...]
-    written: frozenset[str]
+    module: fx.GraphModule  # computes the values that were decided by; its nodes are in the order of the step
+    inputs: tuple[GraphInput, ...]  # what its placeholders carry
+    written: frozenset[str]  # the names of the nodes that it writes in place, and that are not its own
+    # By name of a node, the symbols that it brings, each with its place in the node's value.
     places: Mapping[str, tuple[tuple[Symbol, Any], ...]]
-    decisions: tuple[Decision, ...]
-    captured: Mapping[Symbol, Any]
-    sizes: frozenset[Symbol] = frozenset()
+    decisions: tuple[Decision, ...]  # in the order in which they fell
+    captured: Mapping[Symbol, Any]  # the values that the step was captured with
+    sizes: frozenset[Symbol] = frozenset()  # those of the symbols that are sizes of the batch
 
     def difference(self, value_of: Callable[[GraphInput], Any]) -> str | None:
-        """Says which decision, the first one, falls otherwise now; None if there is none.
+        """Says which decision is the first that falls otherwise now; None if there is none.
 
-        Args:
-            value_of: returns what an input carries now.
+        ``value_of`` returns what an input carries now.
         """
         if (changed := self.first_changed(value_of)) is None:
             return None
@@ -70,11 +55,7 @@ class Guards:
         )
 
     def first_changed(self, value_of: Callable[[GraphInput], Any]) -> tuple[Decision, str, str] | None:
-        """Returns the first decision that falls otherwise, with the values then and now; None if there is none.
-
-        Args:
-            value_of: returns what an input carries now.
-        """
+        """Returns the first decision that falls otherwise, with the values then and now; None if there is none."""
         values: dict[Symbol, Any] = {}
         pending = self._checks[::-1]
         for node, value in run_nodes(
@@ -114,11 +95,8 @@ def run_nodes(
 ) -> Iterator[tuple[fx.Node, Any]]:
     """Runs nodes of a graph, one after the other, and yields each with its value.
 
-    Args:
-        module: holds the constants of the graph.
-        nodes: in the order of the graph; each comes after what it reads.
-        given: the values of placeholders.
-        written: names of placeholders and constants that the nodes write in place; copies are written.
+    ``module`` holds the graph's constants. Each node comes after what it reads; ``given`` are the values of
+    placeholders. ``written`` names the placeholders and constants that the nodes write in place; copies are written.
     """
     values: dict[fx.Node, Any] = {}
     for node in nodes:

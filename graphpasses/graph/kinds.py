@@ -48,21 +48,16 @@ class OutputKind(enum.Enum):
 
 @dataclass(frozen=True)
 class GraphInput:
-    """What one placeholder carries.
-
-    Args:
-        kind: parameter, buffer, a leaf of the batch, or another value.
-        fqn: FQN under which the tracer saw the tensor (an alias, where tensors are tied), the leaf's
-            path in the batch, e.g. ``batch[0]['tokens']``, or the best description of where the value comes from.
-        attr: ``""`` for the tensor itself; for a DTensor, the part that this placeholder carries:
-            ``"_local_tensor"`` or ``"device_mesh"``.
-        state: of a parameter's optimizer state its name, e.g. ``"exp_avg"``; else empty.
-    """
+    """What one placeholder carries."""
 
     kind: InputKind
+    # FQN under which the tracer saw the tensor (an alias, where tensors are tied), the leaf's path in the
+    # batch, e.g. ``batch[0]['tokens']``, or the best description of where the value comes from.
     fqn: str
+    # ``""`` for the tensor itself; for a DTensor, the part that this placeholder carries: ``"_local_tensor"``
+    # or ``"device_mesh"``.
     attr: str = ""
-    state: str = ""
+    state: str = ""  # of a parameter's optimizer state its name, e.g. ``"exp_avg"``; else empty
 
     @property
     def name(self) -> str:
@@ -82,18 +77,12 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class GraphOutput:
-    """What one flat output carries: the loss, the gradient of ``fqn``, or another value.
-
-    Args:
-        kind: loss, gradient or another value.
-        fqn: FQN of the parameter whose gradient it is, as the tracer saw it; empty for the loss.
-        attr: as in :class:`GraphInput`.
-        is_applied: whether the graph itself updates the parameter with it: a step that runs does not return it.
-    """
+    """What one flat output carries: the loss, the gradient of ``fqn``, or another value."""
 
     kind: OutputKind
-    fqn: str = ""
-    attr: str = ""
+    fqn: str = ""  # FQN of the parameter whose gradient it is, as the tracer saw it; empty for the loss
+    attr: str = ""  # as in :class:`GraphInput`
+    # Whether the graph itself updates the parameter with it: a step that runs does not return it.
     is_applied: bool = False
 
     @property

@@ -18,26 +18,19 @@ __all__ = ["ParameterInfo", "get_state", "parameter_infos"]
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What a pass may know of a parameter: facts that are equal on every rank of its FSDP group.
+    """What a pass may know of a parameter: facts that are equal on every rank of its FSDP group."""
 
-    Args:
-        fqn: canonical FQN.
-        shape: what FSDP shards: the global shape or, with tensor parallelism, that of this rank's part of it.
-        dtype: dtype of the stored (sharded) parameter.
-        requires_grad: whether it is trainable.
-        shard_dim: tensor dim that FSDP shards, or None for a parameter that is not sharded.
-        shard_ranks: global ranks among which FSDP shards it, in order; empty where it is not sharded.
-        replicate_ranks: with HSDP, global ranks that hold the same shard, in order; else empty.
-        grad_dtype: dtype of its gradient, if that is not its own: what ``torch.Tensor.grad_dtype`` was set to.
-    """
-
-    fqn: str
+    fqn: str  # canonical
+    # What FSDP shards: the global shape or, with tensor parallelism, that of this rank's part of it.
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # dtype of the stored (sharded) parameter
     requires_grad: bool
-    shard_dim: int | None
+    shard_dim: int | None  # tensor dim that FSDP shards, or None for a parameter that is not sharded
+    # Global ranks among which FSDP shards it, in order; empty where it is not sharded.
     shard_ranks: tuple[int, ...]
+    # With HSDP, global ranks that hold the same shard, in order; else empty.
     replicate_ranks: tuple[int, ...] = ()
+    # Dtype of its gradient, if that is not its own: what ``torch.Tensor.grad_dtype`` was set to.
     grad_dtype: torch.dtype | None = None
 
 

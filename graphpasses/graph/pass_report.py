@@ -24,18 +24,13 @@ class Numerics(enum.Enum):
 
 @dataclass(frozen=True)
 class Hunk:
-    """One place of a graph diff: its lines before and after a pass.
+    """One place of a graph diff: its lines before and after a pass."""
 
-    Args:
-        before: its lines before, each with its mark: ``"-"`` what goes or changes, ``"~"`` what moves, ``" "`` what
-            stays, ``"…"`` where lines are left out.
-        after: its lines after; ``"+"`` marks what is new or has changed.
-        num_alike: places of the graph where the pass did the same, this one included.
-    """
-
+    # Its lines before, each with its mark: ``"-"`` what goes or changes, ``"~"`` what moves, ``" "`` what
+    # stays, ``"…"`` where lines are left out.
     before: tuple[str, ...]
-    after: tuple[str, ...]
-    num_alike: int = 1
+    after: tuple[str, ...]  # its lines after; ``"+"`` marks what is new or has changed
+    num_alike: int = 1  # places of the graph where the pass did the same, this one included
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ __all__ = ["RankConsensus"]
 class RankConsensus:
     """Asks the ranks with which a step communicates; each must ask at the same time.
 
-    Args:
-        groups: names of its process groups, along the axes of a mesh in turn.
-        device: of the model, on which its groups communicate.
+    ``groups`` are the names of its process groups, along the axes of a mesh in turn; ``device`` is the model's, on
+    which its groups communicate.
 
     Example:
         >>> RankConsensus((), torch.device("cpu")).all_ranks([True, False])  # it communicates with no rank
@@ -65,11 +64,8 @@ class RankConsensus:
     def check_launches(self, launches: Sequence[Launch] | None) -> None:
         """Raises if ranks launch different collectives, which would make them wait for each other for ever.
 
-        Args:
-            launches: this rank's, in order; None if they are not known: then no rank's are checked.
-
-        Raises:
-            AgreementError: on all ranks; on those that share a group with two that differ it names both.
+        ``launches`` are this rank's, in order; None if they are not known: then no rank's are checked. All ranks
+        raise; those that share a group with two that differ name both.
         """
         if not self.groups or not self.all_ranks([launches is not None])[0]:
             return
@@ -86,8 +82,7 @@ class RankConsensus:
     def check_update(self, optimizer: Optimizer | None, clip_norm: float | None) -> None:
         """Raises on all ranks if they were given optimizers of different classes, or other norms to clip to.
 
-        Raises:
-            AgreementError: on ranks that share a group with two that differ it names both.
+        Ranks that share a group with two that differ name both.
         """
         self._check_same("optimizer", None if optimizer is None else type(optimizer).__name__)
         self._check_same("clip_norm", clip_norm)

@@ -40,19 +40,16 @@ S = TypeVar("S", bound=Step)
 
 @dataclass(frozen=True)
 class Recapture:
-    """How a step was made: it is made so again for a batch by which ``loss_fn`` decides otherwise.
+    """How a step was made: it is made so again for a batch by which ``loss_fn`` decides otherwise."""
 
-    Args:
-        capture: captures a step; called as ``capture(model, *batch, traced_everywhere=...)``, which it calls before
-            the ranks run anything together.
-        rewrites: what the captured step then went through, e.g. pipelines.
-    """
-
+    # Captures a step; called as ``capture(model, *batch, traced_everywhere=...)``, which it calls before the
+    # ranks run anything together.
     capture: Callable[..., Any]
+    # What the captured step then went through, e.g. pipelines.
     rewrites: tuple[Callable[[Any], Any], ...] = ()
 
     def then(self, rewrite: Callable[[Any], Any]) -> Recapture:
-        """Returns how what ``rewrite`` makes of a step is made."""
+        """Returns how a step is made that ``rewrite`` makes of this one."""
         return replace(self, rewrites=(*self.rewrites, rewrite))
 
 

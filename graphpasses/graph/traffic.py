@@ -13,28 +13,19 @@ __all__ = ["Event", "Traffic", "Transfer"]
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective.
+    """One collective."""
 
-    Args:
-        collective: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"broadcast"``.
-        num_bytes: of the larger of what a rank reads and what it writes.
-        num_ranks: of the process group.
-        stride: from each of its ranks to the next; 0 if they are not evenly spaced.
-        rows: of FSDP's parameters in it: size of the sharded dim, bytes of one index of it. Each is padded to a
-            multiple of the ranks. Empty for all other collectives, whose bytes do not depend on the ranks.
-    """
-
+    # ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"broadcast"``.
     collective: str
-    num_bytes: int
-    num_ranks: int
-    stride: int = 0
+    num_bytes: int  # of the larger of what a rank reads and what it writes
+    num_ranks: int  # of the process group
+    stride: int = 0  # from each of its ranks to the next; 0 if they are not evenly spaced
+    # Of FSDP's parameters in it: size of the sharded dim, bytes of one index of it. Each is padded to a
+    # multiple of the ranks. Empty for all other collectives, whose bytes do not depend on the ranks.
     rows: tuple[tuple[int, int], ...] = ()
 
     def over(self, num_ranks: int) -> Transfer:
         """Returns the same over another number of ranks: FSDP's parameters are padded for them.
-
-        Args:
-            num_ranks: of the process group.
 
         Example:
             >>> Transfer("all_gather", 4096, 2, 1, rows=((1024, 4),)).over(1000).num_bytes
@@ -46,43 +37,27 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank does next.
+    """What a rank does next."""
 
-    Args:
-        kind: ``"compute"``; ``"launch"`` or ``"wait"`` of a transfer.
-        transfer: index of the transfer.
-        flops: floating-point operations of matrix products, convolutions and attention.
-        num_bytes: bytes that all other operators read and write.
-    """
-
-    kind: Literal["compute", "launch", "wait"]
-    transfer: int = -1
-    flops: int = 0
-    num_bytes: int = 0
+    kind: Literal["compute", "launch", "wait"]  # ``"compute"``; ``"launch"`` or ``"wait"`` of a transfer
+    transfer: int = -1  # index of the transfer
+    flops: int = 0  # floating-point operations of matrix products, convolutions and attention
+    num_bytes: int = 0  # bytes that all other operators read and write
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of a step, and what it computes between them, in order.
+    """The collectives of a step, and what it computes between them, in order."""
 
-    Args:
-        num_ranks: of the world.
-        transfers: in the order in which they are launched.
-        events: one launch and one wait of each, and what is computed in between.
-    """
-
-    num_ranks: int
-    transfers: tuple[Transfer, ...]
-    events: tuple[Event, ...]
+    num_ranks: int  # of the world
+    transfers: tuple[Transfer, ...]  # in the order in which they are launched
+    events: tuple[Event, ...]  # one launch and one wait of each, and what is computed in between
 
     def at(self, num_ranks: int) -> Traffic:
         """Returns the traffic of the same step on another number of ranks, each with the batch that it has now.
 
         Groups that reach over the whole world, such as FSDP's and those of HSDP's replicas, grow with it. Groups
         inside of it, of tensor parallelism or HSDP's shards, stay as they are.
-
-        Args:
-            num_ranks: of the world.
 
         Raises:
             TopologyError: groups inside of the world do not divide the ranks.

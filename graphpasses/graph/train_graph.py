@@ -286,7 +286,7 @@ class TrainGraph:
 
 
 def _new_symbols(value: Any) -> Any:
-    """Returns where in a fake value the symbols stand that it brought: sizes that depend on data."""
+    """Returns where in a fake value the symbols are that it brought: sizes that depend on data."""
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return compute_unbacked_bindings(value.node.shape_env, value)
     mode = fake_mode_of(value)
