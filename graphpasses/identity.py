@@ -218,13 +218,7 @@ def walk_modules(
 
 
 def find_state(model: nn.Module, fqn: str) -> torch.Tensor | None:
-    """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization, or None.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2))
-        >>> find_state(model, "0.bias") is model[0].bias
-        True
-    """
+    """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization, or None."""
     owner_fqn, _, name = fqn.rpartition(".")
     owner = _find_module(model, owner_fqn)
     if owner is None:

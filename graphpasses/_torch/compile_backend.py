@@ -1,4 +1,4 @@
-"""A backend of ``torch.compile`` that stands around each call of what it compiled.
+"""A backend of ``torch.compile`` that wraps each call of what it compiled.
 
 ``torch.compile`` gives a backend no say in a call before Dynamo has traced it. A :class:`Backend` has one: the object
 that compiles functions for it (torch's ``OptimizeContext``) gets a subclass of its own. To reach that object, which
@@ -263,7 +263,7 @@ class _Context(eval_frame.OptimizeContext):
 
     def __call__(self, fn: Any) -> Any:
         backend: Any = eval_frame.innermost_backend(self.callback)  # type: ignore[arg-type]
-        if self._isolate_recompiles_id < 0:  # so it is of copies, too
+        if self._isolate_recompiles_id < 0:  # also in copies of this
             frames: Any = self.callback
             frames._torchdynamo_orig_backend.region = region = _Region(self)
             self._isolate_recompiles_id = region.number

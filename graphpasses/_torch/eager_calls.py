@@ -25,11 +25,7 @@ class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
 
     While a mode is active, some of autograd's formulas are others, and a model may ask for modes. Here no mode is:
     operators are seen by a key of the dispatcher that lies below autograd, and that nothing else uses. Operators of
-    higher order are seen as what they become.
-
-    Args:
-        model: the model that the block runs.
-        names: tensors from outside, by names that two records of one step share.
+    higher order are seen as what they become. ``names`` are as in :class:`OperatorCalls`.
 
     Example:
         >>> model, x = nn.Linear(2, 1), torch.ones(3, 2)
@@ -56,7 +52,7 @@ class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Lets nobody see the operators that a block calls."""
+    """Hides the operators that a block calls."""
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         yield
 
@@ -128,11 +124,7 @@ _propagation: Any = _Propagation()
 
 @functools.cache
 def _register() -> tuple[torch.library.Library, ...]:
-    """Registers what sees the operators; it stays, since torch forgets no fallback, and rests outside of blocks.
-
-    Returns:
-        What it is registered with, and would go with.
-    """
+    """Registers what sees the operators; it stays, as torch forgets no fallback, and is off outside of blocks."""
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(_call, "Fake")  # type: ignore[no-untyped-call]
     # Of the results of these, which compute nothing, torch makes Python objects of other classes: parameters.

@@ -27,7 +27,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 # The groups, in FSDP2's own order (`fsdp_params`), and their settings. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-# The state that `fully_shard` hangs on a module; `fully_shard.state` raises on modules without one.
+# The state that `fully_shard` attaches to a module; `fully_shard.state` raises on modules without one.
 # torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.tensor import DTensor
@@ -95,7 +95,7 @@ def fsdp_groups(model: nn.Module) -> tuple[FSDPParamGroup, ...]:
 
 
 def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
-    """Returns the groups of one ``fully_shard`` call, of which torch 2.11 makes one at most."""
+    """Returns the groups of one ``fully_shard`` call; torch 2.11 makes at most one."""
     groups: list[FSDPParamGroup] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
@@ -122,14 +122,9 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
 
 
 def find_pending(groups: Iterable[FSDPParamGroup]) -> tuple[FSDPParamGroup, bool] | None:
-    """Returns a group that holds gradients of earlier backwards which eager's next backward adds to its own.
+    """Returns a group that holds gradients of earlier backwards which eager's next backward adds to its own, or None.
 
-    Args:
-        groups: of a model.
-
-    Returns:
-        The group, and whether these gradients are reduced over its shards, but not over its replicas; None if no
-        group has any.
+    Also returns whether these gradients are reduced over its shards, but not over its replicas.
     """
     for group in groups:
         if group._partial_reduce_output is not None:

@@ -56,11 +56,7 @@ def group_name(group: FSDPParamGroup) -> str:
 def refuse_custom_communication(groups: Iterable[FSDPParamGroup]) -> None:
     """Raises if a group gathers or reduces in a way that no functional collective does.
 
-    Args:
-        groups: of a model.
-
-    Raises:
-        UnsupportedError: it has communication of its own, or symmetric memory, for which NCCL adds in another order.
+    That is communication of its own, or symmetric memory, for which NCCL adds in another order.
     """
     for group in groups:
         for comm in (group._all_gather_comm, group._reduce_scatter_comm):

@@ -69,18 +69,16 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Left out is what computes nothing: views (a call that reads one is recorded with the memory, shape and strides
     that it reads), queries of a tensor's device and of its value, waits for collectives, marks for profilers. Left
-    out are the copies, too, with which autograd hands a parameter its gradient, since a traced step leaves them to
+    out are the copies, too, with which autograd gives a parameter its gradient, since a traced step leaves them to
     its caller; and what FSDP2 does to gather and reduce. Calls on tensor subclasses are recorded as what they become,
     on plain tensors.
 
     What torch's C++ computes in place, in memory of the step, is recorded as if it were out of place: while a mode is
-    active, and for all but plain tensors, it is. So are added the gradients of what is read twice.
+    active, and for all but plain tensors, it is. So are additions of gradients of what is read twice.
 
-    Args:
-        model: the model that the block runs.
-        names: tensors from outside, by names that two records of one step share.
-        formulas: whether to record what autograd's formulas in C++ call.
-        only_undo: record no calls, only what :meth:`undo` needs.
+    ``names`` are those of tensors from outside, the same in two records of one step. ``formulas`` says whether to
+    record what autograd's formulas in C++ call; with ``only_undo`` no calls are recorded, only what :meth:`undo`
+    needs.
 
     Example:
         >>> model, x = nn.Linear(2, 1), torch.ones(3, 2)

@@ -32,23 +32,15 @@ _NUM_NUMBERS = 64
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What is compared of a tensor.
+    """What is compared of a tensor."""
 
-    Args:
-        origin: where its memory comes from: a name, or the position of the call that made it and of its result.
-        offset: in that memory, in elements.
-        dtype: its dtype.
-        device: its kind of device.
-        shape: its sizes; None where a size depends on data.
-        stride: its strides; likewise.
-    """
-
+    # Where its memory comes from: a name, or the position of the call that made it and of its result.
     origin: str | tuple[int, int]
-    offset: int | None
+    offset: int | None  # in that memory, in elements
     dtype: torch.dtype
-    device: str
-    shape: tuple[int | None, ...]
-    stride: tuple[int | None, ...]
+    device: str  # its kind of device
+    shape: tuple[int | None, ...]  # its sizes; None where a size depends on data
+    stride: tuple[int | None, ...]  # its strides; None where they depend on data
 
     def __str__(self) -> str:
         sizes = ", ".join("?" if size is None else str(size) for size in self.shape)

@@ -75,7 +75,7 @@ def copies_nothing(func: Any, args: Sequence[Any]) -> bool:
 
 
 def accumulates() -> bool:
-    """Whether autograd is about to hand a leaf its gradient."""
+    """Whether autograd is about to give a leaf its gradient."""
     node = torch._C._current_autograd_node()
     return node is not None and node.name() == _ACCUMULATE
 

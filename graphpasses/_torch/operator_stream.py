@@ -1,4 +1,4 @@
-"""Hands on every operator that a block calls, while it runs: in eager, and in generated code of graphs."""
+"""Reports every operator that a block calls, while it runs: in eager, and in generated code of graphs."""
 
 from __future__ import annotations
 
@@ -30,17 +30,14 @@ _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 
 
 class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
-    """Hands on each operator that a block calls, when it has run, with digests of what it reads and makes.
+    """Reports each operator that a block calls, when it has run, with digests of what it reads and makes.
 
     Operators are seen below autograd, as :class:`EagerCalls` sees them: eager takes no other path for it. Those of a
     graph that runs as generated code have the origin of their nodes. Left out is what computes nothing, and how FSDP2
     packs what it communicates. Collectives are waited for.
 
-    Args:
-        model: the model that the block runs.
-        digest: called with a plain tensor when an operator is about to read it, or has made it.
-        seen: called with each call, in order.
-        keep: positions of calls to keep, with copies of their tensors, in ``kept``.
+    ``digest`` is called with a plain tensor when an operator is about to read it, or has made it; ``seen`` with each
+    call, in order. ``keep`` are the positions of calls to keep, with copies of their tensors, in ``kept``.
 
     Example:
         >>> model, x, names = nn.Linear(2, 1), torch.ones(3, 2), []
@@ -66,12 +63,12 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         self.kept: dict[int, dict[str, Any]] = {}
 
     def report(self, call: Operator) -> None:
-        """Hands on a call that no dispatcher sees."""
+        """Reports a call; called from outside for those that no dispatcher sees."""
         self._seen(replace(call, position=self._num_calls))
         self._num_calls += 1
 
     def see(self, name: str, tensor: Tensor) -> Value:
-        """Returns what is handed on of a tensor."""
+        """Returns what is reported of a tensor."""
         shape = ", ".join(map(str, tensor.shape))
         kind = f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]"
         is_plain = tensor.layout == torch.strided and not tensor.is_quantized
@@ -82,7 +79,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             return Value(name, kind, self._digest(tensor), None if base is None else self._digest(base))
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
-        """Calls an operator, and hands it on; see :meth:`OperatorCalls.record`."""
+        """Calls an operator, and reports it; see :meth:`OperatorCalls.record`."""
         where, node = self._origin_of(caller)
         if (
             where is None

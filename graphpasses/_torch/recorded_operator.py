@@ -1,4 +1,4 @@
-"""What every record of operators has of one call. Imports no torch."""
+"""One call of an operator, as every record of operators has it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ __all__ = ["Operator", "Value", "Where"]
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """From where an operator is called.
+    """From where an operator is called."""
 
-    Args:
-        module: FQN of the module whose forward or backward calls it; empty for the model itself.
-        line: of the user's code: file, line and function.
-        in_backward: whether autograd's engine calls it.
-        by_torch: whether torch chose the operator: C++ behind a function, or in backward autograd's formula, and
-            neither a module, a hook nor the user's own backward.
-    """
-
-    module: str
-    line: tuple[str, int, str] | None
-    in_backward: bool
+    module: str  # FQN of the module whose forward or backward calls it; empty for the model itself
+    line: tuple[str, int, str] | None  # of the user's code: file, line and function
+    in_backward: bool  # whether autograd's engine calls it
+    # Whether torch chose the operator: C++ behind a function, or in backward autograd's formula, and neither
+    # a module, a hook nor the user's own backward.
     by_torch: bool = False
 
     def __str__(self) -> str:
@@ -33,45 +27,29 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that an operator reads or makes, or that a step begins or ends with.
+    """A tensor that an operator reads or makes, or that a step begins or ends with."""
 
-    Args:
-        name: of the argument or the result; or e.g. ``"weight of layers.0.bias"``.
-        kind: its dtype and shape.
-        digest: 128 bits of its elements and their order, whatever its shape, as 32 hexadecimal digits, or where they
-            are yet; None if its memory was never written.
-        base: the same of the tensor that it is a transposition of; None for any other.
-    """
-
-    name: str
-    kind: str
+    name: str  # of the argument or the result; or e.g. ``"weight of layers.0.bias"``
+    kind: str  # its dtype and shape
+    # 128 bits of its elements and their order, whatever its shape, as 32 hexadecimal digits, or where they
+    # are yet; None if its memory was never written.
     digest: Any
-    base: Any = None
+    base: Any = None  # the same of the tensor that it is a transposition of; None for any other
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One call of an operator on one rank.
-
-    Args:
-        operator: its name.
-        where: from where it is called.
-        inputs: what it reads: its tensors as :class:`Value`, or all arguments as the oracle compares them.
-        outputs: what it makes or writes, likewise.
-        arguments: its arguments beside tensors, as text.
-        node: name of the node of the graph that calls it; empty in eager.
-        is_collective: whether other ranks take part.
-        position: in the step.
-    """
+    """One call of an operator on one rank."""
 
     operator: str
-    where: Where
+    where: Where  # from where it is called
+    # What it reads: its tensors as :class:`Value`, or all arguments as the oracle compares them.
     inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-    arguments: tuple[str, ...] = ()
-    node: str = ""
-    is_collective: bool = False
-    position: int = 0
+    outputs: tuple[Any, ...]  # what it makes or writes, in the same form
+    arguments: tuple[str, ...] = ()  # its arguments other than tensors, as text
+    node: str = ""  # name of the node of the graph that calls it; empty in eager
+    is_collective: bool = False  # whether other ranks take part
+    position: int = 0  # in the step
 
     def __str__(self) -> str:
         return f"{self.operator} in the {self.where}{f', node {self.node}' if self.node else ''}"

@@ -63,7 +63,7 @@ def _move(storage: torch.UntypedStorage, place: Tensor, moved: Callable[[Tensor]
 
 @contextmanager
 def freed_memory_returned() -> Iterator[None]:
-    """Gives the system back what tensors of the CPU held that a block freed: glibc keeps it for later."""
+    """Returns to the system the memory of CPU tensors that a block freed: glibc keeps it for later."""
     try:
         yield
     finally:
