@@ -20,7 +20,7 @@ __all__ = ["BagCall", "Kind", "read_bag_calls"]
 
 _SIGNATURE = inspect.signature(F.embedding_bag)
 
-# Options of `embedding_bag` that TBE has not, and the value that turns each off.
+# Options of `embedding_bag` that TBE does not have, and the value that turns each off.
 _OFF: dict[str, object] = {
     "max_norm": None,
     "scale_grad_by_freq": False,

@@ -74,7 +74,7 @@ class FusedForm:
         return () if self.name == "sgd" else ("sum", "step")
 
     def arguments(self) -> dict[str, Any]:
-        """Returns the arguments that only this form's operator has, but for its states."""
+        """Returns the arguments that only this form's operator has, except its states."""
         if self.name == "sgd":
             return {}
         if self.name == "adagrad":

@@ -23,7 +23,7 @@ __all__ = ["Update"]
 class Update:
     """What a captured step does with its gradients."""
 
-    # The graph: clipping, and the optimizer's step, but for parameters that are no more in it; it returns
+    # The graph: clipping, and the optimizer's step, except for parameters that are no longer in it; it returns
     # nothing.
     module: fx.GraphModule
     # What each placeholder carries: gradients, parameters, the optimizer's state, learning rates.

@@ -1,7 +1,7 @@
 """What TorchRec does for each of its modules, in fewer steps of Python while Dynamo traces it.
 
 Dynamo interprets TorchRec's Python anew for each sharded module, 10,000 instructions, which is half of the time until
-a model's first step is done. Each patch here does what the original does where it is traced, but for what leaves
+a model's first step is done. Each patch here does what the original does where it is traced, except what leaves
 nothing in a graph: names for a profiler, logs, values that are computed again, and numbers read for checks that are
 off.
 """

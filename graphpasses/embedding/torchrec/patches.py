@@ -1,7 +1,7 @@
 """Every patch of TorchRec: what keeps Dynamo from tracing it whole and right.
 
 Patches are in place while a compiled model is called: see ``tracing_scope``. What is not traced meanwhile, in other
-threads, too, does what it did before, but for the check of the order of features.
+threads, too, does what it did before, except for the check of the order of features.
 """
 
 from __future__ import annotations
