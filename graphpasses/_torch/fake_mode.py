@@ -7,7 +7,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -24,34 +24,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 __all__ = [
-    "FakeFacts",
     "active_fake_mode",
     "facts_of_fake",
     "fake_copies",
     "fake_mode_of",
     "fake_tensors_of",
     "is_fake",
+    "is_simple",
     "new_fake_mode",
     "strides_of_kernels",
     "watched_in_other_threads",
 ]
 
 aten = torch.ops.aten
-
-
-class FakeFacts(NamedTuple):
-    """What operators can see of a fake tensor."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    num_bytes: int
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-    is_conj: bool
-    is_neg: bool
-    is_inference: bool
 
 
 def fake_mode_of(*values: Any) -> FakeTensorMode | None:
@@ -89,31 +74,30 @@ def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
 
 
-def facts_of_fake(value: Any) -> FakeFacts | tuple[Any, ...] | None:
+def is_simple(value: FakeTensor) -> bool:
+    """Whether an operator's meta kernel does with a fake tensor all that the mode does."""
+    return not (
+        value._has_symbolic_sizes_strides
+        or value.requires_grad
+        or value.is_conj()
+        or value.is_neg()
+        or value.layout is not torch.strided
+        or value.constant is not None
+        or value.real_tensor is not None
+    )
+
+
+def facts_of_fake(value: Any) -> tuple[Any, ...] | None:
     """Returns what operators can see of a fake value; None if that is not all here, as of symbolic sizes."""
     if isinstance(value, (list, tuple)):
         facts = tuple(map(facts_of_fake, value))
         return None if None in facts else facts
-    if type(value) is not FakeTensor or not _is_plain(value) or value.layout is not torch.strided:
+    if type(value) is not FakeTensor or not is_simple(value):
         return None
-    if value.constant is not None or value.real_tensor is not None:
-        return None
-    num_bytes = value.untyped_storage().nbytes()
-    offset = value.storage_offset()
+    num_bytes, offset = value.untyped_storage().nbytes(), value.storage_offset()
     if type(num_bytes) is not int or type(offset) is not int:  # also of a part of known size
         return None
-    return FakeFacts(
-        value.shape,
-        value.stride(),
-        offset,
-        num_bytes,
-        value.dtype,
-        value.device,
-        value.requires_grad,
-        value.is_conj(),
-        value.is_neg(),
-        value.is_inference(),
-    )
+    return value.shape, value.stride(), offset, num_bytes, value.dtype, value.device, value.is_inference()
 
 
 def fake_tensors_of(mode: FakeTensorMode, generation: int | None = None) -> list[FakeTensor]:

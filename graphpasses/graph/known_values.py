@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from graphpasses._torch.fake_mode import facts_of_fake
-from graphpasses._torch.fx_graphs import changed_nodes
 from graphpasses._torch.schemas import writes_arguments
+from graphpasses.graph.nodes import freeze
 
 __all__ = ["KnownValues", "summary"]
 
@@ -30,24 +30,16 @@ class KnownValues:
     """
 
     def __init__(self, nodes: Iterable[fx.Node] = ()) -> None:
-        self._records: dict[fx.Node, tuple[object, object, object, object]] = {
-            node: (node.target, node.args, node.kwargs, node.meta.get("val")) for node in nodes
-        }
+        self._records: dict[fx.Node, tuple[object, object, object, object]] = {}
+        for node in nodes:
+            self.record(node)
 
     def record(self, node: fx.Node) -> None:
-        """Takes the value of a call as true, as it stands now.
-
-        Args:
-            node: a call.
-        """
+        """Takes the value of a call as true, as it stands now."""
         self._records[node] = (node.target, node.args, node.kwargs, node.meta.get("val"))
 
     def is_known(self, node: fx.Node) -> bool:
-        """Whether the call and its value are the same objects as when they were recorded.
-
-        Args:
-            node: a call.
-        """
+        """Whether the call and its value are the same objects as when they were recorded."""
         if node not in self._records:
             return False
         target, args, kwargs, value = self._records[node]
@@ -59,70 +51,42 @@ class KnownValues:
         )
 
     def changed(self, graph: fx.Graph) -> list[fx.Node]:
-        """Returns the nodes that are not as recorded, or are not recorded.
-
-        Args:
-            graph: the graph.
-        """
-        return changed_nodes(graph, self._records)
+        """Returns the nodes that are not as recorded, or are not recorded."""
+        return [node for node in graph.nodes if not self.is_known(node)]
 
     def unknown(self, graph: fx.Graph) -> list[fx.Node]:
-        """Returns the calls that were changed since they were recorded, and those that read another kind of value.
-
-        Args:
-            graph: the graph.
-        """
-        are_alike = _Likeness()
+        """Returns the calls that were changed since they were recorded, and those that read another kind of value."""
         changed = self.changed(graph)
         found: dict[fx.Node, None] = {}
         for node in changed:
-            if not self._reads_alike(node, are_alike):
+            if not self._reads_alike(node):
                 found[node] = None
             *_, before = self._records.get(node, (None,))
-            now = node.meta.get("val")
-            if before is not None and not are_alike(before, now):
+            if before is not None and not _are_alike(before, node.meta.get("val")):
                 found.update(dict.fromkeys(node.users))
         for node in changed:
             if node not in found:
                 self.record(node)
         return [node for node in found if node.op == "call_function"]
 
-    def _reads_alike(self, node: fx.Node, are_alike: _Likeness) -> bool:
+    def _reads_alike(self, node: fx.Node) -> bool:
         """Whether a call differs from its record by nodes alone, whose values are those that it read."""
         if node not in self._records or writes_arguments(node.target) or "unbacked_bindings" in node.meta:
             return False
         target, args, kwargs, value = self._records[node]
-        return (
-            target is node.target
-            and value is not None
-            and value is node.meta.get("val")
-            and self._are_arguments_alike(args, node.args, are_alike)
-            and self._are_arguments_alike(kwargs, node.kwargs, are_alike)
-        )
-
-    def _are_arguments_alike(self, before: Any, now: Any, are_alike: _Likeness) -> bool:
-        if before is now:
-            return True
-        if isinstance(before, fx.Node) and isinstance(now, fx.Node):
-            return before in self._records and are_alike(self._records[before][-1], now.meta.get("val"))
-        if type(before) is not type(now):
+        if target is not node.target or value is None or value is not node.meta.get("val"):
             return False
-        if isinstance(before, (list, tuple)):
-            return len(before) == len(now) and all(
-                self._are_arguments_alike(*each, are_alike) for each in zip(before, now, strict=True)
-            )
-        if isinstance(before, dict):
-            return before.keys() == now.keys() and all(
-                self._are_arguments_alike(before[key], now[key], are_alike) for key in now
-            )
-        return bool(before == now)
+        (before, read_before), (now, read) = _parts(args, kwargs), _parts(node.args, node.kwargs)
+        return before == now and all(
+            one in self._records and _are_alike(self._records[one][-1], two.meta.get("val"))
+            for one, two in zip(read_before, read, strict=True)
+        )
 
     @contextmanager
     def kept(self, nodes: Iterable[fx.Node]) -> Iterator[None]:
         """The block may change which nodes calls read or where values are kept, but not what the values are.
 
-        Args:
-            nodes: the calls; those that are known now are known after the block.
+        Those of ``nodes`` that are known now are known after the block.
         """
         known = [node for node in nodes if self.is_known(node)]
         yield
@@ -130,19 +94,15 @@ class KnownValues:
             self.record(node)
 
 
-class _Likeness:
-    """Whether no operator could tell two fake values apart; False if that is not known. They live as long as this."""
+def _parts(args: Any, kwargs: Any) -> tuple[Hashable, list[fx.Node]]:
+    """Returns a key for a call's arguments but for the nodes among them, and the nodes."""
+    nodes: list[fx.Node] = []
+    return freeze(fx.node.map_arg((args, kwargs), nodes.append)), nodes
 
-    def __init__(self) -> None:
-        self._facts: dict[int, Any] = {}  # by the values' ids: a value has several readers
 
-    def __call__(self, one: Any, two: Any) -> bool:
-        return one is two or ((facts := self._facts_of(one)) is not None and facts == self._facts_of(two))
-
-    def _facts_of(self, value: Any) -> Any:
-        if id(value) not in self._facts:
-            self._facts[id(value)] = facts_of_fake(value)
-        return self._facts[id(value)]
+def _are_alike(one: Any, two: Any) -> bool:
+    """Whether no operator could tell two fake values apart; False if that is not known."""
+    return one is two or ((facts := facts_of_fake(one)) is not None and facts == facts_of_fake(two))
 
 
 def summary(value: Any) -> Any:

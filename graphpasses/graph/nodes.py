@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fake_results import fake_call
-from graphpasses._torch.fx_graphs import called_targets
 from graphpasses._torch.schemas import given_arguments, writes_arguments
 
 __all__ = [
@@ -108,7 +107,9 @@ def count_collectives(graph: fx.Graph) -> dict[str, int]:
 
 def writing_operators(graph: fx.Graph) -> frozenset[str]:
     """Returns the names of the operators in a graph that write an argument, by their schemas."""
-    return frozenset(str(target) for target in called_targets(graph) if writes_arguments(target))
+    calls = (node.target for node in graph.nodes if node.op == "call_function")
+    targets = {id(target): target for target in calls}  # by id: operators' hashes are slow
+    return frozenset(str(target) for target in targets.values() if writes_arguments(target))
 
 
 def wait_of(launch: fx.Node) -> fx.Node:

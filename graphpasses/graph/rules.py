@@ -11,7 +11,6 @@ from functools import cached_property
 
 from torch import fx
 
-from graphpasses._torch.fx_graphs import is_well_formed
 from graphpasses.graph.contract import Contract
 from graphpasses.graph.dynamo_graph import DynamoGraph
 from graphpasses.graph.known_values import KnownValues, summary
@@ -78,8 +77,7 @@ class Rule:
 def _well_formed(checked: Checked) -> Iterator[Broken]:
     """Every value is read after it was computed, every name is one node's, and fx finds the graph sound."""
     graph = checked.graph
-    # fx's own check takes ten times as long.
-    if not checked.is_changed or (graph.stage is not Stage.DYNAMO and is_well_formed(graph.graph)):
+    if not checked.is_changed:
         return
     try:
         graph.graph.lint()

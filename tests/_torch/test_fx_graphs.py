@@ -1,4 +1,4 @@
-"""Large graphs have torch's own nodes and code, and modules run a shorter text of it."""
+"""Copies of graphs and the code that modules run are torch's own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpasses._torch.fx_code import quick_code, short_code, torchs_text
-from graphpasses._torch.fx_graphs import LargeGraph, copy_graph, generate_code, lazy_module
+from graphpasses._torch.fx_graphs import _python_code, copy_graph, generate_code, lazy_module, quick_code
 
 aten = torch.ops.aten
 
@@ -40,14 +39,13 @@ def calls_of_all_kinds(graph: fx.Graph) -> None:
     graph.output((named, [zeros, (y,), ()], None, True, -0.0))
 
 
-@pytest.mark.parametrize("kind", [fx.Graph, LargeGraph])
-def test_code_is_torchs(kind: type[fx.Graph]) -> None:
-    graph = kind()
+def test_code_is_torchs() -> None:
+    graph = fx.Graph()
     calls_of_all_kinds(graph)
-    code, expected = quick_code(graph, "self"), fx.Graph.python_code(graph, "self")
+    code, expected = quick_code(graph, "self"), graph.python_code("self")
     assert "zeros_default = torch.ops.aten.zeros.default([add], layout = torch.strided" in expected.src
     assert code == expected  # the text, the globals, which node a line is of
-    assert graph.python_code("self") == expected
+    assert _python_code(graph, "self") == expected
 
 
 def test_code_of_a_traced_step_is_torchs() -> None:
@@ -59,60 +57,20 @@ def test_code_of_a_traced_step_is_torchs() -> None:
     assert quick_code(graph, "self") == graph.python_code("self")
 
 
-def test_short_code_is_torchs_but_for_the_names_of_operators() -> None:
-    graph = LargeGraph()
-    calls_of_all_kinds(graph)
-    code, expected = short_code(graph, "self"), fx.Graph.python_code(graph, "self")
-    assert code is not None
-    assert "    zeros_default = aten_zeros_default([add], layout = torch.strided, memory_format" in code.src
-    assert "torch.ops" not in code.src
-    assert code.src.count("\n") == expected.src.count("\n")
-    assert (code._lineno_map, code._prologue_start) == (expected._lineno_map, expected._prologue_start)
-    assert torchs_text(code) == expected.src
-    assert code.globals["aten_zeros_default"] is aten.zeros.default
-
-
-def test_text_that_looks_like_a_call_stays() -> None:
-    graph = LargeGraph()
-    y = add(graph, aten.relu.default, graph.placeholder("x"))
-    group = "    relu_default = aten_relu_default(x)\n    relu_default = aten_relu_default("
-    graph.output(add(graph, torch.ops._c10d_functional.all_reduce.default, y, "sum", group))
-    assert quick_code(graph, "self") == fx.Graph.python_code(graph, "self")
-
-
-def test_names_that_two_would_have_are_left_to_torch() -> None:
-    graph = LargeGraph()
-    graph.output(add(graph, aten.relu.default, graph.placeholder("aten_relu_default")))
-    assert short_code(graph, "self") is None
-    with torch.library._scoped_library("like", "FRAGMENT") as one:
-        with torch.library._scoped_library("like_this", "FRAGMENT") as two:
-            one.define("this_one(Tensor x) -> Tensor")
-            two.define("one(Tensor x) -> Tensor")
-            graph = LargeGraph()
-            first = add(graph, torch.ops.like.this_one.default, graph.placeholder("x"))
-            graph.output(first)
-            assert short_code(graph, "self") is not None
-            with graph.inserting_after(first):
-                second = add(graph, torch.ops.like_this.one.default, first)
-            graph.output_node().args = (second,)
-            assert short_code(graph, "self") is None
-            assert "torch.ops.like.this_one.default(x)" in graph.python_code("self").src
-
-
 def matmul() -> fx.GraphModule:
-    graph = LargeGraph()
+    graph = fx.Graph()
     x, y = graph.placeholder("x"), graph.placeholder("y")
     graph.output(add(graph, aten.mm.default, add(graph, aten.exp.default, x), y))
     return lazy_module({}, graph)
 
 
-def test_what_runs_is_short_and_what_is_read_is_torchs() -> None:
+def test_what_runs_is_torchs() -> None:
     module = matmul()
     expected = fx.GraphModule({}, copy_graph(module.graph))
     x, y = torch.randn(3, 4), torch.randn(4, 2)
+    assert "_code" not in vars(module)  # which nobody has called
     assert torch.equal(module(x, y), expected(x, y))
-    assert "_code" not in vars(module)  # which nobody has read
-    assert module.forward.__globals__["aten_mm_default"] is aten.mm.default
+    assert "python_code" not in vars(module.graph)
     assert module._lineno_map == expected._lineno_map
     assert "torch.ops.aten.mm.default(exp_default, y)" in expected.code
     assert module.code == module._code == expected.code
@@ -122,9 +80,8 @@ def test_what_runs_is_short_and_what_is_read_is_torchs() -> None:
 
 def test_code_is_of_what_runs_until_it_is_generated_again() -> None:
     module = matmul()
-    assert not hasattr(module, "_code")
     generate_code(module)
-    before, graph = torchs_text(module.short), module.graph
+    before, graph = module.code, module.graph
     graph.find_nodes(op="call_function", target=aten.exp.default)[0].target = aten.sin.default
     x, y = torch.randn(3, 4), torch.randn(4, 2)
     assert module.code == before
@@ -142,11 +99,9 @@ def test_code_that_profilers_read_is_torchs() -> None:
     assert "## fx_generated_" in module.code
 
 
-@pytest.mark.parametrize("read", [False, True])
-def test_copies_and_pickles_are_torchs(read: bool) -> None:
+def test_copies_and_pickles_are_torchs() -> None:
     module = matmul()
-    generate_code(module)
-    expected = module.code if read else fx.GraphModule({}, copy_graph(module.graph)).code
+    expected = fx.GraphModule({}, copy_graph(module.graph)).code
     copies = [copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
     x, y = torch.randn(3, 4), torch.randn(4, 2)
     for each in copies:
@@ -162,20 +117,20 @@ def test_a_traceback_shows_the_line() -> None:
     with pytest.raises(RuntimeError) as error:
         module(torch.ones(3, 4), torch.ones(5, 2))
     (frame,) = (each for each in traceback.extract_tb(error.tb) if "eval_with_key" in each.filename)
-    assert frame.line == "mm_default = aten_mm_default(exp_default, y);  exp_default = y = None"
+    assert frame.line == "mm_default = torch.ops.aten.mm.default(exp_default, y);  exp_default = y = None"
     index = module._lineno_map[frame.lineno - module.forward.__code__.co_firstlineno]
     assert [*module.graph.nodes][index].name == "mm_default"
 
 
 def test_torchs_message_shows_the_line(capsys: pytest.CaptureFixture[str]) -> None:
-    graph = LargeGraph()
+    graph = fx.Graph()
     exp = add(graph, aten.exp.default, graph.placeholder("x"))
     graph.output(add(graph, operator.getitem, exp, 9))
     with pytest.raises(IndexError):
         lazy_module({}, graph)(torch.ones(3))
     message = capsys.readouterr().err
     assert "line 6 of the traced Module's generated forward function" in message
-    assert "exp_default = aten_exp_default(x);  x = None\n    getitem = exp_default[9]" in message
+    assert "exp_default = torch.ops.aten.exp.default(x);  x = None\n    getitem = exp_default[9]" in message
 
 
 def test_dynamo_traces_what_runs() -> None:
@@ -220,63 +175,41 @@ def no_output(graph: fx.Graph) -> None:
 
 @pytest.mark.parametrize("build", [a_function, no_output, a_method, a_default, another_name, a_type, a_slice])
 def test_other_code_is_left_to_torch(build: Callable[[fx.Graph], None]) -> None:
-    graph = LargeGraph()
+    graph = fx.Graph()
     build(graph)
     assert quick_code(graph, "self") is None
-    assert graph.python_code("self") == fx.Graph.python_code(graph, "self")
+    assert _python_code(graph, "self") == graph.python_code("self")
 
 
 def test_settings_of_torchs_code_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = LargeGraph()
+    graph = fx.Graph()
     calls_of_all_kinds(graph)
     plain = graph.python_code("self").src
-    assert graph.python_code("self", verbose=True).src != plain
+    assert _python_code(graph, "self", verbose=True).src != plain
     monkeypatch.setenv("FX_GRAPH_SHOW_META", "1")
     assert quick_code(graph, "self") is None
     monkeypatch.undo()
     graph.on_generate_code(lambda old: lambda body: [*body, "# more\n"])
     assert quick_code(graph, "self") is None
-    assert "# more" in graph.python_code("self").src
+    assert "# more" in _python_code(graph, "self").src
 
 
-def test_nodes_are_torchs() -> None:
-    graphs = [fx.Graph(), LargeGraph()]
-    for graph in graphs:
-        calls_of_all_kinds(graph)
-    one, two = (
-        [(node.name, node.op, node.target, str(node.args), str(node.kwargs)) for node in graph.nodes]
-        for graph in graphs
-    )
-    assert one == two
-    assert [len(graph.nodes) for graph in graphs] == [14, 14]
-    for graph in graphs:
-        graph.lint()
-        assert len(graph.find_nodes(op="call_function", target=aten.add.Tensor)) == 1
-
-
-def test_hooks_and_warnings_of_new_nodes_stay() -> None:
-    graph = LargeGraph()
-    x = graph.placeholder("x")
-    graph.output(x)
-    module = fx.GraphModule({}, graph)
-    made: list[fx.Node] = []
-    module._register_create_node_hook(made.append)
-    with graph.inserting_after(x):
-        node = add(graph, aten.relu.default, x)
-    assert made == [node]
-    module._unregister_create_node_hook(made.append)
-    symbol = (
-        make_fx(lambda x: x * x.size(0), tracing_mode="symbolic")(torch.ones(3))
-        .graph.find_nodes(op="call_function", target=aten.sym_size.int)[0]
-        .meta["val"]
-    )
-    with pytest.warns(UserWarning, match="Raw SymInt value"):
-        add(graph, aten.view.default, x, [symbol])
-
-
-def test_a_copy_is_a_large_graph() -> None:
+def test_copies_are_torchs() -> None:
     graph = fx.Graph()
     calls_of_all_kinds(graph)
-    copy = copy_graph(graph)
-    assert isinstance(copy, LargeGraph)
-    assert copy.python_code("self") == graph.python_code("self")
+    graph.find_nodes(op="call_function", target=aten.cat.default)[0].meta["val"] = value = torch.ones(1)
+    copied, expected = copy_graph(graph), copy.deepcopy(graph)
+    assert [*map(facts, copied.nodes)] == [*map(facts, expected.nodes)]
+    copied.lint()
+    assert len(copied.nodes) == len(graph.nodes) == 14
+    (joined,) = copied.find_nodes(op="call_function", target=aten.cat.default)
+    assert joined.meta["val"] is value
+    joined.meta["val"] = None  # the copy's alone
+    assert graph.find_nodes(op="call_function", target=aten.cat.default)[0].meta["val"] is value
+    with copied.inserting_after(joined):
+        assert add(copied, aten.cat.default, [joined]).name == "cat_default_1"
+    assert quick_code(copy_graph(graph), "self") == graph.python_code("self")
+
+
+def facts(node: fx.Node) -> tuple[object, ...]:
+    return node.name, node.op, node.target, str(node.args), str(node.kwargs), node.type, [*node.meta]
