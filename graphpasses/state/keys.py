@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import io
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import sha256
+from threading import local
+from types import MappingProxyType, MethodType
 from typing import Any, NamedTuple
+from weakref import ProxyTypes
 
 import torch
 from torch import nn
@@ -21,19 +25,23 @@ __all__ = [
     "MISSING",
     "Key",
     "are_alike",
+    "attributes_of",
+    "is_array",
     "is_iterator",
     "key_of",
     "narrowed",
+    "referent",
     "torch_state",
 ]
 
 _PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), enum.Enum, slice,
+    enum.Enum, bool, int, float, complex, str, bytes, bytearray, type(None), slice, range,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 # Of containers in containers, all together: data sets are longer, and told by identity and length.
 MAX_ITEMS = 1000
+_MAX_DEPTH = 100
 MISSING: Any = object()
 
 
@@ -95,13 +103,22 @@ def key_of(value: Any) -> Key:
 
 def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
     if isinstance(value, _PLAIN):
-        return Key(type(value), str(value) if isinstance(value, torch.device) else repr(value))
-    if _is_array(value):
+        kind = next(
+            each for each in _PLAIN if isinstance(value, each)
+        )  # a subclass may say anything of itself
+        return Key(type(value), str(value) if kind is torch.device else kind.__repr__(value))
+    if isinstance(value, MethodType):  # a new object at each read
+        return Key(object, (id(value.__func__), id(value.__self__)), _name(value))
+    if isinstance(value, (memoryview, array)):
+        return Key(type(value), repr(bytes(value)))
+    if isinstance(value, MappingProxyType):
+        return Key(type(value), (_key(dict(value), left, inside),))
+    if is_array(value):
         if value.dtype.hasobject:
-            return Key(object, (id(value),), "an array of objects")
+            return Key(type(value), (_key(value.ravel().tolist(), left, inside),))
         contents = sha256(value.tobytes()).hexdigest()[:16]
         return Key(type(value), f"an array {value.dtype}{[*value.shape]} {contents}")
-    if isinstance(value, CONTAINERS) and id(value) not in inside:
+    if isinstance(value, CONTAINERS) and id(value) not in inside and len(inside) < _MAX_DEPTH:
         left[0] -= len(value)
         if left[0] >= 0:
             inside = (*inside, id(value))
@@ -124,14 +141,30 @@ def _name(value: Any) -> str:
     return name if isinstance(name, str) else f"a {type(value).__name__}"
 
 
-def _is_array(value: Any) -> bool:
+def is_array(value: Any) -> bool:
     """Whether a value is an array or a number of NumPy's, which need not be there."""
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
 
 def changes_in_place(value: Any) -> bool:
     """Whether a value may become another and stay the same object."""
-    return isinstance(value, CONTAINERS) or _is_array(value) or torch_state(value) is not None
+    kinds = (*CONTAINERS, MethodType, MappingProxyType, bytearray, memoryview, array)
+    return isinstance(value, kinds) or is_array(value) or torch_state(value) is not None
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Returns the ``__dict__`` of an object, whatever its class says of it; None if it has none."""
+    reads: Any = local.__getattribute__ if isinstance(value, local) else object.__getattribute__
+    try:
+        found: dict[str, Any] = reads(value, "__dict__")
+    except AttributeError:
+        return None
+    return found
+
+
+def referent(value: Any) -> Any:
+    """Returns the object of a ``weakref.proxy``; others themselves."""
+    return value.__dir__.__self__ if isinstance(value, ProxyTypes) else value
 
 
 def torch_state(value: Any) -> dict[str, Any] | None:
@@ -193,4 +226,4 @@ def are_alike(value: Any, other: Any) -> bool:
 
 def is_iterator(value: Any) -> bool:
     """Whether what reads a value advances it, so that each step sees another."""
-    return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, nn.Module))
+    return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, nn.Module, *ProxyTypes))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+from argparse import Namespace
+from collections import ChainMap, UserDict, UserList
 from functools import cache
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
@@ -44,9 +46,14 @@ def is_users_module(module: ModuleType | None) -> bool:
     return (name == "__main__" or isinstance(file, str)) and _is_users(name, file or "")
 
 
+_SETTINGS = (Namespace, ChainMap, UserDict, UserList)
+
+
 @cache
 def is_library(kind: type) -> bool:
     """Whether a class is Python's, torch's or ours, whose objects keep caches and counts, and are no settings."""
+    if kind in _SETTINGS:
+        return False
     top = kind.__module__.partition(".")[0]
     return top in _NEVER or (top in sys.stdlib_module_names and top != "__main__")
 
@@ -54,7 +61,7 @@ def is_library(kind: type) -> bool:
 @cache
 def _is_users(name: str, file: str) -> bool:
     top = name.partition(".")[0]
-    if top in _NEVER or file.startswith("<frozen"):
+    if top in _NEVER or file.startswith(("<frozen", "frozen", "built-in")):
         return False
     if top in sys.stdlib_module_names and file.startswith(_STDLIB):
         return False

@@ -16,11 +16,11 @@ from torch import nn
 
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
-from graphpasses.state.keys import CONTAINERS, MAX_ITEMS, MISSING, is_iterator
-from graphpasses.state.origin import is_library
+from graphpasses.state.keys import CONTAINERS, MAX_ITEMS, MISSING, is_iterator, key_of, referent
+from graphpasses.state.origin import is_library, is_users
 from graphpasses.state.slots import Difference, Owner, Slot, read
 
-__all__ = ["MODULE_STATE", "AttributeReads", "refuse_iterator"]
+__all__ = ["MODULE_STATE", "AttributeReads", "is_watched", "refuse_iterator"]
 
 # What every module has of torch's own: parameters, hooks, its mode.
 MODULE_STATE = frozenset(vars(nn.Module()))
@@ -98,6 +98,10 @@ class AttributeReads:
             self._ignored.add((id(this), name))
             return
         static = inspect.getattr_static(type(this), name, None)
+        is_slot = inspect.ismemberdescriptor(static) or isinstance(static, cached_property)
+        is_made = hasattr(static, "__get__") and name not in self._own[id(this)] and not is_slot
+        if is_made and not isinstance(value, MethodType) and not key_of(value).is_plain:
+            return
         if isinstance(static, cached_property) and name not in self._own[id(this)]:
             value = MISSING  # it is made now
         slot = owner.add(name, value=value)
@@ -105,6 +109,7 @@ class AttributeReads:
 
     def _opened(self, path: str, value: Any) -> Owner | None:
         """Watches the attributes of an object; of a container, those of its items."""
+        value = referent(value)
         kind: type = type(value)
         if id(value) in self._owners:
             return None if isinstance(value, nn.Module) else self._owners[id(value)]
@@ -113,14 +118,14 @@ class AttributeReads:
             if len(value) <= MAX_ITEMS:
                 self._owners[id(value)] = owner  # it may hold itself
                 for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                    if (opened := self._opened(f"{path}[{key!r}]", item)) is not None:
+                    if (opened := self._opened(f"{path}[{key_of(key)}]", item)) is not None:
                         owner.add(key, opened.path, value=item).opened = opened
             return owner if owner.slots else None
         if isinstance(
             value, (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, *CONTAINERS)
         ):
             return None
-        if not kind.__flags__ & _HEAP_TYPE or kind.__flags__ & _IMMUTABLE_TYPE or is_library(kind):
+        if not is_watched(kind):
             return None
         owner = self._owners[id(value)] = Owner(value, path)
         self._own[id(value)] = frozenset(getattr(value, "__dict__", ()))
@@ -133,8 +138,10 @@ class AttributeReads:
         if isinstance(this, nn.Module) and name in (*this._parameters, *this._buffers, *this._modules):
             return True
         static = inspect.getattr_static(type(this), name, None)
-        is_slot = inspect.ismemberdescriptor(static) or isinstance(static, cached_property)
-        return name not in self._own[id(this)] and not is_slot and hasattr(static, "__get__")
+        if isinstance(static, FunctionType) and is_users(static):
+            return False
+        is_code = callable(static) or isinstance(static, (property, classmethod))
+        return name not in self._own[id(this)] and is_code and hasattr(static, "__get__")
 
     def changed(self) -> dict[Slot, Difference]:
         """Returns the attributes that are others than when they were first read, but for tensors and functions."""
@@ -151,6 +158,11 @@ class AttributeReads:
         for owner in self.owners:
             if not isinstance(owner.value, nn.Module):
                 owner.restore()
+
+
+def is_watched(kind: type) -> bool:
+    """Whether reads of attributes of a class's objects can be seen, and count."""
+    return bool(kind.__flags__ & _HEAP_TYPE) and not kind.__flags__ & _IMMUTABLE_TYPE and not is_library(kind)
 
 
 def _replaced(kind: type, name: str, value: Any) -> Any:

@@ -6,12 +6,14 @@ model, or a function that tells a setting. :data:`_KINDS` says how each kind is 
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from operator import attrgetter
-from types import CellType
+from types import CellType, MethodType
 from typing import Any, NamedTuple
 
 from graphpasses.state.keys import (
@@ -67,6 +69,16 @@ def _write_attribute(owner: Any, name: str, value: Any) -> None:
         delattr(owner, name)
 
 
+def _read_of_class(owner: type, name: str) -> Any:
+    """Reads what stands in a class: of a ``staticmethod`` itself, not the function."""
+    bases = (base for base in owner.__mro__ if name in vars(base))
+    return vars(base)[name] if (base := next(bases, None)) is not None else _read_attribute(owner, name)
+
+
+def _write_of_class(owner: type, name: str, value: Any) -> None:
+    _write_attribute(next((base for base in owner.__mro__ if name in vars(base)), owner), name, value)
+
+
 def _read_cell(owner: CellType, name: str) -> Any:
     try:
         return owner.cell_contents
@@ -78,7 +90,7 @@ def _read_place(owner: Any, name: Any) -> Any:
     return owner[name] if name < len(owner) else MISSING
 
 
-def _write_item(owner: dict[str, Any], name: str, value: Any) -> None:
+def _write_item(owner: MutableMapping[str, Any], name: str, value: Any) -> None:
     if value is MISSING:
         owner.pop(name, None)
     else:
@@ -100,11 +112,13 @@ def _write_variable(owner: ContextVar[Any], name: str, value: Any) -> None:
 # The first row whose class an owner has: how a value is read, and how it is written.
 _Row = tuple[type | tuple[type, ...], Callable[[Any, Any], Any], Callable[[Any, Any, Any], None]]
 _KINDS: tuple[_Row, ...] = (
-    (dict, lambda owner, name: owner.get(name, MISSING), _write_item),
+    ((dict, type(os.environ)), lambda owner, name: owner.get(name, MISSING), _write_item),
     (CellType, _read_cell, _write_cell),
     (ContextVar, lambda owner, name: owner.get(MISSING), _write_variable),
     (Asked, lambda owner, name: owner.ask(), lambda owner, name, value: None),
     ((list, tuple, deque), _read_place, lambda owner, name, value: None),  # put back as a whole
+    (type, _read_of_class, _write_of_class),
+    (weakref.ref, lambda owner, name: owner(), lambda owner, name, value: None),
     (object, _read_attribute, _write_attribute),
 )
 
@@ -179,7 +193,9 @@ class Slot:
 
     def restore(self, owner: Any) -> None:
         """Gives the owner what the name was, and that the items that it had."""
-        if read(owner, self.name) is not self.value:
+        if (now := read(owner, self.name)) is not self.value and not (
+            isinstance(now, MethodType) and key_of(now) == self.key
+        ):
             write(owner, self.name, self.value)
         if self._copy is not None:
             state = torch_state(self.value)
@@ -246,16 +262,20 @@ class Owner:
     def _holds(self, owner: Any) -> bool:
         """Whether all names have the objects that they had, which is asked at each call of a step."""
         if self._getter is None:
-            there = [slot for slot in self.slots.values() if slot.value is not MISSING]
+            there = [
+                slot
+                for slot in self.slots.values()
+                if slot.value is not MISSING and not isinstance(slot.value, MethodType)
+            ]
             self._checked = tuple(
                 slot for slot in self.slots.values() if slot.value is MISSING or changes_in_place(slot.value)
             )
             names = [slot.name for slot in there]
-            is_object = not isinstance(owner, (dict, list, tuple, deque, CellType, ContextVar))
-            if is_object and len(names) > 1 and all(map(str.isidentifier, names)):
+            reads = next(row[1] for row in _KINDS if isinstance(owner, row[0]))
+            if reads is _read_attribute and len(names) > 1 and all(map(str.isidentifier, names)):
                 self._getter = attrgetter(*names)
             else:
-                self._getter = lambda owner: [read(owner, name) for name in names]
+                self._getter = lambda owner: [reads(owner, name) for name in names]
             self._ids = tuple(id(slot.value) for slot in there)
         try:
             return tuple(map(id, self._getter(owner))) == self._ids

@@ -145,7 +145,7 @@ CHANGES: dict[str, tuple[Callable[..., torch.Tensor], Callable[[], Any], str]] =
     "an argument of a partial": (
         partial(lambda model, x, settings: model(x).mean() * settings.weight, settings=(held := Trainer())),
         lambda: setattr(held, "weight", 0.5),
-        "'partial.weight' was 1.0 when the step was captured, and is 0.5 now",
+        "\"partial['settings'].weight\" was 1.0 when the step was captured, and is 0.5 now",
     ),
 }
 
