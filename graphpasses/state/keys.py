@@ -103,7 +103,7 @@ def key_of(value: Any) -> Key:
 
 def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
     if isinstance(value, _PLAIN):
-        kind = next(
+        kind: Any = next(
             each for each in _PLAIN if isinstance(value, each)
         )  # a subclass may say anything of itself
         return Key(type(value), str(value) if kind is torch.device else kind.__repr__(value))

@@ -136,8 +136,9 @@ class _Names:
         self._value(getattr(root, "__name__", type(root).__name__), root)
         for path, value in held:
             self._value(path, value)
-        for kind in kinds if root in (kind.forward for kind in kinds) else ():
-            self._name(f"{kind.__name__}.forward", kind, "forward")
+        for kind in kinds:
+            if getattr(kind, "forward", None) is root:
+                self._name(f"{kind.__name__}.forward", kind, "forward")
         size = 0
         while size != (size := len(self._attributes) + len(self._objects) + len(self._functions)):
             for name in [*self._attributes]:
@@ -245,11 +246,11 @@ class _Names:
         if isinstance(value, FunctionType) and name not in vars(value) and name not in self._set:
             return
         own = attributes_of(value)
-        is_own = own is not None and name in own
+        is_own = name in (own or ())
         if isinstance(value, (torch.Tensor, *CONTAINERS)) and not is_own:
             return
         if isinstance(value, ModuleType) and not is_users_module(value):
-            if is_own and (callable(own[name]) or isinstance(own[name], float)):
+            if callable(found := (own or {}).get(name)) or isinstance(found, float):
                 self._name(f"{path}.{name}", value, name)
             return
         static = inspect.getattr_static(value, name, MISSING)
