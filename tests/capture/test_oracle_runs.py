@@ -69,6 +69,16 @@ def test_eager_runs_once_where_a_formula_looks_whether_it_is_traced() -> None:
     assert runs_in_eager(lambda y: y * y.max()) == 1
 
 
+def test_eager_runs_again_where_attention_adds_its_mask_in_place() -> None:
+    """As GPT-2's with dropout: in eager, and out of place while a mode watches."""
+
+    def attention(y: torch.Tensor) -> torch.Tensor:
+        y = y[None, None].expand(1, 2, 4, 3)
+        return nn.functional.scaled_dot_product_attention(y, y, y, torch.zeros(4, 4), dropout_p=0.5)
+
+    assert runs_in_eager(attention) == 2
+
+
 def test_a_memory_format_that_a_dimension_with_one_element_suggests() -> None:
     """So does Pvt of transformers interpolate its positions; what is interpolated backward is contiguous."""
 
