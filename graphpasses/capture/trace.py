@@ -73,7 +73,7 @@ def trace_step(
     """
     trace = find_tracer()
     names, identity = _state_names(model), IdentityMap.of(model)
-    attributes = {fqn: vars(tensor) for fqn, tensor in _state(model)}
+    own = {fqn: vars(tensor) for fqn, tensor in _state(model)}
     records: list[OperatorCalls] = []
     random_calls = RandomCalls()
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
@@ -92,7 +92,7 @@ def trace_step(
         }
         gradients_before = [parameter.grad for parameter in named.values()]
         for fqn, tensor in _state(model):
-            for name, value in attributes[fqn].items():
+            for name, value in own[fqn].items():
                 if name[0] != "_" and not hasattr(tensor, name):
                     setattr(tensor, name, value)
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
