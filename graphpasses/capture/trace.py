@@ -73,6 +73,7 @@ def trace_step(
     """
     trace = find_tracer()
     names, identity = _state_names(model), IdentityMap.of(model)
+    own = {fqn: vars(tensor) for fqn, tensor in _state(model)}
     records: list[OperatorCalls] = []
     random_calls = RandomCalls()
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
@@ -90,6 +91,10 @@ def trace_step(
             if parameter.requires_grad
         }
         gradients_before = [parameter.grad for parameter in named.values()]
+        for fqn, tensor in _state(model):
+            for name, value in own[fqn].items():
+                if name[0] != "_" and not hasattr(tensor, name):
+                    setattr(tensor, name, value)
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
         with decisions.watched(), other_memory_refused(model), communication_traced(model) as reduced:
             with (
@@ -188,10 +193,13 @@ _CALLED_BACKWARD = (
 )
 
 
-def _state_names(model: nn.Module) -> list[str]:
+def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     parameters = model.named_parameters(remove_duplicate=False)
-    buffers = model.named_buffers(remove_duplicate=False)
-    return [fqn for fqn, _ in (*parameters, *buffers)]
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
+def _state_names(model: nn.Module) -> list[str]:
+    return [fqn for fqn, _ in _state(model)]
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from hashlib import sha256
 from threading import local
-from types import MappingProxyType, MethodType
+from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import ProxyTypes
 
@@ -212,6 +212,8 @@ def are_alike(value: Any, other: Any) -> bool:
             (value.func, value.args, value.keywords), (other.func, other.args, other.keywords), strict=True
         )
         return all(are_alike(*each) for each in parts)
+    if isinstance(value, SimpleNamespace) and isinstance(other, SimpleNamespace):
+        return are_alike(vars(value), vars(other))
     if isinstance(value, dict) and isinstance(other, dict):
         return are_alike([*value], [*other]) and are_alike([*value.values()], [*other.values()])
     if isinstance(value, Sequence) and not isinstance(value, _PLAIN) and type(value) is type(other):

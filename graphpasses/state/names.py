@@ -74,9 +74,10 @@ def find_names(loss_fn: Any, model: nn.Module) -> list[Owner]:
         _, held = roots.setdefault(id(forward), (forward, {}))
         held |= {id(value): (name, value) for name, value in _unwatched(module)}
         roots |= {id(hook): (hook, {}) for hook in hooks(module)}
+    tensors = [item for item in (*model.named_parameters(), *model.named_buffers()) if attributes_of(item[1])]
     owners: dict[int, Owner] = {}
     for root, held in roots.values():
-        _Names(root, owners, {*modules}, kinds, [*held.values()])
+        _Names(root, owners, {*modules}, kinds, [*held.values(), *tensors])
     for slot in (slot for owner in owners.values() for slot in owner.slots.values()):
         refuse_iterator(f"the code of the step reads {slot.path!r}", slot.value)
     return [*owners.values()]

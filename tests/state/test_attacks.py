@@ -315,6 +315,27 @@ def test_a_list_in_itself() -> None:
     refuses(Model(), lambda model, x: mean(model, x) * items[1][1][0], lambda: items.__setitem__(0, 2.0))
 
 
+def test_an_attribute_of_a_parameter() -> None:
+    model = Model()
+    model.linear.weight.scale = 1.0  # type: ignore[assignment]
+    message = refuses(
+        model,
+        lambda model, x: mean(model, x) * model.linear.weight.scale,
+        lambda: setattr(model.linear.weight, "scale", 2.0),
+    )
+    assert message.startswith("'linear.weight.scale' was 1.0 ")
+
+
+def test_a_step_for_a_model_with_a_namespace_of_its_own() -> None:
+    models = [holding(SimpleNamespace(scale=scale), scale_of) for scale in (1.0, 1.0, 2.0)]
+    for each in models:
+        each.__class__ = type(models[0])
+    step = capture_train_step(mean, models[0], X, check=False)
+    step.for_model(models[1])
+    with pytest.raises(CaptureError, match=r"^'held' "):
+        step.for_model(models[2])
+
+
 def test_the_environment() -> None:
     os.environ["TEST_SCALE"] = "1"
     message = refuses(
