@@ -241,9 +241,9 @@ def test_private_torchtitan_is_used_in_one_file() -> None:
     assert uses_outside("torchtitan", "_torch") != []
 
 
-COMPILER = ("analysis", "capture", "embedding", "fsdp", "graph", "ops", "passes")
+COMPILER = ("analysis", "capture", "embedding", "fbgemm", "fsdp", "graph", "ops", "passes")
 # Whose reference calls FBGEMM's operators.
-NAMES_FBGEMM = ("embedding/torchrec", "ops/permute_batches.py", "ops/update_rows.py")
+NAMES_FBGEMM = ("embedding/torchrec", "fbgemm", "ops/permute_batches.py", "ops/update_rows.py")
 
 
 def torchrec_names(tree: ast.AST) -> Iterator[tuple[int, str]]:

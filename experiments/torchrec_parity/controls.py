@@ -11,7 +11,7 @@ from torch import fx
 
 from experiments.fsdp_parity.orders import reorder
 from experiments.torchrec_parity.cases import ALL_REDUCE_FIRST, BY_NAME, MERGED, SWAPPED
-from graphpasses.embedding.torchrec.lookups import LookupCall
+from graphpasses.fbgemm.lookups import LookupCall
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes import BucketFSDPCollectives
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline

@@ -15,7 +15,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from graphpasses._torch.decompose import decompose
-from graphpasses._torch.interpret import make_cheap_to_run
 from graphpasses._torch.symbols import guessed_sizes
 
 __all__ = ["compile_aot_eager", "compile_inductor", "describe_input", "describe_output", "is_tangent"]
@@ -53,7 +52,7 @@ def compile_aot_eager(
             with while_compiling():
                 for rewrite in rewrites:
                     rewrite(gm)
-                make_cheap_to_run(gm)
+                gm.recompile()
 
             def run(args: list[Any]) -> Any:
                 values = list(args)

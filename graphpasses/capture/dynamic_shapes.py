@@ -12,7 +12,6 @@ from graphpasses._torch.varying_dims import dim_hint
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import Varying, VaryingDim
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.torchrec_batches import is_taken
 
 __all__ = ["read_dynamic_shapes"]
 
@@ -47,7 +46,7 @@ def read_dynamic_shapes(structure: BatchStructure, leaves: Sequence[Any], dynami
 
 
 def _containers(structure: BatchStructure) -> Iterator[BatchStructure]:
-    if structure.kind is not None and is_taken(structure.kind):
+    if structure.is_of_library:
         yield structure
     for child in structure.children:
         yield from _containers(child)

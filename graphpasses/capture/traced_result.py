@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from graphpasses._torch import pytree
 from graphpasses.analysis.effects import is_written
 from graphpasses.capture.unrounded_gradients import keep_unrounded
+from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.batch_structure import BatchStructure
@@ -61,7 +62,7 @@ def read_traced_result(
     num_state = sum(len(inner_attrs(layout, f"flat input {index}")) for index, layout in enumerate(layouts))
     num_leaves = traced.num_flat_inputs - len(traced.state_fqns)
     leaves = traced.example_inputs[num_state : num_state + num_leaves]
-    structure = BatchStructure.of(pytree.tree_unflatten(leaves, traced.user_inputs_spec)[0])
+    structure = BatchStructure.of(pytree.tree_unflatten(leaves, traced.user_inputs_spec)[0], TORCHREC)
     paths = [f"batch leaf {index}" for index in range(len(leaves))]
     return read_step(
         traced,

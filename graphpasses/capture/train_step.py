@@ -24,6 +24,7 @@ from graphpasses.capture.trace import trace_step
 from graphpasses.capture.traced_result import read_step
 from graphpasses.capture.update import find_update, trace_update
 from graphpasses.capture.update_oracle import check_update
+from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.graph import CapturedStep
@@ -133,7 +134,7 @@ def _capture(
     """Captures a step; ``traced_everywhere`` is called before the ranks run anything together."""
     # Look
     refuse_model(model)
-    structure = BatchStructure.of(batch)
+    structure = BatchStructure.of(batch, TORCHREC)
     leaves = structure.leaves(batch)
     for path, leaf in zip(structure.paths, leaves, strict=True):
         check_leaf(path, leaf)

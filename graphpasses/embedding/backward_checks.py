@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from graphpasses.analysis.reached_outputs import reached_outputs
-from graphpasses.embedding.torchrec.lookups import LookupCall
 from graphpasses.errors import UnsupportedError
+from graphpasses.fbgemm.lookups import LookupCall
 from graphpasses.graph import DynamoGraph
 
 __all__ = ["OneBackwardPerForward", "check_gradient_arrives", "check_lookups"]

@@ -10,8 +10,8 @@ import torch
 from torch import fx
 
 from graphpasses.embedding.fused_update import FusedUpdate
-from graphpasses.embedding.torchrec.lookups import HOST, INFO_B, MIXED_D, LookupCall, TableLayout
-from graphpasses.embedding.torchrec.names import fused_lookup
+from graphpasses.fbgemm.lookups import HOST, INFO_B, MIXED_D, LookupCall, TableLayout
+from graphpasses.fbgemm.names import fused_lookup
 from graphpasses.graph import DynamoGraph
 from graphpasses.ops.count_steps import count_steps
 

@@ -17,7 +17,7 @@ from graphpasses._torch.optimizer_in_backward import (
     steps_in_backward,
 )
 from graphpasses.embedding.arena import Arena
-from graphpasses.embedding.torchrec.names import ROWWISE_ADAGRAD
+from graphpasses.fbgemm.names import ROWWISE_ADAGRAD
 
 __all__ = ["FusedForm", "FusedUpdate", "learning_rate", "optimizer_states"]
 

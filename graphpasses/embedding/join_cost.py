@@ -10,6 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from graphpasses._torch.symbols import example_size
+from graphpasses.fbgemm.lookups import LookupCall
+
 __all__ = ["BatchOfBags", "padding_cost", "plan_joins"]
 
 # In microseconds. Joining saves up to 20 of them per lookup.
@@ -26,6 +29,17 @@ class BatchOfBags:
     batch_size: int | None  # samples; None if nothing is known of them
     num_features: int  # bags per sample
     num_columns: int  # columns that it returns per sample; 0 without pooling, which returns a row per id
+
+    @classmethod
+    def of(cls, call: LookupCall) -> BatchOfBags:
+        """Returns what a call looked up while it was traced; a batch of all ranks counts this rank's for each."""
+        num_offsets, num_others = example_size(call.arguments["offsets"].meta["val"].size(0))
+        batch_size = (num_offsets - 1) // call.num_features * (1 + num_others)
+        return cls(
+            batch_size=None if num_others and batch_size == 0 else batch_size,
+            num_features=call.num_features,
+            num_columns=call.arguments["total_D"] if call.is_pooled else 0,
+        )
 
     @property
     def cost_of_sample(self) -> float:

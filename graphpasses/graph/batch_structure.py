@@ -11,7 +11,7 @@ import torch
 
 from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError, CaptureError
-from graphpasses.graph.torchrec_batches import fields_of, held_items, is_taken, items_by, reject_reason
+from graphpasses.graph.containers import AS_PYTREE_SAYS, Containers
 
 __all__ = ["BatchStructure"]
 
@@ -23,8 +23,7 @@ class BatchStructure:
     """A leaf of a batch, or a container with the structures of its items.
 
     Containers are lists, tuples, named tuples, mappings of any class that can be made from a dict, dataclasses, and
-    what is registered with ``torch.utils._pytree``, as TorchRec's KeyedJaggedTensor is. A mapping's keys may come in
-    any order.
+    what is registered with ``torch.utils._pytree``. A mapping's keys may come in any order.
 
     Example:
         >>> structure = BatchStructure.of(({"x": 1, "y": [2.0]},))
@@ -42,14 +41,16 @@ class BatchStructure:
     children: tuple[BatchStructure, ...] = ()  # the items' structures
     # How pytree makes the container from its items; None for mappings and dataclasses that it does not know.
     spec: pytree.TreeSpec | None = None
+    library: Containers = AS_PYTREE_SAYS  # whose container it is
 
     @classmethod
-    def of(cls, value: Any, path: str = "batch") -> BatchStructure:
+    def of(cls, value: Any, *libraries: Containers, path: str = "batch") -> BatchStructure:
         """Reads the structure of a batch; refuses what is no leaf and no container that can be made again."""
         kind = type(value)
-        if (reason := reject_reason(value)) is not None:
+        library = next((each for each in libraries if each.knows(kind)), AS_PYTREE_SAYS)
+        if (reason := library.reject_reason(value)) is not None:
             raise CaptureError(f"{path} {reason}, or use torch.compile(model, backend='graphpasses')")
-        opened = _open(value)
+        opened = _open(value, library)
         if opened is None:
             if not isinstance(value, _LEAVES):
                 raise CaptureError(
@@ -58,8 +59,10 @@ class BatchStructure:
                 )
             return cls(path)
         items, spec = opened
-        children = tuple(cls.of(item, path + _accessor(value, key)) for key, item in items.items())
-        structure = cls(path, kind, tuple(items), children, spec)
+        children = tuple(
+            cls.of(item, *libraries, path=path + _accessor(value, key)) for key, item in items.items()
+        )
+        structure = cls(path, kind, tuple(items), children, spec, library)
         _check_attributes(structure, value, items)
         _check_that_it_is_made(structure, items)
         return structure
@@ -78,19 +81,19 @@ class BatchStructure:
         """
         if self.kind is None:
             return [value]
-        opened = _open(value)
+        opened = _open(value, self.library)
         if type(value) is not self.kind or opened is None:
             raise BatchMismatchError(
                 f"{self.path} is a {type(value).__name__}, and was a {self.kind.__name__} in the captured batch; "
                 f"{_AGAIN}"
             )
-        if (reason := reject_reason(value)) is not None:
+        if (reason := self.library.reject_reason(value)) is not None:
             raise BatchMismatchError(f"{self.path} {reason}")
         items, spec = opened
-        items = items_by(value, items, self.keys)
+        items = self.library.items_by(value, items, self.keys)
         if items.keys() != set(self.keys):
             raise BatchMismatchError(f"{self.path} {_difference(self, value, items)}; {_AGAIN}")
-        if spec is not None and self.spec is not None and is_taken(self.kind):
+        if spec is not None and self.spec is not None and self.is_of_library:
             if spec.context != self.spec.context:
                 raise BatchMismatchError(
                     f"{self.path} was of keys {self.spec.context} in the captured batch, and is of {spec.context}; "
@@ -114,24 +117,27 @@ class BatchStructure:
         )
 
     def fresh(self, batch: Sequence[Any]) -> list[Any]:
-        """Returns a batch of this structure in which TorchRec's types are made anew: they keep what they compute."""
+        """Returns a batch in which libraries' containers are made anew: they keep what they compute."""
         return [
-            child.build(child.leaves(value)) if child.holds_torchrec else value
+            child.build(child.leaves(value)) if child.is_made_anew else value
             for child, value in zip(self.children, batch, strict=True)
         ]
 
     @property
-    def holds_torchrec(self) -> bool:
-        """Whether one of TorchRec's types is in it."""
-        return (self.kind is not None and is_taken(self.kind)) or any(
-            child.holds_torchrec for child in self.children
-        )
+    def is_of_library(self) -> bool:
+        """Whether it is a container of which a library says more than pytree does."""
+        return self.library is not AS_PYTREE_SAYS
+
+    @property
+    def is_made_anew(self) -> bool:
+        """Whether such a container is in it."""
+        return self.is_of_library or any(child.is_made_anew for child in self.children)
 
     def make(self, items: Mapping[Any, Any]) -> Any:
         """Returns a container of this kind."""
         assert self.kind is not None
         if self.spec is not None:
-            fields = fields_of(self.kind) or items
+            fields = self.library.fields_of(self.kind) or items
             return pytree.tree_unflatten([items.get(field) for field in fields], self.spec)
         if issubclass(self.kind, Mapping):
             return self.kind(items)  # type: ignore[call-arg]
@@ -144,11 +150,11 @@ class BatchStructure:
 _AGAIN = "capture a step for this structure"
 
 
-def _open(value: Any) -> tuple[Mapping[Any, Any], pytree.TreeSpec | None] | None:
+def _open(value: Any, library: Containers) -> tuple[Mapping[Any, Any], pytree.TreeSpec | None] | None:
     """Returns the items of a container by key, field or position, and how pytree makes it; None for a leaf."""
     opened = pytree.open_container(value)
-    if opened is not None and is_taken(type(value)):
-        return held_items(value, opened[0]), opened[1]
+    if opened is not None and library is not AS_PYTREE_SAYS:
+        return library.held_items(value, opened[0]), opened[1]
     if isinstance(value, Mapping):
         return dict(value.items()), opened and opened[1]
     if opened is None and dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -176,7 +182,7 @@ def _check_that_it_is_made(structure: BatchStructure, items: Mapping[Any, Any]) 
         f"{structure.path} is a {name}, which {name}(dict of its items) does not make again; pass a plain dict"
     )
     try:
-        made = _open(structure.make(items))
+        made = _open(structure.make(items), structure.library)
     except TypeError as error:
         raise refusal from error
     if made is None or [*made[0]] != [*items] or any(made[0][key] is not item for key, item in items.items()):

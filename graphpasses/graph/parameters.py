@@ -45,7 +45,7 @@ def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, Parame
 
 
 def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
-    # What is computed, as TorchRec's views of tables are, keeps no gradient.
+    # What is computed, as views of joined tables are, keeps no gradient.
     grad_dtype = parameter.grad_dtype if parameter.is_leaf else parameter.dtype
     info = ParameterInfo(
         fqn,
@@ -62,7 +62,7 @@ def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
     axis = next((axis for axis, placement in enumerate(placements) if is_sharded(placement)), None)
     if axis is None:
         return info
-    # SimpleFSDP puts its axes in front of those of tensor parallelism, as FSDP2 does: with HSDP first the one that
+    # FSDP puts its axes in front of those of tensor parallelism: with HSDP first the one that
     # replicates, then the one that shards what tensor parallelism leaves of a parameter.
     shard = placements[axis]
     assert is_sharded(shard)
@@ -99,8 +99,8 @@ def _shape_that_fsdp_shards(fqn: str, parameter: DTensor, axis: int, dim: int) -
         if parameter.shape[index] % num:
             raise UnsupportedError(
                 f"parameter {fqn!r} has placements {placements}, so {num} shards of dim {index}, whose size "
-                f"{parameter.shape[index]} they do not divide; with tensor parallelism torchtitan's SimpleFSDP takes "
-                "all shards for equal. Make the size a multiple, or capture it without tensor parallelism"
+                f"{parameter.shape[index]} they do not divide; with tensor parallelism all "
+                "shards are taken for equal. Make the size a multiple, or capture it without tensor parallelism"
             )
     return tuple(size // num for size, num in zip(parameter.shape, num_parts, strict=True))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from graphpasses.embedding.torchrec.names import BOUNDS_CHECK
+from graphpasses.fbgemm.names import BOUNDS_CHECK, FBGEMM
 from graphpasses.graph.nodes import source_line
 from graphpasses.proof.evaluated import Argument, Evaluated
 from graphpasses.proof.values import Value, Values
@@ -21,7 +21,7 @@ _FOLLOWED = (
     "prims.",
     "torch.",
     "_operator.",
-    "fbgemm.split_embedding",
+    f"{FBGEMM}.split_embedding",
     "graphpasses.pack_all_to_all.",
     "graphpasses.unpack_all_to_all.",
     "graphpasses.pack_bags.",

@@ -18,7 +18,7 @@ from graphpasses.analysis.effects import (
     names_written,
     operator_effects,
 )
-from graphpasses.embedding.torchrec.names import BOUNDS_CHECK, TRACED_LOOKUP
+from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective
 from graphpasses.graph.train_graph import InputKind, OutputKind

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from graphpasses.analysis.reached_outputs import reached_outputs
-from graphpasses.embedding.torchrec.lookups import INFO_B, MIXED_D, LookupCall
-from graphpasses.embedding.torchrec.names import complete_cumsum
+from graphpasses.fbgemm.lookups import INFO_B, MIXED_D, LookupCall
+from graphpasses.fbgemm.names import complete_cumsum
 from graphpasses.graph import DynamoGraph, argument
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression

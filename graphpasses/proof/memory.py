@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch.schemas import is_operator, schemas
-from graphpasses.embedding.torchrec.names import BOUNDS_CHECK
+from graphpasses.fbgemm.names import BOUNDS_CHECK
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.nodes import freeze, memories
 from graphpasses.graph.size_arithmetic import size_expression

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from graphpasses.embedding.torchrec.names import FBGEMM
 from graphpasses.errors import LayoutError, ProofError
+from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph

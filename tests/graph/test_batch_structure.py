@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from graphpasses.capture import capture_train_step
+from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.batch_structure import BatchStructure
@@ -272,7 +273,7 @@ def test_torchrecs_jagged_tensors() -> None:
     torchrec = pytest.importorskip("torchrec")
     lengths = torch.tensor([1, 2])
     features = torchrec.KeyedJaggedTensor(["a"], torch.arange(3), lengths=lengths)
-    structure = BatchStructure.of(([features, 2],))
+    structure = BatchStructure.of(([features, 2],), TORCHREC)
     assert structure.paths == ("batch[0][0]._values", "batch[0][0]._lengths", "batch[0][1]")
     features.offsets()  # which it keeps
     leaves = structure.leaves(([features, 3],))

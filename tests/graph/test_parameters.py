@@ -91,7 +91,7 @@ def test_uneven_shards_of_a_part_are_refused(rank: int) -> None:
             simple_fsdp(model, data_mesh)
     assert str(caught.value) == (
         "parameter 'head.weight' has placements (_StridedShard(dim=0, sf=2), Shard(dim=0)), so 4 shards of dim 0, "
-        "whose size 14 they do not divide; with tensor parallelism torchtitan's SimpleFSDP takes all shards for "
+        "whose size 14 they do not divide; with tensor parallelism all shards are taken for "
         "equal. Make the size a multiple, or capture it without tensor parallelism"
     )
 

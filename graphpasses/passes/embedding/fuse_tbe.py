@@ -23,8 +23,8 @@ from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.emit_lookup import emit_lookup_like
 from graphpasses.embedding.join_cost import BatchOfBags, padding_cost, plan_joins
-from graphpasses.embedding.torchrec.lookups import LookupCall, TableLayout
-from graphpasses.embedding.torchrec.names import complete_cumsum
+from graphpasses.fbgemm.lookups import LookupCall, TableLayout
+from graphpasses.fbgemm.names import complete_cumsum
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -106,7 +106,7 @@ def _plan(graph: DynamoGraph) -> _Plan:
 
 def _agree_on_bags(graph: DynamoGraph, calls: Sequence[LookupCall]) -> dict[fx.Node, BatchOfBags]:
     """Returns what each lookup looks up, with the batch sizes on which all ranks agree, so that they join alike."""
-    bags = {call.node: call.bags() for call in calls}
+    bags = {call.node: BatchOfBags.of(call) for call in calls}
     own = _largest([{call.module: bags[call.node].batch_size} for call in calls])
     agreed = CollectiveSequence(graph).agree(_BATCH_SIZES, own)
     return {

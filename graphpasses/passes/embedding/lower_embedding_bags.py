@@ -23,7 +23,7 @@ from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.emit_lookup import emit_lookup
 from graphpasses.embedding.fused_update import FusedUpdate
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels
-from graphpasses.embedding.torchrec.lookups import TableLayout
+from graphpasses.fbgemm.lookups import TableLayout
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.pack_bags import PACK_BAGS
 from graphpasses.passes.runner import GraphPass, Numerics

@@ -16,7 +16,7 @@ from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
 from graphpasses._torch.schemas import bind_named
 from graphpasses.analysis.effects import Effects, operator_effects, storages
-from graphpasses.embedding.torchrec.names import FBGEMM
+from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.graph import Stage, TrainGraph, argument
 from graphpasses.passes.runner import GraphPass, Numerics
 

@@ -18,8 +18,8 @@ pytest.importorskip("torchrec")
 import graphpasses
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.embedding.arena import Arena
-from graphpasses.embedding.torchrec.lookups import LookupCall
 from graphpasses.errors import ArenaError, IdError
+from graphpasses.fbgemm.lookups import LookupCall
 from graphpasses.passes import FuseTBE
 from graphpasses.passes.runner import Pipeline
 

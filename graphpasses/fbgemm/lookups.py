@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from graphpasses._torch.schemas import named_arguments
-from graphpasses._torch.symbols import example_size
-from graphpasses.embedding.join_cost import BatchOfBags
-from graphpasses.embedding.torchrec.names import FUSED_OPTIMIZERS
+from graphpasses.fbgemm.names import FUSED_OPTIMIZERS
 from graphpasses.graph import DynamoGraph
 
 __all__ = ["HOST", "INFO_B", "MIXED_D", "LookupCall", "TableLayout"]
@@ -137,16 +135,6 @@ class LookupCall:
     def num_features(self) -> int:
         """Number of features."""
         return int(self.arguments["D_offsets"].meta["val"].numel()) - 1
-
-    def bags(self) -> BatchOfBags:
-        """Returns what it looked up when the model was traced; a batch of all ranks counts this rank's for each."""
-        num_offsets, num_others = example_size(self.arguments["offsets"].meta["val"].size(0))
-        batch_size = (num_offsets - 1) // self.num_features * (1 + num_others)
-        return BatchOfBags(
-            batch_size=None if num_others and batch_size == 0 else batch_size,
-            num_features=self.num_features,
-            num_columns=self.arguments["total_D"] if self.is_pooled else 0,
-        )
 
     @property
     def is_pooled(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphpasses.embedding.emit_lookup import layout_arguments, state_arguments
-from graphpasses.embedding.torchrec.lookups import LookupCall, TableLayout
+from graphpasses.fbgemm.lookups import LookupCall, TableLayout
 from graphpasses.graph import TrainGraph
 from tests.helpers.tables import Lookups, model_graph, tables
 
