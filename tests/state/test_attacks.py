@@ -171,6 +171,11 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     ),
     "ContextVar": (variable, lambda v: v.get(), lambda v: v.set(2.0)),
     "ChainMap": (lambda: ChainMap({}, {"k": 1.0}), lambda v: v["k"], lambda v: v.maps[1].update(k=2.0)),
+    "MappingProxyType": (
+        lambda: MappingProxyType(PROXIED),
+        lambda v: v["k"],
+        lambda v: PROXIED.update(k=2.0),
+    ),
     "UserDict": (lambda: UserDict(k=1.0), lambda v: v["k"], lambda v: v.update(k=2.0)),
     "a subclass of dict": (subclassed, scale_of, set_scale),
     "a tuple of namespaces": (
@@ -211,7 +216,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     "keys without a text": (with_key, lambda v: v.scale * len(v.by), set_scale),
     "a method of an object": (Described, lambda v: v.weight(), lambda v: setattr(v, "weight", lambda: 2.0)),
 }
-KEPT = [Settings()]
+KEPT, PROXIED = [Settings()], {"k": 1.0}
 
 
 def make_local() -> Any:
@@ -221,12 +226,6 @@ def make_local() -> Any:
 
 
 HELD["threading.local"] = make_local, scale_of, set_scale
-HELD["MappingProxyType"] = (
-    lambda: MappingProxyType(PROXIED),
-    lambda v: v["k"],
-    lambda v: PROXIED.update(k=2.0),
-)
-PROXIED = {"k": 1.0}
 
 
 @pytest.fixture(autouse=True)
