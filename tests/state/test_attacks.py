@@ -142,8 +142,7 @@ def in_with(settings: Settings) -> float:
         return scale
 
 
-def subclassed() -> Any:
-    value = Items()
+def with_scale(value: Any) -> Any:
     value.scale = 1.0
     return value
 
@@ -169,6 +168,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda v: v.of.scale,
         lambda v: set_scale(v.of),
     ),
+    "threading.local": (lambda: with_scale(threading.local()), scale_of, set_scale),
     "ContextVar": (variable, lambda v: v.get(), lambda v: v.set(2.0)),
     "ChainMap": (lambda: ChainMap({}, {"k": 1.0}), lambda v: v["k"], lambda v: v.maps[1].update(k=2.0)),
     "MappingProxyType": (
@@ -177,7 +177,7 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
         lambda v: PROXIED.update(k=2.0),
     ),
     "UserDict": (lambda: UserDict(k=1.0), lambda v: v["k"], lambda v: v.update(k=2.0)),
-    "a subclass of dict": (subclassed, scale_of, set_scale),
+    "a subclass of dict": (lambda: with_scale(Items()), scale_of, set_scale),
     "a tuple of namespaces": (
         lambda: Pair(SimpleNamespace(scale=1.0)),
         lambda v: v.first.scale,
@@ -217,15 +217,6 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], A
     "a method of an object": (Described, lambda v: v.weight(), lambda v: setattr(v, "weight", lambda: 2.0)),
 }
 KEPT, PROXIED = [Settings()], {"k": 1.0}
-
-
-def make_local() -> Any:
-    value = threading.local()
-    value.scale = 1.0
-    return value
-
-
-HELD["threading.local"] = make_local, scale_of, set_scale
 
 
 @pytest.fixture(autouse=True)
