@@ -254,7 +254,7 @@ def test_every_update_is_proved(name: str, outcomes: dict[str, list[Outcome]]) -
     for outcome in outcomes[name]:
         assert not outcome.unproved
         updates = [each for each in outcome.proved if each.startswith("parameter ")]
-        assert bool(updates) == (TRAININGS[name].clip_norm is None)
+        assert updates  # clipped ones, too, though they stay behind the step
 
 
 @pytest.mark.multiprocess
