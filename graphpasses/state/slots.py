@@ -167,11 +167,13 @@ class Slot:
         if state is not None or type(self.value) in (list, dict, set, deque):
             self._copy = (self.value if state is None else state).copy()
 
-    def difference(self, now: Any, *, strict: bool = False, alike: bool = False) -> Difference | None:
+    def difference(
+        self, now: Any, *, strict: bool = False, alike: bool = False, inside: tuple[Owner, ...] = ()
+    ) -> Difference | None:
         """Says how a value differs from what it was.
 
         New items of a dict that are not plain count if ``strict``; a value of another model, which was built alike,
-        need only be ``alike``.
+        need only be ``alike``. The owners that it is ``inside`` are being compared.
         """
         is_opened = self.opened is not None and type(now) is type(self.value)
         is_container = isinstance(self.value, CONTAINERS)
@@ -184,7 +186,7 @@ class Slot:
         if not is_opened or now is self.value:  # which has a turn of its own
             return None
         assert self.opened is not None
-        return self.opened.difference(now, strict=strict, alike=alike)
+        return self.opened.difference(now, strict=strict, alike=alike, inside=inside)
 
     def _is_like(self, now: Any) -> bool:
         if self.key.is_plain:  # what it was stands in the key alone
@@ -236,7 +238,6 @@ class Owner:
     _getter: Callable[[Any], Any] | None = None
     _ids: tuple[int, ...] = ()
     _checked: tuple[Slot, ...] = ()
-    _is_compared: bool = False
 
     def add(self, name: Any, path: str | None = None, *, value: Any = ...) -> Slot:
         """Reads a name, whose path is by default the owner's and the name; ``value`` is what was read already."""
@@ -246,18 +247,25 @@ class Owner:
         self._getter = None
         return slot
 
-    def difference(self, now: Any = ..., *, strict: bool = False, alike: bool = False) -> Difference | None:
+    def difference(
+        self,
+        now: Any = ...,
+        *,
+        strict: bool = False,
+        alike: bool = False,
+        inside: tuple[Owner, ...] = (),
+    ) -> Difference | None:
         """Returns the first difference of an owner from what it was; arguments as of :meth:`Slot.difference`."""
+        if self in inside:  # objects may hold each other
+            return None
         owner = self.value if now is ... else now
         slots = self.slots.values() if strict or alike or not self._holds(owner) else self._checked
-        if self._is_compared:  # objects may hold each other
-            return None
-        self._is_compared = True
-        try:
-            found = (slot.difference(read(owner, slot.name), strict=strict, alike=alike) for slot in slots)
-            return next((each for each in found if each is not None), None)
-        finally:
-            self._is_compared = False
+        for slot in slots:
+            value = read(owner, slot.name)
+            found = slot.difference(value, strict=strict, alike=alike, inside=(*inside, self))
+            if found is not None:
+                return found
+        return None
 
     def _holds(self, owner: Any) -> bool:
         """Whether all names have the objects that they had, which is asked at each call of a step."""
