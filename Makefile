@@ -60,7 +60,7 @@ PYTEST := $(RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 beside = log=$$(mktemp); { $(MAKE) --no-print-directory --keep-going $(1) >$$log 2>&1 || { cat $$log; false; }; } & \
 	$(2); status=$$?; wait $$! || { status=1; cat $$log; echo "failed beside the tests: $(1)"; }; rm $$log; exit $$status
 
-test: $(READY) ## lint, types, documentation and tests: 13 minutes
+test: $(READY) ## lint, types, documentation and tests
 	@$(if $(filter 2.13,$(TORCH)),$(call beside,lint types docs,$(PYTEST)),$(PYTEST))
 
 test-quick: $(READY) ## lint, and the tests that start no ranks and are not slow, one case of each: 2 minutes
