@@ -12,11 +12,17 @@ from unittest import mock
 
 import torch
 
+# How element-wise results lie in memory. Tested: 2.13.
+from torch import _prims_common
+
 # Of which fake results are made. Tested: 2.13.
 from torch._decomp import decomposition_table
 
 # Of a step that is being traced. Tested: 2.13.
 from torch._guards import active_fake_mode
+
+# Of sizes that may be symbols. Tested: 2.13.
+from torch._prims_common import is_contiguous_for_memory_format_or_false
 
 # in_kernel_invocation_manager: a fake tensor acts as its meta tensor inside. Tested: 2.13.
 from torch._subclasses.fake_impls import op_implementations_dict
@@ -173,9 +179,11 @@ def strides_of_kernels() -> Iterator[None]:
         for operator in (aten.view.default, aten._unsafe_view.default)
     }
     replace: Any = mock.patch.object
+    order = functools.partial(_dim_order, _prims_common.compute_elementwise_output_logical_to_physical_perm)
     with (
         mock.patch.dict(decomposition_table, table),
         mock.patch.dict(op_implementations_dict, views),
+        replace(_prims_common, "compute_elementwise_output_logical_to_physical_perm", order),
         replace(FakeTensorMode, "cache", {}),  # has the others
     ):
         yield
@@ -193,6 +201,23 @@ def _view(
     with in_kernel_invocation_manager(mode):
         result = view(tensor, shape)
     return FakeTensor(mode, result, tensor.device)
+
+
+def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **options: Any) -> Any:
+    """Orders the dims of what several tensors of one shape give as the kernels do: all contiguous, the result is.
+
+    Torch's fakes keep the strides of dims with one element where the tensors are contiguous in channels last, too.
+    Source: ``TensorIteratorBase::compute_fast_setup_type``.
+    """
+    is_one_shape = len(tensors) > 1 and all(
+        isinstance(each, torch.Tensor) and each.shape == tensors[0].shape for each in tensors
+    )
+    if is_one_shape and all(
+        is_contiguous_for_memory_format_or_false(each, memory_format=torch.contiguous_format)
+        for each in tensors
+    ):
+        return list(range(tensors[0].dim())), False
+    return torchs(*tensors, **options)
 
 
 def _with_strides(

@@ -13,14 +13,14 @@ import torch
 
 # A module's class may be replaced by a subclass, whose properties come before the module's own names: for
 # ``module.name`` and ``from module import name``, not for the module's own code. Tested: 2.13.
-from torch import _guards, _subclasses
+from torch import _guards, _subclasses, nn
 from torch._subclasses import fake_tensor
 
 # From torch 2.15 on DTensor pads and narrows by nothing where it is traced, and asks this module whether it is.
 from torch.distributed.tensor import _collective_utils
 from torch.fx import _symbolic_trace
 
-__all__ = ["answers_as_in_eager"]
+__all__ = ["answers_as_in_eager", "mark_parameters"]
 
 
 class NoFakeTensor:
@@ -71,6 +71,12 @@ def answers_as_in_eager() -> Iterator[None]:
             stack.callback(setattr, module, "__class__", before)
             module.__class__ = type(before.__name__, (before,), names)
         yield
+
+
+def mark_parameters(model: nn.Module) -> None:
+    """Lets traced tensors in the place of a model's parameters be parameters to those who ask, as ``setattr``."""
+    for parameter in model.parameters():
+        parameter._is_param = True  # what `isinstance(x, nn.Parameter)` reads. Tested: 2.13
 
 
 def _answer(name: str, in_eager: Any) -> property:

@@ -38,7 +38,7 @@ from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import Decision, Guards, Symbol, run_nodes
 
-__all__ = ["Decisions", "user_line"]
+__all__ = ["Decisions", "line_of", "user_line"]
 
 
 class Decisions:
@@ -83,7 +83,7 @@ class Decisions:
             ) from error
         except UNTRACEABLE as error:
             raise CaptureError(
-                f"loss_fn calls {error.func} at {_line_of(error)}, which cannot be traced: the shape of its result "
+                f"loss_fn calls {error.func} at {line_of(error)}, which cannot be traced: the shape of its result "
                 "depends on values, or it has no fake kernel. Use another operator, or compute it outside"
             ) from error
 
@@ -205,7 +205,7 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def _line_of(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     """Returns the innermost line that an error passed and that is no library's that traces."""
     lines = traceback.extract_tb(error.__traceback__)
     own = [line for line in lines if not line.filename.startswith(_TRACING)]

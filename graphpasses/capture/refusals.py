@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from graphpasses._torch import pytree
+from graphpasses._torch.compiled_calls import COMPILED_CALL, compiled_calls_raise
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.module_hooks import is_compiled
-from graphpasses.capture.guards import user_line
+from graphpasses.capture.guards import line_of, user_line
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.model import check_gradient_hooks
@@ -22,8 +23,10 @@ from graphpasses.state.model import check_gradient_hooks
 __all__ = [
     "OTHER_MEMORY",
     "WRITE_IN_PLACE",
+    "compiled_calls_refused",
     "kept_tensors_refused",
     "other_memory_refused",
+    "ragged_sizes_refused",
     "refuse_model",
 ]
 
@@ -34,8 +37,13 @@ def refuse_model(model: nn.Module) -> None:
     Raises:
         CaptureError: a module is wrapped or sharded by what works in hooks that a capture does not see
             (DistributedDataParallel, DataParallel, FSDP1), is compiled, or is on the meta
-            device; or a hook waits for a parameter's gradient.
+            device; a hook waits for a parameter's gradient; or autograd looks for anomalies.
     """
+    if torch.is_anomaly_enabled():
+        raise CaptureError(
+            "torch.autograd.detect_anomaly is on, and a captured step has no autograd that could look for NaNs. Turn "
+            "it off; graphpasses.ParityRecorder and `graphpasses locate` name the operator that wrote the first one"
+        )
     for fqn, module in walk_modules(model):
         if reason := _reject_reason(module):
             raise CaptureError(f"{f'module {fqn!r}' if fqn else 'the model'} {reason}")
@@ -99,6 +107,38 @@ def kept_tensors_refused(model: nn.Module) -> Iterator[None]:
                 f"forward keeps a tensor in the attribute {fqn!r}, and a captured step would not: what reads it "
                 "later would find an old one. Compute it in forward, or register it as a buffer and write it in place"
             )
+
+
+@contextmanager
+def compiled_calls_refused() -> Iterator[None]:
+    """Raises if the block, which is traced, calls what ``torch.compile`` made."""
+    try:
+        with compiled_calls_raise():
+            yield
+    except RuntimeError as error:
+        if COMPILED_CALL not in str(error):
+            raise
+        raise CaptureError(
+            f"loss_fn calls a function that torch.compile made, at {line_of(error)}: a captured step holds "
+            "operators, and the bits of compiled kernels may be others. Call the function itself, or put both runs "
+            'under torch.compiler.set_stance("force_eager")'
+        ) from error
+
+
+@contextmanager
+def ragged_sizes_refused() -> Iterator[None]:
+    """Raises by name if a trace, which is the block, meets the size of a nested tensor, which no input has."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "is not tracked with proxy" not in str(
+            error
+        ):  # as the tracer says of a size that no operator gave
+            raise
+        raise CaptureError(
+            "loss_fn makes tensors of ragged sizes, as torch.nested's jagged layout, and a graph has no input for "
+            "such a size. Pad them, or compute with their values and offsets as plain tensors"
+        ) from error
 
 
 @contextmanager

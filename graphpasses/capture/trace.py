@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
+from graphpasses._torch.module_answers import mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.varying_dims import each_size_its_own, mark_dims
@@ -23,7 +24,12 @@ from graphpasses.capture.loss import check_loss
 from graphpasses.capture.module_names import module_names_traced
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
-from graphpasses.capture.refusals import kept_tensors_refused, other_memory_refused
+from graphpasses.capture.refusals import (
+    compiled_calls_refused,
+    kept_tensors_refused,
+    other_memory_refused,
+    ragged_sizes_refused,
+)
 from graphpasses.capture.threads import nested_backward_refused, other_threads_refused
 from graphpasses.capture.tracer import find_tracer
 from graphpasses.errors import CaptureError
@@ -95,12 +101,14 @@ def trace_step(
             for name, value in own[fqn].items():
                 if name[0] != "_" and not hasattr(tensor, name):
                     setattr(tensor, name, value)
+        mark_parameters(model)
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
         with decisions.watched(), other_memory_refused(model), communication_traced(model) as reduced:
             with (
                 _autocast_refused(),
                 kept_tensors_refused(model),
                 other_models_refused(model),
+                compiled_calls_refused(),
                 module_names_traced(model),
                 record,
             ):
@@ -118,7 +126,12 @@ def trace_step(
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
 
     try:
-        with strides_of_kernels(), live_state_restored(model), each_size_its_own():
+        with (
+            ragged_sizes_refused(),
+            strides_of_kernels(),
+            live_state_restored(model),
+            each_size_its_own(),
+        ):
             given = [
                 _distinct(leaf, varying.get(path, ()))
                 for path, leaf in zip(structure.paths, leaves, strict=True)

@@ -12,7 +12,7 @@ from hashlib import sha256
 from threading import local
 from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
-from weakref import ProxyTypes
+from weakref import ProxyTypes, ReferenceType
 
 import torch
 from torch import nn
@@ -109,6 +109,11 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
         return Key(type(value), str(value) if kind is torch.device else kind.__repr__(value))
     if isinstance(value, MethodType):  # a new object at each read
         return Key(object, (id(value.__func__), id(value.__self__)), _name(value))
+    if isinstance(value, ReferenceType):
+        # An RNN notes with which tensors it ran, which may be gone; those that a step reads are its inputs.
+        target = value()
+        is_noted = target is None or isinstance(target, torch.Tensor)
+        return Key(type(value), "a weak reference" if is_noted else (_key(target, left, inside),))
     if isinstance(value, (memoryview, array)):
         return Key(type(value), repr(bytes(value)))
     if isinstance(value, MappingProxyType):

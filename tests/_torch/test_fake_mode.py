@@ -63,6 +63,18 @@ def test_views_have_the_strides_of_kernels() -> None:
             assert theirs == ours, case
 
 
+def test_sums_of_contiguous_tensors_are_contiguous() -> None:
+    """As the kernel's where a dimension has one element; torch's fakes are in channels last: the control."""
+    strides = []
+    x = torch.empty_strided((2, 3, 1, 1), (3, 1, 3, 3))
+    for scope in (nullcontext, strides_of_kernels):
+        with FakeTensorMode() as mode, scope():
+            fake = mode.from_tensor(x)
+            strides.append((fake + fake).stride())
+    assert strides == [(3, 1, 3, 3), (3, 1, 1, 1)]
+    assert (x + x).stride() == (3, 1, 1, 1)
+
+
 LATER = {aten.native_layer_norm_backward.default: (2, 3, 1)}
 """Shapes of all tensors but the first two."""
 CORRECTED = fake_mode._LIKE_FIRST | fake_mode._CONTIGUOUS | fake_mode._IN_FORMAT_OF.keys()

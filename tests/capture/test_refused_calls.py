@@ -1,0 +1,75 @@
+"""What a graph of operators has no place for is refused by name while it is traced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import CaptureError
+from graphpasses.graph import CapturedStep
+
+X = torch.arange(8.0).view(2, 4)
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 4)
+
+
+def captured() -> CapturedStep:
+    return capture_train_step(loss_fn, build(), X)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(CaptureError) as caught:
+        call()
+    return str(caught.value)
+
+
+def ragged_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.nested_tensor([*x.split([1, 1])], layout=torch.jagged)
+    return model(rows).values().sum()
+
+
+def test_ragged_sizes() -> None:
+    assert refused(lambda: capture_train_step(ragged_loss, nn.Linear(4, 1), X)) == (
+        "loss_fn makes tensors of ragged sizes, as torch.nested's jagged layout, and a graph has no input for such a "
+        "size. Pad them, or compute with their values and offsets as plain tensors"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_mode() -> None:
+    with torch.autograd.detect_anomaly():
+        assert refused(captured) == (
+            "torch.autograd.detect_anomaly is on, and a captured step has no autograd that could look for NaNs. Turn "
+            "it off; graphpasses.ParityRecorder and `graphpasses locate` name the operator that wrote the first one"
+        )
+
+
+def test_compiled_functions() -> None:
+    square = torch.compile(torch.square, backend="eager")
+
+    def compiled_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return square(model(x)).mean()
+
+    def capture() -> CapturedStep:
+        return capture_train_step(compiled_loss, build(), X)
+
+    assert re.sub(r"at \S+/test", "at test", re.sub(r":\d+ in", " in", refused(capture))) == (
+        "loss_fn calls a function that torch.compile made, at test_refused_calls.py in compiled_loss: a captured "
+        "step holds operators, and the bits of compiled kernels may be others. Call the function itself, or put both "
+        'runs under torch.compiler.set_stance("force_eager")'
+    )
+    with torch.compiler.set_stance("force_eager"):
+        assert torch.equal(capture()(X), loss_fn(build(), X))
