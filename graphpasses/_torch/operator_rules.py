@@ -40,7 +40,6 @@ LEFT_OUT = frozenset(
 """Files whose calls are none of the step's own."""
 
 LIFT_FRESH = torch.ops.aten.lift_fresh.default
-_QUERIES = (torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default)
 # In eager they are calls of Python.
 _STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_state.default")
 _ONE_HOT = ["aten.zeros.default", "aten.scatter_.value"]
@@ -57,12 +56,13 @@ def computes_nothing(func: Any) -> bool:
     """Whether an operator makes a view, waits, marks or asks."""
     if not isinstance(func, torch._ops.OpOverload) or func is LIFT_FRESH:
         return False
-    is_view = bool(func._schema.returns) and all(
-        each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns
+    returns = func._schema.returns
+    is_view = bool(returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
     )
-    return (
-        is_view or func in _WAITS or func in _QUERIES or func.namespace == "profiler" or str(func) in _STATES
-    )
+    # As `.device`, or `.item()`; C++ asks fake tensors for their sizes, too.
+    is_question = bool(returns) and not any("Tensor" in str(each.type) for each in returns)
+    return is_view or is_question or func in _WAITS or func.namespace == "profiler" or str(func) in _STATES
 
 
 def copies_nothing(func: Any, args: Sequence[Any]) -> bool:

@@ -36,7 +36,7 @@ from graphpasses.capture.certain_values import certain_value
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
-from graphpasses.graph.guards import Decision, Guards, Symbol, run_nodes
+from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
 
 __all__ = ["Decisions", "line_of", "user_line"]
 
@@ -77,9 +77,8 @@ class Decisions:
         except UNDECIDED as error:
             where = self._refusal or f"{user_line()}, and that value cannot be computed before the step"
             raise CaptureError(
-                f"loss_fn decides by a tensor's value (.item(), bool(tensor), tolist()) at {where}. A captured step "
-                "decides by values of the batch, of buffers and of constants alone; compute with torch.where, or "
-                "decide outside"
+                f"loss_fn decides by a tensor's value (int(tensor), bool(tensor), a comparison) at {where}. A "
+                f"captured step decides by values of the batch, of buffers and of constants alone. {NO_DECISION}"
             ) from error
         except UNTRACEABLE as error:
             raise CaptureError(

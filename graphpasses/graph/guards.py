@@ -14,9 +14,15 @@ from torch import fx
 from graphpasses._torch.decisions import as_function, value_at
 from graphpasses.graph.train_graph import GraphInput
 
-__all__ = ["Decision", "Guards", "Symbol", "run_nodes"]
+__all__ = ["NO_DECISION", "Decision", "Guards", "Symbol", "run_nodes"]
 
 Symbol: TypeAlias = sympy.Symbol
+
+NO_DECISION = (
+    "What only cuts, splits or counts is no decision: write x[:n.item()] for x[:n] and x[:int(n)], and leave out a "
+    "test that spares work where there are no rows. Else compute with torch.where, or decide outside"
+)
+"""What to write instead of a decision."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from graphpasses.errors import CaptureError
-from graphpasses.graph.guards import Guards
+from graphpasses.graph.guards import NO_DECISION, Guards
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.train_graph import GraphInput
@@ -107,8 +107,7 @@ class GuardedCache(Generic[S]):
             )
         if len(self.steps) == MAX_STEPS:
             raise CaptureError(
-                f"{difference}. The step was captured for {MAX_STEPS} such cases, and no more are kept: compute with "
-                "torch.where, or decide outside and capture a step for each case"
+                f"{difference}. The step was captured for {MAX_STEPS} such cases, and no more are kept. {NO_DECISION}"
             )
         try:
             with torch.enable_grad():

@@ -270,6 +270,13 @@ def test_a_step_for_another_model_is_captured_again_for_that_model() -> None:
     assert [captured.model for captured in moved.captures] == [other, other]
 
 
+def test_what_only_cuts_is_captured_once() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return model(x[: mask.sum().item()]).sum()
+
+    assert_as_eager(loss_fn, list(range(1, 9)), num_captures=1)
+
+
 def test_a_step_is_captured_eight_times_at_most() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return model(x).sum() * int(mask.sum())
@@ -279,8 +286,7 @@ def test_a_step_is_captured_eight_times_at_most() -> None:
         step(*batch(8))
     assert str(caught.value) == (
         f"loss_fn decided by a tensor's value at {line_of(loss_fn, 1)}: it was 0 when the step was captured, and is "
-        "8 for this batch. The step was captured for 8 such cases, and no more are kept: compute with torch.where, "
-        "or decide outside and capture a step for each case"
+        f"8 for this batch. The step was captured for 8 such cases, and no more are kept. {NO_DECISION}"
     )
     step(*batch(7))
 
@@ -304,15 +310,16 @@ def test_without_recapture() -> None:
 
 # ---- what is refused -----------------------------------------------------------------------------------------
 
-RULE = (
-    ". A captured step decides by values of the batch, of buffers and of constants alone; compute with torch.where, "
-    "or decide outside"
+NO_DECISION = (
+    "What only cuts, splits or counts is no decision: write x[:n.item()] for x[:n] and x[:int(n)], and leave out a "
+    "test that spares work where there are no rows. Else compute with torch.where, or decide outside"
 )
+RULE = f". A captured step decides by values of the batch, of buffers and of constants alone. {NO_DECISION}"
 
 
 def assert_refused(loss_fn: Loss, offset: int, reason: str, *args: Any) -> None:
     assert refusal(loss_fn, *args) == (
-        "loss_fn decides by a tensor's value (.item(), bool(tensor), tolist()) at "
+        "loss_fn decides by a tensor's value (int(tensor), bool(tensor), a comparison) at "
         f"{line_of(loss_fn, offset)}, and that value {reason}{RULE}"
     )
 
