@@ -35,42 +35,25 @@ Collective = Literal["reduce_scatter", "all_reduce"]
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """One parameter's place in a bucket.
+    """One parameter's place in a bucket."""
 
-    Args:
-        fqn: canonical (first-seen) FQN of the parameter.
-        numel: elements of the whole, unpadded parameter; with tensor parallelism of this rank's part of it.
-        padded_numel: elements that it takes in one rank's part of the bucket, padding included.
-        offset: bytes from the start of one rank's part to its first element.
-        shard_dim: tensor dim that is sharded, which decides what elements a rank's part holds.
-        dim_size: size of that dim; 0 where it is not known, as in files of older versions.
-    """
-
-    fqn: str
-    numel: int
-    padded_numel: int
-    offset: int
-    shard_dim: int = 0
-    dim_size: int = field(default=0, compare=False)
+    fqn: str  # canonical (first-seen)
+    numel: int  # elements of the whole, unpadded parameter; with tensor parallelism of this rank's part of it
+    padded_numel: int  # elements that it takes in one rank's part of the bucket, padding included
+    offset: int  # bytes from the start of one rank's part to its first element
+    shard_dim: int  # tensor dim that is sharded, which decides what elements a rank's part holds
+    dim_size: int = field(compare=False)  # size of that dim
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One reduction: its process group, its arithmetic and its entries, in byte order.
+    """One reduction: its process group, its arithmetic and its entries."""
 
-    Args:
-        collective: ``"reduce_scatter"`` or ``"all_reduce"`` (HSDP's second step).
-        ranks: global ranks of the process group, in group order.
-        op: ``"avg"`` or ``"sum"``.
-        dtype: dtype of the elements on the wire, e.g. ``"bfloat16"``.
-        entries: the parameters, in byte order.
-    """
-
-    collective: Collective
-    ranks: tuple[int, ...]
-    op: str
-    dtype: str
-    entries: tuple[LayoutEntry, ...]
+    collective: Collective  # ``"all_reduce"`` is HSDP's second step
+    ranks: tuple[int, ...]  # global ranks of the process group, in group order
+    op: str  # ``"avg"`` or ``"sum"``
+    dtype: str  # of the elements on the wire, e.g. ``"bfloat16"``
+    entries: tuple[LayoutEntry, ...]  # the parameters, in byte order
 
     @property
     def num_bytes(self) -> int:
@@ -85,15 +68,9 @@ class Layout:
     buckets: tuple[BucketLayout, ...]
 
     def without(self, fqns: Collection[str]) -> Layout:
-        """Returns the layout without some parameters: later ones move up, empty buckets are dropped.
+        """Returns the layout without some parameters, by canonical FQN, as FSDP2 reduces where they have no gradient.
 
-        That is what FSDP2 does with parameters that have no gradient.
-
-        Args:
-            fqns: canonical FQNs.
-
-        Raises:
-            LayoutError: the layout has no such parameter.
+        Later ones move up, empty buckets are dropped; an unknown parameter raises LayoutError.
         """
         known = {entry.fqn for bucket in self.buckets for entry in bucket.entries}
         for fqn in fqns:
@@ -104,19 +81,14 @@ class Layout:
     def apart(self, fqns: Collection[str], stay: Collection[str] = ()) -> Layout:
         """Returns the layout in which some parameters are reduced in buckets of their own, before the others'.
 
-        Args:
-            fqns: canonical FQNs.
-            stay: those of them that are reduced with the others as well.
+        Those that ``stay`` are reduced with the others as well.
         """
         return self._split(lambda fqn: (fqn in fqns, fqn not in fqns or fqn in stay))
 
     def apart_as(self, other: Layout) -> Layout:
-        """Returns the layout in which the parameters that another layout reduces apart are reduced apart.
+        """Returns the layout in which the parameters that another layout, e.g. a graph's, reduces apart are so, too.
 
         A group of FSDP2 whose modules run several times reduces each time what is complete.
-
-        Args:
-            other: e.g. a graph's.
         """
         bucket_of: dict[str, int] = {}
         for index, bucket in enumerate(other.buckets):
@@ -126,13 +98,10 @@ class Layout:
         return self._split(lambda fqn: tuple(bucket_of.get(fqn) == index for index in indices))
 
     def regrouped(self, buckets: Iterable[Sequence[str]]) -> Layout:
-        """Returns the layout with other buckets; parameters that none of them names have one each.
+        """Returns the layout with other buckets, each of FQNs in byte order; parameters of no bucket have one each.
 
-        Args:
-            buckets: canonical FQNs of each, in byte order; those that the layout does not have are left out.
-
-        Raises:
-            LayoutError: a bucket mixes parameters that are reduced differently.
+        FQNs that the layout does not have are left out; a bucket of parameters that are reduced differently raises
+        LayoutError.
         """
         found: dict[str, list[tuple[BucketLayout, LayoutEntry]]] = {}
         for bucket in self.buckets:
@@ -173,11 +142,11 @@ class Layout:
         return cls(
             tuple(
                 BucketLayout(
-                    collective=bucket["collective"],
-                    ranks=tuple(bucket["ranks"]),
-                    op=bucket["op"],
-                    dtype=bucket["dtype"],
-                    entries=tuple(LayoutEntry(**entry) for entry in bucket["entries"]),
+                    **bucket
+                    | {
+                        "ranks": tuple(bucket["ranks"]),
+                        "entries": tuple(LayoutEntry(**entry) for entry in bucket["entries"]),
+                    }
                 )
                 for bucket in data["buckets"]
             )
@@ -229,8 +198,8 @@ def at_world_size(layout: Layout, num_ranks: int) -> Layout:
     """Returns the layout that the same buckets have on another number of ranks.
 
     Raises:
-        LayoutError: a bucket is an all-reduce or leaves ranks out, as with HSDP; an entry does not know the size of
-            its sharded dim; or that dim, other than 0, does not divide evenly.
+        LayoutError: a bucket is an all-reduce or leaves ranks out, as with HSDP; or a sharded dim other than 0 does
+            not divide evenly.
 
     Example:
         >>> bucket = make_bucket_layout("reduce_scatter", (0, 1), "avg", torch.bfloat16, [("weight", (5, 2), 0)])
@@ -246,11 +215,7 @@ def at_world_size(layout: Layout, num_ranks: int) -> Layout:
             )
         entries = []
         for entry in bucket.entries:
-            if not entry.dim_size:
-                raise LayoutError(
-                    f"the layout does not have the shape of {entry.fqn!r}; record the run again"
-                )
-            shape = (entry.dim_size, entry.numel // entry.dim_size)
+            shape = (entry.dim_size, entry.numel // max(entry.dim_size, 1))
             if entry.shard_dim:
                 shape = shape[::-1]
             padded = _padded_numel(entry.fqn, shape, min(entry.shard_dim, 1), num_ranks)
@@ -345,10 +310,7 @@ def _place(entries: Iterable[LayoutEntry], itemsize: int) -> tuple[LayoutEntry, 
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Returns the bytes of one element.
-
-    Raises:
-        LayoutError: there is no such dtype.
+    """Returns the bytes of one element; raises LayoutError where there is no such dtype.
 
     Example:
         >>> dtype_bytes("bfloat16")

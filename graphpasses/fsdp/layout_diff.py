@@ -16,30 +16,19 @@ PlaceKey = tuple[str, Collective, int]
 
 @dataclass(frozen=True)
 class Place:
-    """Everything about one gradient's place in one reduction that can change its bits, and which bucket it is in.
-
-    Args:
-        collective: which reduction.
-        ranks: global ranks of its process group.
-        op: ``"avg"`` or ``"sum"``.
-        dtype: dtype on the wire.
-        offset: bytes from the start of a rank's part of the bucket.
-        padded_numel: elements in a rank's part of the bucket.
-        num_bytes: bytes of a rank's whole part of the bucket, by which NCCL divides it among rings.
-        shard_dim: tensor dim that is sharded.
-        members: the FQNs of the bucket, sorted, a line each: which bucket it is, wherever it stands among the others.
-        bucket: index of the bucket in its layout; not compared, since the order of buckets changes no bits.
-    """
+    """Everything about one gradient's place in one reduction that can change its bits, and which bucket it is in."""
 
     collective: Collective
-    ranks: tuple[int, ...]
-    op: str
-    dtype: str
-    offset: int
-    padded_numel: int
-    num_bytes: int
-    shard_dim: int
+    ranks: tuple[int, ...]  # global ranks of its process group
+    op: str  # ``"avg"`` or ``"sum"``
+    dtype: str  # on the wire
+    offset: int  # bytes from the start of a rank's part of the bucket
+    padded_numel: int  # elements in a rank's part of the bucket
+    num_bytes: int  # of a rank's whole part of the bucket, by which NCCL divides it among rings
+    shard_dim: int  # tensor dim that is sharded
+    # The FQNs of the bucket, sorted, a line each: which bucket it is, wherever it stands among the others.
     members: str = field(repr=False)
+    # Index of the bucket in its layout; not compared, since the order of buckets changes no bits.
     bucket: int = field(compare=False)
 
     @property
@@ -63,28 +52,18 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Move:
-    """A gradient whose place differs between two layouts; None where a layout does not have it.
+    """A gradient whose place differs between two layouts; None where a layout does not have it."""
 
-    Args:
-        fqn: canonical FQN of the parameter.
-        before: its place in the first layout.
-        after: its place in the second layout.
-    """
-
-    fqn: str
-    before: Place | None
-    after: Place | None
+    fqn: str  # canonical FQN of the parameter
+    before: Place | None  # its place in the first layout
+    after: Place | None  # its place in the second layout
 
 
 @dataclass(frozen=True)
 class LayoutDiff:
-    """What differs between two layouts; true if anything does, and printable (the first moves).
+    """What differs between two layouts; true if anything does, and printable (the first moves)."""
 
-    Args:
-        moves: in the order of the first layout, then what only the second has.
-    """
-
-    moves: tuple[Move, ...]
+    moves: tuple[Move, ...]  # in the order of the first layout, then what only the second has
 
     def __bool__(self) -> bool:
         return bool(self.moves)

@@ -52,17 +52,14 @@ class Reduction:
     is_premultiplied: bool = False
 
     def __post_init__(self) -> None:
-        for field, op in (
-            ("reduce_scatter_op", self.reduce_scatter_op),
-            ("all_reduce_op", self.all_reduce_op),
-        ):
-            if op not in ("avg", "sum"):
-                raise PlanError(f"{field} must be 'avg' or 'sum', not {op!r}")
+        for name in ("reduce_scatter_op", "all_reduce_op"):
+            if (op := getattr(self, name)) not in ("avg", "sum"):
+                raise PlanError(f"{name} must be 'avg' or 'sum', not {op!r}")
         if (self.reduce_scatter_op, self.all_reduce_op) == ("sum", "avg"):
             raise PlanError("reduce_scatter_op 'sum' goes with all_reduce_op 'sum', not 'avg'")
-        for field, divisor in (("predivide", self.predivide), ("postdivide", self.postdivide)):
-            if divisor is not None and not divisor > 0:
-                raise PlanError(f"{field} must be positive or None, not {divisor!r}")
+        for name in ("predivide", "postdivide"):
+            if (divisor := getattr(self, name)) is not None and not divisor > 0:
+                raise PlanError(f"{name} must be positive or None, not {divisor!r}")
 
 
 @dataclass(frozen=True)

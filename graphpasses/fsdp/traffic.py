@@ -16,7 +16,6 @@ from torch.utils.flop_counter import flop_registry
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import is_operator, returns_alias, writes_arguments
 from graphpasses.analysis.parameter_collectives import REDUCE_SCATTER, collective_ranks, find_gathers
-from graphpasses.errors import LayoutError
 from graphpasses.fsdp.graph_layout import reduced_parts
 from graphpasses.fsdp.layout import BucketLayout, Layout, dtype_bytes
 from graphpasses.graph import WAIT, TrainGraph, is_collective
@@ -97,9 +96,6 @@ def layout_traffic(
     the next one has been computed, as in FSDP2; without it each collective is waited for at once, as a traced step
     does.
 
-    Raises:
-        LayoutError: an entry does not have the size of its sharded dim, in files of older versions.
-
     Example:
         >>> from graphpasses.fsdp import make_bucket_layout
         >>> bucket = make_bucket_layout("reduce_scatter", (0, 1), "avg", torch.float32, [("weight", (4, 4), 0)])
@@ -145,11 +141,8 @@ def _bucket_transfer(bucket: BucketLayout, collective: str) -> Transfer:
     """Returns the collective of a bucket: its reduction, or the all-gather of its parameters."""
     if collective == "all_reduce":
         return Transfer(collective, bucket.num_bytes, len(bucket.ranks), _stride(bucket.ranks))
-    for entry in bucket.entries:
-        if not entry.dim_size:
-            raise LayoutError(f"the layout does not have the shape of {entry.fqn!r}; record the run again")
     rows = tuple(
-        (entry.dim_size, entry.numel // entry.dim_size * dtype_bytes(bucket.dtype))
+        (entry.dim_size, entry.numel // max(entry.dim_size, 1) * dtype_bytes(bucket.dtype))
         for entry in bucket.entries
     )
     return Transfer(collective, 0, 0, _stride(bucket.ranks), rows).over(len(bucket.ranks))

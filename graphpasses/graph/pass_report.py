@@ -35,31 +35,19 @@ class Hunk:
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did.
-
-    Args:
-        name: the pass.
-        numerics: what it may do to the numbers.
-        num_rewrites: rewrites it made.
-        num_nodes: nodes of the graph before and after.
-        collectives: number of collectives by operator, before and after.
-        seconds: its wall time, checks apart.
-        notes: what it skipped and why.
-        graph_diff: the places that it changed, those that look alike once; empty unless asked for.
-        num_left_out: changed places that no hunk shows, since there would be too many.
-        traffic: what a whole step sends, before and after, for its time on paper; None unless
-            ``graph_diff`` was asked for, and where sizes vary.
-    """
+    """What one pass did."""
 
     name: str
-    numerics: Numerics
+    numerics: Numerics  # what it may do to the numbers
     num_rewrites: int
-    num_nodes: tuple[int, int]
-    collectives: tuple[Mapping[str, int], Mapping[str, int]]
-    seconds: float
-    notes: tuple[str, ...]
-    graph_diff: tuple[Hunk, ...] = ()
-    num_left_out: int = 0
+    num_nodes: tuple[int, int]  # nodes of the graph before and after
+    collectives: tuple[Mapping[str, int], Mapping[str, int]]  # their number by operator, before and after
+    seconds: float  # its wall time, checks apart
+    notes: tuple[str, ...]  # what it skipped and why
+    graph_diff: tuple[Hunk, ...] = ()  # the places that it changed, those that look alike once; if asked for
+    num_left_out: int = 0  # changed places that no hunk shows, since there would be too many
+    # What a whole step sends, before and after, for its time on paper; None unless ``graph_diff`` was asked for, and
+    # where sizes vary.
     traffic: tuple[Traffic, Traffic] | None = None
 
     @property
@@ -75,41 +63,31 @@ class PassReport:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PassReport:
         """Reads back what :meth:`to_json` wrote."""
-        before, after = data["collectives"]
-        traffic = data.get("traffic")  # older files have none
-        return cls(
-            name=data["name"],
-            numerics=Numerics(data["numerics"]),
-            num_rewrites=data["num_rewrites"],
-            num_nodes=(data["num_nodes"][0], data["num_nodes"][1]),
-            collectives=(before, after),
-            seconds=data["seconds"],
-            notes=tuple(data["notes"]),
-            graph_diff=tuple(
-                Hunk(tuple(each["before"]), tuple(each["after"]), each["num_alike"])
-                for each in data["graph_diff" if "graph_diff" in data else "excerpts"]  # older files
-            ),
-            num_left_out=data["num_left_out"],
-            traffic=traffic and (Traffic.from_json(traffic[0]), Traffic.from_json(traffic[1])),
+        hunks = (
+            Hunk(tuple(each["before"]), tuple(each["after"]), each["num_alike"])
+            for each in data["graph_diff"]
         )
+        made = {
+            "numerics": Numerics(data["numerics"]),
+            "num_nodes": tuple(data["num_nodes"]),
+            "collectives": tuple(data["collectives"]),
+            "notes": tuple(data["notes"]),
+            "graph_diff": tuple(hunks),
+            "traffic": data["traffic"] and tuple(map(Traffic.from_json, data["traffic"])),
+        }
+        return cls(**{each.name: data[each.name] for each in dataclasses.fields(cls)} | made)
 
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """What each pass of a pipeline did; ``str()`` is a table.
+    """What each pass of a pipeline did; ``str()`` is a table."""
 
-    Args:
-        passes: one report each, in order.
-        notes: what the capture had to say.
-        certificate: what is proved of the result; None if nothing was to be, or if the report comes from a file,
-            which keeps ``proof`` alone.
-        proof: the same in a line; empty if it is not known.
-    """
-
-    passes: tuple[PassReport, ...]
-    notes: tuple[str, ...] = ()
+    passes: tuple[PassReport, ...]  # one report each, in order
+    notes: tuple[str, ...] = ()  # what the capture had to say
+    # What is proved of the result; None if nothing was to be, or if the report comes from a file, which keeps
+    # ``proof`` alone.
     certificate: Certificate | None = field(default=None, compare=False)
-    proof: str = ""
+    proof: str = ""  # the same in a line; empty if it is not known
 
     def __iter__(self) -> Iterator[PassReport]:
         return iter(self.passes)

@@ -54,18 +54,10 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Divergence(StepDifference):
-    """The first step in which two runs differ.
+    """The first step in which two runs differ."""
 
-    Args:
-        step: see :class:`StepDifference`.
-        loss: see :class:`StepDifference`.
-        gradients: see :class:`StepDifference`.
-        weights: see :class:`StepDifference`.
-        losses: each run's losses, if both recorded any.
-        moves: where the layouts put the differing parameters' gradients, if the places differ; empty without layouts.
-    """
-
-    losses: tuple[Loss, Loss] | None
+    losses: tuple[Loss, Loss] | None  # each run's, if both recorded any
+    # Where the layouts put the differing parameters' gradients, if the places differ; empty without layouts.
     moves: tuple[Move, ...]
 
     @property
@@ -76,23 +68,14 @@ class Divergence(StepDifference):
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing two runs found.
-
-    Args:
-        a: the first run.
-        b: the second run.
-        num_steps: number of steps that both have.
-        divergence: the first of them that differs; None if all are equal.
-        gaps: what the runs did not record in the same way, as far as that was not allowed.
-        notes: what else was not compared, and why.
-    """
+    """What comparing two runs found."""
 
     a: Run
     b: Run
-    num_steps: int
-    divergence: Divergence | None
-    gaps: tuple[Gap, ...]
-    notes: tuple[str, ...]
+    num_steps: int  # number of steps that both have
+    divergence: Divergence | None  # the first of them that differs; None if all are equal
+    gaps: tuple[Gap, ...]  # what the runs did not record in the same way, as far as that was not allowed
+    notes: tuple[str, ...]  # what else was not compared, and why
 
     @property
     def verdict(self) -> Literal["equal", "different", "not compared"]:
@@ -263,9 +246,7 @@ def _divergence(
 ) -> Divergence:
     losses = (x.loss, y.loss) if x.loss and y.loss else None
     moves = _moves(dict.fromkeys((*(difference.gradients or ()), *difference.weights)), a, b)
-    return Divergence(
-        difference.step, difference.loss, difference.gradients, difference.weights, losses, moves
-    )
+    return Divergence(**vars(difference), losses=losses, moves=moves)
 
 
 def _differing(x: Mapping[str, str | None], y: Mapping[str, str | None]) -> tuple[str, ...]:

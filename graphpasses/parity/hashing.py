@@ -38,14 +38,10 @@ def tensor_hash(tensor: Tensor, *, group: dist.ProcessGroup | None = None) -> st
 
     Args:
         tensor: any shape, dtype and strides; a DTensor is hashed as the whole tensor that it represents.
-        group: the ranks that call this together, see :func:`tensor_hashes`.
+        group: the ranks that call this together, see :func:`tensor_hashes`, which has the errors, too.
 
     Returns:
         128 bits as 32 hexadecimal digits, the same on every rank.
-
-    Raises:
-        UnsupportedError: see :func:`tensor_hashes`.
-        ReplicaMismatchError: see :func:`tensor_hashes`.
 
     Example:
         >>> tensor_hash(torch.tensor([0.0, 1.0])) == tensor_hash(torch.tensor([1.0, 0.0]))
@@ -124,19 +120,8 @@ def weight_hashes(
 ) -> dict[str, str]:
     """Hashes every parameter and buffer of a model, shared ones once, under their first-seen FQN.
 
-    Names are those of checkpoints: what torch wraps for activation checkpointing, or compiles, keeps its own.
-
-    Args:
-        model: a module; its tensors as :func:`tensor_hashes` takes them.
-        group: see :func:`tensor_hashes`.
-        per_rank: see :func:`tensor_hashes`.
-
-    Returns:
-        32 hexadecimal digits for each FQN.
-
-    Raises:
-        UnsupportedError: see :func:`tensor_hashes`.
-        ReplicaMismatchError: see :func:`tensor_hashes`.
+    Names are those of checkpoints: what torch wraps for activation checkpointing, or compiles, keeps its own. Options
+    and errors are those of :func:`tensor_hashes`. Returns 32 hexadecimal digits for each FQN.
 
     Example:
         >>> list(weight_hashes(nn.Linear(2, 3)))
@@ -152,16 +137,12 @@ def weight_hash(
     """Hashes a whole model: the FQN and the hash of every tensor of :func:`weight_hashes`, in any order.
 
     Args:
-        model: a module.
-        group: see :func:`tensor_hashes`.
-        per_rank: see :func:`tensor_hashes`.
+        model: a module, sharded or not.
+        group: the ranks that call this together, see :func:`tensor_hashes`, which has the errors, too.
+        per_rank: names of tensors of which each rank holds its own.
 
     Returns:
         32 hexadecimal digits (BLAKE2b of the tensors' names and hashes), the same on every rank.
-
-    Raises:
-        UnsupportedError: see :func:`tensor_hashes`.
-        ReplicaMismatchError: see :func:`tensor_hashes`.
 
     Example:
         >>> model = nn.Linear(2, 3)
@@ -181,17 +162,8 @@ def gradient_hashes(
 ) -> dict[str, str | None]:
     """Hashes the ``.grad`` of every parameter of a model, shared ones once, under their first-seen FQN.
 
-    Args:
-        model: a module, after its backward pass.
-        group: see :func:`tensor_hashes`.
-        per_rank: see :func:`tensor_hashes`.
-
-    Returns:
-        32 hexadecimal digits for each parameter's FQN, None where a parameter (a frozen one) has no gradient.
-
-    Raises:
-        UnsupportedError: see :func:`tensor_hashes`.
-        ReplicaMismatchError: see :func:`tensor_hashes`.
+    Options and errors are those of :func:`tensor_hashes`. Returns 32 hexadecimal digits for each FQN, None where a
+    parameter (a frozen one) has no gradient.
 
     Example:
         >>> gradient_hashes(nn.Linear(2, 3))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,7 @@ def _step(comparison: Comparison) -> int | None:
 
 
 def how_to_locate(comparison: Comparison) -> str:
-    """Says how to find the operator at which two runs part; empty if they do not.
-
-    Args:
-        comparison: of the runs.
-    """
+    """Says how to find the operator at which two runs part; empty if they do not."""
     step = _step(comparison) if comparison.divergence else None
     if step is None:
         return ""
@@ -117,9 +113,6 @@ def how_to_locate(comparison: Comparison) -> str:
 
 def render_location(location: Location) -> str:
     """Returns a location as text for people.
-
-    Args:
-        location: what :func:`locate_runs` returned.
 
     Example:
         >>> print(render_location(Location(None)))
@@ -147,11 +140,7 @@ def _texts(values: Sequence[Value]) -> str:
 
 
 def location_to_json(location: Location) -> dict[str, Any]:
-    """Returns a location as plain dicts and lists, for ``json.dumps``.
-
-    Args:
-        location: what :func:`locate_runs` returned.
-    """
+    """Returns a location as plain dicts and lists, for ``json.dumps``."""
     difference = location.difference
     return {
         "equal": difference is None,
@@ -164,30 +153,12 @@ def location_to_json(location: Location) -> dict[str, Any]:
 
 
 def _difference_to_json(difference: Difference) -> dict[str, Any]:
-    return {
-        "text": str(difference),
-        "kind": difference.kind,
-        "step": difference.step,
-        "rank": difference.rank,
-        "values": difference.values,
-        "a": difference.a and _operator_to_json(difference.a),
-        "b": difference.b and _operator_to_json(difference.b),
-    }
+    operators = {name: _operator_to_json(getattr(difference, name)) for name in ("a", "b", "maker")}
+    return {"text": str(difference), **vars(difference), **operators}
 
 
-def _operator_to_json(operator: Operator) -> dict[str, Any]:
-    return {
-        "position": operator.position,
-        "operator": operator.operator,
-        "module": operator.where.module,
-        "line": operator.where.line,
-        "in_backward": operator.where.in_backward,
-        "node": operator.node,
-        "arguments": operator.arguments,
-        "inputs": [_value_to_json(each) for each in operator.inputs],
-        "outputs": [_value_to_json(each) for each in operator.outputs],
-    }
-
-
-def _value_to_json(value: Value) -> dict[str, Any]:
-    return {"name": value.name, "kind": value.kind, "digest": value.digest}
+def _operator_to_json(operator: Operator | None) -> dict[str, Any] | None:
+    if operator is None:
+        return None
+    data = asdict(operator)
+    return {**data.pop("where"), **data}

@@ -11,6 +11,7 @@ from typing import Any
 
 from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses.errors import RunFileError
+from graphpasses.parity.run_file import json_line
 
 __all__ = ["OperatorStep", "operator_file", "read_operators", "recorded_steps"]
 
@@ -20,29 +21,17 @@ _FORMAT = "graphpasses-operators"
 
 @dataclass(frozen=True)
 class OperatorStep:
-    """The operators of one step on one rank.
-
-    Args:
-        rank: the rank.
-        step: number of the step.
-        start: what the step began with.
-        operators: in the order in which they ran.
-        end: what it ended with: gradients, weights, buffers.
-    """
+    """The operators of one step on one rank."""
 
     rank: int
     step: int
-    start: tuple[Value, ...]
-    operators: Sequence[Operator]
-    end: tuple[Value, ...]
+    start: tuple[Value, ...]  # what the step began with
+    operators: Sequence[Operator]  # in the order in which they ran
+    end: tuple[Value, ...]  # what it ended with: gradients, weights, buffers
 
 
 def operator_file(path: str | os.PathLike[str], rank: int) -> Path:
     """Returns where a rank's operators lie beside a run file.
-
-    Args:
-        path: the run file.
-        rank: the rank.
 
     Example:
         >>> operator_file("runs/eager.jsonl", 3).as_posix()
@@ -54,41 +43,32 @@ def operator_file(path: str | os.PathLike[str], rank: int) -> Path:
 
 def header_line(torch: str, rank: int, world_size: int) -> bytes:
     """Returns the first line of a rank's file."""
-    return _line(
+    return json_line(
         {"format": _FORMAT, "version": FORMAT_VERSION, "torch": torch, "rank": rank, "world_size": world_size}
     )
 
 
 def start_line(step: int, values: Sequence[Value]) -> bytes:
     """Returns the line that begins a step."""
-    return _line({"step": step, "start": _rows(values)})
+    return json_line({"step": step, "start": _rows(values)})
 
 
 def operator_line(operator: Operator) -> bytes:
     """Returns the line of one operator."""
-    return _line(astuple(operator))
+    return json_line(astuple(operator))
 
 
 def end_line(step: int, num_operators: int, values: Sequence[Value]) -> bytes:
     """Returns the line that ends a step."""
-    return _line({"end": step, "num_operators": num_operators, "values": _rows(values)})
+    return json_line({"end": step, "num_operators": num_operators, "values": _rows(values)})
 
 
 def _rows(values: Sequence[Value]) -> list[tuple[Any, ...]]:
     return [astuple(each) for each in values]
 
 
-def _line(data: Any) -> bytes:
-    return json.dumps(data, allow_nan=False).encode() + b"\n"
-
-
 def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> OperatorStep:
-    """Reads the operators of one step of one rank.
-
-    Args:
-        path: the run file; see :func:`operator_file`.
-        rank: the rank.
-        step: number of the step.
+    """Reads the operators of one step of one rank, which lie beside a run file.
 
     Raises:
         RunFileError: the file is missing, is none of these, of another format version, damaged, or does not hold the
@@ -125,13 +105,6 @@ def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> Operat
 
 def recorded_steps(path: str | os.PathLike[str], rank: int = 0) -> list[int]:
     """Returns the steps whose operators a rank recorded; none if it recorded no operators.
-
-    Args:
-        path: the run file.
-        rank: the rank.
-
-    Raises:
-        RunFileError: see :func:`read_operators`.
 
     Example:
         >>> recorded_steps("missing.jsonl")

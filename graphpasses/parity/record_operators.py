@@ -54,13 +54,7 @@ class _Batches:
 
 
 class OperatorFile:
-    """The file of one rank's operators; what fails is kept, so that all ranks can raise it together.
-
-    Args:
-        path: the run file beside which it lies.
-        rank: the rank.
-        world_size: number of ranks.
-    """
+    """The file of one rank's operators beside a run file; what fails is kept, so that all ranks raise it together."""
 
     def __init__(self, path: Path, rank: int, world_size: int) -> None:
         self._path, self._rank, self._world_size = operator_file(path, rank), rank, world_size

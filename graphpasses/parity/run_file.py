@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -36,125 +36,80 @@ JSON: TypeAlias = Any
 
 @dataclass(frozen=True)
 class RunHeader:
-    """What a run was.
+    """What a run was."""
 
-    Args:
-        torch: version of torch.
-        world_size: number of ranks.
-        run: name of the run.
-        model: description of the model.
-        seed: seed, or named seeds.
-        topology: description of the cluster, e.g. ``{"nodes": 2, "gpus_per_node": 8}``.
-        layouts: the bucket layouts of its reductions, if known.
-    """
-
-    torch: str
-    world_size: int
-    run: str = ""
-    model: str = ""
-    seed: int | Mapping[str, int] | None = None
-    topology: Mapping[str, JSON] | None = None
-    layouts: Layout | None = None
+    torch: str  # version of torch
+    world_size: int  # number of ranks
+    run: str = ""  # its name
+    model: str = ""  # description of the model
+    seed: int | Mapping[str, int] | None = None  # seed, or named seeds
+    topology: Mapping[str, JSON] | None = None  # the cluster, e.g. ``{"nodes": 2, "gpus_per_node": 8}``
+    layouts: Layout | None = None  # bucket layouts of its reductions, if known
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The losses of one step.
+    """The losses of one step."""
 
-    Args:
-        dtype: e.g. ``"float32"``.
-        bits: raw bits of each rank's loss, hexadecimal, in rank order.
-        values: the same for people, as ``repr`` of a float.
-    """
-
-    dtype: str
-    bits: tuple[str, ...]
-    values: tuple[str, ...]
+    dtype: str  # e.g. ``"float32"``
+    bits: tuple[str, ...]  # raw bits of each rank's loss, hexadecimal, in rank order
+    values: tuple[str, ...]  # the same for people, as ``repr`` of a float
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The hashes after one step.
+    """The hashes after one step."""
 
-    Args:
-        step: its number.
-        loss: the losses, if the step had one.
-        weights: hash of each parameter and buffer, by FQN.
-        gradients: hash of each parameter's gradient, by FQN; None where there was none.
-    """
-
-    step: int
-    loss: Loss | None
-    weights: Mapping[str, str]
-    gradients: Mapping[str, str | None]
+    step: int  # its number
+    loss: Loss | None  # the losses, if the step had one
+    weights: Mapping[str, str]  # hash of each parameter and buffer, by FQN
+    gradients: Mapping[
+        str, str | None
+    ]  # hash of each parameter's gradient, by FQN; None where there was none
 
 
 @dataclass(frozen=True)
 class Run:
-    """A recorded run, or what is left of it.
+    """A recorded run, or what is left of it."""
 
-    Args:
-        path: the file that it was read from.
-        header: what the run was.
-        steps: its steps, in ascending order.
-        complete: whether the run ended in order; False if it was cut short.
-        passes: what passes did to each of the run's graphs, by the graph's name; empty if it was not recorded.
-    """
-
-    path: Path
-    header: RunHeader
-    steps: tuple[StepRecord, ...] = field(repr=False)
-    complete: bool
+    path: Path  # the file that it was read from
+    header: RunHeader  # what the run was
+    steps: tuple[StepRecord, ...] = field(repr=False)  # in ascending order
+    complete: bool  # whether the run ended in order; False if it was cut short
+    # What passes did to each of the run's graphs, by the graph's name; empty if it was not recorded.
     passes: Mapping[str, PipelineReport] = field(default_factory=dict, repr=False)
 
 
 def header_line(header: RunHeader) -> bytes:
     """Returns the first line of a run file."""
-    return _line(
-        {
-            "format": _FORMAT,
-            "version": FORMAT_VERSION,
-            "torch": header.torch,
-            "world_size": header.world_size,
-            "run": header.run,
-            "model": header.model,
-            "seed": header.seed,
-            "topology": header.topology,
-            "layouts": header.layouts and header.layouts.to_json(),
-        }
-    )
+    layouts = header.layouts and header.layouts.to_json()
+    return json_line({"format": _FORMAT, "version": FORMAT_VERSION, **vars(header), "layouts": layouts})
 
 
 def step_line(record: StepRecord) -> bytes:
     """Returns the line of one step."""
-    loss = record.loss and {
-        "dtype": record.loss.dtype,
-        "bits": record.loss.bits,
-        "values": record.loss.values,
-    }
-    return _line(
-        {"step": record.step, "loss": loss, "weights": record.weights, "gradients": record.gradients}
-    )
+    return json_line({**vars(record), "loss": record.loss and vars(record.loss)})
 
 
 def layouts_line(layouts: Layout) -> bytes:
     """Returns a line of bucket layouts, for those that were not known when the header was written."""
-    return _line({"layouts": layouts.to_json()})
+    return json_line({"layouts": layouts.to_json()})
 
 
 def passes_line(passes: Mapping[str, PipelineReport]) -> bytes:
     """Returns the line of what passes did."""
     reports = {name: [each.to_json() for each in report] for name, report in passes.items()}
-    return _line({"passes": reports, "proofs": {name: report.proof for name, report in passes.items()}})
+    proofs = {name: report.proof for name, report in passes.items()}
+    return json_line({"passes": reports, "proofs": proofs})
 
 
 def end_line(num_steps: int) -> bytes:
     """Returns the last line of a run file."""
-    return _line({"end": True, "num_steps": num_steps})
+    return json_line({"end": True, "num_steps": num_steps})
 
 
-def _line(data: Mapping[str, JSON]) -> bytes:
-    # json escapes line breaks in strings, so a line of the file is one record whatever the names are.
+def json_line(data: JSON) -> bytes:
+    """Returns data as a line of a file; json escapes line breaks in strings, so a line is one record."""
     return json.dumps(data, allow_nan=False).encode() + b"\n"
 
 
@@ -203,7 +158,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 header = replace(header, layouts=_layout_from(record["layouts"]))
                 continue
             if "passes" in record:
-                passes = _passes_from(record["passes"], record.get("proofs", {}))
+                passes = _passes_from(record["passes"], record["proofs"])
                 continue
             step = _step_from(record)
             if steps and step.step <= steps[-1].step:
@@ -235,16 +190,8 @@ def _read_header(path: Path, data: bytes) -> RunHeader:
             )
         if type(header["world_size"]) is not int:
             raise ValueError(f"its world_size is {header['world_size']!r}, not a number")
-        layouts = header["layouts"]
-        return RunHeader(
-            torch=header["torch"],
-            world_size=header["world_size"],
-            run=header["run"],
-            model=header["model"],
-            seed=header["seed"],
-            topology=header["topology"],
-            layouts=None if layouts is None else _layout_from(layouts),
-        )
+        given = {each.name: header[each.name] for each in fields(RunHeader)}
+        return RunHeader(**given | {"layouts": given["layouts"] and _layout_from(given["layouts"])})
     except RunFileError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -279,9 +226,7 @@ def _step_from(record: dict[str, JSON]) -> StepRecord:
 
 def _passes_from(data: JSON, proofs: Mapping[str, str]) -> Mapping[str, PipelineReport]:
     return {
-        name: PipelineReport(
-            tuple(PassReport.from_json(each) for each in reports), proof=proofs.get(name, "")
-        )
+        name: PipelineReport(tuple(map(PassReport.from_json, reports)), proof=proofs[name])
         for name, reports in data.items()
     }
 

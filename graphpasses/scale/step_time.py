@@ -14,17 +14,11 @@ __all__ = ["StepTime", "replay", "step_time"]
 
 @dataclass(frozen=True)
 class StepTime:
-    """The time of a step, in seconds.
+    """The time of a step, in seconds."""
 
-    Args:
-        compute: of all that is no collective.
-        wire: of all collectives, one after the other.
-        exposed: how much longer the step takes than what it computes.
-    """
-
-    compute: float
-    wire: float
-    exposed: float
+    compute: float  # of all that is no collective
+    wire: float  # of all collectives, one after the other
+    exposed: float  # how much longer the step takes than what it computes
 
     @property
     def hidden(self) -> float:
@@ -38,15 +32,8 @@ def replay(
     """Plays a step on two streams: one computes, one has the wire, on which collectives go one after the other.
 
     A collective starts when it is launched and the one before it has ended. A wait holds compute up until its
-    collective has ended; so does the end of the step, for all.
-
-    Args:
-        traffic: the step.
-        wire: seconds of a collective.
-        compute: seconds of FLOPs of matrix products and bytes of other operators.
-
-    Returns:
-        The times.
+    collective has ended; so does the end of the step, for all. ``wire`` returns the seconds of a collective,
+    ``compute`` those of the FLOPs of matrix products and of the bytes of other operators.
 
     Example:
         >>> from graphpasses.graph.traffic import Event

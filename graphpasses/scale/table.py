@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,30 +19,17 @@ __all__ = ["ScaleRow", "bucketings", "scale_rows", "steps_of_passes"]
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """A step on a number of ranks.
+    """A step on a number of ranks."""
 
-    Args:
-        num_ranks: of the world.
-        step: what it is called.
-        num_transfers: its collectives.
-        num_bytes: of all of them, as in :class:`graphpasses.scale.Transfer`.
-        times: by algorithm; empty if there are none.
-        trouble: why there are none.
-    """
-
-    num_ranks: int
-    step: str
-    num_transfers: int = 0
-    num_bytes: int = 0
-    times: Mapping[str, StepTime] = field(default_factory=dict)
-    trouble: str = ""
+    num_ranks: int  # of the world
+    step: str  # what it is called
+    num_transfers: int = 0  # its collectives
+    num_bytes: int = 0  # of all of them, as in :class:`graphpasses.scale.Transfer`
+    times: Mapping[str, StepTime] = field(default_factory=dict)  # by algorithm; empty if there are none
+    trouble: str = ""  # why there are none
 
     def cell(self, algorithm: str) -> str:
-        """Returns the exposed and the hidden time, in milliseconds, for people.
-
-        Args:
-            algorithm: one of ``times``.
-        """
+        """Returns the exposed and the hidden time of one of ``times``, in milliseconds, for people."""
         time = self.times[algorithm]
         return f"{1e3 * time.exposed:,.2f} + {1e3 * time.hidden:,.2f}"
 
@@ -55,19 +42,13 @@ class ScaleRow:
 def bucketings(
     layout: Layout, num_ranks: int, speeds: Speeds, others: Mapping[str, Iterable[Sequence[str]]]
 ) -> dict[str, Traffic]:
-    """Returns what a step would send with the buckets of a layout, and with others.
+    """Returns what a step would send with the buckets of a recorded run's layout, and with others.
 
-    Args:
-        layout: of a recorded run.
-        num_ranks: of the run.
-        speeds: has the batch's tokens and the dtype of parameters.
-        others: FQNs of the buckets of others, by name.
-
-    Returns:
-        By name: one collective per parameter, each waited for at once, as a step is traced; the layout's; others.
+    ``speeds`` has the batch's tokens and the dtype of parameters, ``others`` the FQNs of other buckets, by name. By
+    name: one collective per parameter, each waited for at once, as a step is traced; the layout's; others.
 
     Raises:
-        LayoutError: the layout does not have the shapes, or buckets mix reductions.
+        LayoutError: buckets mix reductions.
     """
     made = {"no passes: one per parameter": layout.regrouped(()), "the run's buckets": layout}
     made |= {name: layout.regrouped(buckets) for name, buckets in others.items()}
@@ -84,11 +65,7 @@ def bucketings(
 
 
 def steps_of_passes(report: PipelineReport) -> dict[str, Traffic]:
-    """Returns what a step sends as captured and after each pass; nothing if it was not recorded.
-
-    Args:
-        report: of a pipeline that ran with ``graph_diff=True``.
-    """
+    """Returns what a step sends as captured and after each pass of a pipeline that ran with ``graph_diff=True``."""
     recorded = [(each.name, each.traffic) for each in report if each.traffic is not None]
     if not recorded:
         return {}
@@ -96,11 +73,7 @@ def steps_of_passes(report: PipelineReport) -> dict[str, Traffic]:
 
 
 def scale_rows(steps: Mapping[str, Traffic], speeds: Speeds) -> tuple[ScaleRow, ...]:
-    """Returns the times of steps on all numbers of ranks, in order.
-
-    Args:
-        steps: what they send, by name.
-        speeds: of the cluster; its ``ranks`` are looked at.
+    """Returns the times of steps, given what they send, on all numbers of ranks of ``speeds``, in order.
 
     Raises:
         UnsupportedError: a step has a collective that is not modelled.
@@ -112,17 +85,14 @@ def scale_rows(steps: Mapping[str, Traffic], speeds: Speeds) -> tuple[ScaleRow, 
         >>> row.cell("ring")
         '0.06 + 0.00'
     """
-    return tuple(_rows(steps, speeds))
+    return tuple(_row(name, steps[name], speeds, num_ranks) for num_ranks in speeds.ranks for name in steps)
 
 
-def _rows(steps: Mapping[str, Traffic], speeds: Speeds) -> Iterator[ScaleRow]:
-    for num_ranks in speeds.ranks:
-        for name, traffic in steps.items():
-            try:
-                there = traffic.at(num_ranks)
-            except TopologyError as error:
-                yield ScaleRow(num_ranks, name, trouble=str(error))
-                continue
-            num_bytes = sum(transfer.num_bytes for transfer in there.transfers)
-            times: dict[str, StepTime] = {each: step_time(there, speeds, each) for each in speeds.algorithms}
-            yield ScaleRow(num_ranks, name, len(there.transfers), num_bytes, times)
+def _row(name: str, traffic: Traffic, speeds: Speeds, num_ranks: int) -> ScaleRow:
+    try:
+        there = traffic.at(num_ranks)
+    except TopologyError as error:
+        return ScaleRow(num_ranks, name, trouble=str(error))
+    num_bytes = sum(transfer.num_bytes for transfer in there.transfers)
+    times: dict[str, StepTime] = {each: step_time(there, speeds, each) for each in speeds.algorithms}
+    return ScaleRow(num_ranks, name, len(there.transfers), num_bytes, times)

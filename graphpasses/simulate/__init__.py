@@ -22,7 +22,6 @@ from graphpasses.simulate.logs import parse_trees as parse_trees
 from graphpasses.simulate.logs import topology_from_log as topology_from_log
 from graphpasses.simulate.nccl import Collective as Collective
 from graphpasses.simulate.nccl import ReductionPart as ReductionPart
-from graphpasses.simulate.nccl import channel_of as channel_of
 from graphpasses.simulate.nccl import channel_parts as channel_parts
 from graphpasses.simulate.nccl import num_channels as num_channels
 from graphpasses.simulate.nccl import order_of as order_of

@@ -54,16 +54,10 @@ def reduce_parts(
 def simulate_reduce_scatter(
     inputs: Sequence[Tensor] | Tensor, topology: Topology, op: ReduceOpName = "sum", *, factor: float = 1.0
 ) -> list[Tensor]:
-    """Simulates a ring reduce-scatter of all ranks in this process.
+    """Simulates a ring reduce-scatter of all ranks in this process; returns each rank's ``count`` elements.
 
-    Args:
-        inputs: what each rank passes in, one flat tensor of ``num_ranks * count`` elements each, or stacked.
-        topology: the communicator.
-        op: the reduction.
-        factor: factor of ``"premul_sum"``.
-
-    Returns:
-        What each rank receives: a flat tensor of ``count`` elements.
+    ``inputs`` are what the ranks pass in, one flat tensor of ``num_ranks * count`` elements each, or stacked;
+    ``factor`` is that of ``"premul_sum"``.
 
     Raises:
         ValueError: the inputs do not fit the topology.
@@ -101,16 +95,9 @@ def simulate_reduce_scatter(
 def simulate_all_reduce(
     inputs: Sequence[Tensor] | Tensor, topology: Topology, op: ReduceOpName = "sum", *, factor: float = 1.0
 ) -> Tensor:
-    """Simulates an all-reduce of all ranks in this process, on rings or trees.
+    """Simulates an all-reduce of all ranks in this process, on rings or trees; returns what every rank receives.
 
-    Args:
-        inputs: what each rank passes in, one flat tensor per rank, or stacked.
-        topology: the communicator.
-        op: the reduction.
-        factor: factor of ``"premul_sum"``.
-
-    Returns:
-        What every rank receives, a flat tensor.
+    ``inputs`` are what the ranks pass in, one flat tensor each, or stacked; ``factor`` is that of ``"premul_sum"``.
 
     Raises:
         ValueError: the inputs do not fit the topology.

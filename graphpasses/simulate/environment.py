@@ -20,11 +20,8 @@ def with_environment(topology: Topology, variables: Mapping[str, str]) -> Topolo
     """Returns the topology that NCCL has with some of its variables set.
 
     ``NCCL_ALGO`` and ``NCCL_PROTO`` matter where the topology says "auto". ``NCCL_MAX_NCHANNELS``, then
-    ``NCCL_MIN_NCHANNELS`` bound the channels. ``NCCL_CROSS_NIC`` 0 makes rails of cross-NIC rings.
-
-    Args:
-        topology: without them.
-        variables: values by name; those that are none of NCCL's are ignored, as in ``os.environ``.
+    ``NCCL_MIN_NCHANNELS`` bound the channels. ``NCCL_CROSS_NIC`` 0 makes rails of cross-NIC rings. Variables that
+    are none of NCCL's are ignored, as those of ``os.environ``.
 
     Raises:
         TopologyError: a number that is none, or rings that are not modelled.

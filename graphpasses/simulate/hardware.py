@@ -101,11 +101,7 @@ class Hardware:
         return tuple(f"{name} {self.get(name)}{_UNITS.get(name, '')}" for name in unknown if name != "log")
 
     def get(self, name: str) -> Any:
-        """Returns a field's value, or the one that is assumed for it.
-
-        Args:
-            name: of the field.
-        """
+        """Returns a field's value, or the one that is assumed for it."""
         value = getattr(self, name)
         if value is not None:
             return value
@@ -117,24 +113,14 @@ class Hardware:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Hardware:
-        """Returns the hardware whose ``dataclasses.asdict`` a run file has.
-
-        Args:
-            values: by field.
-
-        Raises:
-            TypeError: a field that hardware has not.
-        """
+        """Returns the hardware whose ``dataclasses.asdict`` a run file has; raises TypeError for an unknown field."""
         log = values.get("log")
         if log is not None:
             log = TuningLog(tuple(map(tuple, log["table"])), tuple(map(tuple, log["choices"])))
         return cls(**{**values, "log": log})
 
     def at_least(self, *version: int) -> bool:
-        """Whether NCCL is this version or a later one.
-
-        Args:
-            version: two or three numbers. "2.28" without patch level counts as the last 2.28.
+        """Whether NCCL is this version, of two or three numbers, or a later one; "2.28" is the last 2.28.
 
         Example:
             >>> Hardware(nccl_version="2.28").at_least(2, 28, 9), Hardware(nccl_version="2.28.3").at_least(2, 28, 9)

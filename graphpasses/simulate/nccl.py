@@ -9,7 +9,7 @@ several collectives in one ``ncclGroup``, which share the channels out among the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -26,7 +26,6 @@ from graphpasses.simulate.trees import Order, tree_order, trees
 __all__ = [
     "Collective",
     "ReductionPart",
-    "channel_of",
     "channel_parts",
     "num_channels",
     "order_of",
@@ -177,30 +176,6 @@ def reduction_parts(
     return tuple(parts)
 
 
-def channel_of(
-    topology: Topology,
-    collective: Collective,
-    count: int,
-    element_size: int,
-    elements: Tensor | None = None,
-    op: str = "avg",
-) -> Tensor:
-    """Returns the channel that carries each element.
-
-    ``elements``, int64, are places in the shard or buffer; None for all, in order. The result has their shape. Two
-    channels may run the same ring: see :func:`order_of`.
-
-    Example:
-        >>> elements = torch.tensor([0, 8192, 19999])
-        >>> channel_of(Topology(4, gpus_per_node=2), "reduce_scatter", 20000, 2, elements)
-        tensor([0, 1, 2])
-
-    Source: see :func:`channel_parts`.
-    """
-    parts = reduction_parts(topology, collective, count, element_size, op=op)
-    return _spread(parts, [part.channel for part in parts], count, elements)
-
-
 def order_of(
     topology: Topology,
     collective: Collective,
@@ -212,8 +187,8 @@ def order_of(
     """Returns a number per element; elements with equal numbers are added in the same order.
 
     Moving an element between places with equal numbers changes no bit of it. Numbers can be compared between two
-    layouts of the same ``count``. Arguments are as for :func:`channel_of`. Numbers begin at 0, in the order of
-    first use.
+    layouts of the same ``count``; they begin at 0, in the order of first use. ``elements``, int64, are places in the
+    shard or buffer; None for all, in order. The result has their shape.
 
     Example:
         >>> elements = torch.tensor([0, 8192, 19999])
@@ -224,7 +199,9 @@ def order_of(
     """
     parts = reduction_parts(topology, collective, count, element_size, op=op)
     numbers: dict[Order, int] = {}
-    return _spread(parts, [numbers.setdefault(part.order, len(numbers)) for part in parts], count, elements)
+    values = torch.tensor([numbers.setdefault(part.order, len(numbers)) for part in parts], dtype=torch.int64)
+    stops = torch.tensor([part.stop for part in parts], dtype=torch.int64)
+    return values[torch.bucketize(torch.arange(count) if elements is None else elements, stops, right=True)]
 
 
 def _is_slow(topology: Topology) -> bool:
@@ -248,13 +225,6 @@ def _chunks(topology: Topology, part: range, element_size: int) -> Iterator[tupl
 def _order_ending_at(ring: Ring, last: int) -> Ring:
     first = ring.index(last) + 1
     return ring[first:] + ring[:first]
-
-
-def _spread(parts: Sequence[ReductionPart], values: list[int], count: int, elements: Tensor | None) -> Tensor:
-    if elements is None:
-        elements = torch.arange(count)
-    stops = torch.tensor([part.stop for part in parts], dtype=torch.int64)
-    return torch.tensor(values, dtype=torch.int64)[torch.bucketize(elements, stops, right=True)]
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -22,18 +22,10 @@ _MAX_ROWS = 20
 
 @dataclass(frozen=True)
 class Reordered(Move):
-    """A moved gradient that has elements which the two layouts add in different orders, or reduce differently.
+    """A moved gradient that has elements which the two layouts add in different orders, or reduce differently."""
 
-    Args:
-        fqn: see :class:`graphpasses.fsdp.Move`.
-        before: see :class:`graphpasses.fsdp.Move`.
-        after: see :class:`graphpasses.fsdp.Move`.
-        stretches: elements (start, stop) of each rank's part of the gradient, padding included.
-        reason: what changes beside the order, e.g. ``"avg → sum"``; then all elements do.
-    """
-
-    stretches: tuple[tuple[int, int], ...]
-    reason: str = ""
+    stretches: tuple[tuple[int, int], ...]  # elements (start, stop) of each rank's part, padding included
+    reason: str = ""  # what changes beside the order, e.g. ``"avg → sum"``; then all elements do
 
     @property
     def num_elements(self) -> int:
@@ -63,17 +55,11 @@ class Reordered(Move):
 
 @dataclass(frozen=True)
 class Prediction:
-    """What two layouts would reduce in another order on a cluster; true if anything, and printable.
-
-    Args:
-        topology: the cluster.
-        reordered: the gradients, in the first layout's order.
-        num_elements: elements of all gradients.
-    """
+    """What two layouts would reduce in another order on a cluster; true if anything, and printable."""
 
     topology: Topology
-    reordered: tuple[Reordered, ...]
-    num_elements: int
+    reordered: tuple[Reordered, ...]  # the gradients, in the first layout's order
+    num_elements: int  # elements of all gradients
 
     def __bool__(self) -> bool:
         return bool(self.reordered)
@@ -139,14 +125,11 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
 
     Source: see :mod:`graphpasses.simulate.nccl`.
     """
-    found = []
-    for move in diff_layouts(a, b).moves:
-        if reordered := find_reordered(move, topology):
-            found.append(reordered)
+    found = (find_reordered(move, topology) for move in diff_layouts(a, b).moves)
     num_elements = sum(
         entry.padded_numel * _num_parts(bucket) for bucket in a.buckets for entry in bucket.entries
     )
-    return Prediction(topology, tuple(found), num_elements)
+    return Prediction(topology, tuple(filter(None, found)), num_elements)
 
 
 def find_reordered(move: Move, topology: Topology) -> Reordered | None:
@@ -169,19 +152,12 @@ def find_reordered(move: Move, topology: Topology) -> Reordered | None:
 
 @dataclass(frozen=True)
 class Setting:
-    """One cluster of :func:`sweep`, and what two layouts would reduce in another order there.
-
-    Args:
-        num_ranks: ranks of the cluster.
-        num_channels: NCCL's channels.
-        num_bytes: bytes of gradients that would be added in another order; 0 if none.
-        num_parameters: parameters that have such bytes.
-    """
+    """One cluster of :func:`sweep`, and what two layouts would reduce in another order there."""
 
     num_ranks: int
-    num_channels: int
-    num_bytes: int
-    num_parameters: int
+    num_channels: int  # NCCL's
+    num_bytes: int  # of gradients that would be added in another order; 0 if none
+    num_parameters: int  # that have such bytes
 
 
 def sweep(

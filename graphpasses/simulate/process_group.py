@@ -52,15 +52,8 @@ class NCCLSimProcessGroup(RingProcessGroup, GlooProcessGroup):
     """A process group whose reductions give the bits that NCCL's rings would give.
 
     A reduce-scatter exchanges raw contributions, one shard per rank, and adds them locally. An all-reduce
-    does so for one stretch of the buffer per rank and gathers the results.
-
-    Args:
-        store: store of this group alone.
-        rank: rank in the group.
-        size: ranks of the group.
-        timeout: of gloo's collectives.
-        global_ranks: world ranks of the group, in group order.
-        topology: the group's own topology; None for the world's, restricted to the group.
+    does so for one stretch of the buffer per rank and gathers the results. ``global_ranks`` are the world ranks of
+    the group, in group order; without a ``topology`` of its own it has the world's, restricted to the group.
     """
 
     def __init__(

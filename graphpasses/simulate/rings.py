@@ -184,12 +184,6 @@ def default_topology(num_ranks: int) -> Topology:
     An even number of ranks, four or more, is two nodes of half the ranks each, mode ``"rail"``: the smallest
     cluster on which the place of an element matters. Any other number is one node, mode ``"shared"``.
 
-    Args:
-        num_ranks: ranks of the world.
-
-    Returns:
-        The topology; for 4 ranks two nodes of two GPUs.
-
     Example:
         >>> rings(default_topology(4))[:2]
         ((0, 1, 2, 3), (1, 0, 3, 2))

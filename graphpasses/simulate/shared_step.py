@@ -16,14 +16,8 @@ def step_for_rank(step: CapturedStep, model: nn.Module) -> CapturedStep:
     """Returns a step that another rank captured, for this rank's model.
 
     To trace and rewrite one step takes as long as hundreds of them; ranks with shards of equal shapes need it once.
-    The rank that captures for all cannot run an eager step without them: it captures with ``check=False``.
-
-    Args:
-        step: another rank's step, rewritten or not; see :func:`graphpasses.simulate.share`.
-        model: this rank's model, built as the other rank's was.
-
-    Returns:
-        A step of the same graph, whose collectives are those of this rank's groups.
+    The rank that captures for all cannot run an eager step without them: it captures with ``check=False``. Other
+    ranks, which built their models as it did, get a step of the same graph with the collectives of their groups.
 
     Raises:
         ClusterError: a parameter's shard has another shape here, as where the ranks do not divide its size; such

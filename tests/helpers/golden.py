@@ -15,6 +15,7 @@ In place of these remarks stands the type of the value: ``# bf16[4, 8]``. Of man
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import operator
 import os
@@ -65,27 +66,30 @@ AUTOMATIC_INPUT = r"l_|arg\d+_|primals_|tangents_|x_\d"
 def golden(p: GraphPass, graph: TrainGraph, after: TrainGraph | None = None, *, example: int = 0) -> str:
     """Returns what a pass makes of a graph, as text.
 
-    The docstring of the pass must show the same: its literal blocks are graphs before and after, in pairs. With
-    ``EXPECTTEST_ACCEPT=1`` they are written anew.
+    The docstring of the pass must show the same: its literal blocks are diffs of graphs. With ``EXPECTTEST_ACCEPT=1``
+    they are written anew.
 
     Args:
         p: the pass.
         graph: a graph of about ten nodes.
         after: what the pass made of it; by default the pass is run.
-        example: which pair of blocks it is.
+        example: which of the blocks it is.
     """
-    shown = show(graph), show(after or Pipeline((p,)).run(graph))
-    blocks = literal_blocks(type(p))[2 * example : 2 * example + 2]
+    before, rewritten = show(graph), show(after or Pipeline((p,)).run(graph))
+    block, diff = literal_blocks(type(p))[example], _diff(before, rewritten)
     if os.environ.get("EXPECTTEST_ACCEPT"):
         path = Path(inspect.getfile(type(p)))
-        source = path.read_text()
-        for old, new in zip(blocks, shown, strict=True):
-            source = source.replace(indent(old, " " * 8), indent(new, " " * 8), 1)
-        path.write_text(source)
+        path.write_text(path.read_text().replace(indent(block, " " * 8), indent(diff, " " * 8), 1))
     else:
-        wanted = "\n".join(shown)
-        assert blocks == [*shown], f"the docstring of {type(p).__name__} must show\n\n{wanted}"
-    return shown[1]
+        assert block == diff, f"the docstring of {type(p).__name__} must show\n\n{diff}"
+    return rewritten
+
+
+def _diff(before: str, after: str) -> str:
+    """Returns all lines of two graphs, those that go with ``-`` and those that come with ``+`` in front."""
+    texts = [text.splitlines(keepends=True) for text in (before, after)]
+    lines = [*difflib.unified_diff(*texts, n=len(before))][3:]
+    return "".join(f"{line[0]} {line[1:]}" for line in lines)
 
 
 def compiled(p: GraphPass, function: Callable[..., Any], *inputs: Any, stage: Stage) -> list[TrainGraph]:
@@ -116,7 +120,9 @@ class _After(Keep):
 def literal_blocks(cls: type) -> list[str]:
     """Returns the blocks behind ``::`` in a docstring, each with a newline at its end."""
     found = re.findall(r"::\n\n((?:(?: {4}.*)?\n)+)", inspect.cleandoc(cls.__doc__ or "") + "\n")
-    return [dedent(block).strip("\n") + "\n" for block in found]
+    return [
+        "".join(line[4:] for line in block.strip("\n").splitlines(keepends=True)) + "\n" for block in found
+    ]
 
 
 def show(graph: TrainGraph) -> str:

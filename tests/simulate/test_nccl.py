@@ -10,7 +10,6 @@ import torch
 
 from graphpasses.simulate import (
     Topology,
-    channel_of,
     channel_parts,
     num_channels,
     order_of,
@@ -115,16 +114,17 @@ def test_reduce_ends_at_its_root() -> None:
     assert all(part.order[-1] == 5 for part in parts)
 
 
-def test_channel_of_and_order_of() -> None:
+def test_order_of() -> None:
     topology = Topology(16, gpus_per_node=8, num_channels=16)
-    channels = channel_of(topology, "reduce_scatter", 1_000_003, 2)
-    assert channels.bincount().tolist() == [63488] * 15 + [47683]
-    orders = order_of(topology, "reduce_scatter", 1_000_003, 2)
+    parts = reduction_parts(topology, "reduce_scatter", 1_000_003, 2)
+    sizes = torch.tensor([part.stop - part.start for part in parts])
+    assert sizes.tolist() == [63488] * 15 + [47683]
+    channels = torch.tensor([part.channel for part in parts]).repeat_interleave(sizes)
     # Channels 8 and on repeat the eight rings.
-    assert torch.equal(orders, channels % 8)
+    assert torch.equal(order_of(topology, "reduce_scatter", 1_000_003, 2), channels % 8)
     places = torch.tensor([[0, 63_487], [63_488, 1_000_002]])
-    assert channel_of(topology, "reduce_scatter", 1_000_003, 2, places).tolist() == [[0, 0], [1, 15]]
+    assert order_of(topology, "reduce_scatter", 1_000_003, 2, places).tolist() == [[0, 0], [1, 7]]
     shared = Topology(16, gpus_per_node=16, mode="shared")
     assert order_of(shared, "reduce_scatter", 1_000_003, 2).unique().tolist() == [0]
     assert len(order_of(shared, "all_reduce", 1_000_003, 2).unique()) == 16
-    assert channel_of(shared, "all_reduce", 0, 2).tolist() == []
+    assert order_of(shared, "all_reduce", 0, 2).tolist() == []

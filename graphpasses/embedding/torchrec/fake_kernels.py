@@ -48,49 +48,17 @@ def _looked_up(call: SimpleNamespace, *shape: int | torch.SymInt) -> Tensor:
     return _empty(call.host_weights, *shape, dtype=dtype)
 
 
-def _pooled_lookup(call: SimpleNamespace) -> Tensor:
-    return _looked_up(call, _batch_size(call), call.total_D)
-
-
-def _variable_batch_lookup(call: SimpleNamespace) -> Tensor:
-    return _looked_up(call, call.vbe_output_size)
-
-
-def _sequence_lookup(call: SimpleNamespace) -> Tensor:
-    return _looked_up(call, call.indices.numel(), call.D)
-
-
 def _dense_lookup(call: SimpleNamespace) -> Tensor:
     weights = call.dev_weights
     dtype = _DENSE_OUTPUTS.get(weights.dtype, weights.dtype)
     return _empty(weights, _batch_size(call), call.total_D, dtype=dtype)
 
 
-def _fused_update(call: SimpleNamespace) -> None:
-    """Tables and optimizer states change in place; the CPU kernels return an undefined tensor."""
-
-
-def _dense_gradient(call: SimpleNamespace) -> Tensor:
-    return torch.empty_like(call.host_weights, dtype=call.grad_output.dtype)
-
-
-def _indice_weights_gradient(call: SimpleNamespace) -> Tensor:
-    return torch.empty_like(call.indices, dtype=torch.float32)
-
-
 # ---- pooled embeddings and sparse features -------------------------------------------------------------
-
-
-def _permuted_embeddings(call: SimpleNamespace) -> Tensor:
-    return torch.empty_like(call.pooled_embs)
 
 
 def _permuted_lengths(call: SimpleNamespace) -> Tensor:
     return _empty(call.lengths, call.permute.numel(), call.lengths.size(1))
-
-
-def _permuted_sequences(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    return _permuted_lengths(call), _empty(call.embeddings, _dynamic_size())
 
 
 def _permuted_features(call: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -128,103 +96,69 @@ def _reordered_lengths(call: SimpleNamespace) -> Tensor:
     return _empty(lengths, size)
 
 
-def _reordered_indices(call: SimpleNamespace) -> Tensor:
-    indices = call.cat_ad_indices
-    return _empty(indices, call.num_indices_after_broadcast if call.broadcast_indices else indices.numel())
-
-
-def _joined_reordered_indices(call: SimpleNamespace) -> Tensor:
-    return _empty(call.cat_ad_indices[0], call.total_num_indices)
-
-
-def _reordered_sequences(call: SimpleNamespace) -> Tensor:
-    return torch.empty_like(call.cat_sequence_embeddings)
-
-
-def _recat_gradient(call: SimpleNamespace) -> Tensor:
-    return _empty(call.grad_output, call.grad_output.numel())
-
-
-# ---- rows and jagged tensors ---------------------------------------------------------------------------
-
-
-def _selected_rows(call: SimpleNamespace) -> Tensor:
-    return _empty(call.input, call.indices.numel(), *call.input.shape[1:])
-
-
-def _jagged_selected(call: SimpleNamespace) -> Tensor:
-    return _empty(call.values, call.num_dense_output_rows, call.values.size(1))
-
-
-def _jagged_added(call: SimpleNamespace) -> Tensor:
-    return _empty(call.values, call.num_output_rows, call.values.size(1))
-
-
-def _jagged_sliced(call: SimpleNamespace) -> Tensor:
-    return _empty(call.x_values, call.num_output_rows)
-
-
-def _jagged_truncated(call: SimpleNamespace) -> Tensor:
-    return _empty(call.values, _dynamic_size())
-
-
-def _jagged_softmax(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    return _empty(call.values, *call.values.shape), call.x_offsets
-
-
-def _jagged_product(call: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    return _empty(call.x_values, call.x_values.size(0), call.y.size(-1)), call.x_offsets
-
-
-def _weights_and_counts(call: SimpleNamespace) -> Tensor:
-    return _empty(call.weights, call.num_unique_indices, 2, dtype=torch.float32)
-
-
 def _padded_by_key(call: SimpleNamespace) -> list[Tensor]:
     values, batch_size = call.values, call.lengths.size(1)
     return [_empty(values, batch_size, size, *values.shape[1:]) for size in call.max_lengths_per_key]
 
 
-def _to_bfloat16(call: SimpleNamespace) -> Tensor:
-    return _empty(call.input, *call.input.shape, dtype=torch.bfloat16)
-
-
-def _to_float32(call: SimpleNamespace) -> Tensor:
-    return _empty(call.input, *call.input.shape, dtype=torch.float32)
-
-
 # Whole op names, without "fbgemm::", to rules; at most one pattern matches an op.
-_RULES: tuple[tuple[str, Rule], ...] = (
-    (r"split_embedding_codegen_forward_(un)?weighted_pt2_wrapper", _pooled_lookup),
-    (r"split_embedding_codegen_forward_(un)?weighted_vbe_pt2_wrapper", _variable_batch_lookup),
-    (r"split_embedding_nobag_codegen_forward_unweighted_pt2_wrapper", _sequence_lookup),
-    (r"split_embedding_(nobag_)?backward_codegen_\w+_(un)?weighted(_vbe)?_pt2_wrapper", _fused_update),
-    (r"split_embedding_codegen_grad_indice_weights(_cpu|(_vbe)?_pt2_wrapper)", _indice_weights_gradient),
-    (r"dense_embedding_codegen_lookup_function", _dense_lookup),
-    (r"split_embedding_backward_codegen_dense_cpu", _dense_gradient),
-    (r"permute_pooled_embs_auto_grad_split", _permuted_embeddings),
-    (r"permute_sequence_embeddings", _permuted_sequences),
-    (r"permute_sparse_data", _permuted_features),
-    (r"bucketize_sparse_features", _bucketized),
-    (r"get_unique_indices", _unique),
-    (r"get_unique_indices_with_inverse", _unique_with_inverse),
-    (r"reorder_batched_ad_lengths", _reordered_lengths),
-    (r"reorder_batched_ad_indices", _reordered_indices),
-    (r"cat_reorder_batched_ad_indices", _joined_reordered_indices),
-    (r"reorder_batched_sequence_embeddings", _reordered_sequences),
-    (r"recat_embedding_grad_output_mixed_D", _recat_gradient),
-    (r"index_select_dim0", _selected_rows),
-    (r"jagged_index_select_2d_forward", _jagged_selected),
-    (r"jagged_index_add_2d_forward", _jagged_added),
-    (r"jagged_slice_forward", _jagged_sliced),
-    (r"jagged_1d_to_truncated_values", _jagged_truncated),
-    (r"jagged_softmax", _jagged_softmax),
-    (r"jagged_dense_bmm", _jagged_product),
-    (r"jagged_acc_weights_and_counts", _weights_and_counts),
-    (r"stacked_jagged_[12]d_to_dense", _padded_by_key),
-    (r"FloatToBfloat16Quantized", _to_bfloat16),
-    (r"Bfloat16QuantizedToFloat", _to_float32),
-)
+_RULES: dict[str, Rule] = {
+    r"split_embedding_codegen_forward_(un)?weighted_pt2_wrapper": lambda call: _looked_up(
+        call, _batch_size(call), call.total_D
+    ),
+    r"split_embedding_codegen_forward_(un)?weighted_vbe_pt2_wrapper": lambda call: _looked_up(
+        call, call.vbe_output_size
+    ),
+    r"split_embedding_nobag_codegen_forward_unweighted_pt2_wrapper": lambda call: _looked_up(
+        call, call.indices.numel(), call.D
+    ),
+    # Tables and optimizer states change in place; the CPU kernels return an undefined tensor.
+    r"split_embedding_(nobag_)?backward_codegen_\w+_(un)?weighted(_vbe)?_pt2_wrapper": lambda call: None,
+    r"split_embedding_codegen_grad_indice_weights(_cpu|(_vbe)?_pt2_wrapper)": lambda call: torch.empty_like(
+        call.indices, dtype=torch.float32
+    ),
+    r"dense_embedding_codegen_lookup_function": _dense_lookup,
+    r"split_embedding_backward_codegen_dense_cpu": lambda call: torch.empty_like(
+        call.host_weights, dtype=call.grad_output.dtype
+    ),
+    r"permute_pooled_embs_auto_grad_split": lambda call: torch.empty_like(call.pooled_embs),
+    r"permute_sequence_embeddings": lambda call: (
+        _permuted_lengths(call),
+        _empty(call.embeddings, _dynamic_size()),
+    ),
+    r"permute_sparse_data": _permuted_features,
+    r"bucketize_sparse_features": _bucketized,
+    r"get_unique_indices": _unique,
+    r"get_unique_indices_with_inverse": _unique_with_inverse,
+    r"reorder_batched_ad_lengths": _reordered_lengths,
+    r"reorder_batched_ad_indices": lambda call: _empty(
+        call.cat_ad_indices,
+        call.num_indices_after_broadcast if call.broadcast_indices else call.cat_ad_indices.numel(),
+    ),
+    r"cat_reorder_batched_ad_indices": lambda call: _empty(call.cat_ad_indices[0], call.total_num_indices),
+    r"reorder_batched_sequence_embeddings": lambda call: torch.empty_like(call.cat_sequence_embeddings),
+    r"recat_embedding_grad_output_mixed_D": lambda call: _empty(call.grad_output, call.grad_output.numel()),
+    r"index_select_dim0": lambda call: _empty(call.input, call.indices.numel(), *call.input.shape[1:]),
+    r"jagged_index_select_2d_forward": lambda call: _empty(
+        call.values, call.num_dense_output_rows, call.values.size(1)
+    ),
+    r"jagged_index_add_2d_forward": lambda call: _empty(
+        call.values, call.num_output_rows, call.values.size(1)
+    ),
+    r"jagged_slice_forward": lambda call: _empty(call.x_values, call.num_output_rows),
+    r"jagged_1d_to_truncated_values": lambda call: _empty(call.values, _dynamic_size()),
+    r"jagged_softmax": lambda call: (_empty(call.values, *call.values.shape), call.x_offsets),
+    r"jagged_dense_bmm": lambda call: (
+        _empty(call.x_values, call.x_values.size(0), call.y.size(-1)),
+        call.x_offsets,
+    ),
+    r"jagged_acc_weights_and_counts": lambda call: _empty(
+        call.weights, call.num_unique_indices, 2, dtype=torch.float32
+    ),
+    r"stacked_jagged_[12]d_to_dense": _padded_by_key,
+    r"FloatToBfloat16Quantized": lambda call: _empty(call.input, *call.input.shape, dtype=torch.bfloat16),
+    r"Bfloat16QuantizedToFloat": lambda call: _empty(call.input, *call.input.shape, dtype=torch.float32),
+}
 
 
 def _lacking() -> Iterator[str]:
@@ -266,7 +200,7 @@ def _register() -> tuple[TracingKernels, tuple[str, ...]]:
     rules = {
         name: rule
         for name in _lacking()
-        for pattern, rule in _RULES
+        for pattern, rule in _RULES.items()
         if re.fullmatch(f"fbgemm::{pattern}", name)
     }
     kernels = TracingKernels("fbgemm")

@@ -61,27 +61,22 @@ def _flat(lists: Iterable[Any]) -> list[Size]:
 class BucketAllToAll(GraphPass):
     """Launches independent all-to-alls of one process group as one.
 
-    As traced::
+    What the pass changes::
 
-        ids = batch('ids')  # i64[4]
-        weights = batch('weights')  # f32[4]
-        ids_sent = all_to_all(ids, [2, 2], [2, 2], group0)  # i64[4]
-        ids_received = wait(ids_sent)  # i64[4]
-        weights_sent = all_to_all(weights, [1, 3], [2, 2], group0)  # f32[4]
-        weights_received = wait(weights_sent)  # f32[4]
-        return ids_received, weights_received  # ids, weights
-
-    With the pass::
-
-        ids = batch('ids')  # i64[4]
-        weights = batch('weights')  # f32[4]
-        pack_all_to_all = graphpasses.pack_all_to_all([ids, weights], [2, 2, 2, 2])  # u8[48]
-        exchanged = all_to_all(pack_all_to_all, [20, 28], [24, 24], group0)  # u8[48]
-        waited = wait(exchanged)  # u8[48]
-        unpack_all_to_all = graphpasses.unpack_all_to_all(waited, [2, 2, 1, 3], [], [0, 0], [i64, f32])
-        getitem = unpack_all_to_all[0]  # i64[4]
-        getitem_1 = unpack_all_to_all[1]  # f32[4]
-        return getitem, getitem_1  # ids, weights
+          ids = batch('ids')  # i64[4]
+          weights = batch('weights')  # f32[4]
+        - ids_sent = all_to_all(ids, [2, 2], [2, 2], group0)  # i64[4]
+        - ids_received = wait(ids_sent)  # i64[4]
+        - weights_sent = all_to_all(weights, [1, 3], [2, 2], group0)  # f32[4]
+        - weights_received = wait(weights_sent)  # f32[4]
+        - return ids_received, weights_received  # ids, weights
+        + pack_all_to_all = graphpasses.pack_all_to_all([ids, weights], [2, 2, 2, 2])  # u8[48]
+        + exchanged = all_to_all(pack_all_to_all, [20, 28], [24, 24], group0)  # u8[48]
+        + waited = wait(exchanged)  # u8[48]
+        + unpack_all_to_all = graphpasses.unpack_all_to_all(waited, [2, 2, 1, 3], [], [0, 0], [i64, f32])
+        + getitem = unpack_all_to_all[0]  # i64[4]
+        + getitem_1 = unpack_all_to_all[1]  # f32[4]
+        + return getitem, getitem_1  # ids, weights
 
     TorchRec launches one per module, sharding type and tensor. This pass leaves one for all splits, one for all
     lengths, values and weights, one for all pooled embeddings, and one for their gradients. Splits may be static or

@@ -98,44 +98,39 @@ def _apply(graph: TrainGraph, bucket: Sequence[fx.Node], groups: Sequence[Sequen
 class BucketPooledAllToAll(GraphPass):
     """Sends the pooled embeddings of several modules as one tensor, and their gradients.
 
-    As traced::
+    What the pass changes::
 
-        pooled = batch('pooled')  # f32[4, 6]
-        parts = graphpasses.split_features(pooled, [2, 4], [4, 4])
-        first = parts[0]  # f32[4, 2]
-        first_flat = aten.view(first, [-1])  # f32[8]
-        first_sent = all_to_all(first_flat, [4, 4], [4, 4], group0)  # f32[8]
-        first_received = wait(first_sent)  # f32[8]
-        first_columns = torchrec._split_1d_cat_2d(first_received, 2, [2, 2])  # f32[2, 4]
-        second = parts[1]  # f32[4, 4]
-        second_flat = aten.view(second, [-1])  # f32[16]
-        second_sent = all_to_all(second_flat, [8, 8], [8, 8], group0)  # f32[16]
-        second_received = wait(second_sent)  # f32[16]
-        second_columns = torchrec._split_1d_cat_2d(second_received, 2, [4, 4])  # f32[2, 8]
-        columns = aten.cat([first_columns, second_columns], 1)  # f32[2, 12]
-        return columns  # columns
-
-    With the pass, one for all::
-
-        pooled = batch('pooled')  # f32[4, 6]
-        sym_size = aten.sym_size.int(pooled, 0)  # 4
-        mul = operator.mul(sym_size, 6)  # 24
-        view = aten.view(pooled, [mul])  # f32[24]
-        exchanged = all_to_all(view, [12, 12], [12, 12], group0)  # f32[24]
-        waited = wait(exchanged)  # f32[24]
-        split_with_sizes = aten.split_with_sizes(waited, [12, 12])
-        getitem = split_with_sizes[0]  # f32[12]
-        getitem_1 = split_with_sizes[1]  # f32[12]
-        view_1 = aten.view(getitem, [2, 6])  # f32[2, 6]
-        view_2 = aten.view(getitem_1, [2, 6])  # f32[2, 6]
-        slice = aten.slice(view_1, 1, 0, 2)  # f32[2, 2]
-        slice_1 = aten.slice(view_2, 1, 0, 2)  # f32[2, 2]
-        cat = aten.cat([slice, slice_1], 1)  # f32[2, 4]
-        slice_2 = aten.slice(view_1, 1, 2, 6)  # f32[2, 4]
-        slice_3 = aten.slice(view_2, 1, 2, 6)  # f32[2, 4]
-        cat_1 = aten.cat([slice_2, slice_3], 1)  # f32[2, 8]
-        columns = aten.cat([cat, cat_1], 1)  # f32[2, 12]
-        return columns  # columns
+          pooled = batch('pooled')  # f32[4, 6]
+        - parts = graphpasses.split_features(pooled, [2, 4], [4, 4])
+        - first = parts[0]  # f32[4, 2]
+        - first_flat = aten.view(first, [-1])  # f32[8]
+        - first_sent = all_to_all(first_flat, [4, 4], [4, 4], group0)  # f32[8]
+        - first_received = wait(first_sent)  # f32[8]
+        - first_columns = torchrec._split_1d_cat_2d(first_received, 2, [2, 2])  # f32[2, 4]
+        - second = parts[1]  # f32[4, 4]
+        - second_flat = aten.view(second, [-1])  # f32[16]
+        - second_sent = all_to_all(second_flat, [8, 8], [8, 8], group0)  # f32[16]
+        - second_received = wait(second_sent)  # f32[16]
+        - second_columns = torchrec._split_1d_cat_2d(second_received, 2, [4, 4])  # f32[2, 8]
+        - columns = aten.cat([first_columns, second_columns], 1)  # f32[2, 12]
+        + sym_size = aten.sym_size.int(pooled, 0)  # 4
+        + mul = operator.mul(sym_size, 6)  # 24
+        + view = aten.view(pooled, [mul])  # f32[24]
+        + exchanged = all_to_all(view, [12, 12], [12, 12], group0)  # f32[24]
+        + waited = wait(exchanged)  # f32[24]
+        + split_with_sizes = aten.split_with_sizes(waited, [12, 12])
+        + getitem = split_with_sizes[0]  # f32[12]
+        + getitem_1 = split_with_sizes[1]  # f32[12]
+        + view_1 = aten.view(getitem, [2, 6])  # f32[2, 6]
+        + view_2 = aten.view(getitem_1, [2, 6])  # f32[2, 6]
+        + slice = aten.slice(view_1, 1, 0, 2)  # f32[2, 2]
+        + slice_1 = aten.slice(view_2, 1, 0, 2)  # f32[2, 2]
+        + cat = aten.cat([slice, slice_1], 1)  # f32[2, 4]
+        + slice_2 = aten.slice(view_1, 1, 2, 6)  # f32[2, 4]
+        + slice_3 = aten.slice(view_2, 1, 2, 6)  # f32[2, 4]
+        + cat_1 = aten.cat([slice_2, slice_3], 1)  # f32[2, 8]
+        + columns = aten.cat([cat, cat_1], 1)  # f32[2, 12]
+          return columns  # columns
 
     TorchRec launches one all-to-all per module and sharding type. The dims of those that have the same batch can lie
     side by side in one tensor, from the lookup that computes them to the tensor that they are joined to, and nothing

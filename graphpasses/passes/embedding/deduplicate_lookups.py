@@ -169,28 +169,19 @@ class DeduplicateLookups(GraphPass):
     """Looks up once what a forward pass looks up twice.
 
     A module that is called twice with the same features sends and looks them up twice. In a joint graph the forward
-    pass does so once. In backward each call still updates the tables, in eager's order::
+    pass does so once. In backward each call still updates the tables, in eager's order. What the pass changes::
 
-        table = parameter('table')  # f32[9, 4]
-        ids = value('ids')  # i64[4]
-        sent = all_to_all(ids, [2, 2], [2, 2], group0)  # i64[4]
-        received = wait(sent)  # i64[4]
-        rows = aten.embedding(table, received)  # f32[4, 4]
-        sent_again = all_to_all(ids, [2, 2], [2, 2], group0)  # i64[4]
-        received_again = wait(sent_again)  # i64[4]
-        rows_again = aten.embedding(table, received_again)  # f32[4, 4]
-        scores = aten.mul(rows, rows_again)  # f32[4, 4]
-        return scores  # scores
-
-    With the pass::
-
-        table = parameter('table')  # f32[9, 4]
-        ids = value('ids')  # i64[4]
-        sent = all_to_all(ids, [2, 2], [2, 2], group0)  # i64[4]
-        received = wait(sent)  # i64[4]
-        rows = aten.embedding(table, received)  # f32[4, 4]
-        scores = aten.mul(rows, rows)  # f32[4, 4]
-        return scores  # scores
+          table = parameter('table')  # f32[9, 4]
+          ids = value('ids')  # i64[4]
+          sent = all_to_all(ids, [2, 2], [2, 2], group0)  # i64[4]
+          received = wait(sent)  # i64[4]
+          rows = aten.embedding(table, received)  # f32[4, 4]
+        - sent_again = all_to_all(ids, [2, 2], [2, 2], group0)  # i64[4]
+        - received_again = wait(sent_again)  # i64[4]
+        - rows_again = aten.embedding(table, received_again)  # f32[4, 4]
+        - scores = aten.mul(rows, rows_again)  # f32[4, 4]
+        + scores = aten.mul(rows, rows)  # f32[4, 4]
+          return scores  # scores
 
     For this the pass merges all nodes of the forward pass that compute the same: lookups, all-to-alls, reads of
     sizes, and what lies between. All-to-alls are merged where every rank sees that they are the same, see

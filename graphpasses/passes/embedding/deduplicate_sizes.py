@@ -79,47 +79,28 @@ class DeduplicateSizes(GraphPass):
     every rank sends one size twice, as the batch size of one batch for two modules, what is received is equal, too;
     and a rank knows what it receives from itself. Later passes see it in the shapes.
 
-    As traced::
+    What the pass changes where every rank sends the same sizes::
 
-        input_0 = batch('input 0')  # f32[s75]
-        sym_size = aten.sym_size.int(input_0, 0)  # s75
-        scalar_tensor = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
-        scalar_tensor_1 = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
-        stack = aten.stack([scalar_tensor, scalar_tensor_1])  # i64[2]
-        exchanged = all_to_all(stack, [1, 1], [1, 1], group0)  # i64[2]
-        waited = wait(exchanged)  # i64[2]
-        select = aten.select.int(waited, 0, 1)  # i64[]
-        local_scalar_dense = aten._local_scalar_dense(select)  # u0
-        new_zeros = aten.new_zeros(input_0, [local_scalar_dense], pin_memory=False)  # f32[u0]
-        scalar_tensor_2 = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
-        scalar_tensor_3 = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
-        stack_1 = aten.stack([scalar_tensor_2, scalar_tensor_3])  # i64[2]
-        exchanged_1 = all_to_all(stack_1, [1, 1], [1, 1], group0)  # i64[2]
-        waited_1 = wait(exchanged_1)  # i64[2]
-        select_1 = aten.select.int(waited_1, 0, 1)  # i64[]
-        local_scalar_dense_1 = aten._local_scalar_dense(select_1)  # u1
-        new_zeros_1 = aten.new_zeros(input_0, [local_scalar_dense_1], pin_memory=False)  # f32[u1]
-        return new_zeros, new_zeros_1  # output 0, output 1
-
-    With the pass, where every rank sends the same sizes::
-
-        input_0 = batch('input 0')  # f32[s75]
-        sym_size = aten.sym_size.int(input_0, 0)  # s75
-        scalar_tensor = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
-        scalar_tensor_1 = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
-        stack = aten.stack([scalar_tensor, scalar_tensor_1])  # i64[2]
-        exchanged = all_to_all(stack, [1, 1], [1, 1], group0)  # i64[2]
-        waited = wait(exchanged)  # i64[2]
-        select = aten.select.int(waited, 0, 1)  # i64[]
-        local_scalar_dense = aten._local_scalar_dense(select)  # u0
-        new_zeros = aten.new_zeros(input_0, [local_scalar_dense], pin_memory=False)  # f32[u0]
-        scalar_tensor_2 = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
-        scalar_tensor_3 = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
-        stack_1 = aten.stack([scalar_tensor_2, scalar_tensor_3])  # i64[2]
-        exchanged_1 = all_to_all(stack_1, [1, 1], [1, 1], group0)  # i64[2]
-        waited_1 = wait(exchanged_1)  # i64[2]
-        new_zeros_1 = aten.new_zeros(input_0, [local_scalar_dense], pin_memory=False)  # f32[u0]
-        return new_zeros, new_zeros_1  # output 0, output 1
+          input_0 = batch('input 0')  # f32[s75]
+          sym_size = aten.sym_size.int(input_0, 0)  # s75
+          scalar_tensor = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
+          scalar_tensor_1 = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
+          stack = aten.stack([scalar_tensor, scalar_tensor_1])  # i64[2]
+          exchanged = all_to_all(stack, [1, 1], [1, 1], group0)  # i64[2]
+          waited = wait(exchanged)  # i64[2]
+          select = aten.select.int(waited, 0, 1)  # i64[]
+          local_scalar_dense = aten._local_scalar_dense(select)  # u0
+          new_zeros = aten.new_zeros(input_0, [local_scalar_dense], pin_memory=False)  # f32[u0]
+          scalar_tensor_2 = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
+          scalar_tensor_3 = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
+          stack_1 = aten.stack([scalar_tensor_2, scalar_tensor_3])  # i64[2]
+          exchanged_1 = all_to_all(stack_1, [1, 1], [1, 1], group0)  # i64[2]
+          waited_1 = wait(exchanged_1)  # i64[2]
+        - select_1 = aten.select.int(waited_1, 0, 1)  # i64[]
+        - local_scalar_dense_1 = aten._local_scalar_dense(select_1)  # u1
+        - new_zeros_1 = aten.new_zeros(input_0, [local_scalar_dense_1], pin_memory=False)  # f32[u1]
+        + new_zeros_1 = aten.new_zeros(input_0, [local_scalar_dense], pin_memory=False)  # f32[u0]
+          return new_zeros, new_zeros_1  # output 0, output 1
 
     All ranks must compile the same model, at the same time. They exchange which of the sizes that they send are
     equal, once per model and list of collectives (see :mod:`graphpasses.agreement`). Constants are not among them:

@@ -41,25 +41,19 @@ def _emit_sources(
 class EliminateSplitCat(GraphPass):
     """Copies columns from where they are computed, not from the tensors to which they were copied on the way.
 
-    As traced::
+    What the pass changes::
 
-        a = batch('a')  # f32[5, 2]
-        b = batch('b')  # f32[5, 6]
-        joined = aten.cat([a, b], 1)  # f32[5, 8]
-        parts = aten.split_with_sizes(joined, [4, 4], 1)
-        left = parts[0]  # f32[5, 4]
-        right = parts[1]  # f32[5, 4]
-        turned = aten.cat([right, left], 1)  # f32[5, 8]
-        return turned  # turned
-
-    With the pass::
-
-        a = batch('a')  # f32[5, 2]
-        b = batch('b')  # f32[5, 6]
-        slice = aten.slice(b, 1, 2, 6)  # f32[5, 4]
-        slice_1 = aten.slice(b, 1, 0, 2)  # f32[5, 2]
-        turned = aten.cat([slice, a, slice_1], 1)  # f32[5, 8]
-        return turned  # turned
+          a = batch('a')  # f32[5, 2]
+          b = batch('b')  # f32[5, 6]
+        - joined = aten.cat([a, b], 1)  # f32[5, 8]
+        - parts = aten.split_with_sizes(joined, [4, 4], 1)
+        - left = parts[0]  # f32[5, 4]
+        - right = parts[1]  # f32[5, 4]
+        - turned = aten.cat([right, left], 1)  # f32[5, 8]
+        + slice = aten.slice(b, 1, 2, 6)  # f32[5, 4]
+        + slice_1 = aten.slice(b, 1, 0, 2)  # f32[5, 2]
+        + turned = aten.cat([slice, a, slice_1], 1)  # f32[5, 8]
+          return turned  # turned
 
     Pooled embeddings are joined per module, per sharding type, for all features, and once more in the order that the
     model wants; their gradients go the same way back. After ``bucket-pooled-all-to-all`` each needs one copy: from

@@ -17,29 +17,24 @@ __all__ = ["FuseSizeTensors"]
 class FuseSizeTensors(GraphPass):
     """Makes with one operator each tensor of sizes that is sent.
 
-    As traced::
+    What the pass changes::
 
-        input_0 = batch('input 0')  # f32[s75, s96]
-        sym_size = aten.sym_size.int(input_0, 0)  # s75
-        scalar_tensor = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
-        sym_size_1 = aten.sym_size.int(input_0, 1)  # s96
-        scalar_tensor_1 = aten.scalar_tensor(sym_size_1, dtype=i64)  # i64[]
-        stack = aten.stack([scalar_tensor, scalar_tensor_1])  # i64[2]
-        stack_1 = aten.stack([stack, stack], 1)  # i64[2, 2]
-        view = aten.view(stack_1, [4])  # i64[4]
-        exchanged = all_to_all(view, [2, 2], [2, 2], group0)  # i64[4]
-        waited = wait(exchanged)  # i64[4]
-        return waited  # output 0
-
-    With the pass::
-
-        input_0 = batch('input 0')  # f32[5, 6]
-        sym_size = aten.sym_size.int(input_0, 0)  # 5
-        sym_size_1 = aten.sym_size.int(input_0, 1)  # 6
-        size_tensor = graphpasses.size_tensor([sym_size, sym_size, sym_size_1, sym_size_1], i64, cpu)  # i64[4]
-        exchanged = all_to_all(size_tensor, [2, 2], [2, 2], group0)  # i64[4]
-        waited = wait(exchanged)  # i64[4]
-        return waited  # output 0
+        - input_0 = batch('input 0')  # f32[s75, s96]
+        - sym_size = aten.sym_size.int(input_0, 0)  # s75
+        - scalar_tensor = aten.scalar_tensor(sym_size, dtype=i64)  # i64[]
+        - sym_size_1 = aten.sym_size.int(input_0, 1)  # s96
+        - scalar_tensor_1 = aten.scalar_tensor(sym_size_1, dtype=i64)  # i64[]
+        - stack = aten.stack([scalar_tensor, scalar_tensor_1])  # i64[2]
+        - stack_1 = aten.stack([stack, stack], 1)  # i64[2, 2]
+        - view = aten.view(stack_1, [4])  # i64[4]
+        - exchanged = all_to_all(view, [2, 2], [2, 2], group0)  # i64[4]
+        + input_0 = batch('input 0')  # f32[5, 6]
+        + sym_size = aten.sym_size.int(input_0, 0)  # 5
+        + sym_size_1 = aten.sym_size.int(input_0, 1)  # 6
+        + size_tensor = graphpasses.size_tensor([sym_size, sym_size, sym_size_1, sym_size_1], i64, cpu)  # i64[4]
+        + exchanged = all_to_all(size_tensor, [2, 2], [2, 2], group0)  # i64[4]
+          waited = wait(exchanged)  # i64[4]
+          return waited  # output 0
 
     TorchRec sends splits and batch sizes for each module and sharding type, and makes a handful of small tensors for
     each. After ``bucket-all-to-all`` one operator makes what is sent for all of them.

@@ -218,30 +218,21 @@ def _apply(graph: TrainGraph, update: Update, plans: list[TableUpdate]) -> None:
 class FuseTableUpdates(GraphPass):
     """Makes one fused update of a table's gradient and of what the optimizer does with it.
 
-    As captured, each lookup's backward makes a gradient of the whole table, and the optimizer reads all of it::
+    As captured, each lookup's backward makes a gradient of the whole table, and the optimizer reads all of it. With
+    the pass, FBGEMM's update reads and writes the rows that were looked up, and there is no such gradient::
 
-        weight = parameter('weight')  # f32[10, 2]
-        batch_0 = batch('batch[0]')  # i64[3]
-        embedding = aten.embedding(weight, batch_0)  # f32[3, 2]
-        sum = aten.sum(embedding)  # f32[]
-        ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
-        # backward
-        expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
-        embedding_dense_backward = aten.embedding_dense_backward(expand, batch_0, 10, -1, False)  # f32[10, 2]
-        return sum, embedding_dense_backward  # loss, gradient of weight
-
-    With the pass, FBGEMM's update reads and writes the rows that were looked up, and there is no such gradient::
-
-        weight = parameter('weight')  # f32[10, 2]
-        batch_0 = batch('batch[0]')  # i64[3]
-        lr_of_group_0 = learning_rate('group 0')  # zuf0
-        embedding = aten.embedding(weight, batch_0)  # f32[3, 2]
-        sum = aten.sum(embedding)  # f32[]
-        ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
-        # backward
-        expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
-        update_rows = graphpasses.update_rows(weight, [expand], [batch_0], lr_of_group_0, ...)
-        return sum, None  # loss, gradient of weight
+          weight = parameter('weight')  # f32[10, 2]
+          batch_0 = batch('batch[0]')  # i64[3]
+        + lr_of_group_0 = learning_rate('group 0')  # zuf0
+          embedding = aten.embedding(weight, batch_0)  # f32[3, 2]
+          sum = aten.sum(embedding)  # f32[]
+          ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
+          # backward
+          expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
+        - embedding_dense_backward = aten.embedding_dense_backward(expand, batch_0, 10, -1, False)  # f32[10, 2]
+        - return sum, embedding_dense_backward  # loss, gradient of weight
+        + update_rows = graphpasses.update_rows(weight, [expand], [batch_0], lr_of_group_0, ...)
+        + return sum, None  # loss, gradient of weight
 
     It fuses tables that are looked up by ``embedding_bag`` (summed, weighted or not, or averaged) and ``embedding``,
     as TorchRec's EmbeddingBagCollection and EmbeddingCollection are, and that the step's optimizer updates: SGD,

@@ -244,67 +244,51 @@ def _guard_rates(calls: Sequence[LookupCall]) -> None:
 class FuseTBE(GraphPass):
     """Makes lookups of distinct tables one call, across modules and sharding types; autograd makes one of backward.
 
-    As traced (of a lookup's arguments only data is shown)::
+    What the pass changes (of a lookup's arguments only data is shown)::
 
-        a = value('a')  # i64[6]
-        a_offsets = value('a_offsets')  # i64[3]
-        a_weights_host = parameter('a.weights_host')  # f32[80]
-        b = value('b')  # i64[6]
-        b_offsets = value('b_offsets')  # i64[3]
-        b_weights_host = parameter('b.weights_host')  # f32[160]
-        indices = a.clone()  # i64[6]
-        offsets = a_offsets.to(dtype=i64)  # i64[3]
-        bounds_check_indices = fbgemm.bounds_check_indices(indices, offsets, ...)
-        lookup = fbgemm.lookup_sgd([a_weights_host], indices, offsets, ...)  # f32[2, 4]
-        indices_1 = b.clone()  # i64[6]
-        offsets_1 = b_offsets.to(dtype=i64)  # i64[3]
-        bounds_check_indices_1 = fbgemm.bounds_check_indices(indices_1, offsets_1, ...)
-        lookup_1 = fbgemm.lookup_sgd([b_weights_host], indices_1, offsets_1, ...)  # f32[2, 8]
-        cat = torch.cat([lookup, lookup_1], 1)  # f32[2, 12]
-        return cat  # output 0
-
-    With the pass::
-
-        a = value('a')  # i64[6]
-        a_offsets = value('a_offsets')  # i64[3]
-        a_weights_host = parameter('a.weights_host')  # f32[80]
-        a_weights_placements = buffer('a.weights_placements')  # i32[1]
-        a_weights_offsets = buffer('a.weights_offsets')  # i64[1]
-        a_D_offsets = buffer('a.D_offsets')  # i32[2]
-        a_hash_size_cumsum = buffer('a.hash_size_cumsum')  # i64[2]
-        b = value('b')  # i64[6]
-        b_offsets = value('b_offsets')  # i64[3]
-        b_lxu_cache_locations_empty = value('b.lxu_cache_locations_empty')  # i32[0]
-        b_placeholder_autograd_tensor = parameter('b.placeholder_autograd_tensor')  # f32[0]
-        b_weights_host = parameter('b.weights_host')  # f32[160]
-        b_weights_placements = buffer('b.weights_placements')  # i32[1]
-        b_weights_offsets = buffer('b.weights_offsets')  # i64[1]
-        b_D_offsets = buffer('b.D_offsets')  # i32[2]
-        b_hash_size_cumsum = buffer('b.hash_size_cumsum')  # i64[2]
-        b_learning_rate_tensor = value('b.learning_rate_tensor')  # f32[]
-        indices = a.clone()  # i64[6]
-        offsets = a_offsets.to(dtype=i64)  # i64[3]
-        bounds_check_indices = fbgemm.bounds_check_indices(indices, offsets, ...)
-        indices_1 = b.clone()  # i64[6]
-        offsets_1 = b_offsets.to(dtype=i64)  # i64[3]
-        bounds_check_indices_1 = fbgemm.bounds_check_indices(indices_1, offsets_1, ...)
-        join_bags = graphpasses.join_bags([indices, indices_1], [offsets, offsets_1], [1, 1], ['a', 'b'])
-        getitem = join_bags[0]  # i64[12]
-        getitem_1 = join_bags[1]  # i64[2, 2]
-        view = aten.view(getitem_1, [-1])  # i64[4]
-        asynchronous_complete_cumsum = fbgemm.asynchronous_complete_cumsum(view)  # i64[5]
-        lookup = fbgemm.lookup_sgd(getitem, asynchronous_complete_cumsum, ...)  # f32[2, 12]
-        sym_size = aten.sym_size.int(offsets, 0)  # 3
-        sub = operator.sub(sym_size, 1)  # 2
-        floordiv = operator.floordiv(sub, 1)  # 2
-        sym_size_1 = aten.sym_size.int(offsets_1, 0)  # 3
-        sub_1 = operator.sub(sym_size_1, 1)  # 2
-        floordiv_1 = operator.floordiv(sub_1, 1)  # 2
-        split_features = graphpasses.split_features(lookup, [4, 8], [floordiv, floordiv_1])
-        getitem_2 = split_features[0]  # f32[2, 4]
-        getitem_3 = split_features[1]  # f32[2, 8]
-        cat = torch.cat([getitem_2, getitem_3], 1)  # f32[2, 12]
-        return cat  # output 0
+          a = value('a')  # i64[6]
+          a_offsets = value('a_offsets')  # i64[3]
+          a_weights_host = parameter('a.weights_host')  # f32[80]
+        + a_weights_placements = buffer('a.weights_placements')  # i32[1]
+        + a_weights_offsets = buffer('a.weights_offsets')  # i64[1]
+        + a_D_offsets = buffer('a.D_offsets')  # i32[2]
+        + a_hash_size_cumsum = buffer('a.hash_size_cumsum')  # i64[2]
+          b = value('b')  # i64[6]
+          b_offsets = value('b_offsets')  # i64[3]
+        + b_lxu_cache_locations_empty = value('b.lxu_cache_locations_empty')  # i32[0]
+        + b_placeholder_autograd_tensor = parameter('b.placeholder_autograd_tensor')  # f32[0]
+          b_weights_host = parameter('b.weights_host')  # f32[160]
+        + b_weights_placements = buffer('b.weights_placements')  # i32[1]
+        + b_weights_offsets = buffer('b.weights_offsets')  # i64[1]
+        + b_D_offsets = buffer('b.D_offsets')  # i32[2]
+        + b_hash_size_cumsum = buffer('b.hash_size_cumsum')  # i64[2]
+        + b_learning_rate_tensor = value('b.learning_rate_tensor')  # f32[]
+          indices = a.clone()  # i64[6]
+          offsets = a_offsets.to(dtype=i64)  # i64[3]
+          bounds_check_indices = fbgemm.bounds_check_indices(indices, offsets, ...)
+        - lookup = fbgemm.lookup_sgd([a_weights_host], indices, offsets, ...)  # f32[2, 4]
+          indices_1 = b.clone()  # i64[6]
+          offsets_1 = b_offsets.to(dtype=i64)  # i64[3]
+          bounds_check_indices_1 = fbgemm.bounds_check_indices(indices_1, offsets_1, ...)
+        - lookup_1 = fbgemm.lookup_sgd([b_weights_host], indices_1, offsets_1, ...)  # f32[2, 8]
+        - cat = torch.cat([lookup, lookup_1], 1)  # f32[2, 12]
+        + join_bags = graphpasses.join_bags([indices, indices_1], [offsets, offsets_1], [1, 1], ['a', 'b'])
+        + getitem = join_bags[0]  # i64[12]
+        + getitem_1 = join_bags[1]  # i64[2, 2]
+        + view = aten.view(getitem_1, [-1])  # i64[4]
+        + asynchronous_complete_cumsum = fbgemm.asynchronous_complete_cumsum(view)  # i64[5]
+        + lookup = fbgemm.lookup_sgd(getitem, asynchronous_complete_cumsum, ...)  # f32[2, 12]
+        + sym_size = aten.sym_size.int(offsets, 0)  # 3
+        + sub = operator.sub(sym_size, 1)  # 2
+        + floordiv = operator.floordiv(sub, 1)  # 2
+        + sym_size_1 = aten.sym_size.int(offsets_1, 0)  # 3
+        + sub_1 = operator.sub(sym_size_1, 1)  # 2
+        + floordiv_1 = operator.floordiv(sub_1, 1)  # 2
+        + split_features = graphpasses.split_features(lookup, [4, 8], [floordiv, floordiv_1])
+        + getitem_2 = split_features[0]  # f32[2, 4]
+        + getitem_3 = split_features[1]  # f32[2, 8]
+        + cat = torch.cat([getitem_2, getitem_3], 1)  # f32[2, 12]
+          return cat  # output 0
 
     Lookups are fused if they agree in optimizer, hyperparameters, dtype, pooling and device (without pooling, in
     embedding dimension, too) and do not depend on each other, and if their batches are equal, or padding the

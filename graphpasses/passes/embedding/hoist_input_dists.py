@@ -34,37 +34,22 @@ def _brings_output(node: fx.Node) -> bool:
 class HoistInputDists(GraphPass):
     """Runs the input dists of all modules before the first output dist, as far as none depends on one.
 
-    TorchRec finishes one module before it begins the next::
+    TorchRec finishes one module before it begins the next. The pass moves the second input dist up::
 
-        a = value('a')  # i64[4]
-        table = value('table')  # f32[4, 2]
-        b = value('b')  # i64[4]
-        tensor = all_to_all(a, [2, 2], [2, 2], '0')  # i64[4]
-        a_ids = wait(tensor)  # i64[4]
-        getitem = table[a_ids]  # f32[4, 2]
-        a_out = graphpasses.reduce_scatter_v(getitem, [2, 2], 0, '0', 2)  # f32[2, 2]
-        tensor_1 = all_to_all(b, [2, 2], [2, 2], '0')  # i64[4]
-        b_ids = wait(tensor_1)  # i64[4]
-        getitem_1 = table[b_ids]  # f32[4, 2]
-        b_out = graphpasses.reduce_scatter_v(getitem_1, [2, 2], 0, '0', 2)  # f32[2, 2]
-        add = operator.add(a_out, b_out)  # f32[2, 2]
-        return add  # output 0
-
-    The pass moves the second input dist up::
-
-        a = value('a')  # i64[4]
-        table = value('table')  # f32[4, 2]
-        b = value('b')  # i64[4]
-        tensor = all_to_all(a, [2, 2], [2, 2], '0')  # i64[4]
-        a_ids = wait(tensor)  # i64[4]
-        getitem = table[a_ids]  # f32[4, 2]
-        tensor_1 = all_to_all(b, [2, 2], [2, 2], '0')  # i64[4]
-        b_ids = wait(tensor_1)  # i64[4]
-        getitem_1 = table[b_ids]  # f32[4, 2]
-        a_out = graphpasses.reduce_scatter_v(getitem, [2, 2], 0, '0', 2)  # f32[2, 2]
-        b_out = graphpasses.reduce_scatter_v(getitem_1, [2, 2], 0, '0', 2)  # f32[2, 2]
-        add = operator.add(a_out, b_out)  # f32[2, 2]
-        return add  # output 0
+          a = value('a')  # i64[4]
+          table = value('table')  # f32[4, 2]
+          b = value('b')  # i64[4]
+          tensor = all_to_all(a, [2, 2], [2, 2], '0')  # i64[4]
+          a_ids = wait(tensor)  # i64[4]
+          getitem = table[a_ids]  # f32[4, 2]
+        - a_out = graphpasses.reduce_scatter_v(getitem, [2, 2], 0, '0', 2)  # f32[2, 2]
+          tensor_1 = all_to_all(b, [2, 2], [2, 2], '0')  # i64[4]
+          b_ids = wait(tensor_1)  # i64[4]
+          getitem_1 = table[b_ids]  # f32[4, 2]
+        + a_out = graphpasses.reduce_scatter_v(getitem, [2, 2], 0, '0', 2)  # f32[2, 2]
+          b_out = graphpasses.reduce_scatter_v(getitem_1, [2, 2], 0, '0', 2)  # f32[2, 2]
+          add = operator.add(a_out, b_out)  # f32[2, 2]
+          return add  # output 0
 
     Only then can lookups of two modules be one (``fuse-tbe``), or their all-to-alls. The new order follows from how
     collectives depend on the outputs of others, which is the same on every rank of a model whose ranks run the same

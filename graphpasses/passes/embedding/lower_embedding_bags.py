@@ -219,28 +219,21 @@ def _apply(graph: DynamoGraph, plan: LoweringPlan) -> None:
 class LowerEmbeddingBags(GraphPass):
     """Replaces the ``embedding_bag`` calls of a plain model by lookups of FBGEMM's TBE, many tables in one.
 
-    As traced::
+    What the pass changes::
 
-        a_weight = parameter('a.weight')  # f32[10, 4]
-        ids = value('ids')  # i64[6]
-        offsets = value('offsets')  # i64[2]
-        b_weight = parameter('b.weight')  # f32[20, 4]
-        embedding_bag = torch.nn.functional.embedding_bag(ids, a_weight, offsets, ...)  # f32[2, 4]
-        embedding_bag_1 = torch.nn.functional.embedding_bag(ids, b_weight, offsets, ...)  # f32[2, 4]
-        cat = torch.cat([embedding_bag, embedding_bag_1], 1)  # f32[2, 8]
-        return cat  # output 0
-
-    With the pass::
-
-        a_weight = parameter('a.weight')  # f32[10, 4]
-        ids = value('ids')  # i64[6]
-        offsets = value('offsets')  # i64[2]
-        b_weight = parameter('b.weight')  # f32[20, 4]
-        pack_bags = graphpasses.pack_bags([ids, ids], [offsets, offsets], [10, 20], ['a.weight', 'b.weight'], False)
-        getitem = pack_bags[0]  # i64[12]
-        getitem_1 = pack_bags[1]  # i64[5]
-        lookup = fbgemm.lookup_sgd(getitem, getitem_1, ...)  # f32[2, 8]
-        return lookup  # output 0
+          a_weight = parameter('a.weight')  # f32[10, 4]
+          ids = value('ids')  # i64[6]
+          offsets = value('offsets')  # i64[2]
+          b_weight = parameter('b.weight')  # f32[20, 4]
+        - embedding_bag = torch.nn.functional.embedding_bag(ids, a_weight, offsets, ...)  # f32[2, 4]
+        - embedding_bag_1 = torch.nn.functional.embedding_bag(ids, b_weight, offsets, ...)  # f32[2, 4]
+        - cat = torch.cat([embedding_bag, embedding_bag_1], 1)  # f32[2, 8]
+        - return cat  # output 0
+        + pack_bags = graphpasses.pack_bags([ids, ids], [offsets, offsets], [10, 20], ['a.weight', 'b.weight'], False)
+        + getitem = pack_bags[0]  # i64[12]
+        + getitem_1 = pack_bags[1]  # i64[5]
+        + lookup = fbgemm.lookup_sgd(getitem, getitem_1, ...)  # f32[2, 8]
+        + return lookup  # output 0
 
     It lowers tables whose SGD, Adagrad or RowWiseAdagrad was put into backward by ``apply_optimizer_in_backward``:
     they get a fused update in place of a gradient. There is one lookup per optimizer and its options, pooling, and

@@ -171,31 +171,24 @@ def _apply(graph: TrainGraph, direct: DirectCall) -> None:
 class ReinplaceTBEUpdates(GraphPass):
     """Makes fused updates write their tables, and bounds checks their indices, in place.
 
-    AOTAutograd turns FBGEMM's writing operators into functions, which clone what they write, a whole table twice::
+    AOTAutograd turns FBGEMM's writing operators into functions, which clone what they write, a whole table twice.
+    What the pass changes::
 
-        rows = value('rows')  # i64[1]
-        ids = value('ids')  # i64[4]
-        offsets = value('offsets')  # i64[2]
-        warning = value('warning')  # i64[1]
-        written = auto_functionalized_v2(fbgemm.bounds_check_indices, rows, [ids, offsets, warning], ...)
-        getitem_1 = written[1]  # i64[4]
-        getitem_2 = written[2]  # i64[2]
-        getitem_3 = written[3]  # i64[1]
-        mul = aten.mul(getitem_1, 2)  # i64[4]
-        copy = aten.copy_.default(ids, getitem_1)  # i64[4]
-        copy_1 = aten.copy_.default(offsets, getitem_2)  # i64[2]
-        copy_2 = aten.copy_.default(warning, getitem_3)  # i64[1]
-        return mul  # PlainAOTOutput(idx=0)
-
-    With the pass::
-
-        rows = value('rows')  # i64[1]
-        ids = value('ids')  # i64[4]
-        offsets = value('offsets')  # i64[2]
-        warning = value('warning')  # i64[1]
-        bounds_check_indices = fbgemm.bounds_check_indices(rows, ids, offsets, warning, ...)
-        mul = aten.mul(ids, 2)  # i64[4]
-        return mul  # PlainAOTOutput(idx=0)
+          rows = value('rows')  # i64[1]
+          ids = value('ids')  # i64[4]
+          offsets = value('offsets')  # i64[2]
+          warning = value('warning')  # i64[1]
+        - written = auto_functionalized_v2(fbgemm.bounds_check_indices, rows, [ids, offsets, warning], ...)
+        - getitem_1 = written[1]  # i64[4]
+        - getitem_2 = written[2]  # i64[2]
+        - getitem_3 = written[3]  # i64[1]
+        - mul = aten.mul(getitem_1, 2)  # i64[4]
+        - copy = aten.copy_.default(ids, getitem_1)  # i64[4]
+        - copy_1 = aten.copy_.default(offsets, getitem_2)  # i64[2]
+        - copy_2 = aten.copy_.default(warning, getitem_3)  # i64[1]
+        + bounds_check_indices = fbgemm.bounds_check_indices(rows, ids, offsets, warning, ...)
+        + mul = aten.mul(ids, 2)  # i64[4]
+          return mul  # PlainAOTOutput(idx=0)
 
     A call writes in place where nobody after it reads what was there before (not even a collective that is under
     way), where the graph does not return that memory, and where an input, if it is one, changes anyway. Otherwise

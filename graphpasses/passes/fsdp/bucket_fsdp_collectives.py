@@ -167,63 +167,51 @@ def _check_layout(graph: TrainGraph, expected_layout: Layout) -> None:
 class BucketFSDPCollectives(GraphPass):
     """Launches one all-gather, one reduce-scatter and, with HSDP, one all-reduce per plan entry.
 
-    The traced graph gathers each parameter by itself::
+    The traced graph gathers each parameter by itself. The pass packs their shards and gathers once::
 
-        weight = parameter('layer.weight')  # f32[2, 4]
-        bias = parameter('layer.bias')  # f32[2]
-        weight_gathered = all_gather(weight, 2, group0)  # f32[4, 4]
-        weight_whole = wait(weight_gathered)  # f32[4, 4]
-        bias_gathered = all_gather(bias, 2, group0)  # f32[4]
-        bias_whole = wait(bias_gathered)  # f32[4]
-        return weight_whole, bias_whole  # whole weight, whole bias
+          weight = parameter('layer.weight')  # f32[2, 4]
+          bias = parameter('layer.bias')  # f32[2]
+        - weight_gathered = all_gather(weight, 2, group0)  # f32[4, 4]
+        - weight_whole = wait(weight_gathered)  # f32[4, 4]
+        - bias_gathered = all_gather(bias, 2, group0)  # f32[4]
+        - bias_whole = wait(bias_gathered)  # f32[4]
+        - return weight_whole, bias_whole  # whole weight, whole bias
+        + reshape = aten.reshape(weight, [-1])  # f32[8]
+        + reshape_1 = aten.reshape(bias, [-1])  # f32[2]
+        + cat = aten.cat([reshape, reshape_1])  # f32[10]
+        + gathered = all_gather(cat, 2, group0)  # f32[20]
+        + waited = wait(gathered)  # f32[20]
+        + view = aten.view(waited, [2, -1])  # f32[2, 10]
+        + split_with_sizes_copy = aten.split_with_sizes_copy(view, [8, 2], 1)
+        + getitem = split_with_sizes_copy[0]  # f32[2, 8]
+        + view_1 = aten.view(getitem, [4, 4])  # f32[4, 4]
+        + getitem_1 = split_with_sizes_copy[1]  # f32[2, 2]
+        + view_2 = aten.view(getitem_1, [4])  # f32[4]
+        + return view_1, view_2  # whole weight, whole bias
 
-    The pass packs their shards and gathers once::
+    Likewise it reduces each gradient by itself, in the order in which backward yields them. The pass packs them in
+    the plan's order and reduces once::
 
-        weight = parameter('layer.weight')  # f32[2, 4]
-        bias = parameter('layer.bias')  # f32[2]
-        reshape = aten.reshape(weight, [-1])  # f32[8]
-        reshape_1 = aten.reshape(bias, [-1])  # f32[2]
-        cat = aten.cat([reshape, reshape_1])  # f32[10]
-        gathered = all_gather(cat, 2, group0)  # f32[20]
-        waited = wait(gathered)  # f32[20]
-        view = aten.view(waited, [2, -1])  # f32[2, 10]
-        split_with_sizes_copy = aten.split_with_sizes_copy(view, [8, 2], 1)
-        getitem = split_with_sizes_copy[0]  # f32[2, 8]
-        view_1 = aten.view(getitem, [4, 4])  # f32[4, 4]
-        getitem_1 = split_with_sizes_copy[1]  # f32[2, 2]
-        view_2 = aten.view(getitem_1, [4])  # f32[4]
-        return view_1, view_2  # whole weight, whole bias
-
-    Likewise it reduces each gradient by itself, in the order in which backward yields them::
-
-        weight = parameter('layer.weight')  # f32[2, 4]
-        bias = parameter('layer.bias')  # f32[2]
-        of_weight = batch('of weight')  # f32[4, 4]
-        of_bias = batch('of bias')  # f32[4]
-        # backward
-        bias_scattered = reduce_scatter(of_bias, 'avg', 2, group0)  # f32[2]
-        bias_grad = wait(bias_scattered)  # f32[2]
-        weight_scattered = reduce_scatter(of_weight, 'avg', 2, group0)  # f32[2, 4]
-        weight_grad = wait(weight_scattered)  # f32[2, 4]
-        return bias_grad, weight_grad  # gradient of layer.bias, gradient of layer.weight
-
-    The pass packs them in the plan's order and reduces once::
-
-        weight = parameter('layer.weight')  # f32[2, 4]
-        bias = parameter('layer.bias')  # f32[2]
-        of_weight = batch('of weight')  # f32[4, 4]
-        of_bias = batch('of bias')  # f32[4]
-        # backward
-        chunk_cat = aten._chunk_cat([of_weight, of_bias], 0, 2)  # f32[2, 10]
-        scattered = reduce_scatter(chunk_cat, 'avg', 2, group0)  # f32[1, 10]
-        waited = wait(scattered)  # f32[1, 10]
-        view = aten.view(waited, [-1])  # f32[10]
-        split_with_sizes = aten.split_with_sizes(view, [8, 2])
-        getitem = split_with_sizes[0]  # f32[8]
-        view_1 = aten.view(getitem, [2, 4])  # f32[2, 4]
-        getitem_1 = split_with_sizes[1]  # f32[2]
-        view_2 = aten.view(getitem_1, [2])  # f32[2]
-        return view_2, view_1  # gradient of layer.bias, gradient of layer.weight
+          weight = parameter('layer.weight')  # f32[2, 4]
+          bias = parameter('layer.bias')  # f32[2]
+          of_weight = batch('of weight')  # f32[4, 4]
+          of_bias = batch('of bias')  # f32[4]
+          # backward
+        - bias_scattered = reduce_scatter(of_bias, 'avg', 2, group0)  # f32[2]
+        - bias_grad = wait(bias_scattered)  # f32[2]
+        - weight_scattered = reduce_scatter(of_weight, 'avg', 2, group0)  # f32[2, 4]
+        - weight_grad = wait(weight_scattered)  # f32[2, 4]
+        - return bias_grad, weight_grad  # gradient of layer.bias, gradient of layer.weight
+        + chunk_cat = aten._chunk_cat([of_weight, of_bias], 0, 2)  # f32[2, 10]
+        + scattered = reduce_scatter(chunk_cat, 'avg', 2, group0)  # f32[1, 10]
+        + waited = wait(scattered)  # f32[1, 10]
+        + view = aten.view(waited, [-1])  # f32[10]
+        + split_with_sizes = aten.split_with_sizes(view, [8, 2])
+        + getitem = split_with_sizes[0]  # f32[8]
+        + view_1 = aten.view(getitem, [2, 4])  # f32[2, 4]
+        + getitem_1 = split_with_sizes[1]  # f32[2]
+        + view_2 = aten.view(getitem_1, [2])  # f32[2]
+        + return view_2, view_1  # gradient of layer.bias, gradient of layer.weight
 
     With HSDP the all-reduce follows the reduce-scatter, as in FSDP2; the trace has it before.
 

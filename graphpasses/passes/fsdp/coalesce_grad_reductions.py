@@ -186,36 +186,27 @@ def _summand(reduction: GradReduction, after_cast: bool) -> fx.Node:
 class CoalesceGradReductions(GraphPass):
     """Adds the gradients of all uses of a parameter, then reduces the sum once.
 
-    Eager accumulates a tied or reused parameter's gradients on each rank, in the parameter's compute dtype
-    and in the order in which backward yields them, and reduces the total. The traced graph reduces each use
-    and adds afterwards, which rounds differently and costs one collective per use::
+    Eager accumulates a tied or reused parameter's gradients on each rank, in the parameter's compute dtype and in the
+    order in which backward yields them, and reduces the total. The traced graph reduces each use and adds afterwards,
+    which rounds differently and costs one collective per use. The pass adds first, before the cast to the dtype of
+    the reduction::
 
-        weight = parameter('weight')  # f32[2, 4]
-        x = batch('x')  # bf16[4, 4]
-        # backward
-        first = aten.mm(x, x)  # bf16[4, 4]
-        first_cast = aten._to_copy(first, dtype=f32)  # f32[4, 4]
-        first_scatter = reduce_scatter(first_cast, 'avg', 2, group0)  # f32[2, 4]
-        first_grad = wait(first_scatter)  # f32[2, 4]
-        second = aten.mm(first, x)  # bf16[4, 4]
-        second_cast = aten._to_copy(second, dtype=f32)  # f32[4, 4]
-        second_scatter = reduce_scatter(second_cast, 'avg', 2, group0)  # f32[2, 4]
-        second_grad = wait(second_scatter)  # f32[2, 4]
-        grad = aten.add(first_grad, second_grad)  # f32[2, 4]
-        return grad  # gradient of weight
-
-    The pass adds first, before the cast to the dtype of the reduction::
-
-        weight = parameter('weight')  # f32[2, 4]
-        x = batch('x')  # bf16[4, 4]
-        # backward
-        first = aten.mm(x, x)  # bf16[4, 4]
-        second = aten.mm(first, x)  # bf16[4, 4]
-        add = aten.add(first, second)  # bf16[4, 4]
-        second_cast = aten._to_copy(add, dtype=f32)  # f32[4, 4]
-        second_scatter = reduce_scatter(second_cast, 'avg', 2, group0)  # f32[2, 4]
-        second_grad = wait(second_scatter)  # f32[2, 4]
-        return second_grad  # gradient of weight
+          weight = parameter('weight')  # f32[2, 4]
+          x = batch('x')  # bf16[4, 4]
+          # backward
+          first = aten.mm(x, x)  # bf16[4, 4]
+        - first_cast = aten._to_copy(first, dtype=f32)  # f32[4, 4]
+        - first_scatter = reduce_scatter(first_cast, 'avg', 2, group0)  # f32[2, 4]
+        - first_grad = wait(first_scatter)  # f32[2, 4]
+          second = aten.mm(first, x)  # bf16[4, 4]
+        - second_cast = aten._to_copy(second, dtype=f32)  # f32[4, 4]
+        + add = aten.add(first, second)  # bf16[4, 4]
+        + second_cast = aten._to_copy(add, dtype=f32)  # f32[4, 4]
+          second_scatter = reduce_scatter(second_cast, 'avg', 2, group0)  # f32[2, 4]
+          second_grad = wait(second_scatter)  # f32[2, 4]
+        - grad = aten.add(first_grad, second_grad)  # f32[2, 4]
+        - return grad  # gradient of weight
+        + return second_grad  # gradient of weight
 
     Where one read has several uses, autograd has added their gradients; in eager, whose reads are one tensor, each
     use is added as it arrives, and so it is here.

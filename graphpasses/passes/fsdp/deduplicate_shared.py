@@ -58,26 +58,19 @@ def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
 class DeduplicateShared(GraphPass):
     """Computes once what a step shares: placeholders and unshard chains.
 
-    A tied parameter reaches the graph once per name, and a parameter that is read twice is gathered twice::
+    A tied parameter reaches the graph once per name, and a parameter that is read twice is gathered twice. The pass
+    keeps one placeholder and one all-gather::
 
-        emb = parameter('emb.weight')  # f32[2, 4]
-        head = parameter('head.weight', same_as='emb.weight')  # f32[2, 4]
-        emb_gathered = all_gather(emb, 2, group0)  # f32[4, 4]
-        emb_whole = wait(emb_gathered)  # f32[4, 4]
-        head_gathered = all_gather(head, 2, group0)  # f32[4, 4]
-        head_whole = wait(head_gathered)  # f32[4, 4]
-        scores = aten.mm(emb_whole, head_whole)  # f32[4, 4]
-        loss = aten.sum(scores)  # f32[]
-        return loss  # loss
-
-    The pass keeps one placeholder and one all-gather::
-
-        emb = parameter('emb.weight')  # f32[2, 4]
-        emb_gathered = all_gather(emb, 2, group0)  # f32[4, 4]
-        emb_whole = wait(emb_gathered)  # f32[4, 4]
-        scores = aten.mm(emb_whole, emb_whole)  # f32[4, 4]
-        loss = aten.sum(scores)  # f32[]
-        return loss  # loss
+          emb = parameter('emb.weight')  # f32[2, 4]
+        - head = parameter('head.weight', same_as='emb.weight')  # f32[2, 4]
+          emb_gathered = all_gather(emb, 2, group0)  # f32[4, 4]
+          emb_whole = wait(emb_gathered)  # f32[4, 4]
+        - head_gathered = all_gather(head, 2, group0)  # f32[4, 4]
+        - head_whole = wait(head_gathered)  # f32[4, 4]
+        - scores = aten.mm(emb_whole, head_whole)  # f32[4, 4]
+        + scores = aten.mm(emb_whole, emb_whole)  # f32[4, 4]
+          loss = aten.sum(scores)  # f32[]
+          return loss  # loss
 
     Chains whose value is written in place are left alone and noted. Where another runner owns the flat
     signature the repeated placeholders stay, unread. Gradients stay as they are: see

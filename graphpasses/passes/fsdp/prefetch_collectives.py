@@ -62,46 +62,28 @@ def _unpack_chain(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | N
 class PrefetchCollectives(GraphPass):
     """Overlaps collectives with compute, as FSDP2 does, by moving launches and waits; no value changes.
 
-    As traced, every collective is waited for at once::
+    As traced, every collective is waited for at once. The all-gather of the bucket that is used next is launched
+    before the wait for the current one. A reduce-scatter is waited for when the next one is about to be launched::
 
-        first = parameter('first')  # f32[2, 4]
-        second = parameter('second')  # f32[2, 4]
-        x = batch('x')  # f32[4, 4]
-        gather_first = all_gather(first, 2, group0)  # f32[4, 4]
-        first_whole = wait(gather_first)  # f32[4, 4]
-        y = aten.mm(x, first_whole)  # f32[4, 4]
-        gather_second = all_gather(second, 2, group0)  # f32[4, 4]
-        second_whole = wait(gather_second)  # f32[4, 4]
-        z = aten.mm(y, second_whole)  # f32[4, 4]
-        # backward
-        second_grads = aten.mm(y, z)  # f32[4, 4]
-        scatter_second = reduce_scatter(second_grads, 'avg', 2, group0)  # f32[2, 4]
-        second_grad = wait(scatter_second)  # f32[2, 4]
-        first_grads = aten.mm(x, second_whole)  # f32[4, 4]
-        scatter_first = reduce_scatter(first_grads, 'avg', 2, group0)  # f32[2, 4]
-        first_grad = wait(scatter_first)  # f32[2, 4]
-        return second_grad, first_grad  # gradient of second, gradient of first
-
-    The all-gather of the bucket that is used next is launched before the wait for the current one. A
-    reduce-scatter is waited for when the next one is about to be launched::
-
-        first = parameter('first')  # f32[2, 4]
-        second = parameter('second')  # f32[2, 4]
-        x = batch('x')  # f32[4, 4]
-        gather_first = all_gather(first, 2, group0)  # f32[4, 4]
-        gather_second = all_gather(second, 2, group0)  # f32[4, 4]
-        first_whole = wait(gather_first)  # f32[4, 4]
-        y = aten.mm(x, first_whole)  # f32[4, 4]
-        second_whole = wait(gather_second)  # f32[4, 4]
-        z = aten.mm(y, second_whole)  # f32[4, 4]
-        # backward
-        second_grads = aten.mm(y, z)  # f32[4, 4]
-        scatter_second = reduce_scatter(second_grads, 'avg', 2, group0)  # f32[2, 4]
-        first_grads = aten.mm(x, second_whole)  # f32[4, 4]
-        second_grad = wait(scatter_second)  # f32[2, 4]
-        scatter_first = reduce_scatter(first_grads, 'avg', 2, group0)  # f32[2, 4]
-        first_grad = wait(scatter_first)  # f32[2, 4]
-        return second_grad, first_grad  # gradient of second, gradient of first
+          first = parameter('first')  # f32[2, 4]
+          second = parameter('second')  # f32[2, 4]
+          x = batch('x')  # f32[4, 4]
+          gather_first = all_gather(first, 2, group0)  # f32[4, 4]
+        + gather_second = all_gather(second, 2, group0)  # f32[4, 4]
+          first_whole = wait(gather_first)  # f32[4, 4]
+          y = aten.mm(x, first_whole)  # f32[4, 4]
+        - gather_second = all_gather(second, 2, group0)  # f32[4, 4]
+          second_whole = wait(gather_second)  # f32[4, 4]
+          z = aten.mm(y, second_whole)  # f32[4, 4]
+          # backward
+          second_grads = aten.mm(y, z)  # f32[4, 4]
+          scatter_second = reduce_scatter(second_grads, 'avg', 2, group0)  # f32[2, 4]
+        + first_grads = aten.mm(x, second_whole)  # f32[4, 4]
+          second_grad = wait(scatter_second)  # f32[2, 4]
+        - first_grads = aten.mm(x, second_whole)  # f32[4, 4]
+          scatter_first = reduce_scatter(first_grads, 'avg', 2, group0)  # f32[2, 4]
+          first_grad = wait(scatter_first)  # f32[2, 4]
+          return second_grad, first_grad  # gradient of second, gradient of first
 
     An HSDP all-reduce is waited for one later, so that at most one of each holds its buffers. Gathers that depend on
     compute stay; so do reductions whose result the step computes with, such as those of tensor parallelism.

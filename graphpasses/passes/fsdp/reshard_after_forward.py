@@ -84,32 +84,21 @@ def _apply(graph: TrainGraph, plan: _Regather) -> None:
 class ReshardAfterForward(GraphPass):
     """Gathers the parameters of resharded buckets again before backward first reads them.
 
-    The traced graph keeps every unsharded parameter from forward to backward::
+    The traced graph keeps every unsharded parameter from forward to backward. FSDP2 frees a resharded group's after
+    forward, which saves memory and costs one more all-gather. The pass does the same::
 
-        weight = parameter('layer.weight')  # f32[2, 4]
-        x = batch('x')  # f32[3, 4]
-        gathered = all_gather(weight, 2, group0)  # f32[4, 4]
-        whole = wait(gathered)  # f32[4, 4]
-        y = aten.mm(x, whole)  # f32[3, 4]
-        loss = aten.sum(y)  # f32[]
-        # backward
-        grad = aten.mm(y, whole)  # f32[3, 4]
-        return loss, grad  # loss, x_grad
-
-    FSDP2 frees a resharded group's after forward, which saves memory and costs one more all-gather. The pass does the
-    same::
-
-        weight = parameter('layer.weight')  # f32[2, 4]
-        x = batch('x')  # f32[3, 4]
-        gathered = all_gather(weight, 2, group0)  # f32[4, 4]
-        whole = wait(gathered)  # f32[4, 4]
-        y = aten.mm(x, whole)  # f32[3, 4]
-        loss = aten.sum(y)  # f32[]
-        # backward
-        gathered_1 = all_gather(weight, 2, group0)  # f32[4, 4]
-        waited = wait(gathered_1)  # f32[4, 4]
-        grad = aten.mm(y, waited)  # f32[3, 4]
-        return loss, grad  # loss, x_grad
+          weight = parameter('layer.weight')  # f32[2, 4]
+          x = batch('x')  # f32[3, 4]
+          gathered = all_gather(weight, 2, group0)  # f32[4, 4]
+          whole = wait(gathered)  # f32[4, 4]
+          y = aten.mm(x, whole)  # f32[3, 4]
+          loss = aten.sum(y)  # f32[]
+          # backward
+        - grad = aten.mm(y, whole)  # f32[3, 4]
+        + gathered_1 = all_gather(weight, 2, group0)  # f32[4, 4]
+        + waited = wait(gathered_1)  # f32[4, 4]
+        + grad = aten.mm(y, waited)  # f32[3, 4]
+          return loss, grad  # loss, x_grad
 
     Parameters that backward does not read, such as an embedding's, are not gathered again (FSDP2 does, since
     it cannot know). Source: FSDP2's ``_fsdp_param_group.py``, ``post_forward`` and ``pre_backward``.

@@ -111,41 +111,26 @@ def _size(graph: TrainGraph, fqn: str) -> int:
 class UpdateInBackward(GraphPass):
     """Updates each parameter as soon as its gradient is there.
 
-    A step that was captured with an optimizer runs the update after its graph, when all gradients are there::
+    A step that was captured with an optimizer runs the update after its graph, when all gradients are there. Each
+    parameter's part of it moves to where its gradient is there and nothing reads the parameter any more. A step that
+    runs does not return gradients then, which are dead once they are used::
 
-        weight = parameter('weight')  # f32[2, 2]
-        batch_0 = batch('batch[0]')  # f32[3, 2]
-        t = aten.t(weight)  # f32[2, 2]
-        mm = aten.mm(batch_0, t)  # f32[3, 2]
-        sum = aten.sum(mm)  # f32[]
-        ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
-        # backward
-        expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
-        t_1 = aten.t(expand)  # f32[2, 3]
-        mm_1 = aten.mm(t_1, batch_0)  # f32[2, 2]
-        t_2 = aten.t(mm_1)  # f32[2, 2]
-        t_3 = aten.t(t_2)  # f32[2, 2]
-        return sum, t_3  # loss, gradient of weight
-
-    Each parameter's part of it moves to where its gradient is there and nothing reads the parameter any more. A step
-    that runs does not return gradients then, which are dead once they are used::
-
-        weight = parameter('weight')  # f32[2, 2]
-        batch_0 = batch('batch[0]')  # f32[3, 2]
-        lr_of_group_0 = learning_rate('group 0')  # zuf0
-        t = aten.t(weight)  # f32[2, 2]
-        mm = aten.mm(batch_0, t)  # f32[3, 2]
-        sum = aten.sum(mm)  # f32[]
-        ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
-        # backward
-        expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
-        t_1 = aten.t(expand)  # f32[2, 3]
-        mm_1 = aten.mm(t_1, batch_0)  # f32[2, 2]
-        t_2 = aten.t(mm_1)  # f32[2, 2]
-        t_3 = aten.t(t_2)  # f32[2, 2]
-        neg = operator.neg(lr_of_group_0)  # -zuf0
-        foreach_add = aten._foreach_add_.List([weight], [t_3], alpha=neg)
-        return sum, t_3  # loss, gradient of weight
+          weight = parameter('weight')  # f32[2, 2]
+          batch_0 = batch('batch[0]')  # f32[3, 2]
+        + lr_of_group_0 = learning_rate('group 0')  # zuf0
+          t = aten.t(weight)  # f32[2, 2]
+          mm = aten.mm(batch_0, t)  # f32[3, 2]
+          sum = aten.sum(mm)  # f32[]
+          ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
+          # backward
+          expand = aten.expand(ones_like, [3, 2])  # f32[3, 2]
+          t_1 = aten.t(expand)  # f32[2, 3]
+          mm_1 = aten.mm(t_1, batch_0)  # f32[2, 2]
+          t_2 = aten.t(mm_1)  # f32[2, 2]
+          t_3 = aten.t(t_2)  # f32[2, 2]
+        + neg = operator.neg(lr_of_group_0)  # -zuf0
+        + foreach_add = aten._foreach_add_.List([weight], [t_3], alpha=neg)
+          return sum, t_3  # loss, gradient of weight
 
     Lists of parameters are cut: what an operator does with an element of its lists does not depend on the others. A
     step that clips stays as it is, for clipping needs all gradients; as does one whose update needs several
