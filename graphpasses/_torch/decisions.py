@@ -38,6 +38,7 @@ __all__ = [
     "as_number",
     "bound_symbols",
     "decided_by_values",
+    "floats_stay_open",
     "is_size",
     "size_path",
     "value_at",
@@ -115,6 +116,24 @@ def decided_by_values(
         stack.enter_context(patch(proxy_tensor, "proxy_call", traced_call))
         stack.enter_context(sizes_decided_by(shape_env, decided))
         yield traced
+
+
+@contextmanager
+def floats_stay_open() -> Iterator[None]:
+    """Lets torch's own bookkeeping look at a float that is traced, and decide nothing by that.
+
+    DTensor asks arguments for their truth and their hash, and caches what has none by nothing.
+    """
+
+    def truth(number: torch.SymFloat) -> bool:
+        return bool(number != 0.0)
+
+    def refuse(number: torch.SymFloat) -> int:
+        raise TypeError("a float that is traced has no hash")
+
+    patch: Any = mock.patch.object
+    with patch(torch.SymFloat, "__bool__", truth), patch(torch.SymFloat, "__hash__", refuse):
+        yield
 
 
 def _traced(value: Any) -> Any:

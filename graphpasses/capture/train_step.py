@@ -66,7 +66,7 @@ def capture_train_step(
             plain values are fixed by the capture. But the numbers of ids and of samples of TorchRec's types may vary,
             as may dim 0 of a tensor beside them that has as many elements as they have samples.
         optimizer: AdamW, Adam, SGD or Adagrad: the step ends with its step, and with ``optimizer.zero_grad()``. It
-            reads learning rates and state when it runs: schedulers, ``load_state_dict`` and eager steps in between
+            reads hyperparameters and state when it runs: schedulers, ``load_state_dict`` and eager steps in between
             are followed. A step in which the optimizer makes its state is its own.
         clip_norm: largest norm of all gradients together, which are clipped to it before the optimizer's step as
             :func:`torch.nn.utils.clip_grad_norm_` does; None does not clip.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from graphpasses._torch.optimizers import lists_take_fakes
 from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.traced_result import inner_attrs
 from graphpasses.capture.tracer import find_tracer
+from graphpasses.capture.update_numbers import TracedNumbers
 from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, GraphInput, InputKind, get_state
@@ -69,7 +69,8 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
         with eager_paths(), lists_take_fakes():
             _check_shapes(source)
             state = source.state()
-            module, inputs = _trace(source, state)
+            numbers = TracedNumbers(optimizer)
+            module, inputs = _trace(source, state, numbers)
     except CaptureError:
         raise
     except Exception as error:
@@ -77,7 +78,7 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
             f"the step of {type(optimizer).__name__} fails while it is traced: {type(error).__name__}: {error}"
         ) from error
     names = {get_state(step.model, fqn): fqn for fqn, *_ in step.identity.parameters}
-    facts = OptimizerFacts.of(optimizer, names, state)
+    facts = OptimizerFacts.of(optimizer, names, state, numbers.decisions)
     return Update(
         module,
         inputs,
@@ -101,7 +102,9 @@ def _check_shapes(source: UpdateSource) -> None:
                 )
 
 
-def _trace(source: UpdateSource, state: State) -> tuple[fx.GraphModule, tuple[GraphInput, ...]]:
+def _trace(
+    source: UpdateSource, state: State, numbers: TracedNumbers
+) -> tuple[fx.GraphModule, tuple[GraphInput, ...]]:
     parameters = {fqn: parameter.detach() for fqn, parameter in source.parameters.items()}
     tensors = [
         (fqn, name)
@@ -109,7 +112,6 @@ def _trace(source: UpdateSource, state: State) -> tuple[fx.GraphModule, tuple[Gr
         for name, value in values.items()
         if isinstance(value, torch.Tensor)
     ]
-    rates = [_stand_in(index, group) for index, group in enumerate(source.optimizer.param_groups)]
 
     def update(*flat: Any) -> list[Any]:
         left = iter(flat)
@@ -117,31 +119,21 @@ def _trace(source: UpdateSource, state: State) -> tuple[fx.GraphModule, tuple[Gr
         of_state = {fqn: dict(values) for fqn, values in state.items()}
         for fqn, name in tensors:
             of_state[fqn][name] = next(left)
-        given = [next(left) if isinstance(rate, torch.Tensor) else rate for rate in rates]
-        of_rates = [
-            rate.item()
-            if isinstance(rate, torch.Tensor) and not isinstance(group["lr"], torch.Tensor)
-            else rate
-            for rate, group in zip(given, source.optimizer.param_groups, strict=True)
-        ]
-        source.step(of_parameters, of_gradients, of_state, of_rates)
+        with numbers.traced(left) as of_numbers:
+            source.step(of_parameters, of_gradients, of_state, of_numbers)
         return []
 
     traced = find_tracer()(update, None)(
         *parameters.values(),
         *map(like, parameters.values()),  # memory of their own
         *(state[fqn][name].detach() for fqn, name in tensors),
-        *(rate.detach() for rate in rates if isinstance(rate, torch.Tensor)),
+        *numbers.tensors,
     )
     items = [
         *(GraphInput(InputKind.PARAMETER, fqn) for fqn in parameters),
         *(GraphInput(InputKind.GRADIENT, fqn) for fqn in parameters),
         *(GraphInput(InputKind.OPTIMIZER_STATE, fqn, state=name) for fqn, name in tensors),
-        *(
-            GraphInput(InputKind.LEARNING_RATE, f"group {index}")
-            for index, rate in enumerate(rates)
-            if isinstance(rate, torch.Tensor)
-        ),
+        *numbers.inputs,
     ]
     layouts = traced.input_subclass_layouts
     inputs = [
@@ -150,56 +142,11 @@ def _trace(source: UpdateSource, state: State) -> tuple[fx.GraphModule, tuple[Gr
         for attr in inner_attrs(layouts.get(index), item.name)
     ]
     graph = copy_graph(traced.gm.graph)
-    _read_rates(graph, source.optimizer, inputs)
+    numbers.read(graph, inputs)
     for node in [each for each in graph.nodes if getattr(each.target, "namespace", "") == "profiler"][::-1]:
         graph.erase_node(node)
     graph.eliminate_dead_code()
     return lazy_module(traced.gm, graph), _drop_unread(graph, inputs)
-
-
-# ---- learning rates: the graph reads them as numbers --------------------------------------------------------------
-
-
-def _stand_in(index: int, group: Mapping[str, Any]) -> Any:
-    """Returns what takes the place of a group's learning rate while its step is traced.
-
-    A fused kernel takes a number, which the trace keeps as it is: it is a number by which it is found again. Other
-    steps compute with it in Python: there it is a number that a tensor holds, which is traced.
-    """
-    if isinstance(group["lr"], torch.Tensor):
-        return group["lr"]
-    if group.get("fused"):
-        return math.ldexp(1.0, -900 - index)
-    return torch.tensor(0.0, dtype=torch.float64)
-
-
-def _read_rates(graph: fx.Graph, optimizer: Optimizer, inputs: list[GraphInput]) -> None:
-    """Makes each learning rate that is a number an input of the graph."""
-    nodes = {
-        item.fqn: node
-        for item, node in zip(inputs, graph.find_nodes(op="placeholder"), strict=True)
-        if item.kind is InputKind.LEARNING_RATE
-    }
-    for index, group in enumerate(optimizer.param_groups):
-        name = f"group {index}"
-        if isinstance(group["lr"], torch.Tensor):
-            continue
-        if name in nodes:
-            for item in [*nodes[name].users]:
-                nodes[name].meta["val"] = item.meta["val"]
-                item.replace_all_uses_with(nodes[name])
-                graph.erase_node(item)
-            continue
-        mark = _stand_in(index, group)
-        calls = [node for node in graph.nodes if node.kwargs.get("lr") == mark]
-        if not calls:
-            continue
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            rate = graph.placeholder(f"lr_{index}")
-        rate.meta["val"] = mark
-        inputs.append(GraphInput(InputKind.LEARNING_RATE, name))
-        for node in calls:
-            node.kwargs = {**node.kwargs, "lr": rate}
 
 
 def _drop_unread(graph: fx.Graph, inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:

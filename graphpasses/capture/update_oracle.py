@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from graphpasses.graph import InputKind
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.update import Update
 from graphpasses.identity import same_bits
+from graphpasses.state.hyperparameters import Number, as_input, numbers_of
 
 __all__ = ["check_update"]
 
@@ -25,7 +26,8 @@ _Tensors = dict[str, torch.Tensor]
 def check_update(update: Update, source: UpdateSource) -> None:
     """Compares the bits of a traced update with those of the optimizer's own step; neither changes anything.
 
-    Both run on copies of parameters and state, at half the learning rate: what the trace took for a constant shows.
+    Both run on copies of parameters and state, at half of each number among the optimizer's hyperparameters: what the
+    trace took for a constant shows.
     Gradients are random numbers. The traced update runs whole, the optimizer's own step then for one parameter after
     the other, so that copies of all are held once. State that is not there is made by another step of the optimizer
     before.
@@ -36,7 +38,7 @@ def check_update(update: Update, source: UpdateSource) -> None:
     """
     consensus = RankConsensus.of_model(update.model)
     another = FidelityError("on another rank, the captured update and eager's part; its message says where")
-    rates = [group["lr"] * 0.5 for group in source.optimizer.param_groups]
+    numbers = _other_numbers(update)
     parts = source.parts()
     parameters: _Tensors = {}
     state: State = {}
@@ -46,33 +48,47 @@ def check_update(update: Update, source: UpdateSource) -> None:
             parameters.update(copies)
             state.update(of_part)
     with consensus.raised_together(another), torch.no_grad():
-        update.module(*_values(update, parameters, state, _random(source, source.parameters), rates))
+        update.module(*_values(update, parameters, state, _random(source, source.parameters), numbers))
     with consensus.raised_together(another), torch.no_grad():
         clipped = None if source.clip_norm is None else _clipped(source)
     with consensus.raised_together(another), torch.no_grad():
         for part in parts:
             copies, before = _copies_before(part, source)
             gradients = _random(source, copies) if clipped is None else {fqn: clipped[fqn] for fqn in copies}
-            expected = _own_step(part, copies, gradients, before, rates)
+            expected = _own_step(part, copies, gradients, before, numbers)
             _compare({fqn: parameters.pop(fqn) for fqn in copies}, copies, "parameter")
             for fqn, values in expected.items():
                 _compare(state.pop(fqn), values, f"optimizer state of {fqn!r}:")
+
+
+def _other_numbers(update: Update) -> dict[Number, Any]:
+    """Returns half of each number, where the optimizer does with it what it does with the number."""
+    numbers = numbers_of(update.optimizer)
+    other = {number: value * 0.5 for number, value in numbers.items()}
+    for decision in update.facts.decisions:
+        if not decision.holds(other):
+            other |= {number: numbers[number] for number in decision.numbers}
+    return other
 
 
 def _copies_before(part: UpdateSource, whole: UpdateSource) -> tuple[_Tensors, State]:
     """Returns the same at each call: copies of a part's parameters, and of their state."""
     state = {fqn: _copies(values) for fqn, values in part.live_state().items()}
     if not all(state.values()):
-        rates = [group["lr"] for group in part.optimizer.param_groups]
-        state = _own_step(part, _copies(part.parameters), _random(whole, part.parameters), state, rates)
+        numbers = numbers_of(part.optimizer)
+        state = _own_step(part, _copies(part.parameters), _random(whole, part.parameters), state, numbers)
     return _copies(part.parameters), state
 
 
 def _own_step(
-    part: UpdateSource, parameters: _Tensors, gradients: _Tensors, state: State, rates: Sequence[Any]
+    part: UpdateSource,
+    parameters: _Tensors,
+    gradients: _Tensors,
+    state: State,
+    numbers: Mapping[Number, Any],
 ) -> State:
     try:
-        return part.step(parameters, gradients, state, rates)
+        return part.step(parameters, gradients, state, numbers)
     except Exception as error:
         raise CaptureError(f"the optimizer's own step fails: {type(error).__name__}: {error}") from error
     finally:
@@ -91,13 +107,13 @@ def _values(
     parameters: Mapping[str, torch.Tensor],
     state: State,
     gradients: Mapping[str, torch.Tensor],
-    rates: Sequence[Any],
+    numbers: Mapping[Number, Any],
 ) -> list[Any]:
     values: list[Any] = []
     for item in update.inputs:
         value: Any
-        if item.kind is InputKind.LEARNING_RATE:
-            value = rates[int(item.fqn.removeprefix("group "))]
+        if item.kind is InputKind.HYPERPARAMETER:
+            value = as_input(numbers[item.group, item.state])
         elif item.kind is InputKind.OPTIMIZER_STATE:
             value = state[item.fqn][item.state]
         else:

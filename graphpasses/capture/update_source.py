@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.optimizers import shadow_of
+from graphpasses.state.hyperparameters import Number, numbers_of, with_numbers
 
 __all__ = ["State", "UpdateSource", "like"]
 
@@ -34,18 +35,21 @@ class UpdateSource:
         parameters: Mapping[str, torch.Tensor],
         gradients: Mapping[str, torch.Tensor],
         state: State,
-        rates: Sequence[Any],
+        numbers: Mapping[Number, Any],
     ) -> State:
         """Runs torch's own code on other tensors; returns the optimizer's state after it.
 
-        Parameters and gradients are by FQN; the gradients of the parameters become these. ``rates`` are the learning
-        rates of the groups.
+        Parameters and gradients are by FQN; the gradients of the parameters become these. ``numbers`` take the places
+        of the optimizer's.
         """
         self.clip(parameters, gradients)
         shadow = shadow_of(self.optimizer)
         shadow.param_groups = [
-            {**group, "params": [parameters[fqn] for fqn in fqns], "lr": rate}
-            for group, fqns, rate in zip(self.optimizer.param_groups, self.groups, rates, strict=True)
+            {
+                **with_numbers(group, {name: value for (i, name), value in numbers.items() if i == index}),
+                "params": [parameters[fqn] for fqn in fqns],
+            }
+            for index, (group, fqns) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True))
         ]
         shadow.state = defaultdict(dict, {parameters[fqn]: dict(values) for fqn, values in state.items()})
         shadow.step()
@@ -100,9 +104,8 @@ class UpdateSource:
         given = {fqn: {name: fake(value) for name, value in values.items()} for fqn, values in live.items()}
         with mode:
             gradients = {fqn: torch.empty_like(parameter) for fqn, parameter in parameters.items()}
-            made = self.step(
-                parameters, gradients, given, [fake(g["lr"]) for g in self.optimizer.param_groups]
-            )
+            numbers = {number: fake(value) for number, value in numbers_of(self.optimizer).items()}
+            made = self.step(parameters, gradients, given, numbers)
         return {
             fqn: live[fqn] or {name: like(value) for name, value in values.items()}
             for fqn, values in made.items()

@@ -34,7 +34,7 @@ class InputKind(enum.Enum):
     TANGENT = "tangent"  # the gradient of an output of the forward pass: there is none before that is over
     VALUE = "value"  # anything else: a module's unregistered tensor, a size, what forward saved
     OPTIMIZER_STATE = "optimizer state"  # a tensor that the optimizer keeps for a parameter
-    LEARNING_RATE = "learning rate"  # of a group of the optimizer: a number, or a tensor
+    HYPERPARAMETER = "hyperparameter"  # of a group of the optimizer: a number, or a tensor
     GRADIENT = "gradient"  # what the graph of an update alone reads
 
 
@@ -57,12 +57,18 @@ class GraphInput:
     # ``""`` for the tensor itself; for a DTensor, the part that this placeholder carries: ``"_local_tensor"``
     # or ``"device_mesh"``.
     attr: str = ""
-    state: str = ""  # of a parameter's optimizer state its name, e.g. ``"exp_avg"``; else empty
+    # The name of a parameter's optimizer state, e.g. ``"exp_avg"``, or of a hyperparameter, e.g. ``"betas[0]"``.
+    state: str = ""
 
     @property
     def name(self) -> str:
         """A readable name, e.g. ``parameter 'weight'`` or ``optimizer state 'exp_avg' of 'weight'``."""
         return f"{self.kind.value} {f'{self.state!r} of ' if self.state else ''}{self.fqn!r}"
+
+    @property
+    def group(self) -> int:
+        """Of a hyperparameter the index of its group in the optimizer."""
+        return int(self.fqn.removeprefix("group "))
 
     @property
     def is_state(self) -> bool:

@@ -14,6 +14,7 @@ from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.optimizers import note_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, InputKind
+from graphpasses.state.hyperparameters import Number, as_input, numbers_of
 from graphpasses.state.optimizer import OptimizerFacts
 
 __all__ = ["Update"]
@@ -26,7 +27,7 @@ class Update:
     # The graph: clipping, and the optimizer's step, except for parameters that are no longer in it; it returns
     # nothing.
     module: fx.GraphModule
-    # What each placeholder carries: gradients, parameters, the optimizer's state, learning rates.
+    # What each placeholder carries: gradients, parameters, the optimizer's state, hyperparameters.
     inputs: tuple[GraphInput, ...]
     facts: OptimizerFacts  # what the graph takes for granted of the optimizer; each call checks it
     clip_norm: float | None  # the norm to which all gradients together are clipped; None if they are not
@@ -87,9 +88,14 @@ class Update:
             in_step=self.in_step.union(fqns),
         )
 
+    def with_fixed(self, groups: Collection[int]) -> Update:
+        """Returns the update for a step that has built in the numbers of some groups, but for their lr."""
+        return replace(self, facts=self.facts.fixed(groups))
+
     def values(self, inputs: Sequence[GraphInput], parameters: Mapping[str, torch.Tensor]) -> list[Any]:
         """Returns what inputs carry now."""
-        return [self._value(item, parameters) for item in inputs]
+        numbers = numbers_of(self.optimizer)
+        return [self._value(item, parameters, numbers) for item in inputs]
 
     def run(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Clips the gradients of the live model and updates its parameters; their gradients are gone then."""
@@ -110,10 +116,11 @@ class Update:
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _value(self, item: GraphInput, parameters: Mapping[str, torch.Tensor]) -> Any:
-        if item.kind is InputKind.LEARNING_RATE:
-            rate = self.optimizer.param_groups[int(item.fqn.removeprefix("group "))]["lr"]
-            return rate if isinstance(rate, torch.Tensor) else float(rate)
+    def _value(
+        self, item: GraphInput, parameters: Mapping[str, torch.Tensor], numbers: Mapping[Number, Any]
+    ) -> Any:
+        if item.kind is InputKind.HYPERPARAMETER:
+            return as_input(numbers[item.group, item.state])
         value: Any = parameters[item.fqn]
         if item.kind is InputKind.GRADIENT:
             value = value.grad

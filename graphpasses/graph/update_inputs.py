@@ -22,7 +22,7 @@ def add_update_input(graph: TrainGraph, item: GraphInput, node: fx.Node) -> fx.N
     assert mode is not None
     assert mode.shape_env is not None
     with graph.graph.inserting_before(placeholders[-1].next):
-        made = graph.graph.placeholder(re.sub(r"\W", "_", f"{item.state or 'lr'}_of_{item.fqn}"))
+        made = graph.graph.placeholder(re.sub(r"\W", "_", f"{item.state}_of_{item.fqn}"))
     graph.inputs += (item,)
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):

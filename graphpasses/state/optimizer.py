@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from graphpasses._torch.optimizers import runs_hooks
 from graphpasses.errors import CaptureError
+from graphpasses.state.hyperparameters import Number, NumberDecision, kinds_of, numbers_of
 from graphpasses.state.slots import AGAIN
 
 __all__ = ["CAPTURED_OPTIMIZERS", "OptimizerFacts", "check_optimizer"]
@@ -33,19 +34,23 @@ _Facts: TypeAlias = tuple[object, ...]
 class OptimizerFacts:
     """Facts about an optimizer that the graph of its update has built in.
 
-    Learning rates, and the state's values, are no such facts: the update reads them when it runs.
+    Numbers among the hyperparameters, and the state's values, are no such facts: the update reads them when it runs.
 
     Args:
         optimizer: the live optimizer.
         groups: by group, the names of its parameters: FQNs, or e.g. ``"parameter 0 of group 1"`` of one that the
             model does not have.
-        hyperparameters: by group.
+        hyperparameters: by group, what is built in of each: that it is a number, or its value.
+        numbers: the numbers of all groups when they were read.
+        decisions: what was decided by them.
         state: by FQN of each parameter that is updated, and by name: a tensor's facts, or a value.
     """
 
     optimizer: Optimizer
     groups: tuple[tuple[str, ...], ...]
-    hyperparameters: tuple[Mapping[str, object], ...]
+    hyperparameters: tuple[Mapping[str, str], ...]
+    numbers: Mapping[Number, Any]
+    decisions: tuple[NumberDecision, ...]
     state: Mapping[str, Mapping[str, _Facts]]
 
     @classmethod
@@ -54,14 +59,27 @@ class OptimizerFacts:
         optimizer: Optimizer,
         names: Mapping[torch.Tensor, str],
         state: Mapping[str, Mapping[str, object]],
+        decisions: Sequence[NumberDecision] = (),
     ) -> OptimizerFacts:
         """Reads an optimizer; ``names`` are the FQNs of the model's parameters, ``state`` is by FQN and name."""
         return cls(
             optimizer,
             tuple(tuple(_names(group, index, names)) for index, group in enumerate(optimizer.param_groups)),
-            tuple(_hyperparameters(optimizer, group) for group in optimizer.param_groups),
+            tuple(kinds_of(optimizer, group) for group in optimizer.param_groups),
+            numbers_of(optimizer),
+            tuple(decisions),
             {fqn: {name: _facts(value) for name, value in values.items()} for fqn, values in state.items()},
         )
+
+    def fixed(self, groups: Collection[int]) -> OptimizerFacts:
+        """Returns facts for a graph that has built in what the numbers of some groups are now, but for their lr."""
+        numbers = numbers_of(self.optimizer)
+
+        def fixed(number: Number) -> NumberDecision:
+            return NumberDecision((number,), lambda now: repr(now[number]) == repr(numbers[number]))
+
+        built_in = (number for number in numbers if number[0] in groups and number[1] != "lr")
+        return replace(self, decisions=(*self.decisions, *map(fixed, built_in)))
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Raises if the optimizer is not what it was: its update would go on as if it were.
@@ -107,14 +125,29 @@ class OptimizerFacts:
                 raise CaptureError(
                     f"group {index} of the optimizer held other parameters when the step was captured; {AGAIN}"
                 )
-            now = _hyperparameters(self.optimizer, group)
+            now = kinds_of(self.optimizer, group)
             for name in {**before, **now}:
                 if before.get(name) != now.get(name):
                     raise CaptureError(
                         f"{name!r} of the optimizer's group {index} was {before.get(name)} when the step was "
-                        f"captured, and is {now.get(name)} now; only learning rates may change. {AGAIN[0].upper()}"
+                        f"captured, and is {now.get(name)} now; only numbers may change. {AGAIN[0].upper()}"
                         f"{AGAIN[1:]}"
                     )
+        self._check_decisions()
+
+    def _check_decisions(self) -> None:
+        """Raises where a number is another, by which the update was decided to be what it is."""
+        now = numbers_of(self.optimizer)
+        for decision in self.decisions:
+            if decision.holds(now):
+                continue
+            changed = [each for each in decision.numbers if repr(now[each]) != repr(self.numbers[each])]
+            index, name = number = (changed or decision.numbers)[0]
+            raise CaptureError(
+                f"{name!r} of the optimizer's group {index} was {self.numbers[number]} when the step was captured, "
+                f"and is {now[number]} now: {type(self.optimizer).__name__} decides by it, and does something else "
+                f"than was captured; {AGAIN}"
+            )
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
@@ -169,17 +202,6 @@ def check_optimizer(optimizer: Optimizer) -> None:
 def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, str]) -> Iterator[str]:
     for place, parameter in enumerate(group["params"]):
         yield names.get(parameter, f"parameter {place} of group {index}")
-
-
-def _hyperparameters(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
-    """Returns what an update depends on, without learning rates; schedulers keep other things in a group, too."""
-    # Not by ==, for which 1 is 1.0 and True.
-    found = {name: repr(group.get(name)) for name in optimizer.defaults if name != "lr"}
-    return {**found, "kind of lr": _kind(group["lr"])}
-
-
-def _kind(rate: Any) -> str:
-    return f"a tensor, {_describe(_facts(rate))}" if isinstance(rate, torch.Tensor) else "a number"
 
 
 def _facts(value: object) -> _Facts:

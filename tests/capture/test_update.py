@@ -212,13 +212,13 @@ def test_inputs_have_names() -> None:
     names = [item.name for item in step.update.inputs]
     assert names[0] == "parameter '0.weight'"
     assert "optimizer state 'exp_avg' of '3.bias'" in names
-    assert names[-1] == "learning rate 'group 0'"
+    assert "hyperparameter 'betas[1]' of 'group 0'" in names
     kinds = {item.kind for item in step.update.inputs}
     assert kinds == {
         InputKind.PARAMETER,
         InputKind.GRADIENT,
         InputKind.OPTIMIZER_STATE,
-        InputKind.LEARNING_RATE,
+        InputKind.HYPERPARAMETER,
     }
 
 

@@ -167,8 +167,12 @@ def add_hook(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.register_step_post_hook(lambda *_: None)
 
 
-def change_eps(model: nn.Module, optimizer: Optimizer) -> None:
-    optimizer.param_groups[0]["eps"] = 1e-6
+def change_to_no_decay(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+
+
+def change_amsgrad(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["amsgrad"] = True
 
 
 def change_kind_of_rate(model: nn.Module, optimizer: Optimizer) -> None:
@@ -194,11 +198,13 @@ CHANGES: dict[Callable[[Any, Optimizer], None], str] = {
     add_parameter: "group 0 of the optimizer held other parameters when the step was captured; capture the step "
     "again, or undo the change",
     add_hook: REFUSED["hook"][1],
-    change_eps: "'eps' of the optimizer's group 0 was 1e-08 when the step was captured, and is 1e-06 now; only "
-    "learning rates may change. Capture the step again, or undo the change",
-    change_kind_of_rate: "'kind of lr' of the optimizer's group 0 was a number when the step was captured, and is a "
-    "tensor, [] torch.float32 on cpu, strides [] now; only learning rates may change. Capture the step again, or "
-    "undo the change",
+    change_to_no_decay: "'weight_decay' of the optimizer's group 0 was 0.01 when the step was captured, and is 0.0 "
+    "now: AdamW decides by it, and does something else than was captured; capture the step again, or undo the change",
+    change_amsgrad: "'amsgrad' of the optimizer's group 0 was False when the step was captured, and is True now; "
+    "only numbers may change. Capture the step again, or undo the change",
+    change_kind_of_rate: "'lr' of the optimizer's group 0 was a number when the step was captured, and is a "
+    "tensor, [] torch.float32 on cpu, strides [] now; only numbers may change. Capture the step again, or undo "
+    "the change",
     change_state: "state 'exp_avg' of '0.weight' in the optimizer was [4, 3] torch.float32 on cpu, strides [3, 1] "
     "when the step was captured, and is [4, 3] torch.float64 on cpu, strides [3, 1] now; load the state of this "
     "model and optimizer, or capture the step again",

@@ -87,9 +87,8 @@ def golden(p: GraphPass, graph: TrainGraph, after: TrainGraph | None = None, *, 
 
 def _diff(before: str, after: str) -> str:
     """Returns all lines of two graphs, those that go with ``-`` and those that come with ``+`` in front."""
-    texts = [text.splitlines(keepends=True) for text in (before, after)]
-    lines = [*difflib.unified_diff(*texts, n=len(before))][3:]
-    return "".join(f"{line[0]} {line[1:]}" for line in lines)
+    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), n=len(before))
+    return "".join(f"{line[0]} {line[1:]}" for line in [*lines][3:])
 
 
 def compiled(p: GraphPass, function: Callable[..., Any], *inputs: Any, stage: Stage) -> list[TrainGraph]:
@@ -120,9 +119,7 @@ class _After(Keep):
 def literal_blocks(cls: type) -> list[str]:
     """Returns the blocks behind ``::`` in a docstring, each with a newline at its end."""
     found = re.findall(r"::\n\n((?:(?: {4}.*)?\n)+)", inspect.cleandoc(cls.__doc__ or "") + "\n")
-    return [
-        "".join(line[4:] for line in block.strip("\n").splitlines(keepends=True)) + "\n" for block in found
-    ]
+    return ["".join(line[4:] for line in block.strip("\n").splitlines(True)) + "\n" for block in found]
 
 
 def show(graph: TrainGraph) -> str:

@@ -188,7 +188,7 @@ def _apply(graph: TrainGraph, update: Update, plans: list[TableUpdate]) -> None:
             add(GraphInput(InputKind.OPTIMIZER_STATE, plan.fqn, state=name)) for name in plan.form.states
         ]
         if plan.group not in rates:
-            rates[plan.group] = add(GraphInput(InputKind.LEARNING_RATE, f"group {plan.group}"))
+            rates[plan.group] = add(GraphInput(InputKind.HYPERPARAMETER, f"group {plan.group}", state="lr"))
         mode, has_end = plan.lookups[0].kind
         arguments = (
             plan.table,
@@ -223,7 +223,7 @@ class FuseTableUpdates(GraphPass):
 
           weight = parameter('weight')  # f32[10, 2]
           batch_0 = batch('batch[0]')  # i64[3]
-        + lr_of_group_0 = learning_rate('group 0')  # zuf0
+        + lr_of_group_0 = hyperparameter('group 0', 'lr')  # zuf0
           embedding = aten.embedding(weight, batch_0)  # f32[3, 2]
           sum = aten.sum(embedding)  # f32[]
           ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]
@@ -283,7 +283,7 @@ class FuseTableUpdates(GraphPass):
         without = graph.copy().module
         fqns = [plan.fqn for plan in plans]
         _apply(graph, update, plans)
-        graph.update = update.without(fqns, without)
+        graph.update = update.without(fqns, without).with_fixed({plan.group for plan in plans})
         if isinstance(graph, CapturedStep):
             graph.written |= frozenset(fqns)
         return len(plans)

@@ -34,7 +34,7 @@ def owners_of(update: Update) -> dict[fx.Node, Any] | str:
     owners: dict[fx.Node, Any] = {}
     placeholders = update.module.graph.find_nodes(op="placeholder")
     for item, node in zip(update.inputs, placeholders, strict=True):
-        owners[node] = None if item.kind is InputKind.LEARNING_RATE else item.fqn
+        owners[node] = None if item.kind is InputKind.HYPERPARAMETER else item.fqn
     for node in update.module.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue

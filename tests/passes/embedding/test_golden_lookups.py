@@ -255,7 +255,7 @@ def test_fuse_table_updates() -> None:
         """\
 weight = parameter('weight')  # f32[10, 2]
 batch_0 = batch('batch[0]')  # i64[3]
-lr_of_group_0 = learning_rate('group 0')  # zuf0
+lr_of_group_0 = hyperparameter('group 0', 'lr')  # zuf0
 embedding = aten.embedding(weight, batch_0)  # f32[3, 2]
 sum = aten.sum(embedding)  # f32[]
 ones_like = aten.ones_like(sum, pin_memory=False, memory_format=torch.preserve_format)  # f32[]

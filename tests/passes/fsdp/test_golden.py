@@ -252,7 +252,7 @@ def test_update_in_backward() -> None:
         """\
 weight = parameter('weight')  # f32[2, 2]
 batch_0 = batch('batch[0]')  # f32[3, 2]
-lr_of_group_0 = learning_rate('group 0')  # zuf0
+lr_of_group_0 = hyperparameter('group 0', 'lr')  # zuf0
 t = aten.t(weight)  # f32[2, 2]
 mm = aten.mm(batch_0, t)  # f32[3, 2]
 sum = aten.sum(mm)  # f32[]

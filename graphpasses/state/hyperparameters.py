@@ -1,0 +1,96 @@
+"""The numbers among an optimizer's hyperparameters: schedulers change them, and an update reads them when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["Number", "NumberDecision", "as_input", "is_number", "kinds_of", "numbers_of", "with_numbers"]
+
+Number: TypeAlias = tuple[int, str]
+"""Names a number: the index of its group, and e.g. ``"lr"`` or ``"betas[0]"``."""
+
+
+@dataclass(frozen=True)
+class NumberDecision:
+    """Something that an optimizer's code, or a pass, decided by numbers."""
+
+    numbers: tuple[Number, ...]
+    holds: Callable[[Mapping[Number, Any]], bool]  # whether it falls as it did, by the numbers of now
+
+
+def is_number(value: object) -> bool:
+    """Whether an update can read a value as a number when it runs: a float, or an int; not a bool.
+
+    Example:
+        >>> is_number(0.1), is_number(True), is_number(torch.tensor(0.1))
+        (True, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def as_input(value: Any) -> Any:
+    """Returns what a graph reads of a number, or of the tensor in its place."""
+    return value if isinstance(value, torch.Tensor) else float(value)
+
+
+def numbers_of(optimizer: Optimizer) -> dict[Number, Any]:
+    """Returns the numbers of all groups, and the tensors that take their places, by name.
+
+    What a group holds that is no hyperparameter of the optimizer, as schedulers keep there, is not among them.
+
+    Example:
+        >>> optimizer = torch.optim.Adam([torch.ones(1, requires_grad=True)], lr=0.1)
+        >>> numbers_of(optimizer)[0, "betas[1]"]
+        0.999
+    """
+    return {
+        (index, name): value
+        for index, group in enumerate(optimizer.param_groups)
+        for hyperparameter in optimizer.defaults
+        for name, value in _parts(hyperparameter, group.get(hyperparameter))
+        if is_number(value) or isinstance(value, torch.Tensor)
+    }
+
+
+def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group of an optimizer with other numbers, by name.
+
+    Example:
+        >>> with_numbers({"lr": 1.0, "betas": (0.9, 0.99)}, {"betas[0]": 0.5})
+        {'lr': 1.0, 'betas': (0.5, 0.99)}
+    """
+
+    def replaced(name: str, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and any(part in numbers for part, _ in _parts(name, value)):
+            return tuple(numbers.get(part, each) for part, each in _parts(name, value))
+        return numbers.get(name, value)
+
+    return {name: replaced(name, value) for name, value in group.items()}
+
+
+def kinds_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
+    """Returns by name of a hyperparameter what an update has built in of it: whether it is a number, or its value."""
+    return {name: _kind(group.get(name)) for name in optimizer.defaults}
+
+
+def _kind(value: Any) -> str:
+    if is_number(value):
+        return "a number"
+    if isinstance(value, torch.Tensor):
+        strides = f", strides {list(value.stride())}"
+        return f"a tensor, {list(value.shape)} {value.dtype} on {value.device}{strides}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_kind, value))})"
+    return repr(value)  # not by ==, for which 1 is True
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        yield from ((f"{name}[{place}]", each) for place, each in enumerate(value))
+    else:
+        yield name, value
