@@ -101,8 +101,8 @@ def channel_parts(
     shards = topology.num_ranks if collective == "reduce_scatter" else 1
     max_channels = num_channels(topology, shards * count * element_size)
     traffic_per_byte = {"reduce_scatter": topology.num_ranks, "all_reduce": 2, "reduce": 1}[collective]
-    if topology.protocol == "ll":
-        traffic_per_byte *= 4
+    if topology.protocol == "ll" and topology.hardware.at_least(2, 26):
+        traffic_per_byte *= 4  # since 2.26.2
     minimum = topology.cell_traffic
     per_channel = max(minimum, count * element_size * traffic_per_byte) // max_channels
     cell = _round_up(_ceil_div(minimum, traffic_per_byte), 16)

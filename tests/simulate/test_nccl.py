@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from graphpasses.simulate import (
+    Hardware,
     Topology,
     channel_parts,
     num_channels,
@@ -38,6 +39,22 @@ def test_channel_parts_against_known_values() -> None:
     assert large == [63488] * 15 + [47683]
     small = [len(part) for part in channel_parts(CLUSTER, "reduce_scatter", 20_000, 2)]
     assert small == [2048] * 9 + [1568]
+
+
+@pytest.mark.parametrize(
+    ("version", "sizes"),
+    [
+        ("2.23.4", [6144, 6144, 6144, 1568]),
+        ("2.25.1", [6144, 6144, 6144, 1568]),
+        ("2.26.2", [5120] * 3 + [4640]),
+    ],
+)
+def test_ll_counts_four_times_its_bytes_from_2_26_on(version: str, sizes: list[int]) -> None:
+    """Cells of 2048 elements before, 10 for four channels, 3 a channel; of 512 since then, 40, 10 a channel."""
+    topology = Topology(
+        4, gpus_per_node=2, num_channels=4, protocol="ll", hardware=Hardware(nccl_version=version)
+    )
+    assert [len(part) for part in channel_parts(topology, "reduce_scatter", 20_000, 2)] == sizes
 
 
 @pytest.mark.parametrize(
