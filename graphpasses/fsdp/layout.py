@@ -41,8 +41,8 @@ class LayoutEntry:
     numel: int  # elements of the whole, unpadded parameter; with tensor parallelism of this rank's part of it
     padded_numel: int  # elements that it takes in one rank's part of the bucket, padding included
     offset: int  # bytes from the start of one rank's part to its first element
-    shard_dim: int  # tensor dim that is sharded, which decides what elements a rank's part holds
-    dim_size: int = field(compare=False)  # size of that dim
+    shard_dim: int = 0  # tensor dim that is sharded, which decides what elements a rank's part holds
+    dim_size: int = field(default=0, compare=False)  # size of that dim; 0 where it is not known
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,6 @@ _GOLDEN = 0x9E3779B97F4A7C15
 # SplitMix64's finalizer: variant 13 of Stafford, "Better bit mixing", 2011.
 _MIX_1 = signed(0xBF58476D1CE4E5B9)
 _MIX_2 = signed(0x94D049BB133111EB)
-# First multiplier of MurmurHash3's fmix64 (Appleby, 2011).
-_MIX_3 = signed(0xFF51AFD7ED558CCD)
 
 
 def lanes(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Tensor:
@@ -45,14 +43,17 @@ def lanes(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) ->
 
         w = (p + 1) * GOLDEN
         h = splitmix64_finalizer(bits ^ w)          lane 0 = sum of h
-        g = xorshift32((h ^ w) * MIX_3)             lane 1 = sum of g
+        g = h * (h >> 32)                           lane 1 = sum of g
 
-    Every step from ``bits`` to ``h`` and from ``h`` to ``g`` is a bijection of 64-bit words for a fixed ``p``
-    (xor with a constant, multiplication by an odd number, xor with a logical right shift of itself). So a
-    change of **one** element always changes its ``h`` and its ``g``, hence both sums. And ``(p, bits)`` to
-    ``(bits ^ w, h ^ w)`` is one-to-one, so no two (position, value) pairs share both mixes' inputs.
+    ``>>`` copies the sign. Every step from ``bits`` to ``h`` is a bijection of 64-bit words for a fixed ``p`` (xor
+    with a constant, multiplication by an odd number, xor with a logical right shift of itself). So a change of
+    **one** element always changes its ``h``, hence lane 0. Changes of several elements that cancel in lane 0, as
+    flips of the same bit of two ``h`` do every second time, change each ``g`` by a product with the other half of
+    its ``h``: they cancel in lane 1 where these halves are equal, too.
 
-    How well the sums mix beyond that is measured in ``experiments/hash_bench``.
+    With words of 12 bits instead of 64 all changes of two elements can be counted: 2^-22.0 of them cancel in both
+    lanes, and 2^-22.4 with two random functions. ``experiments/hash_bench`` counts them, and measures how well the
+    sums mix beyond that.
 
     A sum does not depend on the order of its terms: the shards of a tensor may be hashed apart and added.
 
@@ -125,7 +126,7 @@ def _sums_of_runs(runs: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]
     scratch = torch.empty_like(mixed)
     # A difference of cumulative sums modulo 2^64 is the sum between.
     first = _mix_first(mixed, weyl, scratch).cumsum(0)
-    second = _mix_second(mixed, weyl, scratch).cumsum(0)
+    second = _mix_second(mixed, scratch).cumsum(0)
     ends = torch.tensor(stops, device=device) - 1
     sums = torch.stack([first[ends], second[ends]], dim=1)
     sums[1:] -= sums[:-1].clone()
@@ -140,10 +141,9 @@ def _mix_first(mixed: Tensor, weyl: Tensor, scratch: Tensor) -> Tensor:
     return _xor_shift(mixed, 31, scratch)
 
 
-def _mix_second(mixed: Tensor, weyl: Tensor, scratch: Tensor) -> Tensor:
+def _mix_second(mixed: Tensor, scratch: Tensor) -> Tensor:
     """Turns ``h`` into ``g``, in place."""
-    mixed.bitwise_xor_(weyl).mul_(_MIX_3)
-    return _xor_shift(mixed, 32, scratch)
+    return mixed.mul_(torch.bitwise_right_shift(mixed, 32, out=scratch))
 
 
 def _sum_of_mixes(words: Tensor, steps: Sequence[int], start: int) -> Tensor:
@@ -158,7 +158,7 @@ def _sum_of_mixes(words: Tensor, steps: Sequence[int], start: int) -> Tensor:
         _weyl(chunk_start, chunk_steps, inner, weyl)
         x[:size].view(shape).copy_(chunk)  # sign-extends; faster apart from the xor than with it
         total[0] += _mix_first(mixed, w[:size], shifted).sum()
-        total[1] += _mix_second(mixed, w[:size], shifted).sum()
+        total[1] += _mix_second(mixed, shifted).sum()
     return total
 
 

@@ -70,8 +70,9 @@ def tensor_hashes(
     What a hash promises, for tensors of one dtype and one global shape:
 
     - one changed element (one flipped bit, a NaN's payload, -0.0 for 0.0) **always** changes it;
-    - any other difference, such as two elements that change places, goes unseen with a probability of 2^-128
-      if the mixes are taken for random functions. That is a model, no proof and no defence against forgery.
+    - any other difference, such as two elements that change places, goes unseen with a probability of about
+      2^-126 if the differences do not know the hash: they come from training, hardware or mistakes. Who knows the
+      formula can compute tensors of equal hashes; it is no defence against forgery.
 
     A tensor that several ranks hold (``Replicate``, or a plain tensor while ``torch.distributed`` is
     initialised) counts once. Replicas that differ raise: a weighted sum in the same all-reduce shows it.

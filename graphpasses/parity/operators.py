@@ -15,7 +15,7 @@ from graphpasses.parity.run_file import json_line
 
 __all__ = ["OperatorStep", "operator_file", "read_operators", "recorded_steps"]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _FORMAT = "graphpasses-operators"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT_VERSION", "GRADIENT_NORM", "Loss", "Run", "RunHeader", "StepRecord", "read_run"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 GRADIENT_NORM = "(norm of all gradients)"
 """The name under which a trainer's norm is recorded, as if it were a gradient."""
 _FORMAT = "graphpasses-run"

@@ -235,7 +235,7 @@ def test_damaged_files(reference: Path, tmp_path: Path) -> None:
         ([*lines[:5], lines[5][:-9]], "ends in the midst of step 1: the run was cut short"),
         ([*lines[:5], b"{]\n"], "is damaged in line 6: it is not JSON"),
         ([*lines[:3], *lines[4:]], "is damaged in line 3"),
-        ([lines[0].replace(b'"version": 2', b'"version": 9'), *lines[1:]], "has format version 9, this"),
+        ([lines[0].replace(b'"version": 3', b'"version": 9'), *lines[1:]], "has format version 9, this"),
         (lines[1:], "holds no operators: its first line is not their header"),
     ):
         file.write_bytes(b"".join(content))

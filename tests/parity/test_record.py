@@ -192,7 +192,7 @@ def edited(path: Path, line: int, old: str, new: str) -> None:
 
 
 VERSION_2 = (
-    "has run format version 2, this graphpasses reads version 1: "
+    "has run format version 3, this graphpasses reads version 2: "
     "read it with the release that wrote it, or record it again"
 )
 DAMAGE = [
@@ -215,8 +215,8 @@ DAMAGE = [
     (0, '"run": ""', '"run": "', "is damaged in line 1: it is not JSON"),
     (
         0,
-        '"version": 1',
         '"version": 2',
+        '"version": 3',
         VERSION_2,
     ),
     (0, '"format"', '"kind"', "is no graphpasses run: its first line is not a run's header"),
