@@ -18,7 +18,10 @@ def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 def group_store(group: dist.ProcessGroup) -> Any:
     """Returns the store of ``group``, over a connection of its own: who waits there keeps nobody else waiting."""
-    return distributed_c10d._get_process_group_store(group).clone()  # type: ignore[attr-defined]
+    store: Any = distributed_c10d._get_process_group_store(group)
+    own = store.clone()
+    own.set_timeout(store.timeout)  # which the copy of a FileStore forgets
+    return own
 
 
 def named_group(name: str) -> dist.ProcessGroup:
