@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-GapKind = Literal["torch", "seed", "model", "ranks", "steps", "tensors", "losses", "gradients"]
+GapKind = Literal["torch", "seed", "model", "ranks", "topology", "steps", "tensors", "losses", "gradients"]
 """What two runs may have recorded unalike."""
 GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)
 
@@ -99,8 +99,9 @@ def compare_runs(a: Run, b: Run, *, allow: Collection[str] = ()) -> Comparison:
         a: a run.
         b: another run of the same model.
         allow: kinds of gaps that are only noted: what the runs have in common decides whether they are equal. One or
-            more of :data:`GAP_KINDS`: other versions of "torch", "seed"s, "model"s or numbers of "ranks" (then each
-            rank's loss is not compared); "steps", "tensors", "losses" or "gradients" that only one run has.
+            more of :data:`GAP_KINDS`: other versions of "torch", "seed"s, "model"s, a "topology" or numbers of
+            "ranks" (then each rank's loss is not compared); "steps", "tensors", "losses" or "gradients" of one
+            run alone.
 
     Returns:
         The first difference, or that there is none in what both have.
@@ -179,6 +180,13 @@ def _gaps_of_runs(a: Run, b: Run) -> list[Gap]:
                 "ranks",
                 f"the runs have {x.world_size} and {y.world_size} ranks: "
                 "each rank's loss is not compared, weights and gradients are",
+            )
+        )
+    if x.topology != y.topology and x.topology and y.topology:
+        gaps.append(
+            Gap(
+                "topology",
+                f"the runs' clusters are {dict(x.topology)} and {dict(y.topology)}: sums may be others",
             )
         )
     for name, run, other in (("A", a, b), ("B", b, a)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -30,6 +31,9 @@ GRADIENT_NORM = "(norm of all gradients)"
 _FORMAT = "graphpasses-run"
 # Every run file starts with these bytes, whatever its version.
 _MAGIC = b'{"format": "' + _FORMAT.encode() + b'", "version": '
+
+_HASH = re.compile("[0-9a-f]{32}")
+_BITS = re.compile("(?:[0-9a-f]{2})+")
 
 JSON: TypeAlias = Any
 
@@ -160,7 +164,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
             if "passes" in record:
                 passes = _passes_from(record["passes"], record["proofs"])
                 continue
-            step = _step_from(record)
+            step = _step_from(record, header.world_size)
             if steps and step.step <= steps[-1].step:
                 raise ValueError(f"step {step.step} follows step {steps[-1].step}")
             steps.append(step)
@@ -205,23 +209,45 @@ def _layout_from(data: JSON) -> Layout:
 
 
 def _parse(line: bytes) -> dict[str, JSON]:
-    record = json.loads(line)
+    record = json.loads(line, object_pairs_hook=_unique, parse_constant=_no_number)
     if not isinstance(record, dict):
         raise ValueError("it is not a JSON object")
     return record
 
 
-def _step_from(record: dict[str, JSON]) -> StepRecord:
-    loss = record["loss"]
-    step = record["step"]
+def _unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"it has the number {text}, which is not JSON")
+
+
+def _step_from(record: dict[str, JSON], world_size: int) -> StepRecord:
+    step, loss = record["step"], record["loss"]
     if type(step) is not int:
         raise ValueError(f"its step is {step!r}, not a number")
-    return StepRecord(
-        step=step,
-        loss=loss and Loss(loss["dtype"], tuple(loss["bits"]), tuple(loss["values"])),
-        weights=dict(record["weights"].items()),
-        gradients=dict(record["gradients"].items()),
-    )
+    weights, gradients = dict(record["weights"].items()), dict(record["gradients"].items())
+    for name, digest in (
+        *weights.items(),
+        *((name, each) for name, each in gradients.items() if each is not None),
+    ):
+        if not (isinstance(digest, str) and _HASH.fullmatch(digest)):
+            raise ValueError(f"the hash of {name!r} is {digest!r}, not 32 hexadecimal digits")
+    return StepRecord(step, loss and _loss_from(loss, world_size), weights, gradients)
+
+
+def _loss_from(data: JSON, world_size: int) -> Loss:
+    loss = Loss(data["dtype"], tuple(data["bits"]), tuple(data["values"]))
+    if not len(loss.bits) == len(loss.values) == world_size:
+        raise ValueError(f"it has losses of {len(loss.bits)} ranks, and the run has {world_size}")
+    if wrong := [each for each in loss.bits if not (isinstance(each, str) and _BITS.fullmatch(each))]:
+        raise ValueError(f"the bits of a loss are {wrong[0]!r}, not hexadecimal digits")
+    return loss
 
 
 def _passes_from(data: JSON, proofs: Mapping[str, str]) -> Mapping[str, PipelineReport]:

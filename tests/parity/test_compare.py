@@ -14,7 +14,7 @@ from graphpasses.parity import Loss, Run, RunHeader, StepRecord, compare_runs
 from graphpasses.parity.compare import GAP_KINDS, Gap, GapKind, StepDifference, step_differences
 from graphpasses.parity.report import comparison_to_json
 
-HEADER = RunHeader(torch="2.13.0", world_size=2, run="eager", seed=0)
+HEADER = RunHeader(torch="2.13.0", world_size=2, run="eager", seed=0, topology={"nodes": 1})
 
 
 def layout(*fqns: str) -> Layout:
@@ -149,6 +149,11 @@ NO_GRADIENTS = {"a": None, "b": None, "frozen": None}
             run_of(*STEPS, world_size=8),
             "the runs have 2 and 8 ranks: each rank's loss is not compared, weights and gradients are",
         ),
+        (
+            "topology",
+            run_of(*STEPS, topology={"nodes": 2}),
+            "the runs' clusters are {'nodes': 1} and {'nodes': 2}: sums may be others",
+        ),
         ("steps", run_of(*STEPS, complete=False), "run B was cut short: it has 3 steps, 0 to 2"),
         ("steps", run_of(*STEPS[:2]), "1 steps of run A are not in the other"),
         ("steps", run_of(*STEPS, step(3), step(4)), "2 steps of run B are not in the other"),
@@ -198,7 +203,8 @@ def test_what_can_be_allowed() -> None:
     with pytest.raises(CompareError) as error:
         compare_runs(run_of(*STEPS), run_of(*STEPS), allow=["step"])
     assert str(error.value) == (
-        "cannot allow 'step'; allow 'torch', 'seed', 'model', 'ranks', 'steps', 'tensors', 'losses', 'gradients'; "
+        "cannot allow 'step'; allow 'torch', 'seed', 'model', 'ranks', 'topology', 'steps', 'tensors', 'losses', "
+        "'gradients'; "
         "did you mean 'steps'?"
     )
 
