@@ -37,9 +37,7 @@ class ParameterInfo:
 def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, ParameterInfo]:
     """Returns facts about every parameter of ``model``, by canonical FQN.
 
-    Raises:
-        UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
-            parallelism.
+    Raises where one is sharded over several mesh axes otherwise than evenly by FSDP over tensor parallelism.
     """
     return {fqn: _parameter_info(fqn, get_state(model, fqn)) for fqn, *_ in identity.parameters}
 

@@ -22,17 +22,10 @@ _ARGUMENTS = ("inputs", "labels", "global_valid_tokens", "extra_kwargs")  # of g
 
 
 class TraceWatch:
-    """Replaces a trainer's ``train_context``, in which graph_trainer first traces and then runs its step.
-
-    Args:
-        trainer: a graph_trainer, which gets it.
-
-    Attributes:
-        snapshot: what the step was found to have built in while it was traced; None before.
-    """
+    """Replaces a trainer's ``train_context``, in which graph_trainer first traces and then runs its step."""
 
     def __init__(self, trainer: Any) -> None:
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None  # what the step was found to have built in while it was traced
         self._trainer = trainer
         self._context: Callable[[], AbstractContextManager[None]] = trainer.train_context
         trainer.train_context = self
