@@ -71,11 +71,8 @@ class CollectiveSequence:
         """Returns what all ranks agree on that share a group, or groups that share a rank.
 
         All ranks must call it in the same order. They exchange facts group after group, as along the axes of a
-        mesh, so what one rank knows reaches all. Facts are anything that can be pickled.
-
-        Raises:
-            AgreementError: the ranks launch different collectives; or this rank compiles again, and its facts
-                contradict what was agreed. See also :func:`exchange`.
+        mesh, so what one rank knows reaches all. Facts are anything that can be pickled. Raises as :func:`exchange`,
+        and where this rank compiles again, and its facts contradict what was agreed.
         """
         agreed = facts
         for group in self.groups:

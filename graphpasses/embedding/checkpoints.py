@@ -25,10 +25,8 @@ def merge_repeated_keys(
     """Returns a state_dict in which each tensor has its module's first name.
 
     All ranks must have the same keys, which use any names of the modules. ``canonical`` maps second names of modules
-    to first ones. The ranks of ``group`` hold parts of the tensors; None if there is only one rank.
-
-    Raises:
-        CheckpointError: names of one module have tensors that differ, on any rank.
+    to first ones. The ranks of ``group`` hold parts of the tensors; None if there is only one rank. Raises where
+    names of one module have tensors that differ, on any rank.
     """
     merged: OrderedDict[str, Any] = OrderedDict()
     first_keys: dict[str, str] = {}

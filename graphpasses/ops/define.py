@@ -42,15 +42,11 @@ def define_operator(
         >>> x.grad
         tensor([2., 2.])
     """
-    name, _, signature = schema.partition("(")
-    full_name = f"graphpasses::{name}"
-    tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if draws else ()))
-    torch.library.define(full_name, f"({signature}", tags=tags)
-    torch.library.impl(full_name, "default", reference)
-    torch.library.register_fake(full_name, fake)
+    tags = (torch.Tag.nondeterministic_seeded,) if draws else ()
+    name, operator = _define(schema, "default", reference, *tags)
+    torch.library.register_fake(name, fake)
     if backward is not None:
-        torch.library.register_autograd(full_name, backward, setup_context=save)
-    operator: Callable[..., Any] = getattr(torch.ops.graphpasses, name).default
+        torch.library.register_autograd(name, backward, setup_context=save)
     return operator
 
 
@@ -67,9 +63,15 @@ def define_composite_operator(schema: str, function: Callable[..., Any]) -> Call
         >>> x.grad
         tensor([6.])
     """
+    return _define(schema, "CompositeImplicitAutograd", function)[1]
+
+
+def _define(
+    schema: str, kind: str, function: Callable[..., Any], *tags: torch.Tag
+) -> tuple[str, Callable[..., Any]]:
     name, _, signature = schema.partition("(")
     full_name = f"graphpasses::{name}"
-    torch.library.define(full_name, f"({signature}", tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(full_name, "CompositeImplicitAutograd", function)
+    torch.library.define(full_name, f"({signature}", tags=(torch.Tag.pt2_compliant_tag, *tags))
+    torch.library.impl(full_name, kind, function)
     operator: Callable[..., Any] = getattr(torch.ops.graphpasses, name).default
-    return operator
+    return full_name, operator

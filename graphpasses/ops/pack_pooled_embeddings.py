@@ -23,12 +23,8 @@ __all__ = ["PACK_POOLED_EMBEDDINGS", "pack_pooled_embeddings"]
 def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
     """Packs what is sent to each rank: its pieces side by side, row for row.
 
-    Args:
-        pieces: [rows, dims] each, of one dtype and one number of rows; rank after rank.
-        num_pieces: per rank: how many of the pieces it gets.
-
-    Returns:
-        1-D: for each rank, [rows, dims of its pieces] flattened.
+    ``pieces`` are [rows, dims] each, of one dtype and number of rows, rank after rank; ``num_pieces`` says how many
+    each rank gets. The result is 1-D: for each rank [rows, dims of its pieces], flattened.
 
     Example:
         >>> a, b = torch.tensor([[1], [2]]), torch.tensor([[3], [4]])

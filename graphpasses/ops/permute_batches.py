@@ -21,15 +21,9 @@ def permute_batches(
 ) -> list[Tensor]:
     """Permutes (rank, feature) parts of jagged tensors, each part with a row per sample of that rank's batch.
 
-    Args:
-        tensors: lengths, integer [rows]; the values of all rows, [sum(lengths)]; and weights like values, or none.
-        permute: which part comes where, int32 [len(batch_sizes) * num_local_features]; before it, parts are in
-            rank-major order.
-        batch_sizes: per rank.
-        is_inverse: undo the permutation instead.
-
-    Returns:
-        The permuted tensors. Gradients of values and weights are permuted back.
+    ``tensors`` are lengths, integer [rows]; the values of all rows, [sum(lengths)]; and maybe weights like values.
+    ``permute`` says which part of the rank-major order comes where, int32 [len(batch_sizes) * num_local_features];
+    ``is_inverse`` undoes it. Gradients of values and weights are permuted back.
 
     Example:
         >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
@@ -92,16 +86,10 @@ PERMUTE_BATCHES = define_operator(
 def permute_sequences(
     embeddings: Tensor, lengths: Tensor, permute: Tensor, batch_sizes: Sequence[int]
 ) -> Tensor:
-    """Undoes the permutation of (rank, feature) parts for embeddings of sequences.
+    """Undoes the permutation of (rank, feature) parts for embeddings of sequences, [sum(lengths), dim], float.
 
-    Args:
-        embeddings: [sum(lengths), dim], float.
-        lengths: integer [rows], as permuted.
-        permute: as for :func:`permute_batches`.
-        batch_sizes: per rank.
-
-    Returns:
-        The embeddings in rank-major order, with a gradient.
+    ``lengths`` are integer [rows], as permuted; the rest is as for :func:`permute_batches`. The result has a
+    gradient.
 
     Example:
         >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm

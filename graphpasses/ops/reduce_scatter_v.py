@@ -19,17 +19,10 @@ __all__ = ["REDUCE_SCATTER_V", "gather_parts", "reduce_scatter_v"]
 
 
 def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int) -> Tensor:
-    """Adds the ranks' tensors; each rank gets its part of the sum.
+    """Adds the ranks' tensors, [sum(splits), ...]; each rank gets its rows of the sum, [splits[rank], ...].
 
-    Args:
-        tensor: [sum(splits), ...].
-        splits: per rank of the group: how many rows it gets.
-        rank: this rank in the group.
-        group: the group's name, as functional collectives have it.
-        divisor: what gradients, which are gathered, are divided by.
-
-    Returns:
-        This rank's rows of the sum, [splits[rank], ...].
+    The group has the name that functional collectives know. Gradients, which are gathered, are divided by
+    ``divisor``.
 
     Example:
         >>> from graphpasses._torch.fake_process_group import fake_process_group

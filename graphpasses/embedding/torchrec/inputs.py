@@ -73,11 +73,7 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedIn
 
 
 def check_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks the key-jagged tensors of a model's first batch, as its sharded modules do in their first eager call.
-
-    Raises:
-        ValueError: from TorchRec: lengths, offsets, weights and values do not fit, or a key comes twice.
-    """
+    """Checks the key-jagged tensors of a model's first batch, as its sharded modules do in their first eager call."""
     module = sys.modules.get("torchrec.sparse.jagged_tensor")
     if module is None:
         return

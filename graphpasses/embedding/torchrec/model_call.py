@@ -40,13 +40,7 @@ class ModelCall:
         return self._ddp
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the compiled function.
-
-        Raises:
-            CaptureError: in the first call: FBGEMM cannot be loaded.
-            UnsupportedError: in the first call: this version of TorchRec, or a module of the model, is unsupported.
-            ValueError: in the first call: the lengths of a key-jagged tensor do not fit its values.
-        """
+        """Runs the compiled function; the first call refuses what it cannot compile."""
         is_first = self._ddp is None
         if is_first and "torchrec" in sys.modules:
             load_fbgemm()
