@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.sharded_tensor import ShardedTensor
+from graphpasses._torch.state_dict import ShardedTensor
 from graphpasses.errors import CheckpointError
 from graphpasses.identity import same_bits
 from graphpasses.text import did_you_mean

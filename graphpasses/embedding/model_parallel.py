@@ -20,8 +20,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from graphpasses._torch.group_copies import groups_are_kept
-from graphpasses._torch.state_dict import module_versions
+from graphpasses._torch.state_dict import groups_are_kept, module_versions
 from graphpasses.embedding.checkpoints import check_keys, check_shapes, keys_message, merge_repeated_keys
 from graphpasses.embedding.planner import fit_plan
 from graphpasses.embedding.planner import plan as make_plan

@@ -129,12 +129,10 @@ def join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
     return joined
 
 
-def _fake_join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
-    return parts[0].new_empty(num_rows, sum(part.size(1) for part in parts))
-
-
 JOIN_FEATURES = define_operator(
-    "join_features(Tensor[] parts, SymInt num_rows) -> Tensor", join_features, fake=_fake_join_features
+    "join_features(Tensor[] parts, SymInt num_rows) -> Tensor",
+    join_features,
+    fake=lambda parts, num_rows: parts[0].new_empty(num_rows, sum(part.size(1) for part in parts)),
 )
 
 
@@ -155,22 +153,14 @@ def split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[in
     ]
 
 
-def _fake_split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[int]) -> list[Tensor]:
-    return [pooled.new_empty(size, dim) for size, dim in zip(batch_sizes, dims, strict=True)]
-
-
 def _save_num_rows(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.num_rows = inputs[0].size(0)
-
-
-def _join_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor, None, None]:
-    return JOIN_FEATURES(gradients, ctx.num_rows), None, None
 
 
 SPLIT_FEATURES = define_operator(
     "split_features(Tensor pooled, int[] dims, SymInt[] batch_sizes) -> Tensor[]",
     split_features,
-    fake=_fake_split_features,
-    backward=_join_gradients,
+    fake=lambda pooled, dims, sizes: [pooled.new_empty(each) for each in zip(sizes, dims, strict=True)],
+    backward=lambda ctx, gradients: (JOIN_FEATURES(gradients, ctx.num_rows), None, None),
     save=_save_num_rows,
 )

@@ -44,12 +44,8 @@ def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) 
     return packed
 
 
-def _fake_pack(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
-    return pieces[0].new_empty(pieces[0].shape[0] * sum(piece.shape[1] for piece in pieces))
-
-
 PACK_POOLED_EMBEDDINGS = define_operator(
     "pack_pooled_embeddings(Tensor[] pieces, int[] num_pieces) -> Tensor",
     pack_pooled_embeddings,
-    fake=_fake_pack,
+    fake=lambda pieces, _: pieces[0].new_empty(pieces[0].shape[0] * sum(each.shape[1] for each in pieces)),
 )

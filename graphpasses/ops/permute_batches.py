@@ -57,12 +57,6 @@ def permute_batches(
     return [tensor.view(-1) for tensor in permuted[: len(tensors)]]
 
 
-def _fake_permute(
-    tensors: Sequence[Tensor], permute: Tensor, batch_sizes: Sequence[int], is_inverse: bool
-) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in tensors]
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, permute, ctx.batch_sizes, ctx.is_inverse = inputs
     ctx.save_for_backward(output[0], permute)
@@ -77,7 +71,7 @@ def _permute_back(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor | None
 PERMUTE_BATCHES = define_operator(
     "permute_batches(Tensor[] tensors, Tensor permute, SymInt[] batch_sizes, bool is_inverse) -> Tensor[]",
     permute_batches,
-    fake=_fake_permute,
+    fake=lambda tensors, *_: list(map(torch.empty_like, tensors)),
     backward=_permute_back,
     save=_save,
 )

@@ -38,12 +38,6 @@ def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: st
     return output
 
 
-def _fake_reduce_scatter(
-    tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int
-) -> Tensor:
-    return tensor.new_empty(splits[rank], *tensor.shape[1:])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ctx.splits, ctx.rank, ctx.group, ctx.divisor = inputs
 
@@ -66,7 +60,7 @@ def _gather(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]
 REDUCE_SCATTER_V = define_operator(
     "reduce_scatter_v(Tensor tensor, SymInt[] splits, int rank, str group, int divisor) -> Tensor",
     reduce_scatter_v,
-    fake=_fake_reduce_scatter,
+    fake=lambda tensor, splits, rank, *_: tensor.new_empty(splits[rank], *tensor.shape[1:]),
     backward=_gather,
     save=_save,
 )

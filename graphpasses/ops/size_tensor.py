@@ -22,12 +22,8 @@ def size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return torch.tensor(sizes, dtype=dtype, device=device)
 
 
-def _fake_size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(len(sizes), dtype=dtype, device=device)
-
-
 SIZE_TENSOR = define_operator(
     "size_tensor(SymInt[] sizes, ScalarType dtype, Device device) -> Tensor",
     size_tensor,
-    fake=_fake_size_tensor,
+    fake=lambda sizes, dtype, device: torch.empty(len(sizes), dtype=dtype, device=device),
 )

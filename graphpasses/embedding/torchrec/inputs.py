@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses._torch.dynamo_settings import mark_any_length, mark_varying
+from graphpasses._torch.dynamo import mark_any_length, mark_varying
 from graphpasses.ops.alias_tensors import alias_tensors
 
 __all__ = ["PreparedInputs", "check_inputs", "prepare_inputs"]

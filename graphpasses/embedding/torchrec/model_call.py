@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from graphpasses.embedding.torchrec.ddp_calls import DDPCalls, ddp_calls
+from graphpasses.embedding.torchrec.ddp_calls import DDPCalls
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.embedding.torchrec.input_dists import checks_inputs, needs_eager_call
 from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
@@ -36,7 +36,7 @@ class ModelCall:
     def ddp(self) -> DDPCalls:
         """What the model's DistributedDataParallel modules do."""
         if self._ddp is None:
-            self._ddp = ddp_calls(self._modules)
+            self._ddp = DDPCalls(self._modules)
         return self._ddp
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from graphpasses._torch.dynamo_settings import InternalTorchDynamoError, change_settings
-from graphpasses.embedding.torchrec.ddp_patches import DDP_PATCHES
+from graphpasses._torch.dynamo import InternalTorchDynamoError, change_settings
+from graphpasses.embedding.torchrec.ddp_calls import DDP_PATCHES
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
 from graphpasses.errors import GraphPassesError
 
