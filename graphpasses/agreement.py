@@ -25,8 +25,6 @@ from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 
-__all__ = ["CollectiveSequence", "Question", "breaks_class", "common_classes", "exchange", "is_alone"]
-
 F = TypeVar("F")  # the facts of one rank
 A = TypeVar("A")  # what the ranks agree on
 

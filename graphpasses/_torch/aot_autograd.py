@@ -17,8 +17,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from graphpasses._torch.decompose import decompose
 from graphpasses._torch.symbols import guessed_sizes
 
-__all__ = ["compile_aot_eager", "compile_inductor", "describe_input", "describe_output", "is_tangent"]
-
 Rewrite = Callable[[fx.GraphModule], None]
 Compiled = Callable[..., Any]
 Context = Callable[[], AbstractContextManager[Any]]

@@ -37,8 +37,6 @@ try:
 except ImportError as error:
     raise missing_api("torch.compile with graphpasses", error, "2.13 to 2.15") from error
 
-__all__ = ["Backend", "uncompiled"]
-
 Call = Callable[..., Any]
 # Given the function or module that is compiled, what Dynamo made of it, and the keywords that the user gave
 # ``torch.compile`` for the backend: the function to use instead.

@@ -17,8 +17,6 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from graphpasses._torch.operator_calls import OperatorCalls
 
-__all__ = ["EagerCalls", "unseen"]
-
 
 class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
     """Records the operators of eager, which takes no other path for it.

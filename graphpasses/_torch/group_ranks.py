@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["group_ranks", "group_store", "mesh_group_names", "named_group", "named_group_ranks"]
-
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Returns the global ranks of ``group``, in group order."""

@@ -46,8 +46,6 @@ from graphpasses._torch.operator_rules import (
 from graphpasses._torch.recorded_operator import Operator, Where
 from graphpasses._torch.tracing import outside_tracing
 
-__all__ = ["FORMULA", "OperatorCalls"]
-
 _WRAPPERS = 2  # functions that keep Dynamo from a mode: of `_fn` and `inner`. Tested: 2.13.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Functions that leave to C++ whether it adds in place: autograd's engine, and who calls `linear`. Tested: 2.13.

@@ -22,8 +22,6 @@ from graphpasses._torch.operator_rules import computes_nothing, copies_nothing
 from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses._torch.schemas import written_names
 
-__all__ = ["OperatorStream"]
-
 _GROUP_NAMES = ("group_name", "group")
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")

@@ -11,8 +11,6 @@ import torch
 # Python module (`set_python_module`) as the home of its fake kernels. torch 2.13.0.
 from torch._library import simple_registry
 
-__all__ = ["Rule", "TracingKernels", "below_autograd", "has_kernel", "operator_names"]
-
 # A kernel that reads the arguments of a call by their names in the operator's schema.
 Rule = Callable[[SimpleNamespace], Any]
 

@@ -26,8 +26,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
 from graphpasses._torch.schemas import is_tensor_subclass
 
-__all__ = ["TracedFunction", "trace_with_torch"]
-
 
 @dataclass(frozen=True)
 class _Subclass:

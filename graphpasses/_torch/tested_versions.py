@@ -6,8 +6,6 @@ import warnings
 
 import torch
 
-__all__ = ["warn_of_untested_torch"]
-
 TESTED = ("2.13", "2.14", "2.15")
 _IN_PART = ("2.11",)  # what experiments/gpu/README.md lists
 

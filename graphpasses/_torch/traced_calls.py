@@ -15,14 +15,6 @@ try:
 except ImportError as error:
     raise missing_api("a compiled TorchRec model", error, "2.13") from error
 
-__all__ = [
-    "ALL_TO_ALL_SINGLE",
-    "TENSOR_METADATA",
-    "read_size",
-    "traced_all_to_all_single",
-    "without_memory_format",
-]
-
 ALL_TO_ALL_SINGLE = "torch.distributed._functional_collectives:all_to_all_single"
 TENSOR_METADATA = "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata"
 

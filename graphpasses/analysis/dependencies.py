@@ -15,8 +15,6 @@ from torch import fx
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
 from graphpasses.analysis.effects import Effects, holds_tensor, storages
 
-__all__ = ["dependencies", "grad_modes", "place_nodes", "topological_sort"]
-
 T = TypeVar("T", bound=Hashable)
 
 # What calls read and write beside the memory of values.

@@ -16,8 +16,6 @@ from graphpasses.errors import CheckpointError
 from graphpasses.identity import same_bits
 from graphpasses.text import did_you_mean
 
-__all__ = ["check_keys", "check_shapes", "merge_repeated_keys"]
-
 
 def merge_repeated_keys(
     state: Mapping[str, Any], canonical: Mapping[str, str], *, group: dist.ProcessGroup | None

@@ -28,8 +28,6 @@ from graphpasses.embedding.table_names import find_aliases, give_names, one_name
 from graphpasses.errors import CheckpointError, ShardingError
 from graphpasses.identity import IdentityMap, walk_modules
 
-__all__ = ["DistributedModelParallel"]
-
 
 def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, ShardedModule)

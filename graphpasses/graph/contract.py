@@ -8,8 +8,6 @@ from graphpasses.graph.nodes import writing_operators
 from graphpasses.graph.train_graph import InputKind, TrainGraph
 from graphpasses.ops.update_rows import UPDATE_ROWS
 
-__all__ = ["Contract"]
-
 
 @dataclass(frozen=True)
 class Contract:

@@ -13,8 +13,6 @@ from graphpasses._torch.fake_mode import facts_of_fake
 from graphpasses._torch.schemas import writes_arguments
 from graphpasses.graph.nodes import freeze
 
-__all__ = ["KnownValues", "summary"]
-
 _INT = frozenset({int})
 
 

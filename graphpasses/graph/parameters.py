@@ -13,8 +13,6 @@ from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import IdentityMap, find_state
 
-__all__ = ["ParameterInfo", "get_state", "parameter_infos"]
-
 
 @dataclass(frozen=True)
 class ParameterInfo:

@@ -19,8 +19,6 @@ from graphpasses.errors import AgreementError
 from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
 
-__all__ = ["RankConsensus"]
-
 
 class RankConsensus:
     """Asks the ranks with which a step communicates; each must ask at the same time.

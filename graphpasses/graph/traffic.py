@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from graphpasses.errors import TopologyError
 
-__all__ = ["Event", "Traffic", "Transfer"]
-
 
 @dataclass(frozen=True)
 class Transfer:

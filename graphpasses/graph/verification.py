@@ -11,8 +11,6 @@ from graphpasses.graph.contract import Contract
 from graphpasses.graph.rules import FORM, RULES, Checked, Rule
 from graphpasses.graph.train_graph import TrainGraph
 
-__all__ = ["Verifier"]
-
 
 class Verifier:
     """Checks a graph after each pass of a pipeline.

@@ -20,8 +20,6 @@ from graphpasses.scale import Speeds
 from graphpasses.simulate.prediction import predict
 from graphpasses.simulate.rings import Topology
 
-__all__ = ["ShownRun", "render_page"]
-
 
 @dataclass(frozen=True)
 class ShownRun:

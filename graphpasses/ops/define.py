@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["define_composite_operator", "define_operator"]
-
 
 def define_operator(
     schema: str,

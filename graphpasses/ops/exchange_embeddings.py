@@ -13,8 +13,6 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_composite_operator
 
-__all__ = ["EXCHANGE_EMBEDDINGS", "exchange_embeddings"]
-
 
 def exchange_embeddings(
     tensor: Tensor,

@@ -22,16 +22,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from graphpasses.errors import IdError
 from graphpasses.ops.define import define_operator
 
-__all__ = [
-    "JOIN_BAGS",
-    "JOIN_FEATURES",
-    "SPLIT_FEATURES",
-    "join_bags",
-    "join_features",
-    "split_features",
-]
-
-
 # ---- bags ----------------------------------------------------------------------------------------------
 
 

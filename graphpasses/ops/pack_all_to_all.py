@@ -20,8 +20,6 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["PACK", "UNPACK", "pack_all_to_all", "packed_dtype", "unpack_all_to_all"]
-
 
 def packed_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """Returns the dtype in which tensors travel together: their own if they have one, else bytes.

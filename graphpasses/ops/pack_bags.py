@@ -11,8 +11,6 @@ from torch import Tensor
 from graphpasses.errors import IdError
 from graphpasses.ops.define import define_operator
 
-__all__ = ["PACK_BAGS", "pack_bags"]
-
 
 def pack_bags(
     ids: Sequence[Tensor],

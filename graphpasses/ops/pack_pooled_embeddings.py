@@ -17,8 +17,6 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["PACK_POOLED_EMBEDDINGS", "pack_pooled_embeddings"]
-
 
 def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
     """Packs what is sent to each rank: its pieces side by side, row for row.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["PERMUTE_BATCHES", "permute_batches", "permute_sequences"]
-
 
 def permute_batches(
     tensors: Sequence[Tensor], permute: Tensor, batch_sizes: Sequence[int], is_inverse: bool = False

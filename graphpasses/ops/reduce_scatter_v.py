@@ -15,8 +15,6 @@ from torch import Tensor
 from graphpasses._torch.group_ranks import named_group
 from graphpasses.ops.define import define_operator
 
-__all__ = ["REDUCE_SCATTER_V", "gather_parts", "reduce_scatter_v"]
-
 
 def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int) -> Tensor:
     """Adds the ranks' tensors, [sum(splits), ...]; each rank gets its rows of the sum, [splits[rank], ...].

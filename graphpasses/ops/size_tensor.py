@@ -9,8 +9,6 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["SIZE_TENSOR", "size_tensor"]
-
 
 def size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Makes a 1-D tensor of sizes, of an integer dtype; in a graph the sizes may be symbols.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["UPDATE_ROWS", "update_rows"]
-
 # FBGEMM's `EmbeddingLocation.HOST`.
 _HOST = 3
 

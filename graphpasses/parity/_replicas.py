@@ -17,14 +17,6 @@ from graphpasses.errors import GraphPassesError, UnsupportedError
 from graphpasses.parity._lanes import signed
 from graphpasses.parity._local_part import LocalPart
 
-__all__ = [
-    "ReplicaMismatchError",
-    "check_replicas",
-    "check_same_tensors",
-    "communication_device",
-    "replica_weight",
-]
-
 
 class ReplicaMismatchError(GraphPassesError, ValueError):
     """Ranks that should hold the same tensors, or the same values of one, do not."""

@@ -22,8 +22,6 @@ from graphpasses.passes.graph_diff import read_lines
 from graphpasses.passes.runner import Pipeline
 from graphpasses.simulate.rings import Topology
 
-__all__ = ["locate_task"]
-
 _MAX_LINES = 12  # of the rewrite that are shown
 
 

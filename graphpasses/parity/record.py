@@ -33,8 +33,6 @@ from graphpasses.parity.run_file import (
     step_line,
 )
 
-__all__ = ["ParityRecorder"]
-
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -18,8 +18,6 @@ from graphpasses.parity.operators import OperatorStep
 from graphpasses.parity.record_operators import operators_recorded, values_of
 from graphpasses.state.live_state import live_state_restored
 
-__all__ = ["locate_step"]
-
 
 def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any) -> Location:
     """Finds the operator at which a captured step, rewritten or not, first differs from its eager reference.

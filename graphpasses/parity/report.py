@@ -17,8 +17,6 @@ from graphpasses.terminal import add_row, plain_table
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout_diff import Place
 
-__all__ = ["comparison_to_json", "meaning", "render_comparison"]
-
 _FORWARD = "the forward pass differs, or what went into it (the weights before the step, the batch)"
 # By what differs first, whether losses were compared, and whether gradients were.
 _MEANING = {

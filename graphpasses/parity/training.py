@@ -32,8 +32,6 @@ from graphpasses.simulate.memory import check_memory
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.shared_step import step_for_rank
 
-__all__ = ["Rewrite", "Task", "load_task", "train_eager", "train_graph"]
-
 Rewrite = Callable[[CapturedStep, BucketPlan, Layout], CapturedStep]
 """Makes of the captured step the one that runs, given eager's buckets and their layout."""
 

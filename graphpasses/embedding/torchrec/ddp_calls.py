@@ -16,8 +16,6 @@ from graphpasses.embedding.torchrec.patching import Patch, PatchSet
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.alias_tensors import alias_tensors
 
-__all__ = ["DDP_PATCHES", "DDPCall", "DDPCalls", "modules_and_lookups"]
-
 
 class DDPCalls:
     """What DistributedDataParallel modules do around their forward, to be done around a compiled call.

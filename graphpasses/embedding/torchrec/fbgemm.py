@@ -7,8 +7,6 @@ import torch
 
 from graphpasses.errors import CaptureError
 
-__all__ = ["load_fbgemm"]
-
 
 def load_fbgemm() -> None:
     """Imports FBGEMM, so that ``torch.ops.fbgemm`` holds every op of a TorchRec training step, or says why not."""

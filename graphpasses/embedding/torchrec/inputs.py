@@ -18,8 +18,6 @@ from torch import Tensor
 from graphpasses._torch.dynamo import mark_any_length, mark_varying
 from graphpasses.ops.alias_tensors import alias_tensors
 
-__all__ = ["PreparedInputs", "check_inputs", "prepare_inputs"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PreparedInputs:

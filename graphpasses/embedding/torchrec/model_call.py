@@ -14,8 +14,6 @@ from graphpasses.embedding.torchrec.input_dists import checks_inputs, needs_eage
 from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
 from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 
-__all__ = ["ModelCall"]
-
 
 class ModelCall:
     """Calls a compiled TorchRec model in the scope in which Dynamo can trace it.

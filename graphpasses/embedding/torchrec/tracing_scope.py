@@ -11,8 +11,6 @@ from graphpasses.embedding.torchrec.ddp_calls import DDP_PATCHES
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
 from graphpasses.errors import GraphPassesError
 
-__all__ = ["tracing_scope"]
-
 
 @contextmanager
 def tracing_scope() -> Iterator[None]:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Recipe", "make_repeatable", "trainer_config"]
-
 _CONFIGS = {"llama3": "llama3_configs", "qwen3": "qwen3_configs", "deepseek_v3": "deepseekv3_configs"}
 
 

@@ -16,8 +16,6 @@ from graphpasses.state.names import find_names
 from graphpasses.state.reads import AttributeReads
 from graphpasses.state.snapshot import Snapshot, names_kept
 
-__all__ = ["StepGuards", "TraceWatch"]
-
 _ARGUMENTS = ("inputs", "labels", "global_valid_tokens", "extra_kwargs")  # of graph_trainer's traced function
 
 
