@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graphpasses._torch.group_ranks import group_ranks, group_store, named_group
+from graphpasses._torch.group_ranks import gathered, group_ranks, group_store, named_group
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
@@ -187,10 +187,9 @@ def exchange(
 
 
 def _ask(signature: tuple[str, ...], facts: F, group: dist.ProcessGroup) -> list[F]:
-    everyone: list[Any] = [None] * group.size()
     _meet(signature, group)
     with outside_tracing():
-        dist.all_gather_object(everyone, (signature, facts), group=group)
+        everyone = gathered((signature, facts), group)
     ranks = group_ranks(group)
     first = everyone[0][0]
     for rank, (other, _) in zip(ranks, everyone, strict=True):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.group_ranks import gathered
 from graphpasses._torch.state_dict import ShardedTensor
 from graphpasses.errors import CheckpointError
 from graphpasses.identity import same_bits
@@ -37,11 +38,7 @@ def merge_repeated_keys(
             merged[name], first_keys[name] = value, key
     if repeated:
         unequal = [pair for pair in repeated if not _equal(state[pair[0]], state[pair[1]])]
-        everyone: list[list[tuple[str, str]]] = [unequal]
-        if group is not None:
-            everyone = [[]] * group.size()
-            dist.all_gather_object(everyone, unequal, group=group)
-        for rank, pairs in enumerate(everyone):
+        for rank, pairs in enumerate([unequal] if group is None else gathered(unequal, group)):
             for one, other in pairs:
                 raise CheckpointError(
                     f"{one!r} and {other!r} are one tensor of the model, but in the state_dict they differ (rank "

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.group_ranks import mesh_group_names, named_group
+from graphpasses._torch.group_ranks import gathered, mesh_group_names, named_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
@@ -103,9 +103,7 @@ class RankConsensus:
         pairs = []
         for group in map(named_group, self.groups):  # all: others wait there
             ranks = dist.get_process_group_ranks(group)
-            everyone: list[Any] = [None for _ in ranks]
-            dist.all_gather_object(everyone, value, group=group)
-            first, *others = zip(ranks, everyone, strict=True)
+            first, *others = zip(ranks, gathered(value, group), strict=True)
             pairs += [(first, other) for other in others]
         return pairs
 
