@@ -38,11 +38,6 @@ class Question(Generic[F, A]):
     ``contradiction`` gets what was agreed and this rank's facts, and says what is wrong if they differ: the rest of
     a sentence that begins with "rank 3", or ``""``. They may differ if a rank compiles again while the others do
     not: it must do what they agreed on, or refuse.
-
-    Example:
-        >>> wants = Question("my-pass", "wishes", all, lambda agreed, own: "changed its mind" if agreed > own else "")
-        >>> wants.combine([True, False]), wants.contradiction(True, False)
-        (False, 'changed its mind')
     """
 
     pass_name: str
@@ -171,11 +166,6 @@ def exchange(
     Raises:
         AgreementError: the signatures of two ranks differ, on every rank of the group; or a rank asks nothing within
             the timeout of ``init_process_group``, on those that wait for it.
-
-    Example:
-        >>> with fake_process_group(2):
-        ...     exchange(["all_to_all_single"], {"rank": 0}, group=dist.group.WORLD, remembered={})
-        [{'rank': 0}]
     """
     if is_alone(group):
         return [facts]

@@ -77,13 +77,6 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``names`` are those of tensors from outside, the same in two records of one step. ``formulas`` says whether to
     record what autograd's formulas in C++ call; with ``only_undo`` no calls are recorded, only what :meth:`undo`
     needs.
-
-    Example:
-        >>> model, x = nn.Linear(2, 1), torch.ones(3, 2)
-        >>> with OperatorCalls(model, {"x": x}) as record:
-        ...     model(x).sum().backward()
-        >>> [call.operator for call in record.calls if not call.where.in_backward]
-        ['aten.addmm.default', 'aten.sum.default', 'aten.ones_like.default']
     """
 
     supports_higher_order_operators = True

@@ -36,13 +36,6 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
 
     ``digest`` is called with a plain tensor when an operator is about to read it, or has made it; ``seen`` with each
     call, in order. ``keep`` are the positions of calls to keep, with copies of their tensors, in ``kept``.
-
-    Example:
-        >>> model, x, names = nn.Linear(2, 1), torch.ones(3, 2), []
-        >>> with OperatorStream(model, lambda tensor: None, lambda call: names.append(call.operator)):
-        ...     loss = model(x).sum()
-        >>> names
-        ['aten.addmm.default', 'aten.sum.default']
     """
 
     def __init__(

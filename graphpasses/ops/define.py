@@ -25,20 +25,6 @@ def define_operator(
     the name and what follows it; nothing may be written, and no output may alias an input. ``fake`` gives shapes
     and dtypes; ``backward`` and ``save`` are as for ``torch.library.register_autograd``. An operator that ``draws``
     reads or sets the state of a random number generator, so that its calls keep their order.
-
-    Example:
-        >>> double = define_operator(
-        ...     "example_double(Tensor x) -> Tensor",
-        ...     lambda x: 2 * x,
-        ...     fake=torch.empty_like,
-        ...     backward=lambda ctx, gradient: 2 * gradient,
-        ... )
-        >>> double
-        <OpOverload(op='graphpasses.example_double', overload='default')>
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> double(x).sum().backward()
-        >>> x.grad
-        tensor([2., 2.])
     """
     tags = (torch.Tag.nondeterministic_seeded,) if draws else ()
     name, operator = _define(schema, "default", reference, *tags)
@@ -53,13 +39,6 @@ def define_composite_operator(schema: str, function: Callable[..., Any]) -> Call
 
     ``function`` calls other operators, which tracers see; its gradient is theirs, or that of an
     ``autograd.Function`` in it.
-
-    Example:
-        >>> square = define_composite_operator("example_square(Tensor x) -> Tensor", lambda x: x * x)
-        >>> x = torch.tensor([3.0], requires_grad=True)
-        >>> square(x).backward()
-        >>> x.grad
-        tensor([6.])
     """
     return _define(schema, "CompositeImplicitAutograd", function)[1]
 

@@ -28,11 +28,6 @@ def exchange_embeddings(
     Splits are rows for, and from, each rank of a group, which has the name that functional collectives know.
     Gradients go back and are divided by ``divisor`` there. TorchRec's ``codec`` encodes what is sent and decodes what
     comes, and ``gradient_codec`` does so with gradients; without them the numbers themselves are sent.
-
-    Example:
-        >>> with fake_process_group(2):
-        ...     exchange_embeddings(torch.ones(5, 4), [2, 1], [2, 3], dist.group.WORLD.group_name, 2).shape
-        torch.Size([3, 4])
     """
     splits = output_splits, input_splits
     result: Tensor = _Exchange.apply(tensor, *splits, group, divisor, codec, gradient_codec)  # type: ignore[no-untyped-call]

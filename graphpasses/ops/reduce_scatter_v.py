@@ -21,12 +21,6 @@ def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: st
 
     The group has the name that functional collectives know. Gradients, which are gathered, are divided by
     ``divisor``.
-
-    Example:
-        >>> from graphpasses._torch.fake_process_group import fake_process_group
-        >>> with fake_process_group(2):
-        ...     reduce_scatter_v(torch.ones(5, 4), [2, 3], 0, dist.group.WORLD.group_name, 2).shape
-        torch.Size([2, 4])
     """
     output = tensor.new_empty(splits[rank], *tensor.shape[1:])
     if len(set(splits)) == 1:

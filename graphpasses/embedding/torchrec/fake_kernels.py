@@ -218,13 +218,6 @@ def fake_kernels() -> Iterator[tuple[str, ...]]:
 
     Raises:
         CaptureError: FBGEMM cannot be loaded.
-
-    Example:
-        >>> with fake_kernels() as names:
-        ...     has_kernel("fbgemm::permute_sequence_embeddings", "Meta"), names[0]
-        (True, 'fbgemm::Bfloat16QuantizedToFloat')
-        >>> has_kernel("fbgemm::permute_sequence_embeddings", "Meta")
-        False
     """
     load_fbgemm()
     _REGISTRATION.enter(needed=True)
