@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["forget_wrapper_classes", "save_cpu_attention", "wrapped_class", "wrapper_dtypes"]
-
 
 def forget_wrapper_classes() -> None:
     """Makes SimpleFSDP's ``data_parallel`` make new wrapper classes.

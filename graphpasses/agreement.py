@@ -19,13 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graphpasses._torch.group_ranks import group_ranks, group_store, named_group
+from graphpasses._torch.group_ranks import gathered, group_ranks, group_store, named_group
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
-
-__all__ = ["CollectiveSequence", "Question", "breaks_class", "common_classes", "exchange", "is_alone"]
 
 F = TypeVar("F")  # the facts of one rank
 A = TypeVar("A")  # what the ranks agree on
@@ -40,11 +38,6 @@ class Question(Generic[F, A]):
     ``contradiction`` gets what was agreed and this rank's facts, and says what is wrong if they differ: the rest of
     a sentence that begins with "rank 3", or ``""``. They may differ if a rank compiles again while the others do
     not: it must do what they agreed on, or refuse.
-
-    Example:
-        >>> wants = Question("my-pass", "wishes", all, lambda agreed, own: "changed its mind" if agreed > own else "")
-        >>> wants.combine([True, False]), wants.contradiction(True, False)
-        (False, 'changed its mind')
     """
 
     pass_name: str
@@ -71,11 +64,8 @@ class CollectiveSequence:
         """Returns what all ranks agree on that share a group, or groups that share a rank.
 
         All ranks must call it in the same order. They exchange facts group after group, as along the axes of a
-        mesh, so what one rank knows reaches all. Facts are anything that can be pickled.
-
-        Raises:
-            AgreementError: the ranks launch different collectives; or this rank compiles again, and its facts
-                contradict what was agreed. See also :func:`exchange`.
+        mesh, so what one rank knows reaches all. Facts are anything that can be pickled. Raises as :func:`exchange`,
+        and where this rank compiles again, and its facts contradict what was agreed.
         """
         agreed = facts
         for group in self.groups:
@@ -176,11 +166,6 @@ def exchange(
     Raises:
         AgreementError: the signatures of two ranks differ, on every rank of the group; or a rank asks nothing within
             the timeout of ``init_process_group``, on those that wait for it.
-
-    Example:
-        >>> with fake_process_group(2):
-        ...     exchange(["all_to_all_single"], {"rank": 0}, group=dist.group.WORLD, remembered={})
-        [{'rank': 0}]
     """
     if is_alone(group):
         return [facts]
@@ -192,10 +177,9 @@ def exchange(
 
 
 def _ask(signature: tuple[str, ...], facts: F, group: dist.ProcessGroup) -> list[F]:
-    everyone: list[Any] = [None] * group.size()
     _meet(signature, group)
     with outside_tracing():
-        dist.all_gather_object(everyone, (signature, facts), group=group)
+        everyone = gathered((signature, facts), group)
     ranks = group_ranks(group)
     first = everyone[0][0]
     for rank, (other, _) in zip(ranks, everyone, strict=True):

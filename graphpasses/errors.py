@@ -3,32 +3,6 @@
 Each message names what is wrong (FQN, pass, rank), what was expected, and what to do about it.
 """
 
-__all__ = [
-    "AgreementError",
-    "ArenaError",
-    "BatchMismatchError",
-    "CaptureError",
-    "CheckpointError",
-    "ClusterError",
-    "CompareError",
-    "FidelityError",
-    "GraphPassesError",
-    "IdError",
-    "IdentityError",
-    "KeyOrderError",
-    "LayoutError",
-    "PipelineError",
-    "PlanError",
-    "ProofError",
-    "RunFileError",
-    "ShardingError",
-    "TaskError",
-    "TopologyError",
-    "UnknownPassError",
-    "UnsupportedError",
-    "VerificationError",
-]
-
 
 class GraphPassesError(Exception):
     """Base of every error that graphpasses raises for a user's mistake or an unsupported case."""

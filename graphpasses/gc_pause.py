@@ -6,8 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["paused_gc"]
-
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
@@ -16,14 +14,6 @@ def paused_gc() -> Iterator[None]:
     It runs whenever many objects were made, and then looks at all that are alive. With a large model traced, that
     takes longer than what the block does. What the block made counts as old afterwards: otherwise the collector
     would look at all of it twice more, though a graph lives on.
-
-    Example:
-        >>> import gc
-        >>> with paused_gc():
-        ...     gc.isenabled()
-        False
-        >>> gc.isenabled()
-        True
     """
     is_enabled = gc.isenabled()
     gc.disable()

@@ -19,8 +19,6 @@ from torch import nn
 from graphpasses.errors import IdentityError
 from graphpasses.text import did_you_mean
 
-__all__ = ["IdentityMap", "find_state", "preserve_identity", "same_bits", "unwrapped_name", "walk_modules"]
-
 Aliases = tuple[tuple[str, ...], ...]
 
 # Attributes in which torch's wrappers keep the module that they wrap: activation checkpointing, torch.compile.

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["attach_stub"]
-
 
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose stub lists its public names.

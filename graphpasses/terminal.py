@@ -9,8 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["add_row", "has_no_reader", "make_console", "plain_table"]
-
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:

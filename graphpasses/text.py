@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Sequence
 
-__all__ = ["aligned", "did_you_mean", "some"]
-
 
 def aligned(rows: Sequence[Sequence[str]], *, max_rows: int | None = None) -> list[str]:
     """Returns a line for each row, its cells below each other.

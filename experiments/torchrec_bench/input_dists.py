@@ -79,7 +79,7 @@ class BeforeTheGraph(nn.Module):
         # A tensor's size may vary without a new graph, which a number may not.
         sized = [torch.empty(1).expand(size) for size in batch_sizes]
         if is_first:
-            from graphpasses._torch.dynamo_settings import mark_varying
+            from graphpasses._torch.dynamo import mark_varying
 
             dense, labels = dense.detach(), labels.detach()
             received = [tensor for kjts in features for _, *tensors in kjts for tensor in tensors]

@@ -17,8 +17,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from graphpasses._torch.decompose import decompose
 from graphpasses._torch.symbols import guessed_sizes
 
-__all__ = ["compile_aot_eager", "compile_inductor", "describe_input", "describe_output", "is_tangent"]
-
 Rewrite = Callable[[fx.GraphModule], None]
 Compiled = Callable[..., Any]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -74,28 +72,13 @@ def compile_aot_eager(
     return compiled
 
 
-class _JointPasses(CustomGraphPass):
+class _Passes(CustomGraphPass):
     def __init__(self, rewrite: Rewrite, digest: str) -> None:
         self._rewrite, self._digest = rewrite, digest
 
     def __call__(self, graph: fx.Graph) -> None:
-        self._rewrite(_owner(graph))
-
-    def uuid(self) -> str:
-        return self._digest
-
-
-class _PostGradPasses(CustomGraphPass):
-    def __init__(self, forward: Rewrite, backward: Rewrite, digest: str) -> None:
-        self._forward, self._backward, self._digest = forward, backward, digest
-
-    def __call__(self, graph: fx.Graph) -> None:
-        from torch._inductor.pattern_matcher import stable_topological_sort
-
-        stable_topological_sort(graph)  # Inductor does so later
-        module = _owner(graph)
-        is_backward = any(map(is_tangent, graph.nodes))
-        (self._backward if is_backward else self._forward)(module)
+        assert graph.owning_module is not None
+        self._rewrite(graph.owning_module)
 
     def uuid(self) -> str:
         return self._digest
@@ -116,6 +99,7 @@ def compile_inductor(
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.pattern_matcher import stable_topological_sort
 
     @functools.wraps(compile_fx_inner)
     def compile_graph(*args: Any, **kwargs: Any) -> Any:
@@ -126,13 +110,13 @@ def compile_inductor(
         joint(gm)
         decompose(gm)
 
-    patches = {
-        "joint_custom_pre_pass": _and(config.joint_custom_pre_pass, _JointPasses(rewrite_joint, digest)),
-        # Behind Inductor's passes: those remove clones, as if no operator wrote into its arguments.
-        "post_grad_custom_post_pass": _and(
-            config.post_grad_custom_post_pass, _PostGradPasses(forward, backward, digest)
-        ),
-    }
+    def rewrite_half(gm: fx.GraphModule) -> None:
+        stable_topological_sort(gm.graph)  # Inductor does so later
+        (backward if any(map(is_tangent, gm.graph.nodes)) else forward)(gm)
+
+    # Halves after Inductor's passes: those remove clones, as if no operator wrote into its arguments.
+    ours = {"joint_custom_pre_pass": rewrite_joint, "post_grad_custom_post_pass": rewrite_half}
+    patches = {name: _and(getattr(config, name), _Passes(rewrite, digest)) for name, rewrite in ours.items()}
     # As an argument, since the backward graph may be compiled later, when the first backward runs.
     # AOTAutograd's own cache would skip the joint passes, on one rank and not on another: they talk to each other.
     # Its elimination of common subexpressions merges equal collectives on ranks that see that they are equal.
@@ -149,11 +133,6 @@ def _and(theirs: Any, ours: CustomGraphPass) -> Any:
     return (*theirs, ours) if isinstance(theirs, (list, tuple)) else (theirs, ours)
 
 
-def _owner(graph: fx.Graph) -> fx.GraphModule:
-    assert graph.owning_module is not None
-    return graph.owning_module
-
-
 def is_tangent(node: fx.Node) -> bool:
     """Whether a node of an AOTAutograd graph is the placeholder of an output's gradient, or of a part of one."""
     desc = node.meta.get("desc") if node.op == "placeholder" else None
@@ -165,9 +144,8 @@ def is_tangent(node: fx.Node) -> bool:
 def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
     """Says what a placeholder of an AOTAutograd graph is.
 
-    Returns:
-        Position of the Dynamo input that it is or belongs to (None if it is something else), the attribute of a
-        tensor subclass that it carries (``""`` for the tensor itself), and a description.
+    Returns the position of the Dynamo input that it is or belongs to (None if it is something else), the attribute of
+    a tensor subclass that it carries (``""`` for the tensor itself), and a description.
     """
     desc: Any = node.meta.get("desc")
     attr = ""
@@ -179,12 +157,7 @@ def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
 
 
 def describe_output(desc: Any) -> tuple[int | None, str, str]:
-    """Says what an output of an AOTAutograd graph is.
-
-    Returns:
-        Position of the Dynamo input whose gradient it is (None if it is something else), the attribute of a tensor
-        subclass that it carries, and a description.
-    """
+    """Says likewise what an output is, by the position of the input whose gradient it is."""
     attr, text = "", str(desc)
     while isinstance(desc, descriptors.SubclassGetAttrAOTOutput):
         desc, attr = desc.base, desc.attr

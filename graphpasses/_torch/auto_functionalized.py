@@ -10,8 +10,6 @@ import torch
 from torch import fx
 from torch._higher_order_ops import auto_functionalize
 
-__all__ = ["AUTO_FUNCTIONALIZED", "FunctionalizedCall", "WrittenView", "read_functionalized_call"]
-
 AUTO_FUNCTIONALIZED = auto_functionalize.auto_functionalized_v2
 
 aten = torch.ops.aten

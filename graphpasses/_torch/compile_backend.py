@@ -37,8 +37,6 @@ try:
 except ImportError as error:
     raise missing_api("torch.compile with graphpasses", error, "2.13 to 2.15") from error
 
-__all__ = ["Backend", "uncompiled"]
-
 Call = Callable[..., Any]
 # Given the function or module that is compiled, what Dynamo made of it, and the keywords that the user gave
 # ``torch.compile`` for the backend: the function to use instead.
@@ -54,16 +52,6 @@ class Backend:
     makes what is called instead of a compiled function; a module that is compiled counts as the function that
     Dynamo compiles for it. ``when_recorded`` is called before symbolic tracing records a call of a compiled module;
     it may raise.
-
-    Example:
-        >>> def count(root, compiled, options):
-        ...     return lambda *args: (calls.append(1), compiled(*args))[1]
-        >>> calls = []
-        >>> backend = Backend(lambda graph, inputs: graph.forward, count)
-        >>> with backend.expected():
-        ...     double = torch.compile(lambda x: 2 * x, backend=backend)
-        >>> double(torch.ones(2)), calls
-        (tensor([2., 2.]), [1])
     """
 
     def __init__(

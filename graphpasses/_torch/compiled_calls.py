@@ -10,8 +10,6 @@ import torch
 # What compiled functions do when they are called, as `torch.compiler.set_stance` says. Tested: 2.13.
 from torch._dynamo import eval_frame
 
-__all__ = ["COMPILED_CALL", "compiled_calls_raise"]
-
 COMPILED_CALL = "symbolically trace a dynamo-optimized function"
 """What torch's error says."""
 

@@ -11,8 +11,6 @@ from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from graphpasses._torch import pytree
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["CompiledModule"]
-
 
 class CompiledModule(OptimizedModule):
     """What ``torch.compile`` makes of a module; symbolic tracing records one call of it.

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.utils import _runtime_estimation
 
-__all__ = ["use_cpu_as_accelerator"]
-
 
 class _CpuDevice(types.ModuleType):
     """``torch.cpu`` with what torchtitan asks an accelerator's module for beside."""

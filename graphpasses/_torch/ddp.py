@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["after_forward", "before_forward", "orders_buckets", "running_ddp"]
-
 
 def before_forward(ddp: DistributedDataParallel) -> None:
     """Readies the reducer and broadcasts buffers, as ``ddp.forward`` does before it calls the module."""

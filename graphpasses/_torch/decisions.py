@@ -31,19 +31,6 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from graphpasses._torch.varying_dims import size_symbol, sizes_decided_by
 
-__all__ = [
-    "UNDECIDED",
-    "UNTRACEABLE",
-    "as_function",
-    "as_number",
-    "bound_symbols",
-    "decided_by_values",
-    "floats_stay_open",
-    "is_size",
-    "size_path",
-    "value_at",
-]
-
 # What torch raises where it cannot decide.
 UNDECIDED = (GuardOnDataDependentSymNode, DataDependentOutputException)
 # What it raises where an operator has no fake result.

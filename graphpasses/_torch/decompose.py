@@ -14,8 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_mode_of
 
-__all__ = ["decompose"]
-
 _INHERITED = (
     "stack_trace",
     "nn_module_stack",

@@ -20,8 +20,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 # _StridedShard: what FSDP2 over tensor parallelism puts on a parameter; it has no public name.
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["is_sharded", "local_offset", "num_root_ranks", "split_factor", "wait_for"]
-
 
 def is_sharded(placement: object) -> TypeGuard[Shard | _StridedShard]:
     """Says whether a placement splits the tensor: ``Shard``, or FSDP2's right-to-left ``_StridedShard``."""

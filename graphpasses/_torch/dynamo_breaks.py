@@ -9,8 +9,6 @@ from typing import Any
 
 from torch._dynamo.utils import graph_break_reasons
 
-__all__ = ["record_graph_breaks"]
-
 
 @contextmanager
 def record_graph_breaks() -> Iterator[list[str]]:

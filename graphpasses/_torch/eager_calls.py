@@ -17,8 +17,6 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from graphpasses._torch.operator_calls import OperatorCalls
 
-__all__ = ["EagerCalls", "unseen"]
-
 
 class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
     """Records the operators of eager, which takes no other path for it.
@@ -26,13 +24,6 @@ class EagerCalls(OperatorCalls):  # type: ignore[no-untyped-call]
     While a mode is active, some of autograd's formulas are others, and a model may ask for modes. Here no mode is:
     operators are seen by a key of the dispatcher that lies below autograd, and that nothing else uses. Operators of
     higher order are seen as what they become. ``names`` are as in :class:`OperatorCalls`.
-
-    Example:
-        >>> model, x = nn.Linear(2, 1), torch.ones(3, 2)
-        >>> with EagerCalls(model, {"x": x}) as record:
-        ...     model(x).prod().backward()
-        >>> [call.operator for call in record.calls if not call.where.in_backward]
-        ['aten.addmm.default', 'aten.prod.default', 'aten.ones_like.default']
     """
 
     def __enter__(self) -> EagerCalls:

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-__all__ = ["fake_process_group"]
-
 
 @contextmanager
 def fake_process_group(num_ranks: int, rank: int = 0) -> Iterator[None]:

@@ -12,8 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 from graphpasses._torch.fake_mode import is_simple
 
-__all__ = ["fake_call"]
-
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 # What FakeTensorMode does by running the meta kernel alone, with the device of the inputs.

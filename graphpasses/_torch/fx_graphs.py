@@ -26,8 +26,6 @@ from torch.fx.node import Node, _get_qualified_name
 
 from graphpasses.gc_pause import paused_gc
 
-__all__ = ["copy_graph", "generate_code", "lazy_module", "quick_code"]
-
 _LITERALS = frozenset(
     {
         bool,

@@ -12,8 +12,6 @@ from torch.distributed.distributed_c10d import Store, Work
 
 from graphpasses._torch.process_group import PythonProcessGroup
 
-__all__ = ["GlooProcessGroup"]
-
 _TAG = 0x67706173
 """Tag of our messages: a user's ``dist.send`` of the same tag would be mixed up with them."""
 

@@ -1,19 +1,28 @@
-"""Process groups by the name under which functional collectives carry them."""
+"""The ranks of process groups, the groups by the names that functional collectives carry, and what ranks tell."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["group_ranks", "group_store", "mesh_group_names", "named_group", "named_group_ranks"]
+T = TypeVar("T")
 
 
 def group_ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
     """Returns the global ranks of ``group``, in group order."""
     return tuple(dist.get_process_group_ranks(group))
+
+
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Returns each rank's value, in group order; a process that belongs to no group is asked alone."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+        return [value]
+    values = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def group_store(group: dist.ProcessGroup) -> Any:

@@ -8,8 +8,6 @@ import torch
 
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["missing_api"]
-
 
 def missing_api(what: str, error: ImportError, versions: str) -> UnsupportedError:
     """Returns the error that names a private API, and the versions that have it.

@@ -20,8 +20,6 @@ from torch._subclasses import fake_tensor
 from torch.distributed.tensor import _collective_utils
 from torch.fx import _symbolic_trace
 
-__all__ = ["answers_as_in_eager", "mark_parameters"]
-
 
 class NoFakeTensor:
     """Replaces ``FakeTensor`` where code shall see none: no object is one."""

@@ -9,8 +9,6 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["global_hook_ids", "hook_ids", "hooks", "is_compiled"]
-
 
 def hook_ids(module: nn.Module) -> tuple[int, ...]:
     """Returns the numbers of the hooks that run around a module's forward and backward; torch gives none twice."""

@@ -11,8 +11,6 @@ from torch import fx
 from graphpasses._torch.operator_facts import NOT_THE_USERS
 from graphpasses._torch.recorded_operator import Where
 
-__all__ = ["MODULE_FQN", "NodesOfFrames", "origin_of"]
-
 MODULE_FQN = "module_fqn"
 """The key of ``meta["custom"]`` that names a node's module; torchtitan's graph_trainer has the same."""
 

@@ -46,8 +46,6 @@ from graphpasses._torch.operator_rules import (
 from graphpasses._torch.recorded_operator import Operator, Where
 from graphpasses._torch.tracing import outside_tracing
 
-__all__ = ["FORMULA", "OperatorCalls"]
-
 _WRAPPERS = 2  # functions that keep Dynamo from a mode: of `_fn` and `inner`. Tested: 2.13.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Functions that leave to C++ whether it adds in place: autograd's engine, and who calls `linear`. Tested: 2.13.
@@ -79,13 +77,6 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``names`` are those of tensors from outside, the same in two records of one step. ``formulas`` says whether to
     record what autograd's formulas in C++ call; with ``only_undo`` no calls are recorded, only what :meth:`undo`
     needs.
-
-    Example:
-        >>> model, x = nn.Linear(2, 1), torch.ones(3, 2)
-        >>> with OperatorCalls(model, {"x": x}) as record:
-        ...     model(x).sum().backward()
-        >>> [call.operator for call in record.calls if not call.where.in_backward]
-        ['aten.addmm.default', 'aten.sum.default', 'aten.ones_like.default']
     """
 
     supports_higher_order_operators = True

@@ -13,18 +13,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.tracing import outside_tracing
 
-__all__ = [
-    "NOT_THE_USERS",
-    "TensorFacts",
-    "facts_of_value",
-    "known_numbers",
-    "leaves",
-    "memory_of",
-    "numbers_of",
-    "read_tensors",
-    "tensors",
-]
-
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """How the paths of files begin that are not the user's own."""
 _NUM_NUMBERS = 64

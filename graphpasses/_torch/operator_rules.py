@@ -14,18 +14,6 @@ from graphpasses._torch.operator_facts import leaves
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import written_names
 
-__all__ = [
-    "LEFT_OUT",
-    "LIFT_FRESH",
-    "accumulates",
-    "arguments_to_save",
-    "computes_nothing",
-    "copies_nothing",
-    "one_hot",
-    "with_sources",
-    "writes_first",
-]
-
 _TORCH = Path(torch.__file__).parent
 _FSDP2 = _TORCH / "distributed" / "fsdp" / "_fully_shard"
 LEFT_OUT = frozenset(

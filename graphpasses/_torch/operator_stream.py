@@ -22,8 +22,6 @@ from graphpasses._torch.operator_rules import computes_nothing, copies_nothing
 from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses._torch.schemas import written_names
 
-__all__ = ["OperatorStream"]
-
 _GROUP_NAMES = ("group_name", "group")
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
@@ -38,13 +36,6 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
 
     ``digest`` is called with a plain tensor when an operator is about to read it, or has made it; ``seen`` with each
     call, in order. ``keep`` are the positions of calls to keep, with copies of their tensors, in ``kept``.
-
-    Example:
-        >>> model, x, names = nn.Linear(2, 1), torch.ones(3, 2), []
-        >>> with OperatorStream(model, lambda tensor: None, lambda call: names.append(call.operator)):
-        ...     loss = model(x).sum()
-        >>> names
-        ['aten.addmm.default', 'aten.sum.default']
     """
 
     def __init__(

@@ -11,8 +11,6 @@ import torch
 # Python module (`set_python_module`) as the home of its fake kernels. torch 2.13.0.
 from torch._library import simple_registry
 
-__all__ = ["Rule", "TracingKernels", "below_autograd", "has_kernel", "operator_names"]
-
 # A kernel that reads the arguments of a call by their names in the operator's schema.
 Rule = Callable[[SimpleNamespace], Any]
 
@@ -28,18 +26,7 @@ def has_kernel(name: str, *dispatch_keys: str) -> bool:
 
 
 class TracingKernels:
-    """Kernels that tracers run for operators of a library that have none; eager calls do not see them.
-
-    Example:
-        >>> _ = torch.library.define("example::size", "(Tensor x) -> Tensor")
-        >>> kernels = TracingKernels("example")
-        >>> kernels.add_fake("example::size", lambda call: call.x.new_empty(1))
-        >>> has_kernel("example::size", "Meta")
-        True
-        >>> kernels.remove()
-        >>> has_kernel("example::size", "Meta")
-        False
-    """
+    """Kernels that tracers run for operators of a library that have none; eager calls do not see them."""
 
     def __init__(self, namespace: str) -> None:
         self._library = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -8,14 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "find_gradient_hooks",
-    "has_gradient_hooks",
-    "has_step_hooks",
-    "optimizers_in_backward",
-    "steps_in_backward",
-]
-
 
 def optimizers_in_backward(parameter: Tensor) -> tuple[Optimizer, ...]:
     """Returns the optimizers that ``apply_optimizer_in_backward`` gave a parameter."""

@@ -18,8 +18,6 @@ from torch.optim.optimizer import (
 
 from graphpasses._torch.optimizer_in_backward import has_step_hooks
 
-__all__ = ["lists_take_fakes", "note_step", "runs_hooks", "shadow_of"]
-
 
 @contextmanager
 def lists_take_fakes() -> Iterator[None]:

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-__all__ = ["FinishedWork", "PythonProcessGroup", "split_evenly"]
-
 
 class PythonProcessGroup(dist.ProcessGroup):
     """A process group whose collectives are exchanges of tensors, for subclasses to add reductions.

@@ -10,24 +10,6 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = [
-    "SET_GRAD_ENABLED",
-    "bind_named",
-    "draws",
-    "given_arguments",
-    "inner_names",
-    "is_higher_order",
-    "is_operator",
-    "is_seeded",
-    "is_tensor_subclass",
-    "named_arguments",
-    "random_names",
-    "returns_alias",
-    "schemas",
-    "writes_arguments",
-    "written_names",
-]
-
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
 
 # Their schemas do not say that they write the running statistics that they are given. Source: ATen's kernels.

@@ -1,11 +1,18 @@
-"""What a state dict holds beside tensors."""
+"""What checkpoints and copies of TorchRec's sharded modules hold: parts of tensors, versions, process groups."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
-__all__ = ["module_versions"]
+from torch._C import _distributed_c10d as _c10d
+
+# What state_dict() of a sharded module holds has no public name. Tested: 2.13.
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+__all__ = ["ShardedTensor", "groups_are_kept", "module_versions"]
 
 
 def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -18,3 +25,18 @@ def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     versions: dict[str, Any] = getattr(state, "_metadata", {})
     return versions
+
+
+@contextmanager
+def groups_are_kept() -> Iterator[None]:
+    """Lets ``copy.deepcopy`` keep process groups as they are in a block.
+
+    TorchRec's copies do so for the classes of NCCL, which builds of torch without CUDA lack, and of gloo; but what a
+    module holds is of the class above them. Tested: 2.13.
+    """
+    nccl = getattr(_c10d, "ProcessGroupNCCL", type("ProcessGroupNCCL", (), {}))
+    with (
+        mock.patch.object(_c10d, "ProcessGroupNCCL", nccl, create=True),
+        mock.patch.object(_c10d.ProcessGroup, "__deepcopy__", lambda group, memo: group, create=True),
+    ):
+        yield

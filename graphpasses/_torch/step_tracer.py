@@ -26,8 +26,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
 from graphpasses._torch.schemas import is_tensor_subclass
 
-__all__ = ["TracedFunction", "trace_with_torch"]
-
 
 @dataclass(frozen=True)
 class _Subclass:
@@ -69,12 +67,6 @@ def trace_with_torch(
 
     ``fn`` reads ``module`` from its closure and returns a list of tensors and None. The parameters and buffers of
     ``module`` are inputs.
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> traced = trace_with_torch(lambda x: [model(x).sum()], model)(torch.ones(3, 2))
-        >>> traced.state_fqns, traced.num_flat_inputs
-        (['weight', 'bias'], 3)
     """
 
     def trace(*args: Any) -> TracedFunction:

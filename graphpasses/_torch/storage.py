@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["addresses", "freed_memory_returned", "is_movable", "move_storage"]
-
 _PIECE = 32 << 20  # bytes
 
 

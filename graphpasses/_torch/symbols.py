@@ -14,8 +14,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, resolve
 
 from graphpasses._torch import pytree
 
-__all__ = ["can_unify_sizes", "example_size", "expression", "guessed_sizes", "unify_sizes"]
-
 
 def expression(size: int | torch.SymInt) -> Any:
     """Returns a size for arithmetic: a number, or an expression of symbols."""

@@ -6,23 +6,12 @@ import warnings
 
 import torch
 
-__all__ = ["warn_of_untested_torch"]
-
 TESTED = ("2.13", "2.14", "2.15")
 _IN_PART = ("2.11",)  # what experiments/gpu/README.md lists
 
 
 def warn_of_untested_torch(version: str = torch.__version__) -> None:
-    """Warns where torch is none that was tested: what it lacks is an error, what it does otherwise may be silent.
-
-    Example:
-        >>> warn_of_untested_torch("2.13.0+cpu")
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     warn_of_untested_torch("2.16.0")
-        >>> str(caught[0].message).partition(":")[0]
-        'graphpasses was tested with torch 2.13, 2.14 and 2.15, and this is 2.16.0'
-    """
+    """Warns where torch is none that was tested: what it lacks is an error, what it does otherwise may be silent."""
     if ".".join(version.split(".")[:2]) in (*TESTED, *_IN_PART):
         return
     tested = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"

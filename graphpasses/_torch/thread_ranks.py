@@ -28,8 +28,6 @@ class _Number(threading.local):
 
 _number = _Number()
 
-__all__ = ["serve_collectives_without_tensors", "threads_are_ranks"]
-
 
 @contextmanager
 def threads_are_ranks() -> Iterator[Any]:

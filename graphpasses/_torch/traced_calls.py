@@ -15,14 +15,6 @@ try:
 except ImportError as error:
     raise missing_api("a compiled TorchRec model", error, "2.13") from error
 
-__all__ = [
-    "ALL_TO_ALL_SINGLE",
-    "TENSOR_METADATA",
-    "read_size",
-    "traced_all_to_all_single",
-    "without_memory_format",
-]
-
 ALL_TO_ALL_SINGLE = "torch.distributed._functional_collectives:all_to_all_single"
 TENSOR_METADATA = "torch.fx.experimental.proxy_tensor:_extract_tensor_metadata"
 
@@ -52,14 +44,7 @@ def traced_all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def read_size(sizes: Tensor, index: int) -> int:
-    """Reads a number that a tracer shall take for a size.
-
-    Example:
-        >>> import warnings
-        >>> with warnings.catch_warnings(action="ignore"):  # torch will call it otherwise
-        ...     read_size(torch.tensor([3, 7]), 1)
-        7
-    """
+    """Reads a number that a tracer shall take for a size."""
     size: int = sizes[index].item()  # type: ignore[assignment]
     torch._check_is_size(size)  # type: ignore[no-untyped-call]
     return size

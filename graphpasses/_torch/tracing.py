@@ -7,8 +7,6 @@ from torch._dispatch.python import no_python_dispatcher
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._mode_utils import no_dispatch
 
-__all__ = ["outside_tracing"]
-
 
 @contextmanager
 def outside_tracing() -> Iterator[None]:

@@ -13,8 +13,6 @@ import torch
 from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["dim_hint", "each_size_its_own", "mark_dims", "size_condition", "size_symbol", "sizes_decided_by"]
-
 
 def mark_dims(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     """Makes dims of a tensor symbols in the next trace; those of size 0 or 1 are numbers all the same.

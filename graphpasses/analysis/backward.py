@@ -8,8 +8,6 @@ from torch import fx
 
 from graphpasses.graph import InputKind, TrainGraph
 
-__all__ = ["backward_nodes", "is_backward", "tangents"]
-
 
 def is_backward(node: fx.Node) -> bool:
     """Whether autograd's engine ran a node while a whole step was traced.

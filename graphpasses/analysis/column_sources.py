@@ -14,8 +14,6 @@ from torch import Tensor, fx
 
 from graphpasses.graph.size_arithmetic import size_expression
 
-__all__ = ["ColumnRange", "ColumnSources", "is_column_cat"]
-
 aten = torch.ops.aten
 
 

@@ -15,8 +15,6 @@ from torch import fx
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
 from graphpasses.analysis.effects import Effects, holds_tensor, storages
 
-__all__ = ["dependencies", "grad_modes", "place_nodes", "topological_sort"]
-
 T = TypeVar("T", bound=Hashable)
 
 # What calls read and write beside the memory of values.
@@ -51,13 +49,6 @@ def dependencies(
     :func:`~graphpasses.analysis.effects.torch_call_effects` for graphs that Dynamo traced. ``in_turn`` says which
     collectives stay after the collectives that they come after. The nodes come in the order of the graph;
     dependencies that follow from others are left out.
-
-    Example:
-        >>> graph = fx.symbolic_trace(lambda x: x + 1).graph
-        >>> from graphpasses.analysis.effects import operator_effects
-        >>> needed = dependencies(graph, operator_effects)
-        >>> [sorted(map(str, nodes)) for nodes in needed.values()]
-        [[], ['x'], ['add']]
     """
     of_node = {node: effects(node) for node in graph.nodes}
     memory = _Memory(of_node)

@@ -96,14 +96,6 @@ def operator_effects(node: fx.Node) -> Effects:
 
     A schema says what an operator writes and shares. It does not say all: operators of other libraries that write may
     have a state (a fused optimizer rounds at random), and higher-order operators contain others.
-
-    Example:
-        >>> graph = fx.Graph()
-        >>> x, y = graph.placeholder("x"), graph.placeholder("y")
-        >>> operator_effects(graph.call_function(torch.ops.aten.copy_.default, (x, y)))
-        ... # doctest: +NORMALIZE_WHITESPACE
-        Effects(reads=(y,), writes=(x,), shares=(x,), gradients=(),
-                has_hidden_state=False, changes_context=False, group=None)
     """
     if node.op != "call_function":
         return Effects()

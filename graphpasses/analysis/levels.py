@@ -10,8 +10,6 @@ from torch import fx
 from graphpasses.analysis.dependencies import dependencies
 from graphpasses.analysis.effects import torch_call_effects
 
-__all__ = ["call_levels", "independent_groups", "levels", "sort_by_level"]
-
 T = TypeVar("T", bound=Hashable)
 
 

@@ -25,17 +25,6 @@ from graphpasses.graph import WAIT, TrainGraph, argument, wait_of
 from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.graph.parameters import ParameterInfo
 
-__all__ = [
-    "Gather",
-    "GradReduction",
-    "Unshard",
-    "added_uses",
-    "find_gathers",
-    "find_grad_reductions",
-    "find_unshards",
-    "gradient_summands",
-]
-
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 

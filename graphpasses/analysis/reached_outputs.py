@@ -8,8 +8,6 @@ from torch import fx
 
 from graphpasses.analysis.effects import has_gradient
 
-__all__ = ["reached_outputs"]
-
 
 def reached_outputs(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
     """Returns, of each value that may get a gradient, the positions of the outputs from which it comes.

@@ -20,8 +20,6 @@ from graphpasses.graph.size_arithmetic import Size, size_expression
 from graphpasses.ops.pack_all_to_all import PACK
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 
-__all__ = ["Received", "SizeNumbering"]
-
 aten = torch.ops.aten
 _MOVE_DATA = {
     aten.view.default,

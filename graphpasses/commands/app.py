@@ -21,8 +21,6 @@ from graphpasses.commands.simulate import simulate
 from graphpasses.errors import GraphPassesError
 from graphpasses.terminal import has_no_reader
 
-__all__ = ["main"]
-
 layout = SubcommandApp()
 layout.command(show)
 layout.command(diff)

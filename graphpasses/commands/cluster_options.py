@@ -12,8 +12,6 @@ from graphpasses.errors import TopologyError
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology
 
-__all__ = ["DEFAULT_CLUSTER", "ClusterOptions", "known_fields"]
-
 
 @dataclass(frozen=True)
 class ClusterOptions:

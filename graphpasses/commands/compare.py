@@ -12,8 +12,6 @@ from graphpasses.commands.exit_codes import EXIT_OF
 from graphpasses.errors import CompareError
 from graphpasses.parity.compare import GapKind
 
-__all__ = ["compare"]
-
 
 def compare(
     run_a: Annotated[Path, Positional, arg(metavar="RUN_A")],

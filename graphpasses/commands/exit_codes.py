@@ -1,15 +1,5 @@
 """Exit codes, as diff and cmp have them."""
 
-__all__ = [
-    "EXIT_BROKEN_PIPE",
-    "EXIT_DIFFERENT",
-    "EXIT_EQUAL",
-    "EXIT_INTERRUPTED",
-    "EXIT_OF",
-    "EXIT_OK",
-    "EXIT_TROUBLE",
-]
-
 EXIT_OK = EXIT_EQUAL = 0
 EXIT_DIFFERENT = 1
 EXIT_TROUBLE = 2

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from graphpasses.parity.run_file import RunHeader
     from graphpasses.scale import Speeds
 
-__all__ = ["diff", "print_scale", "show"]
-
 _SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 

@@ -15,8 +15,6 @@ from graphpasses.errors import TaskError
 if TYPE_CHECKING:
     from graphpasses.parity.location import Location
 
-__all__ = ["locate"]
-
 
 def locate(
     source: Annotated[str, Positional, arg(metavar="TASK|RUN_A")],

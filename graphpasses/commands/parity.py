@@ -13,8 +13,6 @@ from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
 from graphpasses.commands.exit_codes import EXIT_OF
 from graphpasses.errors import TaskError
 
-__all__ = ["parity"]
-
 
 def parity(
     task: Annotated[str, Positional, arg(metavar="TASK")],

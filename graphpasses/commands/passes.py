@@ -15,8 +15,6 @@ from graphpasses.text import did_you_mean
 if TYPE_CHECKING:
     from graphpasses.passes.runner import GraphPass
 
-__all__ = ["passes"]
-
 
 def passes(name: Annotated[str, Positional, arg(metavar="NAME")] = "", /, *, json: bool = False) -> int:
     """List the passes: what each does, what it may do to the numbers, and which graphs it takes.

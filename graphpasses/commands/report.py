@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from graphpasses.html_report import ShownRun
     from graphpasses.parity.run_file import Run
 
-__all__ = ["report"]
-
 
 def report(
     runs: Annotated[tuple[Path, ...], Positional, arg(metavar="RUN [RUN …]")] = (),

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from graphpasses.simulate import Choice
     from graphpasses.simulate.trees import Order
 
-__all__ = ["simulate"]
-
 
 def simulate(
     *,

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs ``torchtitan.train`` with the pipeline registered, and records it if asked to by ``--record FILE``."""

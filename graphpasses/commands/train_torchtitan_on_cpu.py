@@ -21,8 +21,6 @@ from pathlib import Path
 from graphpasses._torch.cpu_as_accelerator import use_cpu_as_accelerator
 from graphpasses._torchtitan import save_cpu_attention
 
-__all__ = ["main", "make_assets", "use_cpu"]
-
 
 def use_cpu(backend: str = "nccl_sim") -> None:
     """Makes torchtitan take the CPU for its accelerator in this process; call it before torchtitan is imported.

@@ -15,8 +15,6 @@ from graphpasses._torch.storage import is_movable, move_storage
 from graphpasses.embedding.huge_pages import give_back_pages, prefer_huge_pages
 from graphpasses.errors import ArenaError
 
-__all__ = ["Arena"]
-
 # Where torch's CPU allocator begins a tensor.
 _ALIGNMENT = 64
 

@@ -11,8 +11,6 @@ from graphpasses.errors import UnsupportedError
 from graphpasses.fbgemm.lookups import LookupCall
 from graphpasses.graph import DynamoGraph
 
-__all__ = ["OneBackwardPerForward", "check_gradient_arrives", "check_lookups"]
-
 Gradients = Sequence[Tensor | None]
 
 

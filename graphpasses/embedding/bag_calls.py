@@ -16,8 +16,6 @@ from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.fused_update import FusedForm, learning_rate, optimizer_states
 from graphpasses.graph import DynamoGraph, InputKind
 
-__all__ = ["BagCall", "Kind", "read_bag_calls"]
-
 _SIGNATURE = inspect.signature(F.embedding_bag)
 
 # Options of `embedding_bag` that TBE does not have, and the value that turns each off.

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.sharded_tensor import ShardedTensor
+from graphpasses._torch.group_ranks import gathered
+from graphpasses._torch.state_dict import ShardedTensor
 from graphpasses.errors import CheckpointError
 from graphpasses.identity import same_bits
 from graphpasses.text import did_you_mean
-
-__all__ = ["check_keys", "check_shapes", "merge_repeated_keys"]
 
 
 def merge_repeated_keys(
@@ -25,10 +24,8 @@ def merge_repeated_keys(
     """Returns a state_dict in which each tensor has its module's first name.
 
     All ranks must have the same keys, which use any names of the modules. ``canonical`` maps second names of modules
-    to first ones. The ranks of ``group`` hold parts of the tensors; None if there is only one rank.
-
-    Raises:
-        CheckpointError: names of one module have tensors that differ, on any rank.
+    to first ones. The ranks of ``group`` hold parts of the tensors; None if there is only one rank. Raises where
+    names of one module have tensors that differ, on any rank.
     """
     merged: OrderedDict[str, Any] = OrderedDict()
     first_keys: dict[str, str] = {}
@@ -41,11 +38,7 @@ def merge_repeated_keys(
             merged[name], first_keys[name] = value, key
     if repeated:
         unequal = [pair for pair in repeated if not _equal(state[pair[0]], state[pair[1]])]
-        everyone: list[list[tuple[str, str]]] = [unequal]
-        if group is not None:
-            everyone = [[]] * group.size()
-            dist.all_gather_object(everyone, unequal, group=group)
-        for rank, pairs in enumerate(everyone):
+        for rank, pairs in enumerate([unequal] if group is None else gathered(unequal, group)):
             for one, other in pairs:
                 raise CheckpointError(
                     f"{one!r} and {other!r} are one tensor of the model, but in the state_dict they differ (rank "

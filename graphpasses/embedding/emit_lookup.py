@@ -15,8 +15,6 @@ from graphpasses.fbgemm.names import fused_lookup
 from graphpasses.graph import DynamoGraph
 from graphpasses.ops.count_steps import count_steps
 
-__all__ = ["emit_lookup", "emit_lookup_like", "layout_arguments", "state_arguments"]
-
 # FBGEMM's `SparseType.FP32`.
 _FP32 = 0
 

@@ -17,8 +17,6 @@ from graphpasses.graph.size_arithmetic import SizeArithmetic
 from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
 from graphpasses.ops.pack_pooled_embeddings import PACK_POOLED_EMBEDDINGS
 
-__all__ = ["MergedPooledAllToAll"]
-
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default)
 # They read what is not contiguous as well as what is.

@@ -19,8 +19,6 @@ from graphpasses._torch.optimizer_in_backward import (
 from graphpasses.embedding.arena import Arena
 from graphpasses.fbgemm.names import ROWWISE_ADAGRAD
 
-__all__ = ["FusedForm", "FusedUpdate", "learning_rate", "optimizer_states"]
-
 # The optimizers that have a fused form: its name in FBGEMM, and the options that must be off.
 _FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "torch.optim.sgd.SGD": ("sgd", ("momentum", "weight_decay", "maximize")),

@@ -8,8 +8,6 @@ import sys
 
 from torch import Tensor
 
-__all__ = ["give_back_pages", "prefer_huge_pages"]
-
 _HUGE_PAGE = 1 << 21
 
 

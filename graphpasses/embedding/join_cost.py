@@ -13,8 +13,6 @@ from itertools import accumulate
 from graphpasses._torch.symbols import example_size
 from graphpasses.fbgemm.lookups import LookupCall
 
-__all__ = ["BatchOfBags", "padding_cost", "plan_joins"]
-
 # In microseconds. Joining saves up to 20 of them per lookup.
 _LOOKUP = 20.0
 # Padded columns are written in forward and are zeros in backward; padded bags are empty, but each is asked.

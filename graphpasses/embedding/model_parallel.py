@@ -20,16 +20,13 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from graphpasses._torch.group_copies import groups_are_kept
-from graphpasses._torch.state_dict import module_versions
+from graphpasses._torch.state_dict import groups_are_kept, module_versions
 from graphpasses.embedding.checkpoints import check_keys, check_shapes, keys_message, merge_repeated_keys
 from graphpasses.embedding.planner import fit_plan
 from graphpasses.embedding.planner import plan as make_plan
 from graphpasses.embedding.table_names import find_aliases, give_names, one_name_each
 from graphpasses.errors import CheckpointError, ShardingError
 from graphpasses.identity import IdentityMap, walk_modules
-
-__all__ = ["DistributedModelParallel"]
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -105,11 +102,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the model.
-
-        Raises:
-            ShardingError: one of TorchRec's pipelines runs the model, which calls a module more than once.
-        """
+        """Calls the model; refuses TorchRec's pipelines where it calls a module more than once."""
         if torch.compiler.is_compiling():
             return super().forward(*args, **kwargs)
         try:
@@ -130,11 +123,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
             super().init_data_parallel()
 
     def copy(self, device: torch.device) -> DistributedModelParallel:
-        """Returns a copy on a device, whose modules have all the names that this one's have.
-
-        Args:
-            device: of the copy.
-        """
+        """Returns a copy on a device, whose modules have all the names that this one's have."""
         with groups_are_kept(), one_name_each(self.module, _is_sharded) as aliases:
             copied: DistributedModelParallel = super().copy(device)
             give_names(aliases, copied_to=copied.module)
@@ -145,15 +134,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         changed_shard_to_params: dict[str, tuple[float, EmbeddingModuleShardingPlan]],
         sharded_module_fqn: str | None = None,
     ) -> float:
-        """Moves shards of a module, which keeps all its names; see TorchRec.
-
-        Args:
-            changed_shard_to_params: per module, under any of its names, the bytes moved and the tables' new plans.
-            sharded_module_fqn: any name of the module; None for the first that can be resharded.
-
-        Returns:
-            The bytes moved, as given.
-        """
+        """Moves shards of a module, which keeps all its names and is given by any of them; see TorchRec."""
         identity = IdentityMap.of(self.module)
         changed = {identity.canonical(name): change for name, change in changed_shard_to_params.items()}
         first = None if sharded_module_fqn is None else identity.canonical(sharded_module_fqn)
@@ -176,13 +157,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters by FQN, those of sharded tables as this rank's parts.
-
-        Args:
-            prefix: put before each name.
-            recurse: whether to list those of submodules of sharded modules.
-            remove_duplicate: whether to yield each under its first name only, or under all.
-        """
+        """Yields parameters by their first FQN, or by all; those of sharded tables as this rank's parts."""
         return self._named("named_parameters", prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -194,12 +169,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
     def sparse_grad_parameter_names(
         self, destination: list[str] | None = None, prefix: str = ""
     ) -> list[str]:
-        """Returns the first names of unsharded embeddings whose gradients are sparse.
-
-        Args:
-            destination: a list to add to.
-            prefix: put before each name.
-        """
+        """Returns the first names of unsharded embeddings whose gradients are sparse."""
         identity = IdentityMap.of(self.module)
         destination = [] if destination is None else destination
         names = super().sparse_grad_parameter_names()
@@ -210,13 +180,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Returns parameters and buffers, those of a sharded module under its first name.
-
-        Args:
-            destination: a dict to add to.
-            prefix: put before each name.
-            keep_vars: whether tensors keep their part in autograd.
-        """
+        """Returns parameters and buffers, those of a sharded module under its first name."""
         before = set() if destination is None else {*destination}
         state: dict[str, Any] = super().state_dict(destination, prefix, keep_vars)
         seconds = tuple(f"{prefix}{alias.fqn}." for alias in find_aliases(self.module, _is_sharded))
@@ -232,14 +196,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         """Loads what ``state_dict()`` of this or of TorchRec's DistributedModelParallel returned.
 
         A module may come under any of its names, or under several, if the tensors are equal. All ranks must call it.
-
-        Args:
-            state_dict: tensors by FQN.
-            prefix: before each name in ``state_dict``.
-            strict: whether to raise if keys are missing or unexpected.
-
-        Returns:
-            The missing and the unexpected keys, each once, by first names.
+        Returns the missing and the unexpected keys, each once, by first names.
 
         Raises:
             CheckpointError: keys are missing or unexpected (strict), names of one module have other tensors on any

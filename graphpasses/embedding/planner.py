@@ -25,8 +25,6 @@ from graphpasses.errors import ShardingError
 from graphpasses.identity import IdentityMap, walk_modules
 from graphpasses.text import did_you_mean
 
-__all__ = ["fit_plan", "plan"]
-
 Sharders = Sequence[ModuleSharder[nn.Module]]
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Alias", "find_aliases", "give_names", "one_name_each"]
-
 
 @dataclass(frozen=True)
 class Alias:

@@ -14,8 +14,6 @@ from graphpasses._torch.schemas import named_arguments
 from graphpasses.fbgemm.names import FUSED_OPTIMIZERS
 from graphpasses.graph import DynamoGraph
 
-__all__ = ["HOST", "INFO_B", "MIXED_D", "LookupCall", "TableLayout"]
-
 # FBGEMM's `EmbeddingLocation.HOST` and `PoolingMode.NONE`.
 HOST = 3
 _NO_POOLING = 2

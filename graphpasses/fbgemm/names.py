@@ -7,16 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "BOUNDS_CHECK",
-    "FBGEMM",
-    "FUSED_OPTIMIZERS",
-    "ROWWISE_ADAGRAD",
-    "TRACED_LOOKUP",
-    "complete_cumsum",
-    "fused_lookup",
-]
-
 # The library of FBGEMM's operators.
 FBGEMM = "fbgemm"
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-__all__ = ["managed_parameters"]
-
 
 def managed_parameters(model: nn.Module, calls: Sequence[Sequence[str]]) -> list[list[str]]:
     """Returns which parameters each ``fully_shard`` call manages, in byte order.

@@ -11,8 +11,6 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.identity import IdentityMap
 
-__all__ = ["chunked_buckets"]
-
 
 def chunked_buckets(
     plan: BucketPlan, layout: Layout, model: nn.Module, fqn: str

@@ -25,8 +25,6 @@ from graphpasses.graph import TrainGraph, argument
 from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.graph.parameters import ParameterInfo
 
-__all__ = ["graph_layout", "reduced_parts"]
-
 aten = torch.ops.aten
 SPLIT = aten.split_with_sizes.default
 

@@ -20,16 +20,6 @@ from graphpasses.errors import LayoutError
 from graphpasses.identity import IdentityMap
 from graphpasses.text import did_you_mean
 
-__all__ = [
-    "BucketLayout",
-    "Layout",
-    "LayoutEntry",
-    "at_world_size",
-    "dtype_bytes",
-    "eager_layout",
-    "make_bucket_layout",
-]
-
 Collective = Literal["reduce_scatter", "all_reduce"]
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from graphpasses.fsdp.layout import Collective, Layout, dtype_bytes
 from graphpasses.text import aligned
 
-__all__ = ["LayoutDiff", "Move", "Place", "PlaceKey", "diff_layouts", "layout_places"]
-
 _MAX_ROWS = 20
 PlaceKey = tuple[str, Collective, int]
 

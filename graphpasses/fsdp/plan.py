@@ -14,8 +14,6 @@ from graphpasses.fsdp.byte_order import managed_parameters
 from graphpasses.identity import IdentityMap
 from graphpasses.text import did_you_mean
 
-__all__ = ["Bucket", "BucketPlan", "Reduction", "premultiplied_note"]
-
 _ROOT = "(root)"
 
 

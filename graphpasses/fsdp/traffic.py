@@ -22,8 +22,6 @@ from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.graph.traffic import Event, Traffic, Transfer
 
-__all__ = ["graph_traffic", "has_fixed_sizes", "layout_traffic"]
-
 _NAMES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",

@@ -12,8 +12,6 @@ from torch import nn
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses.errors import BatchMismatchError
 
-__all__ = ["Varying", "VaryingDim", "check_leaf", "check_leaves", "check_memory"]
-
 
 @dataclass(frozen=True)
 class VaryingDim:

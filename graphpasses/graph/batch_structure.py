@@ -13,8 +13,6 @@ from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError, CaptureError
 from graphpasses.graph.containers import AS_PYTREE_SAYS, Containers
 
-__all__ = ["BatchStructure"]
-
 _LEAVES = (torch.Tensor, int, float, bool, str, type(None))
 
 

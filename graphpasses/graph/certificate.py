@@ -8,8 +8,6 @@ from itertools import zip_longest
 
 from graphpasses.text import some
 
-__all__ = ["Certificate", "Launch", "find_unlike_launch"]
-
 
 @dataclass(frozen=True)
 class Launch:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["AS_PYTREE_SAYS", "Containers"]
-
 
 class Containers:
     """The containers of a library, made anew for each step; of this class, those of which pytree says all."""

@@ -8,21 +8,10 @@ from graphpasses.graph.nodes import writing_operators
 from graphpasses.graph.train_graph import InputKind, TrainGraph
 from graphpasses.ops.update_rows import UPDATE_ROWS
 
-__all__ = ["Contract"]
-
 
 @dataclass(frozen=True)
 class Contract:
-    """What no pass may change: what the step reads, and whose gradients it yields.
-
-    Example:
-        >>> import torch
-        >>> from graphpasses import capture_train_step
-        >>> model = torch.nn.Linear(4, 1)
-        >>> step = capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
-        >>> Contract.of(step).batch
-        ('batch[0]',)
-    """
+    """What no pass may change: what the step reads, and whose gradients it yields."""
 
     state: frozenset[str]  # canonical FQNs of the parameters and buffers that are inputs
     batch: tuple[str, ...]  # paths of the batch leaves, in order

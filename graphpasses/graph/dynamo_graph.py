@@ -14,8 +14,6 @@ from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses.errors import PipelineError
 from graphpasses.graph.train_graph import GraphInput, InputKind, Stage, TrainGraph
 
-__all__ = ["DynamoGraph"]
-
 
 @dataclass(repr=False, kw_only=True)
 class DynamoGraph(TrainGraph):

@@ -11,8 +11,6 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-__all__ = ["accumulate_gradient", "shared_values"]
-
 
 def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
     """Adds a gradient to ``parameter.grad``, or makes it that.

@@ -14,8 +14,6 @@ from torch import fx
 from graphpasses._torch.decisions import as_function, value_at
 from graphpasses.graph.train_graph import GraphInput
 
-__all__ = ["NO_DECISION", "Decision", "Guards", "Symbol", "run_nodes"]
-
 Symbol: TypeAlias = sympy.Symbol
 
 NO_DECISION = (

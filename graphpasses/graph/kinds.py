@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["GraphInput", "GraphOutput", "InputKind", "OutputKind", "Stage"]
-
 
 class Stage(enum.Enum):
     """The part of a training step that a graph holds.

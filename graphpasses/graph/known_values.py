@@ -13,8 +13,6 @@ from graphpasses._torch.fake_mode import facts_of_fake
 from graphpasses._torch.schemas import writes_arguments
 from graphpasses.graph.nodes import freeze
 
-__all__ = ["KnownValues", "summary"]
-
 _INT = frozenset({int})
 
 
@@ -24,9 +22,7 @@ class KnownValues:
     The check between passes owns it, so that it computes new and changed calls only. A graph that is watched
     (:meth:`TrainGraph.watch_values`) tells it what ``emit``, ``emit_copy``, ``replace`` and ``merge`` do. A call that
     reads other nodes, whose fake values no operator could tell from those that it read, computes what it did.
-
-    Args:
-        nodes: calls whose values, as they stand now, are taken as true.
+    The values of ``nodes``, as they stand now, are taken as true.
     """
 
     def __init__(self, nodes: Iterable[fx.Node] = ()) -> None:
@@ -106,11 +102,7 @@ def _are_alike(one: Any, two: Any) -> bool:
 
 
 def summary(value: Any) -> Any:
-    """Returns what two fake values have in common if a program cannot tell them apart by shape, dtype and device.
-
-    Args:
-        value: a fake tensor, a symbolic or plain number, or a tree of them.
-    """
+    """Returns what two fake values, or trees of them, have in common that differ by no shape, dtype or device."""
     if type(value) is int:
         return value
     if isinstance(value, torch.Tensor):

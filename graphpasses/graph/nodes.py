@@ -18,28 +18,6 @@ from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fake_results import fake_call
 from graphpasses._torch.schemas import given_arguments, writes_arguments
 
-__all__ = [
-    "ALL_TO_ALL",
-    "GROUP_ARGUMENTS",
-    "METADATA_OPS",
-    "SAME_TENSOR_OPS",
-    "WAIT",
-    "argument",
-    "collective_group",
-    "count_collectives",
-    "fake_value",
-    "find_collectives",
-    "freeze",
-    "is_collective",
-    "memories",
-    "named_call",
-    "source_line",
-    "storages",
-    "views",
-    "wait_of",
-    "writing_operators",
-]
-
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 

@@ -13,8 +13,6 @@ from graphpasses._torch.group_ranks import group_ranks
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.identity import IdentityMap, find_state
 
-__all__ = ["ParameterInfo", "get_state", "parameter_infos"]
-
 
 @dataclass(frozen=True)
 class ParameterInfo:
@@ -37,9 +35,7 @@ class ParameterInfo:
 def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, ParameterInfo]:
     """Returns facts about every parameter of ``model``, by canonical FQN.
 
-    Raises:
-        UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
-            parallelism.
+    Raises where one is sharded over several mesh axes otherwise than evenly by FSDP over tensor parallelism.
     """
     return {fqn: _parameter_info(fqn, get_state(model, fqn)) for fqn, *_ in identity.parameters}
 

@@ -12,8 +12,6 @@ from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.traffic import Traffic
 from graphpasses.text import aligned
 
-__all__ = ["Hunk", "Numerics", "PassReport", "PipelineReport"]
-
 
 class Numerics(enum.Enum):
     """What a pass may do to the numbers, against eager."""

@@ -14,12 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.group_ranks import mesh_group_names, named_group
+from graphpasses._torch.group_ranks import gathered, mesh_group_names, named_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
-
-__all__ = ["RankConsensus"]
 
 
 class RankConsensus:
@@ -72,7 +70,7 @@ class RankConsensus:
         assert launches is not None
         if self._are_the_same("\n".join(map(repr, launches))):
             return
-        unlike = [self._unlike_launches(launches, group) for group in self.groups]  # all: others wait there
+        unlike = (_unlike_launches(*pair) for pair in self._pairs(launches))
         found = next(filter(None, unlike), None)
         if not self.all_ranks([found is None])[0]:
             raise AgreementError(
@@ -90,21 +88,24 @@ class RankConsensus:
     def _check_same(self, what: str, value: object) -> None:
         if not self.groups or self._are_the_same(text := repr(value)):
             return
-        found = [self._unlike_values(what, text, group) for group in self.groups]  # all: others wait there
-        elsewhere = f"other ranks were given different {what}; their messages say which"
-        raise AgreementError(next(filter(None, found), elsewhere))
-
-    def _unlike_values(self, what: str, text: str, group: str) -> str | None:
-        ranks = dist.get_process_group_ranks(named_group(group))
-        everyone: list[str] = ["" for _ in ranks]
-        dist.all_gather_object(everyone, text, group=named_group(group))
-        for rank, other in zip(ranks, everyone, strict=True):
-            if other != everyone[0]:
-                return (
-                    f"ranks {ranks[0]} and {rank} capture one step with different {what}: {everyone[0]} and {other}. "
-                    "Give all ranks the same"
+        found = f"other ranks were given different {what}; their messages say which"
+        for (first, one), (rank, other) in self._pairs(text):
+            if one != other:
+                found = (
+                    f"ranks {first} and {rank} capture one step with different {what}: {one} and {other}. "
                 )
-        return None
+                found += "Give all ranks the same"
+                break
+        raise AgreementError(found)
+
+    def _pairs(self, value: Any) -> list[tuple[tuple[int, Any], tuple[int, Any]]]:
+        """Returns, group by group, the first rank's number and value beside those of each other rank."""
+        pairs = []
+        for group in map(named_group, self.groups):  # all: others wait there
+            ranks = dist.get_process_group_ranks(group)
+            first, *others = zip(ranks, gathered(value, group), strict=True)
+            pairs += [(first, other) for other in others]
+        return pairs
 
     def _are_the_same(self, text: str) -> bool:
         digest = zlib.crc32(text.encode())
@@ -112,23 +113,6 @@ class RankConsensus:
         for group in self.groups:
             dist.all_reduce(extremes, dist.ReduceOp.MIN, group=named_group(group))
         return bool(extremes[0] == -extremes[1])
-
-    def _unlike_launches(self, launches: Sequence[Launch], group: str) -> str | None:
-        ranks = dist.get_process_group_ranks(named_group(group))
-        everyone: list[Any] = [None for _ in ranks]
-        dist.all_gather_object(everyone, launches, group=named_group(group))
-        for rank, others in zip(ranks, everyone, strict=True):
-            place = find_unlike_launch(everyone[0], others)
-            if place is not None:
-                mine, theirs = (
-                    str(each[place]) if place < len(each) else "nothing" for each in (everyone[0], others)
-                )
-                return (
-                    f"ranks {ranks[0]} and {rank} would wait for each other: as collective {place} of the step, rank "
-                    f"{ranks[0]} launches {mine}, rank {rank} {theirs}. Run the same passes on all ranks; a pass "
-                    "must not decide by what only its rank knows"
-                )
-        return None
 
     @contextmanager
     def raised_together(self, error: Exception) -> Iterator[None]:
@@ -140,6 +124,19 @@ class RankConsensus:
             raise
         if not self.all_ranks([True])[0]:
             raise error
+
+
+def _unlike_launches(one: tuple[int, Sequence[Launch]], other: tuple[int, Sequence[Launch]]) -> str | None:
+    (first, launches), (rank, others) = one, other
+    place = find_unlike_launch(launches, others)
+    if place is None:
+        return None
+    mine, theirs = (str(each[place]) if place < len(each) else "nothing" for each in (launches, others))
+    return (
+        f"ranks {first} and {rank} would wait for each other: as collective {place} of the step, rank {first} "
+        f"launches {mine}, rank {rank} {theirs}. Run the same passes on all ranks; a pass must not decide by what "
+        "only its rank knows"
+    )
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

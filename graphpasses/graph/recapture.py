@@ -16,8 +16,6 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.train_graph import GraphInput
 from graphpasses.graph.update import Update
 
-__all__ = ["MAX_STEPS", "FailedElsewhereError", "GuardedCache", "Recapture"]
-
 MAX_STEPS = 8
 
 

@@ -23,8 +23,6 @@ from graphpasses.graph.nodes import (
 )
 from graphpasses.graph.train_graph import InputKind, OutputKind, Stage, TrainGraph
 
-__all__ = ["FORM", "RULES", "Broken", "Checked", "Rule"]
-
 _STATE = {InputKind.PARAMETER, InputKind.BUFFER}
 _INPUTS = {
     Stage.STEP: _STATE | {InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER},

@@ -12,8 +12,6 @@ from torch import fx
 from graphpasses._torch.symbols import expression
 from graphpasses.graph.train_graph import TrainGraph
 
-__all__ = ["Size", "SizeArithmetic", "size_expression"]
-
 Size = fx.Node | int  # in a graph
 
 

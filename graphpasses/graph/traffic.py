@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 from graphpasses.errors import TopologyError
 
-__all__ = ["Event", "Traffic", "Transfer"]
-
 
 @dataclass(frozen=True)
 class Transfer:
@@ -57,10 +55,7 @@ class Traffic:
         """Returns the traffic of the same step on another number of ranks, each with the batch that it has now.
 
         Groups that reach over the whole world, such as FSDP's and those of HSDP's replicas, grow with it. Groups
-        inside of it, of tensor parallelism or HSDP's shards, stay as they are.
-
-        Raises:
-            TopologyError: groups inside of the world do not divide the ranks.
+        inside of it, of tensor parallelism or HSDP's shards, stay as they are, and must divide the ranks.
 
         Example:
             >>> shards, replicas = Transfer("reduce_scatter", 64, 4, 1), Transfer("all_reduce", 16, 2, 4)

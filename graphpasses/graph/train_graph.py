@@ -100,30 +100,17 @@ class TrainGraph:
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     def set_output(self, index: int, value: fx.Node | None) -> None:
-        """Replaces one flat output value.
-
-        Args:
-            index: position in ``outputs``.
-            value: the node whose value it shall be, or None for no value.
-        """
+        """Replaces the flat output value at a position in ``outputs`` by a node's, or by None."""
         values = self.output_values
         values[index] = value
         self.graph.output_node().args = (values,)
 
     def replace_outputs(self, values: Mapping[fx.Node, fx.Node]) -> None:
-        """Replaces flat output values, all at once: fx looks at every output for each that it replaces.
-
-        Args:
-            values: by the nodes that they replace.
-        """
+        """Replaces nodes among the flat output values, all at once: fx looks at every output for each of them."""
         self.graph.output_node().args = ([values.get(value, value) for value in self.output_values],)
 
     def remove_inputs(self, indices: Iterable[int]) -> None:
-        """Removes placeholders that nothing reads, and their entries in ``inputs``.
-
-        Args:
-            indices: positions in ``inputs``.
-        """
+        """Removes placeholders that nothing reads, by their positions in ``inputs``, and their entries there."""
         gone = set(indices)
         nodes = self.placeholders
         for index in gone:
@@ -165,16 +152,10 @@ class TrainGraph:
         *,
         like: fx.Node,
     ) -> fx.Node:
-        """Inserts a call at the graph's insertion point, with ``meta["val"]`` and its origin filled in.
+        """Inserts a call at the graph's insertion point, with ``meta["val"]`` filled in; returns the new node.
 
-        Args:
-            target: the operator.
-            args: its arguments, with nodes in the place of values of the graph.
-            kwargs: its keyword arguments.
-            like: a node of the same origin: stack trace and annotations are copied from it.
-
-        Returns:
-            The new node.
+        Arguments have nodes in the place of values of the graph. Stack trace and annotations are copied from
+        ``like``, a node of the same origin.
         """
         node = self.graph.call_function(target, args, dict(kwargs or {}))
         node.meta["val"] = fake_value(node)
@@ -189,12 +170,7 @@ class TrainGraph:
     def emit_copy(self, node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
         """Inserts a call again at the graph's insertion point; it has the fake value and the origin of the first.
 
-        Args:
-            node: the call.
-            values: nodes that the copy reads instead of those that ``node`` reads; each has the same value.
-
-        Returns:
-            The new node.
+        ``values`` are nodes of equal value that the copy reads instead of those that ``node`` reads.
         """
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: values.get(read, read))
         # Not node_copy, which searches for a free name from the copied one's number on: quadratic.
@@ -205,14 +181,10 @@ class TrainGraph:
         return copy
 
     def replace(self, node: fx.Node, value: fx.Node) -> None:
-        """Replaces a node by another that computes the same, and erases it.
+        """Replaces a node by a new one that computes the same and that nothing else reads, and erases it.
 
         ``value`` takes over the node's fake value: its sizes keep their symbols, and it shares its storage with the
-        fake values of the views that follow.
-
-        Args:
-            node: the node; not the one at which the graph inserts nodes now.
-            value: a new node that nothing else reads.
+        fake values of the views that follow. Nodes must not be inserted at ``node`` now.
         """
         same = summary(node.meta.get("val")) == summary(value.meta.get("val"))
         with self._known.kept([*node.users, *[value] * same]):
@@ -226,9 +198,8 @@ class TrainGraph:
     def merge(self, node: fx.Node, kept: fx.Node) -> None:
         """Replaces a node by an earlier one that has computed the same, and erases it.
 
-        Args:
-            node: the node; not the one at which the graph inserts nodes now.
-            kept: the earlier node; its fake value stays, and views of the node become views of it.
+        The fake value of ``kept`` stays, and views of the node become views of it. Nodes must not be inserted at
+        ``node`` now.
         """
         same = summary(node.meta.get("val")) == summary(kept.meta.get("val"))
         moved = views(node) if same and storages(node) != storages(kept) else []
@@ -244,26 +215,14 @@ class TrainGraph:
         return self._known
 
     def note(self, message: str) -> None:
-        """Records what a user should know, e.g. a rewrite that was skipped and why.
-
-        Args:
-            message: one sentence that names the FQN concerned.
-        """
+        """Records what a user should know, e.g. a rewrite that was skipped and why, with the FQN concerned."""
         self.notes.append(message)
 
     def record_rewrite(self, rewrite: Callable[[Any], Any]) -> None:
-        """Records how this graph was rewritten: a step that is captured again is rewritten in the same way.
-
-        Args:
-            rewrite: takes a graph and returns another.
-        """
+        """Records the rewrite that made this graph: a step that is captured again goes through it, too."""
 
     def __call__(self, *batch: Any) -> torch.Tensor:
-        """Runs a captured step; a graph of another kind refuses.
-
-        Raises:
-            CaptureError: the graph is not a whole step.
-        """
+        """Runs a captured step; a graph that is no whole step raises CaptureError."""
         raise CaptureError(f"a {self.stage.value} graph is run by the compiled model, not by itself")
 
     def copy(self) -> Self:
@@ -277,11 +236,7 @@ class TrainGraph:
         )
 
     def collectives(self) -> dict[str, int]:
-        """Counts the collectives of the graph by operator name.
-
-        Returns:
-            E.g. ``{"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3}``.
-        """
+        """Counts the collectives of the graph by operator name, e.g. ``{"all_gather_into_tensor": 3}``."""
         return count_collectives(self.graph)
 
 

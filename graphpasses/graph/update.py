@@ -17,8 +17,6 @@ from graphpasses.graph.kinds import GraphInput, InputKind
 from graphpasses.state.hyperparameters import Number, as_input, numbers_of
 from graphpasses.state.optimizer import OptimizerFacts
 
-__all__ = ["Update"]
-
 
 @dataclass(frozen=True, eq=False)
 class Update:

@@ -10,8 +10,6 @@ from torch import fx
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses.graph.train_graph import GraphInput, TrainGraph
 
-__all__ = ["add_update_input"]
-
 
 def add_update_input(graph: TrainGraph, item: GraphInput, node: fx.Node) -> fx.Node:
     """Adds an input of an update to its step, unless the step has it; returns its placeholder there."""

@@ -11,24 +11,11 @@ from graphpasses.graph.contract import Contract
 from graphpasses.graph.rules import FORM, RULES, Checked, Rule
 from graphpasses.graph.train_graph import TrainGraph
 
-__all__ = ["Verifier"]
-
 
 class Verifier:
     """Checks a graph after each pass of a pipeline.
 
     What the graph holds before the passes is taken as true.
-
-    Example:
-        >>> import torch
-        >>> from graphpasses import capture_train_step
-        >>> model = torch.nn.Linear(4, 1)
-        >>> step = capture_train_step(lambda model, x: model(x).square().mean(), model, torch.ones(2, 4))
-        >>> verifier = Verifier(step)
-        >>> step.set_output(0, None)
-        >>> verifier.check_rules("pass 'x'")
-        Traceback (most recent call last):
-        graphpasses.errors.VerificationError: pass 'x' removed the loss
     """
 
     def __init__(self, graph: TrainGraph) -> None:

@@ -16,18 +16,6 @@ from graphpasses.simulate.nccl import channel_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Ring, Topology, rings
 
-__all__ = [
-    "Bar",
-    "BucketGroup",
-    "BucketPair",
-    "Join",
-    "RingNames",
-    "RingPart",
-    "Row",
-    "Segment",
-    "draw_buckets",
-]
-
 Side = Literal["a", "b"]
 
 

@@ -16,8 +16,6 @@ from graphpasses.simulate.rings import Ring, Topology
 from graphpasses.simulate.trees import Order
 from graphpasses.text import some
 
-__all__ = ["explain", "show_ring"]
-
 _NO_LAYOUTS = (
     "Where gradients lie in their buckets is not known, since not both runs recorded it: record them with "
     "ParityRecorder(…, layouts=eager_layout(model)) and layouts=graph_layout(step)."

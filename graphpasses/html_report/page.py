@@ -20,8 +20,6 @@ from graphpasses.scale import Speeds
 from graphpasses.simulate.prediction import predict
 from graphpasses.simulate.rings import Topology
 
-__all__ = ["ShownRun", "render_page"]
-
 
 @dataclass(frozen=True)
 class ShownRun:
@@ -54,15 +52,6 @@ def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes
     """Draws runs as a page of HTML that needs nothing else: no network, no other file.
 
     The others are compared with the first run; one that cannot be compared has a section that says why.
-
-    Example:
-        >>> import tempfile
-        >>> path = f"{tempfile.mkdtemp()}/eager.jsonl"
-        >>> with graphpasses.ParityRecorder(path, run="eager") as recorder:
-        ...     recorder.record(0, 1.0, nn.Linear(2, 2))
-        >>> run = graphpasses.read_run(path)
-        >>> "<title>graphpasses: eager</title>" in render_page([ShownRun(run, Topology(1, 1))]).decode()
-        True
     """
     names, speeds = RingNames(), speeds or Speeds()
     first, *others = runs

@@ -10,8 +10,6 @@ from graphpasses.integrations.torchtitan.default_buckets import default_buckets
 from graphpasses.parity.run_file import Run
 from graphpasses.scale import ScaleRow, Speeds, bucketings, scale_rows, steps_of_passes
 
-__all__ = ["ScaleTable", "scale_tables"]
-
 _TITAN = "torchtitan's buckets"
 
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from graphpasses.parity.compare import StepDifference
 from graphpasses.parity.run_file import Loss, Run
 
-__all__ = ["Cell", "Chart", "Line", "draw_losses", "draw_strip"]
-
 _MAX_CELLS = 400
 
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["alias_tensors"]
-
 
 class _Aliases(torch.autograd.Function):
     @staticmethod

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["count_steps"]
-
 
 class _CountSteps(torch.autograd.Function):
     @staticmethod

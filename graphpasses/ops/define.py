@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["define_composite_operator", "define_operator"]
-
 
 def define_operator(
     schema: str,
@@ -27,30 +25,12 @@ def define_operator(
     the name and what follows it; nothing may be written, and no output may alias an input. ``fake`` gives shapes
     and dtypes; ``backward`` and ``save`` are as for ``torch.library.register_autograd``. An operator that ``draws``
     reads or sets the state of a random number generator, so that its calls keep their order.
-
-    Example:
-        >>> double = define_operator(
-        ...     "example_double(Tensor x) -> Tensor",
-        ...     lambda x: 2 * x,
-        ...     fake=torch.empty_like,
-        ...     backward=lambda ctx, gradient: 2 * gradient,
-        ... )
-        >>> double
-        <OpOverload(op='graphpasses.example_double', overload='default')>
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> double(x).sum().backward()
-        >>> x.grad
-        tensor([2., 2.])
     """
-    name, _, signature = schema.partition("(")
-    full_name = f"graphpasses::{name}"
-    tags = (torch.Tag.pt2_compliant_tag, *((torch.Tag.nondeterministic_seeded,) if draws else ()))
-    torch.library.define(full_name, f"({signature}", tags=tags)
-    torch.library.impl(full_name, "default", reference)
-    torch.library.register_fake(full_name, fake)
+    tags = (torch.Tag.nondeterministic_seeded,) if draws else ()
+    name, operator = _define(schema, "default", reference, *tags)
+    torch.library.register_fake(name, fake)
     if backward is not None:
-        torch.library.register_autograd(full_name, backward, setup_context=save)
-    operator: Callable[..., Any] = getattr(torch.ops.graphpasses, name).default
+        torch.library.register_autograd(name, backward, setup_context=save)
     return operator
 
 
@@ -59,17 +39,16 @@ def define_composite_operator(schema: str, function: Callable[..., Any]) -> Call
 
     ``function`` calls other operators, which tracers see; its gradient is theirs, or that of an
     ``autograd.Function`` in it.
-
-    Example:
-        >>> square = define_composite_operator("example_square(Tensor x) -> Tensor", lambda x: x * x)
-        >>> x = torch.tensor([3.0], requires_grad=True)
-        >>> square(x).backward()
-        >>> x.grad
-        tensor([6.])
     """
+    return _define(schema, "CompositeImplicitAutograd", function)[1]
+
+
+def _define(
+    schema: str, kind: str, function: Callable[..., Any], *tags: torch.Tag
+) -> tuple[str, Callable[..., Any]]:
     name, _, signature = schema.partition("(")
     full_name = f"graphpasses::{name}"
-    torch.library.define(full_name, f"({signature}", tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(full_name, "CompositeImplicitAutograd", function)
+    torch.library.define(full_name, f"({signature}", tags=(torch.Tag.pt2_compliant_tag, *tags))
+    torch.library.impl(full_name, kind, function)
     operator: Callable[..., Any] = getattr(torch.ops.graphpasses, name).default
-    return operator
+    return full_name, operator

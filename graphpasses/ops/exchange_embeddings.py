@@ -13,8 +13,6 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_composite_operator
 
-__all__ = ["EXCHANGE_EMBEDDINGS", "exchange_embeddings"]
-
 
 def exchange_embeddings(
     tensor: Tensor,
@@ -25,24 +23,11 @@ def exchange_embeddings(
     codec: Any = None,
     gradient_codec: Any = None,
 ) -> Tensor:
-    """Sends each rank its part of a tensor.
+    """Sends each rank its part of a tensor, [sum(input_splits), ...]; returns what comes, [sum(output_splits), ...].
 
-    Args:
-        tensor: [sum(input_splits), ...].
-        output_splits: per rank of the group: how many rows come from it.
-        input_splits: per rank: how many rows it gets.
-        group: the group's name, as functional collectives have it.
-        divisor: what gradients, which go back, are divided by there; 1 for not at all.
-        codec: TorchRec's, which encodes what is sent and decodes what comes; None sends the numbers themselves.
-        gradient_codec: the same for gradients.
-
-    Returns:
-        The received parts by rank, [sum(output_splits), ...].
-
-    Example:
-        >>> with fake_process_group(2):
-        ...     exchange_embeddings(torch.ones(5, 4), [2, 1], [2, 3], dist.group.WORLD.group_name, 2).shape
-        torch.Size([3, 4])
+    Splits are rows for, and from, each rank of a group, which has the name that functional collectives know.
+    Gradients go back and are divided by ``divisor`` there. TorchRec's ``codec`` encodes what is sent and decodes what
+    comes, and ``gradient_codec`` does so with gradients; without them the numbers themselves are sent.
     """
     splits = output_splits, input_splits
     result: Tensor = _Exchange.apply(tensor, *splits, group, divisor, codec, gradient_codec)  # type: ignore[no-untyped-call]

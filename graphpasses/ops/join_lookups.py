@@ -22,36 +22,17 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from graphpasses.errors import IdError
 from graphpasses.ops.define import define_operator
 
-__all__ = [
-    "JOIN_BAGS",
-    "JOIN_FEATURES",
-    "SPLIT_FEATURES",
-    "join_bags",
-    "join_features",
-    "split_features",
-]
-
-
 # ---- bags ----------------------------------------------------------------------------------------------
 
 
 def join_bags(
     ids: Sequence[Tensor], offsets: Sequence[Tensor], num_features: Sequence[int], names: Sequence[str]
 ) -> tuple[Tensor, Tensor]:
-    """Joins the ids of several lookups.
+    """Joins the ids of several lookups; raises IdError if some of them are in no bag.
 
-    Args:
-        ids: per lookup: its ids, 1-D, integer.
-        offsets: per lookup: where its bags begin, feature after feature, and where the last ends, integer
-            [features * B_i + 1].
-        num_features: per lookup.
-        names: per lookup: its module's name, for messages.
-
-    Returns:
-        All ids, int64; the lengths of their bags, int64 [sum(num_features), B], where B is the largest batch.
-
-    Raises:
-        IdError: some ids of a lookup are in none of its bags.
+    Each lookup has ids, integer 1-D; offsets, where its bags begin, feature after feature, and where the last ends,
+    integer [features * B_i + 1]; and its module's name, for messages. Returns all ids, int64, and the lengths of
+    their bags, int64 [sum(num_features), B], where B is the largest batch.
 
     Example:
         >>> users, items = torch.tensor([5, 6, 7]), torch.tensor([1])
@@ -123,12 +104,7 @@ JOIN_BAGS = define_operator(
 def join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
     """Joins embeddings of several lookups side by side, those of smaller batches with zeros under them.
 
-    Args:
-        parts: per lookup: [B_i, D_i], floats of one dtype.
-        num_rows: the rows of the result, at least every B_i.
-
-    Returns:
-        [num_rows, sum of D_i].
+    Of parts [B_i, D_i], floats of one dtype, it makes [num_rows, sum of D_i]; ``num_rows`` is at least every B_i.
 
     Example:
         >>> join_features([torch.ones(2, 2), torch.ones(1, 1)], 2)
@@ -143,25 +119,18 @@ def join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
     return joined
 
 
-def _fake_join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
-    return parts[0].new_empty(num_rows, sum(part.size(1) for part in parts))
-
-
 JOIN_FEATURES = define_operator(
-    "join_features(Tensor[] parts, SymInt num_rows) -> Tensor", join_features, fake=_fake_join_features
+    "join_features(Tensor[] parts, SymInt num_rows) -> Tensor",
+    join_features,
+    fake=lambda parts, num_rows: parts[0].new_empty(num_rows, sum(part.size(1) for part in parts)),
 )
 
 
 def split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[int]) -> list[Tensor]:
-    """Splits what one lookup returns for several.
+    """Splits what one lookup returns for several, [B, sum(dims)], float.
 
-    Args:
-        pooled: [B, sum(dims)], float.
-        dims: per lookup: its columns.
-        batch_sizes: per lookup: its rows, at most B.
-
-    Returns:
-        Per lookup: [batch_size, dim], contiguous; the gradient is made by :func:`join_features`.
+    Returns per lookup [batch_size, dim], contiguous, of at most B rows; the gradient is made by
+    :func:`join_features`.
 
     Example:
         >>> split_features(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), [2, 1], [2, 1])
@@ -174,22 +143,14 @@ def split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[in
     ]
 
 
-def _fake_split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[int]) -> list[Tensor]:
-    return [pooled.new_empty(size, dim) for size, dim in zip(batch_sizes, dims, strict=True)]
-
-
 def _save_num_rows(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.num_rows = inputs[0].size(0)
-
-
-def _join_gradients(ctx: Any, gradients: list[Tensor]) -> tuple[Tensor, None, None]:
-    return JOIN_FEATURES(gradients, ctx.num_rows), None, None
 
 
 SPLIT_FEATURES = define_operator(
     "split_features(Tensor pooled, int[] dims, SymInt[] batch_sizes) -> Tensor[]",
     split_features,
-    fake=_fake_split_features,
-    backward=_join_gradients,
+    fake=lambda pooled, dims, sizes: [pooled.new_empty(each) for each in zip(sizes, dims, strict=True)],
+    backward=lambda ctx, gradients: (JOIN_FEATURES(gradients, ctx.num_rows), None, None),
     save=_save_num_rows,
 )

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["PACK", "UNPACK", "pack_all_to_all", "packed_dtype", "unpack_all_to_all"]
-
 
 def packed_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """Returns the dtype in which tensors travel together: their own if they have one, else bytes.
@@ -49,14 +47,10 @@ def _row_shapes(sizes: Sequence[int], row_dims: Sequence[int]) -> Iterator[Seque
 
 
 def pack_all_to_all(inputs: Sequence[Tensor], splits: Sequence[int]) -> Tensor:
-    """Packs what several all-to-alls send.
+    """Packs what several all-to-alls send as one 1-D tensor of :func:`packed_dtype`.
 
-    Args:
-        inputs: per member: its rows, [rows, ...], any dtype, rank after rank.
-        splits: per member, and in it per rank: how many of its rows are for that rank.
-
-    Returns:
-        1-D, of :func:`packed_dtype`.
+    ``inputs`` are each member's rows, [rows, ...], any dtype, rank after rank; ``splits`` say, per member and in it
+    per rank, how many of its rows are for that rank.
 
     Example:
         >>> pack_all_to_all([torch.tensor([1, 2, 3]), torch.tensor([7, 8])], [1, 2, 1, 1])
@@ -104,17 +98,11 @@ def unpack_all_to_all(
     row_dims: Sequence[int],
     dtypes: Sequence[torch.dtype],
 ) -> list[Tensor]:
-    """Unpacks what one all-to-all of several members' rows brought.
+    """Unpacks the rows that one all-to-all brought; returns each member's, [rows, ...], in memory of its own.
 
-    Args:
-        packed: what arrived, 1-D, of :func:`packed_dtype`.
-        splits: per member, and in it per rank: how many of its rows came from that rank.
-        row_shapes: the shapes of the members' rows, end to end.
-        row_dims: per member: the number of dims of a row.
-        dtypes: one per member.
-
-    Returns:
-        Per member: its rows, [rows, ...], in memory of its own.
+    ``packed`` is 1-D, of :func:`packed_dtype`; ``splits`` say, per member and in it per rank, how many of its rows
+    came from that rank. ``row_shapes`` are the shapes of the members' rows, end to end, ``row_dims`` the dims of
+    each.
 
     Example:
         >>> unpack_all_to_all(torch.tensor([1, 7, 2, 3, 8]), [1, 2, 1, 1], [], [0, 0], [torch.int64] * 2)

@@ -11,8 +11,6 @@ from torch import Tensor
 from graphpasses.errors import IdError
 from graphpasses.ops.define import define_operator
 
-__all__ = ["PACK_BAGS", "pack_bags"]
-
 
 def pack_bags(
     ids: Sequence[Tensor],
@@ -23,15 +21,9 @@ def pack_bags(
 ) -> tuple[Tensor, Tensor]:
     """Puts the bags of several ``embedding_bag`` calls end to end, and checks what those calls would have.
 
-    Args:
-        ids: per call: the ids of its bags, integer; 1-D, or [B, L] with a bag per row.
-        offsets: per call: where in 1-D ``ids`` each of the B bags begins, integer; [B], or [B + 1] with the end.
-        num_rows: per call: the rows of its table.
-        tables: per call: the table's FQN, for messages.
-        include_last_offset: whether the last offset is the end of the last bag.
-
-    Returns:
-        All ids [N], int64; where in them each bag begins, and the end [calls * B + 1], int64.
+    Each call has ids, integer, 1-D, or [B, L] with a bag per row; offsets, where in 1-D ids each of the B bags
+    begins, integer [B], or [B + 1] with the end (``include_last_offset``); the rows of its table, and that one's FQN.
+    Returns all ids [N], int64, and where in them each bag begins, and the end, [calls * B + 1], int64.
 
     Raises:
         IdError: an id is not a row of its table, or offsets do not divide the ids into bags.

@@ -17,18 +17,12 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["PACK_POOLED_EMBEDDINGS", "pack_pooled_embeddings"]
-
 
 def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
     """Packs what is sent to each rank: its pieces side by side, row for row.
 
-    Args:
-        pieces: [rows, dims] each, of one dtype and one number of rows; rank after rank.
-        num_pieces: per rank: how many of the pieces it gets.
-
-    Returns:
-        1-D: for each rank, [rows, dims of its pieces] flattened.
+    ``pieces`` are [rows, dims] each, of one dtype and number of rows, rank after rank; ``num_pieces`` says how many
+    each rank gets. The result is 1-D: for each rank [rows, dims of its pieces], flattened.
 
     Example:
         >>> a, b = torch.tensor([[1], [2]]), torch.tensor([[3], [4]])
@@ -48,12 +42,8 @@ def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) 
     return packed
 
 
-def _fake_pack(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
-    return pieces[0].new_empty(pieces[0].shape[0] * sum(piece.shape[1] for piece in pieces))
-
-
 PACK_POOLED_EMBEDDINGS = define_operator(
     "pack_pooled_embeddings(Tensor[] pieces, int[] num_pieces) -> Tensor",
     pack_pooled_embeddings,
-    fake=_fake_pack,
+    fake=lambda pieces, _: pieces[0].new_empty(pieces[0].shape[0] * sum(each.shape[1] for each in pieces)),
 )

@@ -13,23 +13,15 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["PERMUTE_BATCHES", "permute_batches", "permute_sequences"]
-
 
 def permute_batches(
     tensors: Sequence[Tensor], permute: Tensor, batch_sizes: Sequence[int], is_inverse: bool = False
 ) -> list[Tensor]:
     """Permutes (rank, feature) parts of jagged tensors, each part with a row per sample of that rank's batch.
 
-    Args:
-        tensors: lengths, integer [rows]; the values of all rows, [sum(lengths)]; and weights like values, or none.
-        permute: which part comes where, int32 [len(batch_sizes) * num_local_features]; before it, parts are in
-            rank-major order.
-        batch_sizes: per rank.
-        is_inverse: undo the permutation instead.
-
-    Returns:
-        The permuted tensors. Gradients of values and weights are permuted back.
+    ``tensors`` are lengths, integer [rows]; the values of all rows, [sum(lengths)]; and maybe weights like values.
+    ``permute`` says which part of the rank-major order comes where, int32 [len(batch_sizes) * num_local_features];
+    ``is_inverse`` undoes it. Gradients of values and weights are permuted back.
 
     Example:
         >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
@@ -63,12 +55,6 @@ def permute_batches(
     return [tensor.view(-1) for tensor in permuted[: len(tensors)]]
 
 
-def _fake_permute(
-    tensors: Sequence[Tensor], permute: Tensor, batch_sizes: Sequence[int], is_inverse: bool
-) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in tensors]
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, permute, ctx.batch_sizes, ctx.is_inverse = inputs
     ctx.save_for_backward(output[0], permute)
@@ -83,7 +69,7 @@ def _permute_back(ctx: Any, gradients: list[Tensor]) -> tuple[list[Tensor | None
 PERMUTE_BATCHES = define_operator(
     "permute_batches(Tensor[] tensors, Tensor permute, SymInt[] batch_sizes, bool is_inverse) -> Tensor[]",
     permute_batches,
-    fake=_fake_permute,
+    fake=lambda tensors, *_: list(map(torch.empty_like, tensors)),
     backward=_permute_back,
     save=_save,
 )
@@ -92,16 +78,10 @@ PERMUTE_BATCHES = define_operator(
 def permute_sequences(
     embeddings: Tensor, lengths: Tensor, permute: Tensor, batch_sizes: Sequence[int]
 ) -> Tensor:
-    """Undoes the permutation of (rank, feature) parts for embeddings of sequences.
+    """Undoes the permutation of (rank, feature) parts for embeddings of sequences, [sum(lengths), dim], float.
 
-    Args:
-        embeddings: [sum(lengths), dim], float.
-        lengths: integer [rows], as permuted.
-        permute: as for :func:`permute_batches`.
-        batch_sizes: per rank.
-
-    Returns:
-        The embeddings in rank-major order, with a gradient.
+    ``lengths`` are integer [rows], as permuted; the rest is as for :func:`permute_batches`. The result has a
+    gradient.
 
     Example:
         >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm

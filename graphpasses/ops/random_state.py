@@ -6,8 +6,6 @@ import torch
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["READ_RANDOM_STATE", "SET_RANDOM_STATE"]
-
 
 def _read() -> torch.Tensor:
     return torch.default_generator.get_state()

@@ -15,27 +15,12 @@ from torch import Tensor
 from graphpasses._torch.group_ranks import named_group
 from graphpasses.ops.define import define_operator
 
-__all__ = ["REDUCE_SCATTER_V", "gather_parts", "reduce_scatter_v"]
-
 
 def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int) -> Tensor:
-    """Adds the ranks' tensors; each rank gets its part of the sum.
+    """Adds the ranks' tensors, [sum(splits), ...]; each rank gets its rows of the sum, [splits[rank], ...].
 
-    Args:
-        tensor: [sum(splits), ...].
-        splits: per rank of the group: how many rows it gets.
-        rank: this rank in the group.
-        group: the group's name, as functional collectives have it.
-        divisor: what gradients, which are gathered, are divided by.
-
-    Returns:
-        This rank's rows of the sum, [splits[rank], ...].
-
-    Example:
-        >>> from graphpasses._torch.fake_process_group import fake_process_group
-        >>> with fake_process_group(2):
-        ...     reduce_scatter_v(torch.ones(5, 4), [2, 3], 0, dist.group.WORLD.group_name, 2).shape
-        torch.Size([2, 4])
+    The group has the name that functional collectives know. Gradients, which are gathered, are divided by
+    ``divisor``.
     """
     output = tensor.new_empty(splits[rank], *tensor.shape[1:])
     if len(set(splits)) == 1:
@@ -43,12 +28,6 @@ def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: st
     else:
         dist.reduce_scatter(output, list(torch.split(tensor, list(splits))), group=named_group(group))
     return output
-
-
-def _fake_reduce_scatter(
-    tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int
-) -> Tensor:
-    return tensor.new_empty(splits[rank], *tensor.shape[1:])
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -73,7 +52,7 @@ def _gather(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]
 REDUCE_SCATTER_V = define_operator(
     "reduce_scatter_v(Tensor tensor, SymInt[] splits, int rank, str group, int divisor) -> Tensor",
     reduce_scatter_v,
-    fake=_fake_reduce_scatter,
+    fake=lambda tensor, splits, rank, *_: tensor.new_empty(splits[rank], *tensor.shape[1:]),
     backward=_gather,
     save=_save,
 )

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from graphpasses.ops.define import define_operator
 
-__all__ = ["SIZE_TENSOR", "size_tensor"]
-
 
 def size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Makes a 1-D tensor of sizes, of an integer dtype; in a graph the sizes may be symbols.
@@ -22,12 +20,8 @@ def size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) 
     return torch.tensor(sizes, dtype=dtype, device=device)
 
 
-def _fake_size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(len(sizes), dtype=dtype, device=device)
-
-
 SIZE_TENSOR = define_operator(
     "size_tensor(SymInt[] sizes, ScalarType dtype, Device device) -> Tensor",
     size_tensor,
-    fake=_fake_size_tensor,
+    fake=lambda sizes, dtype, device: torch.empty(len(sizes), dtype=dtype, device=device),
 )

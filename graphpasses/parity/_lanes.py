@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["MASK", "lanes", "lanes_of_each", "signed"]
-
 MASK = (1 << 64) - 1
 
 # Elements hashed at a time: CPU buffers should stay in the cache, a GPU wants few and large kernels.

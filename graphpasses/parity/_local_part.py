@@ -13,8 +13,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from graphpasses._torch.dtensor import is_sharded, local_offset, num_root_ranks, wait_for
 
-__all__ = ["LocalPart", "local_part"]
-
 
 @dataclass(frozen=True)
 class LocalPart:

@@ -13,17 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphpasses._torch.group_ranks import gathered
 from graphpasses.errors import GraphPassesError, UnsupportedError
 from graphpasses.parity._lanes import signed
 from graphpasses.parity._local_part import LocalPart
-
-__all__ = [
-    "ReplicaMismatchError",
-    "check_replicas",
-    "check_same_tensors",
-    "communication_device",
-    "replica_weight",
-]
 
 
 class ReplicaMismatchError(GraphPassesError, ValueError):
@@ -72,7 +65,7 @@ def check_same_tensors(parts: Sequence[LocalPart], group: dist.ProcessGroup | No
     dist.all_reduce(check, group=group)
     if not check.any():
         return
-    everyone = _gather((dist.get_rank(), problems[:1], entries), group, num_ranks)
+    everyone = gathered((dist.get_rank(), problems[:1], entries), group)
     for rank, found, _ in everyone:
         if found:
             raise UnsupportedError(f"{found[0]} (rank {rank})")
@@ -100,7 +93,7 @@ def check_replicas(
     part = parts[rows[0]]
     mine = (dist.get_rank(), part.replica, part.offset, tuple(local[rows[0]].tolist()))
     places: defaultdict[Any, defaultdict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, replica, offset, sums in _gather(mine, group, dist.get_world_size(group)):
+    for rank, replica, offset, sums in gathered(mine, group):
         if replica >= 0:
             places[offset][sums].append(rank)
     ranks = next(list(values.values()) for values in places.values() if len(values) > 1)
@@ -111,9 +104,3 @@ def check_replicas(
         f"{' and '.join(map(str, ranks))} differ{more}; synchronise it, "
         "or name it in per_rank if each rank holds its own"
     )
-
-
-def _gather(value: Any, group: dist.ProcessGroup | None, num_ranks: int) -> list[Any]:
-    values: list[Any] = [None] * num_ranks
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -15,14 +15,13 @@ from graphpasses.graph import CapturedStep
 from graphpasses.parity.compare import compare_runs
 from graphpasses.parity.first_difference import Difference
 from graphpasses.parity.location import Location, locate_runs
+from graphpasses.parity.record import ChosenOperators
 from graphpasses.parity.reproduction import write_operator_script, write_step_script
 from graphpasses.parity.run_file import Run, read_run
 from graphpasses.parity.training import Task, train_eager, train_graph
 from graphpasses.passes.graph_diff import read_lines
 from graphpasses.passes.runner import Pipeline
 from graphpasses.simulate.rings import Topology
-
-__all__ = ["locate_task"]
 
 _MAX_LINES = 12  # of the rewrite that are shown
 
@@ -71,7 +70,7 @@ def locate_task(
     if step is None:
         return Location(None)
     if step > 0:
-        trials.again(step, all_passes)
+        trials.first_difference(step + 1, all_passes, operators=[step])
     location = locate_runs(*trials.runs(all_passes))
     if location.difference is None:
         raise TaskError(
@@ -110,10 +109,7 @@ class _Trials:
         return read_run(self.folder / "eager.jsonl"), read_run(self.path(num_passes))
 
     def first_difference(
-        self,
-        num_steps: int,
-        num_passes: int | None,
-        operators: Collection[int] | Mapping[int, Collection[int]],
+        self, num_steps: int, num_passes: int | None, operators: Collection[int]
     ) -> int | None:
         """Trains with the first passes, and returns the first step that differs from eager's."""
         if num_passes is None:
@@ -123,20 +119,11 @@ class _Trials:
         divergence = compare_runs(*self.runs(num_passes), allow=["steps"]).divergence
         return None if divergence is None else divergence.step
 
-    def again(self, step: int, num_passes: int | None) -> None:
-        """Trains up to a step once more, and records its operators."""
-        self.first_difference(step + 1, num_passes, operators=[step])
-
-    def train_eager(self, num_steps: int, operators: Collection[int] | Mapping[int, Collection[int]]) -> None:
+    def train_eager(self, num_steps: int, operators: ChosenOperators) -> None:
         self.done("eager FSDP2")
         train_eager(self.task, self.topology, num_steps, self.folder / "eager.jsonl", operators=operators)
 
-    def train_graph(
-        self,
-        num_steps: int,
-        num_passes: int | None,
-        operators: Collection[int] | Mapping[int, Collection[int]],
-    ) -> None:
+    def train_graph(self, num_steps: int, num_passes: int | None, operators: ChosenOperators) -> None:
         what = "all passes" if num_passes is None else f"{num_passes} of {len(self.passes)} passes"
         self.done(f"graph, {what}")
 
@@ -146,9 +133,7 @@ class _Trials:
             self.passes = [p.name for p in passes]
             # What a proof refuses is to be run here.
             graph = Pipeline(passes[:num_passes]).run(captured, prove=False)
-            self.graphs.setdefault(
-                num_passes, graph
-            )  # of the first rank; others may have shards of other shapes
+            self.graphs.setdefault(num_passes, graph)  # the first rank's; others may have other shapes
             return graph
 
         train_graph(

@@ -14,18 +14,6 @@ if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
     from graphpasses.fsdp.layout_diff import Move
 
-__all__ = [
-    "GAP_KINDS",
-    "Comparison",
-    "Divergence",
-    "Gap",
-    "GapKind",
-    "StepDifference",
-    "compare_runs",
-    "step_differences",
-]
-
-
 GapKind = Literal["torch", "seed", "model", "ranks", "topology", "steps", "tensors", "losses", "gradients"]
 """What two runs may have recorded unalike."""
 GAP_KINDS: tuple[GapKind, ...] = get_args(GapKind)

@@ -10,8 +10,6 @@ from typing import Literal
 from graphpasses._torch.recorded_operator import Operator, Value
 from graphpasses.parity.operators import OperatorStep
 
-__all__ = ["Difference", "differing", "first_difference", "first_of_ranks"]
-
 _COMMUNICATION = "fsdp."  # what FSDP2 does, and a graph does by other operators
 _Kind = Literal["start", "result", "inputs", "missing", "extra"]
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from graphpasses.errors import GraphPassesError
 
-__all__ = ["RankError", "end_with_caller", "run_ranks"]
-
 logger = logging.getLogger(__name__)
 
 _NUM_LAUNCHES = 3

@@ -14,8 +14,6 @@ from graphpasses.parity.first_difference import Difference, first_difference, fi
 from graphpasses.parity.operators import read_operators, recorded_steps
 from graphpasses.parity.run_file import Run
 
-__all__ = ["Location", "how_to_locate", "locate_runs", "location_to_json", "render_location"]
-
 
 @dataclass(frozen=True)
 class Location:

@@ -13,8 +13,6 @@ from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses.errors import RunFileError
 from graphpasses.parity.run_file import json_line
 
-__all__ = ["OperatorStep", "operator_file", "read_operators", "recorded_steps"]
-
 FORMAT_VERSION = 3
 _FORMAT = "graphpasses-operators"
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.group_ranks import gathered
 from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
@@ -33,9 +34,10 @@ from graphpasses.parity.run_file import (
     step_line,
 )
 
-__all__ = ["ParityRecorder"]
-
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+ChosenOperators = Collection[int] | Mapping[int, Collection[int]]
+"""Steps whose operators are recorded; by step, positions of operators whose tensors are kept whole, too."""
 
 
 class ParityRecorder:
@@ -85,7 +87,7 @@ class ParityRecorder:
         layouts: Layout | None = None,
         overwrite: bool = False,
         per_rank: Collection[str] = (),
-        operators: Collection[int] | Mapping[int, Collection[int]] = (),
+        operators: ChosenOperators = (),
     ) -> None:
         self._operators = operators if isinstance(operators, Mapping) else dict.fromkeys(operators, ())
         self._path = Path(path)
@@ -138,11 +140,7 @@ class ParityRecorder:
             return
         with self._operator_file.step(step, model, batch, self._operators[step]):
             yield
-        failures: list[str | None] = [self._operator_file.failure]
-        if self._world_size > 1:
-            failures = [None] * self._world_size
-            dist.all_gather_object(failures, self._operator_file.failure)
-        for failure in failures:
+        for failure in gathered(self._operator_file.failure):
             if failure is not None:
                 raise RunFileError(failure)
 

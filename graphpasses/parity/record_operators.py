@@ -26,8 +26,6 @@ from graphpasses.parity.operators import (
     start_line,
 )
 
-__all__ = ["OperatorFile", "operators_recorded", "values_of"]
-
 _MAX_PENDING = 256  # digests that stay on the device at a time
 
 

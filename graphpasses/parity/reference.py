@@ -9,16 +9,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphpasses._torch.group_ranks import gathered
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses.graph import CapturedStep
-from graphpasses.parity.first_difference import Difference, differing, first_difference, first_of_ranks
+from graphpasses.parity.first_difference import differing, first_difference, first_of_ranks
 from graphpasses.parity.location import Location
 from graphpasses.parity.operators import OperatorStep
 from graphpasses.parity.record_operators import operators_recorded, values_of
 from graphpasses.state.live_state import live_state_restored
-
-__all__ = ["locate_step"]
 
 
 def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any) -> Location:
@@ -56,7 +55,7 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
     leaves = step.batch_structure.leaves(batch)
     a, b = (_recorded(step.model, leaves, run) for run in (eager, lambda: step(*batch)))
     found = first_difference(a, b)
-    both = _of_all_ranks((found, bool(differing(a.end, b.end))))
+    both = gathered((found, bool(differing(a.end, b.end))))
     if not any(differs for _, differs in both):
         return Location(None)
     differences = [each for each, _ in both if each is not None]
@@ -88,11 +87,3 @@ def _state_restored(model: nn.Module) -> Iterator[None]:
         finally:
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor.copy_(copy)
-
-
-def _of_all_ranks(value: tuple[Difference | None, bool]) -> list[tuple[Difference | None, bool]]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -17,8 +17,6 @@ from graphpasses.terminal import add_row, plain_table
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout_diff import Place
 
-__all__ = ["comparison_to_json", "meaning", "render_comparison"]
-
 _FORWARD = "the forward pass differs, or what went into it (the weights before the step, the batch)"
 # By what differs first, whether losses were compared, and whether gradients were.
 _MEANING = {
@@ -57,12 +55,9 @@ def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def _divergence_to_json(divergence: Divergence) -> dict[str, Any]:
+    names = ("step", "first", "loss", "gradients", "weights")
     return {
-        "step": divergence.step,
-        "first": divergence.first,
-        "loss": divergence.loss,
-        "gradients": divergence.gradients,
-        "weights": divergence.weights,
+        **{name: getattr(divergence, name) for name in names},
         "losses": divergence.losses and [dataclasses.asdict(loss) for loss in divergence.losses],
         "moves": [
             {"fqn": fqn, "a": [_place_to_json(each) for each in a], "b": [_place_to_json(each) for each in b]}
@@ -89,18 +84,9 @@ def _moves_by_parameter(divergence: Divergence) -> list[tuple[str, list[Place], 
 
 
 def _run_to_json(run: Run) -> dict[str, Any]:
-    header = run.header
-    return {
-        "path": str(run.path),
-        "run": header.run,
-        "model": header.model,
-        "torch": header.torch,
-        "world_size": header.world_size,
-        "seed": header.seed,
-        "topology": header.topology,
-        "num_steps": len(run.steps),
-        "complete": run.complete,
-    }
+    names = ("run", "model", "torch", "world_size", "seed", "topology")
+    header = {name: getattr(run.header, name) for name in names}
+    return {"path": str(run.path), **header, "num_steps": len(run.steps), "complete": run.complete}
 
 
 def meaning(divergence: Divergence) -> str:

@@ -8,8 +8,6 @@ from graphpasses.parity.first_difference import Difference
 from graphpasses.parity.operators import operator_file
 from graphpasses.simulate.rings import Topology
 
-__all__ = ["write_operator_script", "write_step_script"]
-
 _OPERATOR = '''"""{difference}
 
 Calls the operator again on what it read in both runs. Needs torch{imports_note} and the two files beside this one.

@@ -23,8 +23,6 @@ from graphpasses.graph.pass_report import PassReport, PipelineReport
 if TYPE_CHECKING:
     from graphpasses.fsdp.layout import Layout
 
-__all__ = ["FORMAT_VERSION", "GRADIENT_NORM", "Loss", "Run", "RunHeader", "StepRecord", "read_run"]
-
 FORMAT_VERSION = 2
 GRADIENT_NORM = "(norm of all gradients)"
 """The name under which a trainer's norm is recorded, as if it were a gradient."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,15 +24,13 @@ from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.pass_report import PipelineReport
-from graphpasses.parity.record import ParityRecorder
+from graphpasses.parity.record import ChosenOperators, ParityRecorder
 from graphpasses.passes import default_pipeline
 from graphpasses.passes.runner import Pipeline
 from graphpasses.simulate.cluster import run_cluster, share
 from graphpasses.simulate.memory import check_memory
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.shared_step import step_for_rank
-
-__all__ = ["Rewrite", "Task", "load_task", "train_eager", "train_graph"]
 
 Rewrite = Callable[[CapturedStep, BucketPlan, Layout], CapturedStep]
 """Makes of the captured step the one that runs, given eager's buckets and their layout."""
@@ -122,7 +120,7 @@ def train_eager(
     path: Path,
     *,
     done: Callable[[int], object] | None = None,
-    operators: Collection[int] | Mapping[int, Collection[int]] = (),
+    operators: ChosenOperators = (),
 ) -> None:
     """Trains with eager FSDP2 on a simulated cluster, and records every step.
 
@@ -169,7 +167,7 @@ def train_graph(
     sharding: Literal["fully_shard", "simple_fsdp"] = "fully_shard",
     run: str = "graph",
     done: Callable[[int], object] | None = None,
-    operators: Collection[int] | Mapping[int, Collection[int]] = (),
+    operators: ChosenOperators = (),
 ) -> None:
     """Trains as :func:`train_eager`, but with the captured and rewritten step.
 
@@ -309,7 +307,7 @@ def _train(
     num_steps: int,
     path: Path,
     done: Callable[[int], object] | None,
-    operators: Collection[int] | Mapping[int, Collection[int]],
+    operators: ChosenOperators,
     passes: PipelineReport | None = None,
 ) -> None:
     rank = dist.get_rank()

@@ -19,8 +19,6 @@ from graphpasses.graph import TrainGraph, argument
 from graphpasses.graph.nodes import wait_of
 from graphpasses.ops.pack_all_to_all import PACK
 
-__all__ = ["LaunchOrder", "plan_launch_order"]
-
 Dependencies = Mapping[fx.Node, set[fx.Node]]
 
 

@@ -13,8 +13,6 @@ from torch import Tensor, fx
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.pass_report import Hunk
 
-__all__ = ["Line", "diff_lines", "read_lines"]
-
 _CONTEXT = 2  # unchanged lines around a change
 _MAX_LINES = 40  # of one side of a hunk
 _MAX_CHARS = 160

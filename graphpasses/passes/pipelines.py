@@ -24,8 +24,6 @@ from graphpasses.passes.fsdp.reshard_after_forward import ReshardAfterForward
 from graphpasses.passes.fsdp.update_in_backward import UpdateInBackward
 from graphpasses.passes.runner import GraphPass, Pipeline
 
-__all__ = ["default_pipeline", "recommender_pipeline"]
-
 
 def default_pipeline(
     plan: BucketPlan | None = None,

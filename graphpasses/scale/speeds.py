@@ -12,8 +12,6 @@ from graphpasses.fsdp.layout import dtype_bytes
 from graphpasses.simulate.hardware import Hardware
 from graphpasses.text import did_you_mean
 
-__all__ = ["Algorithm", "Speeds", "read_speeds"]
-
 Algorithm = Literal["nccl", "ring", "tree", "hierarchical"]
 """How collectives are done; :func:`graphpasses.scale.wire_seconds` has the formulas."""
 

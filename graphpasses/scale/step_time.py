@@ -9,8 +9,6 @@ from graphpasses.graph.traffic import Traffic, Transfer
 from graphpasses.scale.speeds import Algorithm, Speeds
 from graphpasses.scale.wire import wire_seconds
 
-__all__ = ["StepTime", "replay", "step_time"]
-
 
 @dataclass(frozen=True)
 class StepTime:

@@ -14,8 +14,6 @@ from graphpasses.graph.traffic import Traffic
 from graphpasses.scale.speeds import Speeds
 from graphpasses.scale.step_time import StepTime, step_time
 
-__all__ = ["ScaleRow", "bucketings", "scale_rows", "steps_of_passes"]
-
 
 @dataclass(frozen=True)
 class ScaleRow:

@@ -10,8 +10,6 @@ from graphpasses.scale.speeds import Algorithm, Speeds
 from graphpasses.simulate.choice import choose
 from graphpasses.simulate.rings import Topology
 
-__all__ = ["wire_seconds"]
-
 # How often each rank's share of the bytes goes round: an all-reduce is a reduce-scatter and an all-gather.
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["Contributions", "ReduceOpName", "fused_multiply_add", "reduce_in_order"]
-
 ReduceOpName = Literal["sum", "avg", "premul_sum", "product", "min", "max"]
 
 Contributions = Sequence["Tensor | Contributions"]

@@ -11,8 +11,6 @@ from graphpasses.simulate.arithmetic import ReduceOpName
 from graphpasses.simulate.cost_model import costs, search_channels, time
 from graphpasses.simulate.rings import Algorithm, Protocol, Topology
 
-__all__ = ["Choice", "choose", "played"]
-
 _NOT_PLAYED = {
     "nvls": "NVSwitches add, in an order of their own",
     "nvls_tree": "NVSwitches add, in an order of their own",

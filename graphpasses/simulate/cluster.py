@@ -14,8 +14,6 @@ from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.scheduler import Call, RankScheduler, current
 from graphpasses.simulate.thread_process_group import BACKEND
 
-__all__ = ["run_cluster", "share"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from graphpasses.simulate.nccl import ReductionPart, channel_parts, reduction_pa
 from graphpasses.simulate.rings import Topology, rings
 from graphpasses.simulate.trees import Order
 
-__all__ = ["reduce_parts", "simulate_all_reduce", "simulate_reduce_scatter"]
-
 
 def reduce_parts(
     contributions: Sequence[Tensor],

@@ -8,8 +8,6 @@ from graphpasses.simulate import tuning_constants as constants
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.selection import enabled
 
-__all__ = ["costs", "search_channels", "time"]
-
 # Ranks that NVLS joins at most, where it does not all-reduce: NCCL_MAX_NVLS_ARITY.
 _MAX_NVLS_RANKS = 32
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.rings import Topology
 
-__all__ = ["VARIABLES", "with_environment"]
-
 VARIABLES = frozenset(
     {"NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_CROSS_NIC"}
 )

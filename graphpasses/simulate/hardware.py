@@ -9,8 +9,6 @@ from typing import Any, Literal
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.tuning_log import TuningLog
 
-__all__ = ["UNKNOWN_HARDWARE", "Hardware"]
-
 _ASSUMED: dict[str, Any] = {
     "nccl_version": "2.30",
     "compute_capability": 90,

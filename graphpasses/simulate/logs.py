@@ -11,8 +11,6 @@ from graphpasses.simulate.hardware import UNKNOWN_HARDWARE
 from graphpasses.simulate.rings import Ring, Topology, Tree
 from graphpasses.simulate.tuning_log import parse_tuning_log
 
-__all__ = ["parse_nccl_log", "parse_trees", "topology_from_log"]
-
 # "Channel 00/16 :    0   7   6 ..." but not "Channel 00/0 : 0[0] -> 1[1] via P2P".
 _CHANNEL_LINE = re.compile(r"Channel (\d+)/(\d+) *:((?: +\d+)+)[ \r]*$", re.MULTILINE)
 

@@ -12,8 +12,6 @@ from graphpasses.errors import ClusterError
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph.parameters import get_state
 
-__all__ = ["check_memory", "cluster_memory"]
-
 # Of the weights: fp32 shards, their gradients, and AdamW's two moments.
 _STATE_COPIES = 4
 # Of the largest bucket, on every rank: what was gathered and the parameters made of it, of the current bucket and of

@@ -23,15 +23,6 @@ from graphpasses.simulate.cost_model import search_channels
 from graphpasses.simulate.rings import Ring, Topology, rings
 from graphpasses.simulate.trees import Order, tree_order, trees
 
-__all__ = [
-    "Collective",
-    "ReductionPart",
-    "channel_parts",
-    "num_channels",
-    "order_of",
-    "reduction_parts",
-]
-
 Collective = Literal["reduce_scatter", "all_reduce", "reduce"]
 
 # Threads of a block and bytes per thread below which a channel is given up: src/graph/tuning.cc

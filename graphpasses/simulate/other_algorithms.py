@@ -8,8 +8,6 @@ from graphpasses.fsdp.layout import Layout, dtype_bytes
 from graphpasses.simulate.choice import Choice, choose
 from graphpasses.simulate.rings import Topology
 
-__all__ = ["OtherAlgorithm", "other_algorithms", "what_to_set"]
-
 
 @dataclass(frozen=True)
 class OtherAlgorithm:

@@ -15,8 +15,6 @@ from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.trees import Order
 from graphpasses.text import aligned
 
-__all__ = ["Prediction", "Reordered", "Setting", "find_reordered", "predict", "sweep"]
-
 _MAX_ROWS = 20
 
 

@@ -26,8 +26,6 @@ from graphpasses.simulate.nccl import Collective, reduction_parts
 from graphpasses.simulate.ring_process_group import RingProcessGroup
 from graphpasses.simulate.rings import Topology, default_topology
 
-__all__ = ["NCCLSimProcessGroup", "configure"]
-
 _configured: Topology | None = None
 
 

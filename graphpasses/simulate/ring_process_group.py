@@ -12,8 +12,6 @@ from graphpasses._torch.process_group import FinishedWork, PythonProcessGroup
 from graphpasses.errors import UnsupportedError
 from graphpasses.simulate.arithmetic import ReduceOpName
 
-__all__ = ["RingProcessGroup"]
-
 
 class RingProcessGroup(PythonProcessGroup):
     """The interface of reductions; a subclass knows how the ranks exchange data.

@@ -10,8 +10,6 @@ from typing import Literal, get_args
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.hardware import UNKNOWN_HARDWARE, Hardware
 
-__all__ = ["Algorithm", "Mode", "Protocol", "Ring", "Topology", "Tree", "default_topology", "rings"]
-
 Ring = tuple[int, ...]
 Tree = tuple[tuple[int, ...], ...]
 """Of each rank its children, in the order in which it adds what they have summed."""

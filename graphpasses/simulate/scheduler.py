@@ -21,8 +21,6 @@ import torch
 from graphpasses.errors import ClusterError
 from graphpasses.simulate.rings import Topology
 
-__all__ = ["Call", "RankScheduler", "current"]
-
 T = TypeVar("T")
 
 

@@ -7,8 +7,6 @@ from functools import lru_cache
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.hardware import Hardware
 
-__all__ = ["enabled", "parse_selection"]
-
 _FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
 _ALGORITHMS = ("tree", "ring", "collnetdirect", "collnetchain", "nvls", "nvlstree", "pat")
 _PROTOCOLS = ("ll", "ll128", "simple")

@@ -9,8 +9,6 @@ from graphpasses._torch.group_ranks import mesh_group_names
 from graphpasses.errors import ClusterError
 from graphpasses.graph import CapturedStep, get_state, is_collective
 
-__all__ = ["step_for_rank"]
-
 
 def step_for_rank(step: CapturedStep, model: nn.Module) -> CapturedStep:
     """Returns a step that another rank captured, for this rank's model.

@@ -17,8 +17,6 @@ from graphpasses.simulate.ring_process_group import RingProcessGroup
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.scheduler import Call, RankScheduler, current
 
-__all__ = ["BACKEND", "ThreadProcessGroup"]
-
 BACKEND = "nccl_threads"
 _ONLY_COLLECTIVES = "ranks of a simulated cluster meet in collectives only; send and recv are not played"
 

@@ -7,8 +7,6 @@ from functools import lru_cache
 from graphpasses.errors import UnsupportedError
 from graphpasses.simulate.rings import Topology, Tree
 
-__all__ = ["Order", "tree_order", "trees"]
-
 Order = tuple["int | Order", ...]
 """Ranks in the order in which they are added; a tuple inside is a sum of its own, added as a whole."""
 

@@ -9,18 +9,6 @@ from __future__ import annotations
 
 from graphpasses.simulate.hardware import Hardware
 
-__all__ = [
-    "ALGORITHMS",
-    "BASE_LATENCY",
-    "LINK_LATENCY",
-    "PROTOCOLS",
-    "TREE_CORRECTION",
-    "generation",
-    "ll_max_bandwidth",
-    "nvls_efficiency",
-    "per_channel_max",
-]
-
 PROTOCOLS = ("ll", "ll128", "simple")
 # In the order in which NCCL compares them; CollNet, which stands after ring there, is not modelled.
 ALGORITHMS = ("tree", "ring", "nvls", "nvls_tree", "pat")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from graphpasses.errors import TopologyError
 
-__all__ = ["TuningLog", "parse_tuning_log"]
-
 _FUNCTIONS = {"Reduce": "reduce", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce"}
 _ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
 _PROTOCOLS = ("ll", "ll128", "simple")

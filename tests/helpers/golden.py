@@ -92,14 +92,7 @@ def _diff(before: str, after: str) -> str:
 
 
 def compiled(p: GraphPass, function: Callable[..., Any], *inputs: Any, stage: Stage) -> list[TrainGraph]:
-    """Compiles a function or model; returns its graph of a stage before and after a pass.
-
-    Args:
-        p: the pass.
-        function: what is compiled; called with ``inputs``.
-        inputs: what it takes.
-        stage: a stage that the pass accepts.
-    """
+    """Compiles a function or model for inputs; returns its graph of a stage before and after a pass."""
     before, after = _Before((stage,)), _After((stage,))
     torch.compiler.reset()
     graphpasses.compile(function, pipeline=Pipeline((before, p, after)), inner="aot_eager", fullgraph=True)(

@@ -7,8 +7,6 @@ from typing import Any
 
 from graphpasses.graph.containers import Containers
 
-__all__ = ["TORCHREC"]
-
 _FIELDS = {
     "KeyedJaggedTensor": (
         "._values",

@@ -23,8 +23,6 @@ from graphpasses._torch.traced_calls import (
 )
 from graphpasses.embedding.torchrec.patching import Patch
 
-__all__ = ["BRIEF_TRACES"]
-
 
 def _is_compiling(original: Callable[[], bool]) -> Callable[[], bool]:
     """The original calls two functions before it asks Dynamo, and is asked twenty times for a module."""

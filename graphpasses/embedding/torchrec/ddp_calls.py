@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a compiled call: what it does besides calling its module."""
+"""DistributedDataParallel around a compiled call: in a graph it is its module, and what else it does is done here."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphpasses._torch.ddp import after_forward, before_forward, orders_buckets
+from graphpasses.embedding.torchrec.patching import Patch, PatchSet
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.alias_tensors import alias_tensors
-
-__all__ = ["DDPCall", "DDPCalls", "ddp_calls", "modules_and_lookups", "running_call"]
 
 
 class DDPCalls:
@@ -134,16 +133,6 @@ class DDPCall:
 _CALL: ContextVar[DDPCall | None] = ContextVar("_CALL", default=None)
 
 
-def running_call() -> DDPCall | None:
-    """Returns the call of a compiled model that runs now."""
-    return _CALL.get()
-
-
-def ddp_calls(modules: Sequence[nn.Module]) -> DDPCalls:
-    """Finds the DistributedDataParallel modules in ``modules``, themselves and data-parallel tables included."""
-    return DDPCalls(modules)
-
-
 def _find(roots: Sequence[nn.Module]) -> tuple[DistributedDataParallel, ...]:
     found = (module for root in roots for module in modules_and_lookups(root))
     ddps = tuple(dict.fromkeys(module for module in found if isinstance(module, DistributedDataParallel)))
@@ -162,3 +151,37 @@ def modules_and_lookups(root: nn.Module) -> Iterator[nn.Module]:
         yield module
         for lookup in vars(module).get("_lookups", ()):
             yield from lookup.modules()
+
+
+def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original calls its C++ reducer and logger; ``DDPCalls`` does so around the graph."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            self._graphpasses_traced()
+            return self.module(*args, **kwargs)
+        call = _CALL.get()
+        if call is not None and call.is_told(self):  # where the graph breaks
+            return self.module(*args, **kwargs)
+        if call is not None:
+            call.used.add(self)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def _traced(original: None) -> Callable[..., Any]:
+    """A new method. As a constant it runs while Dynamo traces and leaves neither nodes nor guards."""
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _graphpasses_traced(self: Any) -> None:
+        call = _CALL.get()
+        assert call is not None
+        call.traced(self)
+
+    return _graphpasses_traced  # type: ignore[no-any-return]
+
+
+_DDP = "torch.nn.parallel:DistributedDataParallel"
+# In place while a compiled model is called.
+DDP_PATCHES = PatchSet(Patch(f"{_DDP}.forward", _call_module), Patch(f"{_DDP}._graphpasses_traced", _traced))

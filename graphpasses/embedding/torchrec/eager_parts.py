@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["embeddings_by_steps", "lookup_by_steps", "managed_collisions", "tell_steps"]
-
 _OPTIMIZERS = ("EMAINPLACE_ROWWISE_ADAGRAD", "ENSEMBLE_ROWWISE_ADAGRAD")
 _WEIGHT_DECAYS = ("COUNTER", "COWCLIP")
 _REASON = "the optimizer of these tables decides by its steps, which no graph can: their lookup runs eagerly"

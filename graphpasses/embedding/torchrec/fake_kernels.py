@@ -17,8 +17,6 @@ from graphpasses._torch.operators import Rule, TracingKernels, has_kernel, opera
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.embedding.torchrec.traced_gradients import add_traced_gradients
 
-__all__ = ["fake_kernels", "fake_kernels_if_loaded"]
-
 # FBGEMM's `SparseType`, by value; its CPU lookups read any other as the dtype of the weights.
 _SPARSE_TYPES = {0: torch.float32, 1: torch.float16, 5: torch.bfloat16}
 
@@ -220,13 +218,6 @@ def fake_kernels() -> Iterator[tuple[str, ...]]:
 
     Raises:
         CaptureError: FBGEMM cannot be loaded.
-
-    Example:
-        >>> with fake_kernels() as names:
-        ...     has_kernel("fbgemm::permute_sequence_embeddings", "Meta"), names[0]
-        (True, 'fbgemm::Bfloat16QuantizedToFloat')
-        >>> has_kernel("fbgemm::permute_sequence_embeddings", "Meta")
-        False
     """
     load_fbgemm()
     _REGISTRATION.enter(needed=True)

@@ -7,15 +7,9 @@ import torch
 
 from graphpasses.errors import CaptureError
 
-__all__ = ["load_fbgemm"]
-
 
 def load_fbgemm() -> None:
-    """Imports FBGEMM, so that ``torch.ops.fbgemm`` holds every op of a TorchRec training step.
-
-    Raises:
-        CaptureError: FBGEMM is not installed, or does not load with this torch.
-    """
+    """Imports FBGEMM, so that ``torch.ops.fbgemm`` holds every op of a TorchRec training step, or says why not."""
     with warnings.catch_warnings():
         # FBGEMM's import warns of FBGEMM's own code.
         warnings.simplefilter("ignore")

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["checks_inputs", "make_input_dist", "needs_eager_call"]
-
 
 def make_input_dist(
     module: nn.Module, keys: Iterable[str], inverse_keys: Iterable[str] | None, device: torch.device | None

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses._torch.dynamo_settings import mark_any_length, mark_varying
+from graphpasses._torch.dynamo import mark_any_length, mark_varying
 from graphpasses.ops.alias_tensors import alias_tensors
-
-__all__ = ["PreparedInputs", "check_inputs", "prepare_inputs"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +71,7 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedIn
 
 
 def check_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks the key-jagged tensors of a model's first batch, as its sharded modules do in their first eager call.
-
-    Raises:
-        ValueError: from TorchRec: lengths, offsets, weights and values do not fit, or a key comes twice.
-    """
+    """Checks the key-jagged tensors of a model's first batch, as its sharded modules do in their first eager call."""
     module = sys.modules.get("torchrec.sparse.jagged_tensor")
     if module is None:
         return

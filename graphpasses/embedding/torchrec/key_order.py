@@ -9,8 +9,6 @@ from torch import nn
 
 from graphpasses.errors import KeyOrderError
 
-__all__ = ["check_key_order"]
-
 
 def check_key_order(module: nn.Module, keys: Iterable[str]) -> None:
     """Raises unless a sharded collection gets its features, e.g. ``kjt.keys()``, where it looks for them.

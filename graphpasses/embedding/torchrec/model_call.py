@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from graphpasses.embedding.torchrec.ddp_calls import DDPCalls, ddp_calls
+from graphpasses.embedding.torchrec.ddp_calls import DDPCalls
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.embedding.torchrec.input_dists import checks_inputs, needs_eager_call
 from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
 from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
-
-__all__ = ["ModelCall"]
 
 
 class ModelCall:
@@ -36,17 +34,11 @@ class ModelCall:
     def ddp(self) -> DDPCalls:
         """What the model's DistributedDataParallel modules do."""
         if self._ddp is None:
-            self._ddp = ddp_calls(self._modules)
+            self._ddp = DDPCalls(self._modules)
         return self._ddp
 
     def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the compiled function.
-
-        Raises:
-            CaptureError: in the first call: FBGEMM cannot be loaded.
-            UnsupportedError: in the first call: this version of TorchRec, or a module of the model, is unsupported.
-            ValueError: in the first call: the lengths of a key-jagged tensor do not fit its values.
-        """
+        """Runs the compiled function; the first call refuses what it cannot compile."""
         is_first = self._ddp is None
         if is_first and "torchrec" in sys.modules:
             load_fbgemm()

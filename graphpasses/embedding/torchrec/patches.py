@@ -32,8 +32,6 @@ from graphpasses.embedding.torchrec.traced_comms import (
 from graphpasses.embedding.torchrec.traced_dists import TRACED_DISTS
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["TORCHREC_PATCHES"]
-
 TORCHREC_VERSIONS = ("1.8.0", "1.9.2")
 
 

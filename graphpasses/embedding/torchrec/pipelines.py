@@ -7,8 +7,6 @@ from types import FrameType
 
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["check_pipeline"]
-
 
 def check_pipeline() -> None:
     """Raises if the pipeline that traces a compiled model now is ``TrainPipelineSemiSync``.

@@ -30,8 +30,6 @@ from graphpasses.analysis.effects import collective_group
 from graphpasses.graph import argument
 from graphpasses.graph.size_arithmetic import Size, size_expression
 
-__all__ = ["PooledAllToAll", "batch_classes", "read_pooled_all_to_all"]
-
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default)
 # By name: TorchRec defines them, if it is there.

@@ -17,8 +17,6 @@ from graphpasses.errors import UnsupportedError
 from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS, exchange_embeddings
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V, gather_parts
 
-__all__ = ["all_to_all_single", "carry_codecs", "check_codecs", "reduce_as_eager"]
-
 _PRECISIONS = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -18,8 +18,6 @@ from graphpasses.embedding.torchrec.patching import Patch
 from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 
-__all__ = ["TRACED_DISTS"]
-
 
 def _exchange(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original makes a tensor of each kind of size, reads all that it receives, and compares what it knows."""

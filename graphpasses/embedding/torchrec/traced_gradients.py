@@ -13,8 +13,6 @@ from torch import Tensor
 
 from graphpasses._torch.operators import Rule, TracingKernels, below_autograd, has_kernel
 
-__all__ = ["add_traced_gradients"]
-
 
 class _DenseLookup(torch.autograd.Function):
     """Pooled lookup whose gradient is a whole table, as data-parallel tables need it."""

@@ -6,12 +6,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from graphpasses._torch.dynamo_settings import InternalTorchDynamoError, change_settings
-from graphpasses.embedding.torchrec.ddp_patches import DDP_PATCHES
+from graphpasses._torch.dynamo import InternalTorchDynamoError, change_settings
+from graphpasses.embedding.torchrec.ddp_calls import DDP_PATCHES
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
 from graphpasses.errors import GraphPassesError
-
-__all__ = ["tracing_scope"]
 
 
 @contextmanager
@@ -19,11 +17,7 @@ def tracing_scope() -> Iterator[None]:
     """Sets Dynamo and TorchRec up for whole graphs; after the block everything is as before.
 
     It may be nested. In it, sharded modules refuse features in another order than the one they were made for, in
-    eager calls, too.
-
-    Raises:
-        KeyOrderError: see :func:`~graphpasses.embedding.torchrec.key_order.check_key_order`.
-        UnsupportedError: this version of TorchRec was not tested.
+    eager calls, too; a version of TorchRec that was not tested is refused.
     """
     with DDP_PATCHES, nullcontext() if sys.modules.get("torchrec") is None else TORCHREC_PATCHES:
         undo_settings = change_settings()

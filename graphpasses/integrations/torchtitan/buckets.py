@@ -14,8 +14,6 @@ from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.identity import IdentityMap
 
-__all__ = ["ON_REWRITTEN", "buckets_of", "eager_buckets", "eager_reference"]
-
 ON_REWRITTEN = "graphpasses_on_rewritten"
 """Attribute of a trainer: called with the report of the passes and the rewritten step, if it is there."""
 

@@ -14,44 +14,29 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Recipe", "make_repeatable", "trainer_config"]
-
 _CONFIGS = {"llama3": "llama3_configs", "qwen3": "qwen3_configs", "deepseek_v3": "deepseekv3_configs"}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained: a model of torchtitan, changed as its own configurations allow.
+    """What is trained: a model of torchtitan, changed as its own configurations allow."""
 
-    Args:
-        model: its package.
-        flavor: its configuration.
-        tied: whether lm_head has the embedding's weight.
-        biased: whether the layers' linear modules have biases.
-        chunked_loss: whether the loss is torchtitan's chunked one.
-        reduce_dtype: of gradients; torchtitan's own configurations know float32 only.
-        num_layers: how many of its layers are left; None is all.
-        num_experts: how many experts its layers have; None is as many as they have.
-        checkpointing: what is computed again in backward: by eager's checkpoints, by graph_trainer's memory policy.
-        num_replicas: of HSDP.
-        tensor_parallel: degree of tensor parallelism.
-        expert_parallel: degree of expert parallelism.
-        global_batch_size: samples of all ranks in a step; more than one for each accumulates gradients, -1 is one.
-    """
-
-    model: Literal["llama3", "qwen3", "deepseek_v3"]
-    flavor: str = "debugmodel"
-    tied: bool = False
-    biased: bool = False
-    chunked_loss: bool = False
-    reduce_dtype: str = "float32"
-    num_layers: int | None = None
-    num_experts: int | None = None
+    model: Literal["llama3", "qwen3", "deepseek_v3"]  # its package
+    flavor: str = "debugmodel"  # its configuration
+    tied: bool = False  # whether lm_head has the embedding's weight
+    biased: bool = False  # whether the layers' linear modules have biases
+    chunked_loss: bool = False  # whether the loss is torchtitan's chunked one
+    reduce_dtype: str = "float32"  # of gradients; torchtitan's own configurations know float32 only
+    num_layers: int | None = None  # how many of its layers are left; None is all
+    num_experts: int | None = None  # how many experts its layers have; None is as many as they have
+    # What is computed again in backward: by eager's checkpoints, by graph_trainer's memory policy.
     checkpointing: Literal["", "selective", "full"] = ""
-    num_replicas: int = 1
-    tensor_parallel: int = 1
-    expert_parallel: int = 1
-    global_batch_size: int = -1
+    num_replicas: int = 1  # of HSDP
+    tensor_parallel: int = 1  # degree
+    expert_parallel: int = 1  # degree
+    global_batch_size: int = (
+        -1
+    )  # samples of all ranks in a step; more than one for each accumulates, -1 is one
 
 
 def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str | None) -> Any:

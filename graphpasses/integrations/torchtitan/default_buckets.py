@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["default_buckets"]
-
 
 def default_buckets(fqns: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """Returns the buckets of torchtitan's ``get_default_transformer_block_buckets``, which its pipeline makes.

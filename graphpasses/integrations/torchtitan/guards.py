@@ -16,23 +16,14 @@ from graphpasses.state.names import find_names
 from graphpasses.state.reads import AttributeReads
 from graphpasses.state.snapshot import Snapshot, names_kept
 
-__all__ = ["StepGuards", "TraceWatch"]
-
 _ARGUMENTS = ("inputs", "labels", "global_valid_tokens", "extra_kwargs")  # of graph_trainer's traced function
 
 
 class TraceWatch:
-    """Replaces a trainer's ``train_context``, in which graph_trainer first traces and then runs its step.
-
-    Args:
-        trainer: a graph_trainer, which gets it.
-
-    Attributes:
-        snapshot: what the step was found to have built in while it was traced; None before.
-    """
+    """Replaces a trainer's ``train_context``, in which graph_trainer first traces and then runs its step."""
 
     def __init__(self, trainer: Any) -> None:
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None  # what the step was found to have built in while it was traced
         self._trainer = trainer
         self._context: Callable[[], AbstractContextManager[None]] = trainer.train_context
         trainer.train_context = self

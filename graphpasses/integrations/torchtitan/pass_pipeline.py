@@ -59,17 +59,11 @@ def _remember(trainer: Any) -> None:
 def graph_passes(
     traced: Any, config: Any, *, parallel_dims: Any = None
 ) -> list[Callable[..., fx.GraphModule]]:
-    """Returns the passes that graph_trainer runs over a traced step, in order.
+    """Returns the passes that graph_trainer runs over a step that it traced, in order.
 
-    Args:
-        traced: what graph_trainer traced.
-        config: of the trainer.
-        parallel_dims: its meshes.
-
-    Returns:
-        Our passes, with the buckets and the layout of the eager model; torchtitan's memory policy, offloading and
-        rematerialization between them, Inductor and (on CUDA) CUDA graphs after them; each call of the graph checks
-        what it has built in.
+    These are our passes, with the buckets and the layout of the eager model; torchtitan's memory policy, offloading
+    and rematerialization between them, Inductor and (on CUDA) CUDA graphs after them; each call of the graph checks
+    what it has built in.
 
     Raises:
         UnsupportedError: see ``eager_buckets`` in ``buckets.py``, and ``refusals.py``.

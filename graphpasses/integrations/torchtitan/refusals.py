@@ -17,8 +17,6 @@ from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import CapturedStep, TrainGraph
 
-__all__ = ["PIPELINE", "refuse_options", "refuse_step", "refuse_trainer", "warn_of_options"]
-
 PIPELINE = "graphpasses"
 _ELSE = "use another --compile.pass_pipeline"
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.embedding.torchrec.ddp_calls import ddp_calls
+from graphpasses.embedding.torchrec.ddp_calls import DDPCalls
 from graphpasses.errors import UnsupportedError
 
 
@@ -35,7 +35,7 @@ def test_ddp_calls_nest() -> None:
     sharded._lookups = [FakeDDP(log, "table", nn.Linear(1, 1))]
     table, outer = sharded._lookups[0], FakeDDP(log, "outer", nn.Sequential(sharded, sharded))
     unused = FakeDDP(log, "unused", nn.Linear(1, 1))
-    calls = ddp_calls([outer, unused])
+    calls = DDPCalls([outer, unused])
     with calls.call() as call:
         call.begin()  # nothing is known to run yet
         call.traced(outer)
@@ -49,7 +49,7 @@ def test_ddp_calls_nest() -> None:
 
 
 def test_a_module_that_nothing_leads_to_is_refused() -> None:
-    with ddp_calls([]).call() as call, pytest.raises(UnsupportedError) as error:
+    with DDPCalls([]).call() as call, pytest.raises(UnsupportedError) as error:
         call.traced(FakeDDP([], "hidden", nn.Linear(1, 1)))
     assert str(error.value) == (
         "the compiled function calls a DistributedDataParallel around Linear that nothing it holds leads to, so that "
@@ -62,7 +62,7 @@ def test_a_module_may_be_made_after_the_first_call(num_ranks: int) -> None:
     """``DistributedModelParallel.init_data_parallel()`` puts one into the model."""
     with fake_process_group(num_ranks):
         root = nn.Sequential(nn.Linear(1, 1))
-        calls = ddp_calls([root])
+        calls = DDPCalls([root])
         root[0] = late = DistributedDataParallel(root[0])
         with calls.call() as call:
             if num_ranks == 2:
@@ -79,12 +79,12 @@ def test_a_module_may_be_made_after_the_first_call(num_ranks: int) -> None:
 
 def test_mixed_precision_ddp_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"mixed_precision=\.\.\.\) around Linear cannot be compiled"):
-        ddp_calls([FakeDDP([], "outer", nn.Linear(1, 1), mixed_precision=object())])
+        DDPCalls([FakeDDP([], "outer", nn.Linear(1, 1), mixed_precision=object())])
 
 
 def test_gradients_come_in_one_order() -> None:
     modules = [nn.Linear(1, 1, bias=False) for _ in range(3)]
-    calls = ddp_calls([FakeDDP([], str(i), module) for i, module in enumerate(modules)])
+    calls = DDPCalls([FakeDDP([], str(i), module) for i, module in enumerate(modules)])
     order: list[int] = []
     weights = [module.weight for module in modules]
     for index, weight in enumerate(weights):

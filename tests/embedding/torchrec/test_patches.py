@@ -11,7 +11,7 @@ pytest.importorskip("torchrec")
 
 from tests.helpers.recommenders import ids  # loads TorchRec without its warnings  # isort: skip
 
-from graphpasses.embedding.torchrec.ddp_patches import DDP_PATCHES
+from graphpasses.embedding.torchrec.ddp_calls import DDP_PATCHES
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES, _check_version
 from graphpasses.embedding.torchrec.patching import Patch, PatchSet
 from graphpasses.errors import UnsupportedError
