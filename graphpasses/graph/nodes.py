@@ -27,6 +27,7 @@ __all__ = [
     "argument",
     "collective_group",
     "count_collectives",
+    "eliminate_dead_code",
     "fake_value",
     "find_collectives",
     "freeze",
@@ -103,6 +104,25 @@ def count_collectives(graph: fx.Graph) -> dict[str, int]:
         for target in _COLLECTIVES
     }
     return {name: count for name, count in counts.items() if count}
+
+
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Erases calls that nobody reads; as torch's own, but asks for side effects only where nobody reads."""
+    unread = [node for node in graph.nodes if not node.users]
+    while unread:
+        node = unread.pop()
+        if not _is_kept(node):
+            sources = node.all_input_nodes
+            graph.erase_node(node)
+            unread += [source for source in sources if not source.users]
+
+
+def _is_kept(node: fx.Node) -> bool:
+    if node.target == WAIT:
+        # torch marks waits as having side effects. One that nobody reads has none that a step could see, except that
+        # where this rank ignores what an all-to-all brings, others do not.
+        return argument(node).target == ALL_TO_ALL
+    return node.is_impure()
 
 
 def writing_operators(graph: fx.Graph) -> frozenset[str]:

@@ -27,7 +27,8 @@ __all__ = ["FORM", "RULES", "Broken", "Checked", "Rule"]
 
 _STATE = {InputKind.PARAMETER, InputKind.BUFFER}
 _INPUTS = {
-    Stage.STEP: _STATE | {InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER},
+    Stage.STEP: _STATE
+    | {InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER, InputKind.VALUE},
     Stage.DYNAMO: _STATE | {InputKind.VALUE},
     Stage.JOINT: _STATE | {InputKind.VALUE, InputKind.TANGENT},
     Stage.FORWARD: _STATE | {InputKind.VALUE},
