@@ -59,7 +59,7 @@ class Accumulators:
                 found[fqn] = gradient
         for index, group in enumerate(self.groups):
             if group._partial_reduce_output is not None and group.reduce_grads and not _is_partial(group):
-                found[f"group {index}"] = group._partial_reduce_output
+                found[f"group {index}"] = group._partial_reduce_output.view(1, -1)  # as a graph reduces
         return found
 
     def clear(self, places: Iterable[str]) -> None:
@@ -81,9 +81,9 @@ class Accumulators:
         if place not in self.parameters:
             group = self._group(place)
             if group._partial_reduce_output is None:
-                group._partial_reduce_output = gradient
+                group._partial_reduce_output = gradient.view(-1)
             else:
-                group._partial_reduce_output += gradient
+                group._partial_reduce_output += gradient.view(-1)
             return
         group, parameter = self.parameters[place]
         total = getattr(parameter, "unsharded_accumulated_grad", None)

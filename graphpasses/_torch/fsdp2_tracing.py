@@ -63,9 +63,8 @@ _RETURNS_STREAM = "post_reduce_stream" in _post_backward.__code__.co_varnames
 class Reductions:
     """What a traced step reduces."""
 
-    reduced: dict[Tensor, Tensor] = field(
-        default_factory=dict
-    )  # by sharded parameter, of its gradient the local part
+    # By sharded parameter, the local part of its gradient.
+    reduced: dict[Tensor, Tensor] = field(default_factory=dict)
     # Where gradients may be kept for a later step's reduction: by sharded parameter its whole gradient on this rank,
     # and by index of a group what was reduced over its shards alone. Each is a view that only the reduction reads.
     unreduced: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -315,7 +314,7 @@ def _reduce(
     )
     # PREMUL_SUM by one is a sum; others are refused before the trace, see `parameter_groups`.
     reduce_scatter_op, all_reduce_op = (op_name(op) or "sum" for op in ops)
-    # The zeros of unused parameters are no gradients; what tensor parallelism still has to add up is kept before that.
+    # The zeros of unused parameters are no gradients; FSDP2 keeps what tensor parallelism still has to add up.
     if not getattr(group, "reduce_scatter_unused_params", False):
         for place, parameter in enumerate(parameters):
             if not parameter.is_dtensor:

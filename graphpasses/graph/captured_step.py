@@ -127,8 +127,8 @@ class CapturedStep(TrainGraph):
         """
         if not self._groups and (self.update is not None or self._is_simple_fsdp):
             raise CaptureError(
-                "step.accumulate leaves gradients where FSDP2 keeps them, and fully_shard was not applied to the model; "
-                "capture without optimizer=, call the step for each microbatch, and update after the last"
+                "step.accumulate leaves gradients where FSDP2 keeps them, and fully_shard was not applied to the "
+                "model; capture without optimizer=, call the step for each microbatch, and update after the last"
             )
         with gradients_kept(self._groups):
             return self(*batch)
