@@ -6,24 +6,27 @@ their reduction begins, and one that adds to them there what FSDP2 keeps of earl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
 from graphpasses.graph.nodes import eliminate_dead_code, fake_value
+from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.update import Update
+from graphpasses.identity import IdentityMap
 
-__all__ = ["PENDING", "CutGraph", "Cuts", "Waiting"]
+__all__ = ["CutGraph", "CutSteps", "Cuts", "Waiting"]
 
 aten = torch.ops.aten
-PENDING = "unreduced gradient"
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -62,37 +65,6 @@ class Cuts:
     outputs: tuple[GraphOutput, ...]
     update: Update | None = None  # as it was captured
 
-    def check(self, waiting: Waiting, trained: Collection[str], *, is_updating: bool) -> None:
-        """Raises if there is no such graph; ``trained`` are the FQNs of parameters that get gradients.
-
-        Raises:
-            CaptureError: what waits, or has waited, is not what the step computes.
-        """
-        for place in (*waiting.kept, *(place for place, _ in waiting.pending)):
-            if place in self.marks:
-                continue
-            if place in trained:
-                raise CaptureError(
-                    f"the gradient of {place!r} waits, or is to wait, to be reduced, and is sharded by tensor "
-                    "parallelism, too, or reduced by set_reduce_scatter_unused_params; a captured step reduces "
-                    "those of each microbatch. Run the microbatches eagerly"
-                )
-            raise CaptureError(
-                f"FSDP2 holds a gradient of {place!r} that waits to be reduced, and the captured step computes none "
-                "for it, with which eager would reduce it. Run the last microbatch eagerly"
-            )
-        reduced = sorted(self._gradients - set(waiting.kept))
-        if is_updating and waiting.kept and reduced and not any(map(_is_group, waiting.kept)):
-            raise CaptureError(
-                f"the gradients of {waiting.kept[0]!r} are to wait (set_requires_gradient_sync(False)), and those of "
-                f"{reduced[0]!r} are not, and the step updates both. Set it for the whole model, or capture without "
-                "optimizer="
-            )
-
-    @property
-    def _gradients(self) -> set[str]:
-        return {place for place in self.marks if not _is_group(place)}
-
     def graph_for(self, waiting: Waiting) -> CutGraph:
         """Returns the graph of a call in which gradients wait, or have waited."""
         graph = copy_graph(self.module.graph)
@@ -113,8 +85,96 @@ class Cuts:
             graph.erase_node(mark)
         eliminate_dead_code(graph)
         _refresh(graph, totals.values())
-        inputs = [*self.inputs, *(GraphInput(InputKind.VALUE, place, state=PENDING) for place in totals)]
+        inputs = [*self.inputs, *(GraphInput(InputKind.UNREDUCED, place) for place in totals)]
         return CutGraph(lazy_module(self.module, graph), tuple(inputs), tuple(outputs))
+
+
+class CutSteps(Generic[S]):
+    """Steps that were cut of a captured one, each for what waits in a call of it.
+
+    ``trained`` are the FQNs of the parameters for which the step computes gradients; ``make`` makes a step of a graph
+    that was cut, and of an update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        identity: IdentityMap,
+        trained: frozenset[str],
+        cuts: Cuts | None,
+        make: Callable[[CutGraph, Update | None], S],
+    ) -> None:
+        self.accumulators = Accumulators(model, identity.canonical)
+        self._model = model
+        self._trained = trained
+        self._cuts = cuts
+        self._make = make
+        self._steps: dict[Waiting, S] = {}
+        self._agreed: set[Waiting] = set()
+
+    def find_waiting(self) -> tuple[Waiting, dict[str, torch.Tensor]]:
+        """Returns what waits in a call now, and the gradients that have waited, by place.
+
+        Raises:
+            AgreementError: it is the first such call, and something else waits on another rank.
+        """
+        pending = self.accumulators.pending()
+        places = self._trained if self._cuts is None else self._trained | self._cuts.marks.keys()
+        waiting = Waiting(
+            tuple(sorted(places & self.accumulators.kept)),
+            tuple((place, gradient.dtype) for place, gradient in pending.items()),
+        )
+        if waiting not in self._agreed:
+            RankConsensus.of_model(self._model).check_waiting(str(waiting))
+            self._agreed.add(waiting)
+        return waiting, pending
+
+    def fitting(self, step: S, waiting: Waiting) -> S:
+        """Returns the step for what waits: ``step`` itself if nothing does.
+
+        Raises:
+            CaptureError: gradients wait that the step does not compute, or where it does not know; or some are
+                reduced and others are not in a step that updates.
+        """
+        if waiting == Waiting():
+            return step
+        if waiting not in self._steps:
+            cuts = self._check(waiting)
+            with accumulation_set_aside(self._model):
+                self._steps[waiting] = self._make(
+                    cuts.graph_for(waiting), None if waiting.kept else cuts.update
+                )
+        return self._steps[waiting]
+
+    def _check(self, waiting: Waiting) -> Cuts:
+        if self._cuts is None:
+            raise CaptureError(
+                "gradients wait in FSDP2 to be reduced, or are to wait (set_requires_gradient_sync(False)), and the "
+                "step was made of a trace, which does not say where. Reduce the gradients of each microbatch"
+            )
+        for place in (*waiting.kept, *(place for place, _ in waiting.pending)):
+            if place not in self._cuts.marks:
+                raise CaptureError(self._why_unknown(place))
+        reduced = sorted(self._trained - set(waiting.kept))
+        if self._cuts.update and waiting.kept and reduced and not any(map(_is_group, waiting.kept)):
+            raise CaptureError(
+                f"the gradient of {waiting.kept[0]!r} is to wait (set_requires_gradient_sync(False)), and that of "
+                f"{reduced[0]!r} is not, and the step updates both. Set it for the whole model, or capture without "
+                "optimizer="
+            )
+        return self._cuts
+
+    def _why_unknown(self, place: str) -> str:
+        if place in self._trained:
+            return (
+                f"the gradient of {place!r} waits, or is to wait, to be reduced, and tensor parallelism shards it, "
+                "too, or FSDP2 reduces zeros for unused parameters (set_reduce_scatter_unused_params): a captured "
+                "step does not accumulate such gradients unreduced. Reduce those of each microbatch"
+            )
+        return (
+            f"FSDP2 holds a gradient of {place!r} that waits to be reduced, and the captured step computes none with "
+            "which eager would reduce it. Run the last microbatch eagerly"
+        )
 
 
 def _is_group(place: str) -> bool:

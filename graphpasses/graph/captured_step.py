@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
-from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside, gradients_kept
+from graphpasses._torch.fsdp2_accumulation import gradients_kept
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
-from graphpasses.graph.accumulation import Cuts, Waiting
+from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
@@ -174,19 +174,19 @@ class CapturedStep(TrainGraph):
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
             )
         self._reshard()
-        waiting, pending = self._find_waiting()
+        waiting, pending = self._cut_steps.find_waiting()
         tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
         fresh = self.batch_structure.fresh(batch)
         step = self._cache.fitting(tuple(fresh), partial(self._value, leaves=leaves))
-        step = step.cut(waiting)
+        step = step._cut_steps.fitting(step, waiting)
         if step is not self:
             tensors = step.snapshot.check(self.model)
         parameters = step.snapshot.structure.named(tensors, step.parameters)
         is_updatable = step.update is None or step.update.check(parameters)
         loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
-        self._accumulators.clear(pending)
+        self._cut_steps.accumulators.clear(pending)
         return loss
 
     def _reshard(self) -> None:
@@ -220,47 +220,14 @@ class CapturedStep(TrainGraph):
         cuts = None if self.cuts is None else replace(self.cuts, update=update)
         return replace(self, update=update, cuts=cuts)
 
-    def _find_waiting(self) -> tuple[Waiting, dict[str, torch.Tensor]]:
-        """Returns what waits in this call, and the gradients that have waited, by place; ranks agree on new cases."""
-        pending = self._accumulators.pending()
-        places = self._trained if self.cuts is None else self._trained | self.cuts.marks.keys()
-        waiting = Waiting(
-            tuple(sorted(places & self._accumulators.kept)),
-            tuple((place, gradient.dtype) for place, gradient in pending.items()),
-        )
-        if waiting not in self._agreed:
-            RankConsensus.of_model(self.model).check_waiting(str(waiting))
-            self._agreed.add(waiting)
-        return waiting, pending
-
-    def cut(self, waiting: Waiting) -> Self:
-        """Returns the step that leaves gradients unreduced, or adds to its own those that have waited.
-
-        Raises:
-            CaptureError: it has others than those that the step computes, or some are reduced and others are not in
-                a step that updates.
-        """
-        if waiting == Waiting():
-            return self
-        if waiting not in self._cut_steps:
-            with accumulation_set_aside(self.model):
-                self._cut_steps[waiting] = self._make_cut(waiting)
-        return self._cut_steps[waiting]
-
-    def _make_cut(self, waiting: Waiting) -> Self:
-        if self.cuts is None:
-            raise CaptureError(
-                "gradients wait in FSDP2 to be reduced, or are to wait (set_requires_gradient_sync(False)), and the "
-                "step was made of a trace, which does not say where. Reduce the gradients of each microbatch"
-            )
-        self.cuts.check(waiting, self._trained, is_updating=self.update is not None)
-        graph = self.cuts.graph_for(waiting)
+    def _with_graph(self, graph: CutGraph, update: Update | None) -> Self:
+        """Returns the step with a graph that was cut of its captured one; it goes through what the step has."""
         step = replace(
             self,
             module=graph.module,
             inputs=graph.inputs,
             outputs=graph.outputs,
-            update=None if waiting.kept else self.cuts.update,
+            update=update,
             report=None,
             notes=[],
             rewrites=(),
@@ -271,21 +238,9 @@ class CapturedStep(TrainGraph):
         return step
 
     @cached_property
-    def _trained(self) -> frozenset[str]:
-        """FQNs of the parameters for which the step computes gradients."""
-        return frozenset(self.parameters) - self.without_gradient
-
-    @cached_property
-    def _cut_steps(self) -> dict[Waiting, Self]:
-        return {}
-
-    @cached_property
-    def _agreed(self) -> set[Waiting]:
-        return set()
-
-    @cached_property
-    def _accumulators(self) -> Accumulators:
-        return Accumulators(self.model, self.identity.canonical)
+    def _cut_steps(self) -> CutSteps[Self]:
+        trained = frozenset(self.parameters) - self.without_gradient
+        return CutSteps(self.model, self.identity, trained, self.cuts, self._with_graph)
 
     def _value(self, item: GraphInput, leaves: Sequence[Any]) -> Any:
         if item.kind is InputKind.BATCH:
@@ -433,7 +388,9 @@ class CapturedStep(TrainGraph):
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         for index, place, is_shared in self._kept_slots:
-            self._accumulators.keep(place, flat[index], partial(accumulate_gradient, is_shared=is_shared))
+            self._cut_steps.accumulators.keep(
+                place, flat[index], partial(accumulate_gradient, is_shared=is_shared)
+            )
         for index, slot, is_shared in self._gradient_slots:
             parameter, gradient = tensors[slot], flat[index]
             if gradient is not None and parameter is not None:

@@ -28,7 +28,7 @@ __all__ = ["FORM", "RULES", "Broken", "Checked", "Rule"]
 _STATE = {InputKind.PARAMETER, InputKind.BUFFER}
 _INPUTS = {
     Stage.STEP: _STATE
-    | {InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER, InputKind.VALUE},
+    | {InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER, InputKind.UNREDUCED},
     Stage.DYNAMO: _STATE | {InputKind.VALUE},
     Stage.JOINT: _STATE | {InputKind.VALUE, InputKind.TANGENT},
     Stage.FORWARD: _STATE | {InputKind.VALUE},
