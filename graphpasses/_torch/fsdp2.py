@@ -40,7 +40,6 @@ __all__ = [
     "GroupedParameter",
     "ParameterGroup",
     "find_outdated",
-    "find_pending",
     "fsdp_groups",
     "fsdp_states",
     "op_name",
@@ -118,23 +117,6 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
             for parameter in group.fsdp_params:
                 if not _is_up_to_date(parameter, group.mesh_info):
                     return parameter._param_fqn or parameter._module_info.param_name
-    return None
-
-
-def find_pending(groups: Iterable[FSDPParamGroup]) -> tuple[FSDPParamGroup, bool] | None:
-    """Returns a group that holds gradients of earlier backwards which eager's next backward adds to its own, or None.
-
-    Also returns whether these gradients are reduced over its shards, but not over its replicas.
-    """
-    for group in groups:
-        if group._partial_reduce_output is not None:
-            return group, True
-        for parameter in group.fsdp_params:
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if parameter.unsharded_accumulated_grad is not None or (
-                unsharded is not None and unsharded.grad is not None
-            ):
-                return group, False
     return None
 
 

@@ -21,8 +21,6 @@ from graphpasses.errors import UnsupportedError
 __all__ = ["SETTINGS", "group_name", "group_setting", "refuse_custom_communication"]
 
 SETTINGS = {
-    "set_requires_gradient_sync": "reduce_grads",
-    "set_requires_all_reduce": "all_reduce_grads",
     "set_gradient_divide_factor": "gradient_divide_factor",
     "set_force_sum_reduction_for_comms": "force_sum_reduction_for_comms",
     "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",

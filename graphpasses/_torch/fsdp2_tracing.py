@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 from unittest import mock
@@ -44,15 +45,30 @@ from graphpasses._torch.fsdp2_dtypes import (
 from graphpasses._torch.fsdp2_settings import group_name, refuse_custom_communication
 from graphpasses.errors import CaptureError, UnsupportedError
 
-__all__ = ["communication_traced", "fsdp2_state_restored", "other_models_refused", "prepare_for_tracing"]
+__all__ = [
+    "Reductions",
+    "communication_traced",
+    "fsdp2_state_restored",
+    "other_models_refused",
+    "prepare_for_tracing",
+]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 _post_backward = inspect.unwrap(FSDPParamGroup.post_backward)
 _RETURNS_STREAM = "post_reduce_stream" in _post_backward.__code__.co_varnames
 
-Reduced = dict[Tensor, Tensor]
-"""By sharded parameter, the local part of its reduced gradient."""
+
+@dataclass
+class Reductions:
+    """What a traced step reduces."""
+
+    # By sharded parameter, the local part of its gradient.
+    reduced: dict[Tensor, Tensor] = field(default_factory=dict)
+    # Where gradients may be kept for a later step's reduction: by sharded parameter its whole gradient on this rank,
+    # and by index of a group what was reduced over its shards alone. Each is a view that only the reduction reads.
+    unreduced: dict[Tensor, Tensor] = field(default_factory=dict)
+    partly_reduced: dict[int, Tensor] = field(default_factory=dict)
 
 
 def prepare_for_tracing(model: nn.Module) -> None:
@@ -92,22 +108,21 @@ def prepare_for_tracing(model: nn.Module) -> None:
 
 
 @contextmanager
-def communication_traced(model: nn.Module) -> Iterator[Reduced]:
+def communication_traced(model: nn.Module) -> Iterator[Reductions]:
     """Replaces gathers and reductions of a model's groups by functional collectives, which a tracer can record.
 
     Inside, each parameter that FSDP2 manages is gathered once, when its group first runs forward, and becomes one
     autograd leaf, as in FSDP2; ``loss.backward()`` reduces the gradients of each group, packed as FSDP2 packs them,
     when FSDP2 would. The model was prepared by :func:`prepare_for_tracing`, and has traced tensors in the place of
-    its sharded parameters. Yields, by sharded parameter, the local part of its reduced gradient;
-    ``loss.backward()`` fills it.
+    its sharded parameters. ``loss.backward()`` fills what is yielded.
 
     Raises:
         CaptureError: after the block, a gradient is left that eager FSDP2 would not reduce either.
     """
     groups = fsdp_groups(model)
-    reduced: Reduced = {}
+    reductions = Reductions()
     if not groups:
-        yield reduced
+        yield reductions
         return
     owner = {parameter: group for group in groups for parameter in group.fsdp_params}
     original = vars(_fsdp_param_group)["foreach_reduce"]
@@ -115,7 +130,9 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
     def foreach_reduce(*args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(original).bind(*args, **kwargs).arguments
         group = owner.get(call["fsdp_params"][0])
-        return original(*args, **kwargs) if group is None else _reduce(group, call, reduced)
+        if group is None:
+            return original(*args, **kwargs)
+        return _reduce(group, groups.index(group), call, reductions)
 
     with ExitStack() as stack:
         stack.enter_context(fsdp2_state_restored(model))
@@ -136,7 +153,7 @@ def communication_traced(model: nn.Module) -> Iterator[Reduced]:
         stack.enter_context(mock.patch.object(torch.profiler, "record_function", _nothing_recorded))
         stack.enter_context(mock.patch.object(_fsdp_param_group, "record_function", _nothing_recorded))
         stack.enter_context(mock.patch.object(_fsdp_param_group, "foreach_reduce", foreach_reduce))
-        yield reduced
+        yield reductions
         for parameter in owner:
             if getattr(getattr(parameter, "_unsharded_param", None), "grad", None) is not None:
                 raise CaptureError(
@@ -273,7 +290,9 @@ def _all_gather(shard: Tensor, process_group: Any) -> Tensor:
 
 
 @torch.no_grad()
-def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tuple[Any, ...]:
+def _reduce(
+    group: FSDPParamGroup, index: int, call: dict[str, Any], reductions: Reductions
+) -> tuple[Any, ...]:
     """Reduces what a group has of gradients, as ``foreach_reduce`` of FSDP2's ``_fsdp_collectives.py``."""
     parameters: list[FSDPParam] = call["fsdp_params"]
     gradients: list[Tensor] = call["unsharded_grads"]
@@ -295,6 +314,12 @@ def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tu
     )
     # PREMUL_SUM by one is a sum; others are refused before the trace, see `parameter_groups`.
     reduce_scatter_op, all_reduce_op = (op_name(op) or "sum" for op in ops)
+    # The zeros of unused parameters are no gradients; FSDP2 keeps what tensor parallelism still has to add up.
+    if not getattr(group, "reduce_scatter_unused_params", False):
+        for place, parameter in enumerate(parameters):
+            if not parameter.is_dtensor:
+                gradients[place] = aten.alias.default(gradients[place])
+                reductions.unreduced[parameter.sharded_param] = gradients[place]
     rows = [
         torch.cat(gradient.chunk(num_shards, p.fsdp_placement.dim))
         if p.fsdp_placement.dim != 0 and num_shards > 1
@@ -312,6 +337,7 @@ def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tu
     else:
         value = _divided(packed, call["gradient_divide_factor"])
     if all_reduce_group is not None:
+        value = reductions.partly_reduced[index] = aten.alias.default(value)
         value = collectives.all_reduce.default(value, all_reduce_op, all_reduce_group.group_name)
         value = collectives.wait_tensor.default(value)
     value = _divided(value, postdivide)
@@ -323,12 +349,12 @@ def _reduce(group: FSDPParamGroup, call: dict[str, Any], reduced: Reduced) -> tu
         gradient = part.view(shape)
         if _is_uneven(parameter, num_shards):
             gradient = gradient[: parameter.sharded_size[0]]
-        if parameter.sharded_param in reduced:
+        if parameter.sharded_param in reductions.reduced:
             raise CaptureError(
                 f"backward reaches {parameter._param_fqn!r} several times, as reentrant checkpointing does; eager "
                 "FSDP2 then reduces it several times. Use checkpoint(..., use_reentrant=False)"
             )
-        reduced[parameter.sharded_param] = gradient
+        reductions.reduced[parameter.sharded_param] = gradient
     gradients.clear()
     stream, event = call["reduce_scatter_stream"], group.device_handle.Event()
     # torch before 2.13 returns no stream.

@@ -57,6 +57,8 @@ class Trace:
     guards: Guards | None  # the values by which ``loss_fn`` decided
     random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
     calls: list[Operator]  # the operators that were called, in order, if they were recorded
+    # Where FSDP2 may keep gradients unreduced, as the last outputs of the traced function: FQNs, and groups.
+    cuts: tuple[str, ...]
 
 
 def trace_step(
@@ -81,6 +83,7 @@ def trace_step(
     names, identity = _state_names(model), IdentityMap.of(model)
     own = {fqn: vars(tensor) for fqn, tensor in _state(model)}
     records: list[OperatorCalls] = []
+    cuts: list[str] = []
     random_calls = RandomCalls()
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
 
@@ -103,7 +106,7 @@ def trace_step(
                     setattr(tensor, name, value)
         mark_parameters(model)
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
-        with decisions.watched(), other_memory_refused(model), communication_traced(model) as reduced:
+        with decisions.watched(), other_memory_refused(model), communication_traced(model) as reductions:
             with (
                 _autocast_refused(),
                 kept_tensors_refused(model),
@@ -115,15 +118,20 @@ def trace_step(
                 loss = loss_fn(model, *structure.build(args))
             if _state_names(model) != names:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
-            if reduced or any(
+            if reductions.reduced or any(
                 parameter.grad is not before
                 for parameter, before in zip(named.values(), gradients_before, strict=True)
             ):
                 raise CaptureError(_CALLED_BACKWARD)
             check_loss(loss, list(named))
             with nested_backward_refused(), record:
-                gradients = _differentiate(model, loss, list(dict.fromkeys(named.values())), reduced)
-        return [loss, *(gradients.pop(parameter, None) for parameter in named.values())]
+                gradients = _differentiate(
+                    model, loss, list(dict.fromkeys(named.values())), reductions.reduced
+                )
+        kept = {fqn: reductions.unreduced.pop(parameter, None) for fqn, parameter in named.items()}
+        kept |= {f"group {index}": each for index, each in reductions.partly_reduced.items()}
+        cuts[:] = [place for place, each in kept.items() if each is not None]
+        return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *map(kept.get, cuts)]
 
     try:
         with (
@@ -140,7 +148,7 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, attributes, decisions.guards, random_calls, records[0].calls)
+    return Trace(traced, attributes, decisions.guards, random_calls, records[0].calls, tuple(cuts))
 
 
 def _trace_until_settled(

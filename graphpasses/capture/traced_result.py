@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.analysis.effects import is_written
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph.accumulation import Cuts
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.identity import IdentityMap
@@ -79,9 +81,13 @@ def read_step(
     model: nn.Module,
     batch_structure: BatchStructure,
     batch_leaves: Sequence[tuple[str, Any]],
+    cuts: Sequence[str] = (),
     **fields: Any,
 ) -> CapturedStep:
-    """Makes a step of a trace; ``batch_leaves`` are paths and fake tensors or values, ``fields`` of the step."""
+    """Makes a step of a trace; ``batch_leaves`` are paths and fake tensors or values, ``fields`` of the step.
+
+    ``cuts`` are the places where the last values that the traced function returns can be kept, see :class:`Cuts`.
+    """
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     inputs: list[GraphInput] = []
@@ -99,11 +105,13 @@ def read_step(
         inputs.extend(GraphInput(kind, fqn, attr) for attr in attrs)
 
     trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
-    if traced.num_flat_outputs == 1 + len(unique := dict.fromkeys(map(identity.canonical, trainable))):
+    marked, marks = _take_marks(traced.gm, cuts)
+    num_returned = traced.num_flat_outputs - len(cuts)
+    if num_returned == 1 + len(unique := dict.fromkeys(map(identity.canonical, trainable))):
         trainable = list(unique)  # asked by model.parameters(), where ties still hold
-    if traced.num_flat_outputs != 1 + len(trainable):
+    if num_returned != 1 + len(trainable):
         raise CaptureError(
-            f"the traced step returns {traced.num_flat_outputs} values; expected the loss and one gradient for "
+            f"the traced step returns {num_returned} values; expected the loss and one gradient for "
             f"each of the {len(trainable)} trainable parameters (names of tied ones counted each)"
         )
     loss_attrs = inner_attrs(traced.output_subclass_layouts.get(0), "the loss")
@@ -128,7 +136,7 @@ def read_step(
             f"describes {len(inputs)} and {len(outputs)}"
         )
     step = CapturedStep(
-        module=traced.gm,
+        module=lazy_module(traced.gm, traced.gm.graph) if cuts else traced.gm,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         identity=identity,
@@ -139,11 +147,27 @@ def read_step(
         written=frozenset(
             item.fqn for item, node in zip(inputs, placeholders, strict=True) if is_written(node)
         ),
+        cuts=Cuts(marked, marks, tuple(inputs), tuple(outputs)) if cuts else None,
         **fields,
     )
     _keep_one_total(step)
     keep_unrounded(step, model)
     return step
+
+
+def _take_marks(module: fx.GraphModule, cuts: Sequence[str]) -> tuple[fx.GraphModule, dict[str, str]]:
+    """Takes the marks of places out of a graph; returns it as it was with them, and their names."""
+    if not cuts:
+        return module, {}
+    output = module.graph.output_node()
+    values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    marks = values[-len(cuts) :]
+    output.args = (values[: -len(cuts)],)
+    marked = lazy_module(module, copy_graph(module.graph))
+    for mark in marks:
+        mark.replace_all_uses_with(mark.args[0])
+        module.graph.erase_node(mark)
+    return marked, {place: mark.name for place, mark in zip(cuts, marks, strict=True)}
 
 
 def _keep_one_total(graph: TrainGraph) -> None:

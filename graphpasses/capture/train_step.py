@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from graphpasses._torch.fake_mode import fake_copies
 from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
@@ -31,10 +32,10 @@ from graphpasses.graph import CapturedStep
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.rank_consensus import RankConsensus
-from graphpasses.graph.recapture import FailedElsewhereError, Recapture
+from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.state.kept_tensors import new_objects_together, refuse_kept_tensors
 from graphpasses.state.names import find_names
-from graphpasses.state.settings import check_pending, check_unsharded
+from graphpasses.state.settings import check_unsharded
 from graphpasses.state.snapshot import Snapshot, names_kept
 
 __all__ = ["capture_train_step"]
@@ -109,7 +110,7 @@ def capture_train_step(
     if check:  # without it one rank may capture for others, which wait for its step
         RankConsensus.of_model(model).check_update(optimizer, clip_norm)
     capture = partial(
-        _capture,
+        _capture_alone,
         loss_fn,
         optimizer=optimizer,
         clip_norm=clip_norm,
@@ -118,7 +119,15 @@ def capture_train_step(
     )
     with _together(model if check else nn.Module()) as traced_everywhere:
         step = capture(model, *batch, traced_everywhere=traced_everywhere)
-    return replace(step, recapture=Recapture(capture) if recapture else None, check_every=check_every)
+    return replace(step, recapture=capture if recapture else None, check_every=check_every)
+
+
+def _capture_alone(
+    loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any, **options: Any
+) -> CapturedStep:
+    """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now."""
+    with accumulation_set_aside(model):
+        return _capture(loss_fn, model, *batch, **options)
 
 
 def _capture(
@@ -140,7 +149,6 @@ def _capture(
         check_leaf(path, leaf)
     groups = fsdp_groups(model)
     check_unsharded(groups)
-    check_pending(groups)
     prepare_for_tracing(model)
     varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
@@ -158,6 +166,7 @@ def _capture(
         model,
         structure,
         [*zip(structure.paths, fake_copies(leaves), strict=True)],
+        trace.cuts,
         varying=varying,
         guards=trace.guards,
         snapshot=Snapshot.of(model, trace.attributes, names),
@@ -181,7 +190,7 @@ def _capture(
             step.note(
                 "the update was not compared with the optimizer's own: its bits may differ from run to run"
             )
-    return step if update is None else replace(step, update=update)
+    return step if update is None else step.with_update(update)
 
 
 @contextmanager

@@ -102,9 +102,12 @@ def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Fou
             pending.append((split.args[0], index, tuple(part.shape[0] for part in split.meta["val"])))
         elif is_result_of(node, ALL_REDUCE, info.replicate_ranks):
             found.append(_Found(argument(node), part, sizes or (_numel(node),)))
-            # HSDP: the reduce-scatter comes first, same places
-            if is_result_of(argument(node).args[0], REDUCE_SCATTER, info.shard_ranks):
-                pending.append((argument(argument(node)), part, sizes))
+            # HSDP: the reduce-scatter comes first, same places; then what earlier microbatches left is added.
+            source = argument(node).args[0]
+            if calls(source, aten.add.Tensor):
+                source = argument(source)
+            if is_result_of(source, REDUCE_SCATTER, info.shard_ranks):
+                pending.append((source, part, sizes))
         elif is_result_of(node, REDUCE_SCATTER, info.shard_ranks):
             found.append(_Found(argument(node), part, sizes or (_numel(node),)))
             if not sizes:  # HSDP as traced: the all-reduce comes first, on the whole gradient

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, Self
@@ -11,8 +11,10 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
+from graphpasses._torch.fsdp2_accumulation import gradients_kept
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
+from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.gradients import accumulate_gradient, shared_values
@@ -20,8 +22,9 @@ from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import GuardedCache, Recapture
-from graphpasses.graph.train_graph import GraphInput, InputKind, TrainGraph
-from graphpasses.state.settings import check_pending, check_unsharded
+from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph.update import Update
+from graphpasses.state.settings import check_unsharded
 from graphpasses.state.snapshot import Snapshot
 
 __all__ = ["CapturedStep"]
@@ -44,6 +47,8 @@ class CapturedStep(TrainGraph):
             values from outside that the step's code reads; each call checks it.
         guards: what ``loss_fn`` decided by values of the batch; each call checks it, too. None if it decided nothing.
         recapture: how to capture the step again for a batch by which ``loss_fn`` decides otherwise; None refuses it.
+        rewrites: what the captured step then went through, e.g. pipelines.
+        cuts: where FSDP2 may keep gradients unreduced, for a later step; None where that is not known.
         checker: compares a step with eager on a batch; None where there is no ``loss_fn``.
         check_every: of how many calls one is checked first; ``"sparse"`` for calls 10, 100, 1,000, …; None for none.
 
@@ -64,6 +69,8 @@ class CapturedStep(TrainGraph):
     varying: Varying = field(default_factory=dict)
     guards: Guards | None = None
     recapture: Recapture | None = None
+    rewrites: tuple[Callable[[Any], Any], ...] = ()
+    cuts: Cuts | None = None
     checker: Callable[[CapturedStep, Sequence[Any]], None] | None = None
     check_every: int | Literal["sparse"] | None = None
     _num_calls: int = field(default=0, init=False)
@@ -93,6 +100,38 @@ class CapturedStep(TrainGraph):
         if self._is_due():
             self.check(*batch)
         return self.run(*batch)
+
+    def accumulate(self, *batch: Any) -> torch.Tensor:
+        """Runs forward and backward of a microbatch, and leaves its gradients to the next call of the step.
+
+        Nothing is reduced, and nothing updated: as under ``model.set_requires_gradient_sync(False)``, which a call
+        of the step obeys, too. Gradients wait where FSDP2 keeps them; the next call that reduces, or eager backward,
+        adds them to its own. Eager and captured microbatches may follow each other in any order.
+
+        Args:
+            batch: as for a call.
+
+        Returns:
+            The loss.
+
+        Raises:
+            CaptureError: as for a call; or the model's gradients cannot wait, as those of SimpleFSDP.
+
+        Example:
+            >>> import torch
+            >>> from graphpasses import capture_train_step
+            >>> model = torch.nn.Linear(4, 1)
+            >>> step = capture_train_step(lambda model, x: model(x).mean(), model, torch.ones(2, 4))
+            >>> loss = step.accumulate(torch.ones(2, 4))
+            >>> loss = step(torch.zeros(2, 4))
+        """
+        if not self._groups and (self.update is not None or self._is_simple_fsdp):
+            raise CaptureError(
+                "step.accumulate leaves gradients where FSDP2 keeps them, and fully_shard was not applied to the "
+                "model; capture without optimizer=, call the step for each microbatch, and update after the last"
+            )
+        with gradients_kept(self._groups):
+            return self(*batch)
 
     def check(self, *batch: Any) -> None:
         """Compares the step with eager on a batch, as the capture did, and leaves everything as it was.
@@ -135,17 +174,20 @@ class CapturedStep(TrainGraph):
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
             )
         self._reshard()
-        check_pending(self._groups)
+        waiting, pending = self._cut_steps.find_waiting()
         tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
         fresh = self.batch_structure.fresh(batch)
         step = self._cache.fitting(tuple(fresh), partial(self._value, leaves=leaves))
+        step = step._cut_steps.fitting(step, waiting)
         if step is not self:
             tensors = step.snapshot.check(self.model)
         parameters = step.snapshot.structure.named(tensors, step.parameters)
         is_updatable = step.update is None or step.update.check(parameters)
-        return step.run_unchecked(tensors, leaves, is_updatable=is_updatable)
+        loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
+        self._cut_steps.accumulators.clear(pending)
+        return loss
 
     def _reshard(self) -> None:
         """Frees what an eager forward without backward left unsharded; if it is out of date on a rank, all raise.
@@ -170,9 +212,35 @@ class CapturedStep(TrainGraph):
         return GuardedCache(self)
 
     def record_rewrite(self, rewrite: Callable[[Any], Any]) -> None:
-        """Records what made this step of another: a step that is captured again goes through it, too."""
-        if self.recapture is not None:
-            self.recapture = self.recapture.then(rewrite)
+        """Records what made this step of another: what is captured again, or cut of it, goes through it, too."""
+        self.rewrites += (rewrite,)
+
+    def with_update(self, update: Update) -> Self:
+        """Returns the step, as it was captured, with an update."""
+        cuts = None if self.cuts is None else replace(self.cuts, update=update)
+        return replace(self, update=update, cuts=cuts)
+
+    def _with_graph(self, graph: CutGraph, update: Update | None) -> Self:
+        """Returns the step with a graph that was cut of its captured one; it goes through what the step has."""
+        step = replace(
+            self,
+            module=graph.module,
+            inputs=graph.inputs,
+            outputs=graph.outputs,
+            update=update,
+            report=None,
+            notes=[],
+            rewrites=(),
+        )
+        for rewrite in self.rewrites:
+            step = rewrite(step)
+        self._cache.check_launches(step)
+        return step
+
+    @cached_property
+    def _cut_steps(self) -> CutSteps[Self]:
+        trained = frozenset(self.parameters) - self.without_gradient
+        return CutSteps(self.model, self.identity, trained, self.cuts, self._with_graph)
 
     def _value(self, item: GraphInput, leaves: Sequence[Any]) -> Any:
         if item.kind is InputKind.BATCH:
@@ -182,14 +250,19 @@ class CapturedStep(TrainGraph):
         return getattr(tensor, item.attr) if item.attr else tensor
 
     def run_unchecked(
-        self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any], *, is_updatable: bool = True
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        leaves: Sequence[Any],
+        pending: Mapping[str, torch.Tensor],
+        *,
+        is_updatable: bool = True,
     ) -> torch.Tensor:
-        """Runs the graph on a model's tensors and a batch's leaves that were found to fit.
+        """Runs the graph on a model's tensors, a batch's leaves and gradients that waited, which were found to fit.
 
         Unless it ``is_updatable`` the optimizer's own step makes its state, and updates.
         """
         update = self.update
-        values = self._flat_inputs(tensors, leaves)
+        values = self._flat_inputs(tensors, leaves, pending)
         if self.written:
             named = zip(self.inputs[: len(values)], values, strict=True)
             written = [
@@ -251,6 +324,10 @@ class CapturedStep(TrainGraph):
         )
 
     @cached_property
+    def _is_simple_fsdp(self) -> bool:
+        return any(info.shard_ranks for info in self.parameters.values()) and not self._groups
+
+    @cached_property
     def _groups(self) -> tuple[Any, ...]:
         return fsdp_groups(self.model)
 
@@ -265,6 +342,15 @@ class CapturedStep(TrainGraph):
             (None if item.kind is InputKind.BATCH else slots[item.fqn], item.attr)
             for item in self.inputs
             if item.is_state or item.kind is InputKind.BATCH  # the optimizer's come last
+        )
+
+    @cached_property
+    def _kept_slots(self) -> tuple[tuple[int, str, bool], ...]:
+        shared = shared_values(self.output_values)
+        return tuple(
+            (index, item.fqn, index in shared)
+            for index, item in enumerate(self.outputs)
+            if item.kind is OutputKind.VALUE
         )
 
     @cached_property
@@ -287,14 +373,24 @@ class CapturedStep(TrainGraph):
         graph.output_node().args = (values,)
         return lazy_module(self.module, graph)
 
-    def _flat_inputs(self, tensors: Sequence[torch.Tensor | None], leaves: Sequence[Any]) -> list[Any]:
+    def _flat_inputs(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        leaves: Sequence[Any],
+        pending: Mapping[str, torch.Tensor],
+    ) -> list[Any]:
         leaf = iter(leaves)
-        return [
+        values = [
             next(leaf) if slot is None else getattr(tensors[slot], attr) if attr else tensors[slot]
             for slot, attr in self._input_slots
         ]
+        return [*values, *pending.values()]
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        for index, place, is_shared in self._kept_slots:
+            self._cut_steps.accumulators.keep(
+                place, flat[index], partial(accumulate_gradient, is_shared=is_shared)
+            )
         for index, slot, is_shared in self._gradient_slots:
             parameter, gradient = tensors[slot], flat[index]
             if gradient is not None and parameter is not None:

@@ -83,6 +83,25 @@ def count_collectives(graph: fx.Graph) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def eliminate_dead_code(graph: fx.Graph) -> None:
+    """Erases calls that nobody reads; as torch's own, but asks for side effects only where nobody reads."""
+    unread = [node for node in graph.nodes if not node.users]
+    while unread:
+        node = unread.pop()
+        if not _is_kept(node):
+            sources = node.all_input_nodes
+            graph.erase_node(node)
+            unread += [source for source in sources if not source.users]
+
+
+def _is_kept(node: fx.Node) -> bool:
+    if node.target == WAIT:
+        # torch marks waits as having side effects. One that nobody reads has none that a step could see, except that
+        # where this rank ignores what an all-to-all brings, others do not.
+        return argument(node).target == ALL_TO_ALL
+    return node.is_impure()
+
+
 def writing_operators(graph: fx.Graph) -> frozenset[str]:
     """Returns the names of the operators in a graph that write an argument, by their schemas."""
     calls = (node.target for node in graph.nodes if node.op == "call_function")

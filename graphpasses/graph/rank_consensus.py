@@ -82,19 +82,23 @@ class RankConsensus:
 
         Ranks that share a group with two that differ name both.
         """
-        self._check_same("optimizer", None if optimizer is None else type(optimizer).__name__)
-        self._check_same("clip_norm", clip_norm)
+        what = "capture one step with different {}"
+        self._check_same(
+            what.format("optimizer"), repr(None if optimizer is None else type(optimizer).__name__)
+        )
+        self._check_same(what.format("clip_norm"), repr(clip_norm))
 
-    def _check_same(self, what: str, value: object) -> None:
-        if not self.groups or self._are_the_same(text := repr(value)):
+    def check_waiting(self, waiting: str) -> None:
+        """Raises on all ranks if the gradients that wait to be reduced, or are to wait, are others on some."""
+        self._check_same("run one step with different gradients that wait", waiting)
+
+    def _check_same(self, what: str, text: str) -> None:
+        if not self.groups or self._are_the_same(text):
             return
-        found = f"other ranks were given different {what}; their messages say which"
+        found = f"other ranks {what.replace('capture one step with', 'were given')}; their messages say which"
         for (first, one), (rank, other) in self._pairs(text):
             if one != other:
-                found = (
-                    f"ranks {first} and {rank} capture one step with different {what}: {one} and {other}. "
-                )
-                found += "Give all ranks the same"
+                found = f"ranks {first} and {rank} {what}: {one} and {other}. Give all ranks the same"
                 break
         raise AgreementError(found)
 

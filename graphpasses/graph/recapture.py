@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import fx, nn
@@ -16,6 +15,12 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.train_graph import GraphInput
 from graphpasses.graph.update import Update
 
+Recapture: TypeAlias = Callable[..., Any]
+"""Captures a step again, for a batch by which ``loss_fn`` decides otherwise.
+
+Called as ``capture(model, *batch, traced_everywhere=...)``, which it calls before the ranks run anything together.
+"""
+
 MAX_STEPS = 8
 
 
@@ -25,6 +30,7 @@ class Step(Protocol):
     model: nn.Module
     guards: Guards | None
     recapture: Recapture | None
+    rewrites: tuple[Callable[[Any], Any], ...]
     report: PipelineReport | None
     update: Update | None
 
@@ -34,21 +40,6 @@ class Step(Protocol):
 
 
 S = TypeVar("S", bound=Step)
-
-
-@dataclass(frozen=True)
-class Recapture:
-    """How a step was made: it is made so again for a batch by which ``loss_fn`` decides otherwise."""
-
-    # Captures a step; called as ``capture(model, *batch, traced_everywhere=...)``, which it calls before the
-    # ranks run anything together.
-    capture: Callable[..., Any]
-    # What the captured step then went through, e.g. pipelines.
-    rewrites: tuple[Callable[[Any], Any], ...] = ()
-
-    def then(self, rewrite: Callable[[Any], Any]) -> Recapture:
-        """Returns how a step is made that ``rewrite`` makes of this one."""
-        return replace(self, rewrites=(*self.rewrites, rewrite))
 
 
 class FailedElsewhereError(CaptureError):
@@ -82,7 +73,7 @@ class GuardedCache(Generic[S]):
             update = self.steps[0].update
             given = (None, None) if update is None else (update.optimizer, update.clip_norm)
             self._consensus.check_update(*given)
-            self._check_launches(self.steps[0])
+            self.check_launches(self.steps[0])
             self._is_checked = True
         if self._is_guarded is None:  # some rank may decide by what the others do not have
             self._is_guarded = not self._consensus.all_ranks([self.steps[0].guards is None])[0]
@@ -109,19 +100,20 @@ class GuardedCache(Generic[S]):
             )
         try:
             with torch.enable_grad():
-                step: S = first.recapture.capture(first.model, *batch, traced_everywhere=self._meet)
+                step: S = first.recapture(first.model, *batch, traced_everywhere=self._meet)
         except FailedElsewhereError:
             raise
         except Exception:
             self._consensus.all_ranks([False])
             raise
         self._meet()
-        for rewrite in first.recapture.rewrites:
+        for rewrite in first.rewrites:
             step = rewrite(step)
-        self._check_launches(step)
+        self.check_launches(step)
         return step
 
-    def _check_launches(self, step: S) -> None:
+    def check_launches(self, step: S) -> None:
+        """Raises on all ranks if they launch different collectives in a step."""
         certificate = None if step.report is None else step.report.certificate
         self._consensus.check_launches(None if certificate is None else certificate.launches)
 

@@ -25,7 +25,8 @@ from graphpasses.graph.train_graph import InputKind, OutputKind, Stage, TrainGra
 
 _STATE = {InputKind.PARAMETER, InputKind.BUFFER}
 _INPUTS = {
-    Stage.STEP: _STATE | {InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER},
+    Stage.STEP: _STATE
+    | {InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER, InputKind.UNREDUCED},
     Stage.DYNAMO: _STATE | {InputKind.VALUE},
     Stage.JOINT: _STATE | {InputKind.VALUE, InputKind.TANGENT},
     Stage.FORWARD: _STATE | {InputKind.VALUE},

@@ -20,8 +20,9 @@ from torch import fx
 from graphpasses.errors import GraphPassesError, PipelineError, ProofError, UnknownPassError
 from graphpasses.fsdp.traffic import graph_traffic, has_fixed_sizes
 from graphpasses.gc_pause import paused_gc
-from graphpasses.graph import ALL_TO_ALL, WAIT, DynamoGraph, Stage, TrainGraph, argument
+from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.graph.certificate import Certificate
+from graphpasses.graph.nodes import eliminate_dead_code
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
 from graphpasses.graph.verification import Verifier
 from graphpasses.passes.graph_diff import diff_lines, read_lines
@@ -305,7 +306,7 @@ def _run_pass(
     if (
         verifier.is_changed and graph.stage is not Stage.DYNAMO
     ):  # fx cannot tell which torch-level calls have effects
-        _eliminate_dead_code(graph.graph)
+        eliminate_dead_code(graph.graph)
     seconds += time.perf_counter() - start
     verifier.check_rules(history)
     notes, graph.notes = tuple(graph.notes), []
@@ -326,25 +327,6 @@ def _run_pass(
 
 def _history(p: GraphPass, before: Sequence[str]) -> str:
     return f"pass {p.name!r}" + (f" (after {', '.join(before)})" if before else "")
-
-
-def _eliminate_dead_code(graph: fx.Graph) -> None:
-    """Erases calls that nobody reads; as torch's own, but asks for side effects only where nobody reads."""
-    unread = [node for node in graph.nodes if not node.users]
-    while unread:
-        node = unread.pop()
-        if not _is_kept(node):
-            sources = node.all_input_nodes
-            graph.erase_node(node)
-            unread += [source for source in sources if not source.users]
-
-
-def _is_kept(node: fx.Node) -> bool:
-    if node.target == WAIT:
-        # torch marks waits as having side effects. One that nobody reads has none that a step could see, except that
-        # where this rank ignores what an all-to-all brings, others do not.
-        return argument(node).target == ALL_TO_ALL
-    return node.is_impure()
 
 
 def _write(folder: Path | None, index: int, name: str, graph: TrainGraph) -> None:

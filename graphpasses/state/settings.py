@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 
-from graphpasses._torch.fsdp2 import find_outdated, find_pending, fsdp_groups
+from graphpasses._torch.fsdp2 import find_outdated, fsdp_groups
 from graphpasses._torch.fsdp2_settings import SETTINGS, group_name, group_setting
 from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses.errors import CaptureError
 from graphpasses.state.slots import Asked, Owner
 
-__all__ = ["check_pending", "check_unsharded", "settings_of"]
+__all__ = ["check_unsharded", "settings_of"]
 
 _ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
@@ -71,22 +71,4 @@ def check_unsharded(groups: Sequence[Any]) -> None:
             f"parameter {fqn!r} changed while it was unsharded, as a forward without a backward leaves it (an "
             "evaluation before optimizer.step()): eager FSDP2 would train on with the old values. Call reshard() on "
             "its fully_sharded module before it changes"
-        )
-
-
-def check_pending(groups: Sequence[Any]) -> None:
-    """Raises if FSDP2 keeps gradients that its next reduction would add.
-
-    All ranks raise alike: a group whose ranks kept different gradients could not reduce them in eager either.
-
-    Raises:
-        CaptureError: eager would add them to the step's gradients; the captured step would not.
-    """
-    if (found := find_pending(groups)) is not None:
-        group, is_reduced = found
-        setting = "set_requires_all_reduce(False)" if is_reduced else "set_requires_gradient_sync(False)"
-        raise CaptureError(
-            f"FSDP2 group {group_name(group)!r} holds gradients of an earlier backward that ran under {setting}, and "
-            "eager would reduce them with this step's; a captured step would leave them out. Run the last microbatch "
-            "eagerly too, or call the captured step for all microbatches: it reduces each, and .grad gets the sum"
         )

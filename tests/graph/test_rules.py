@@ -181,7 +181,12 @@ def test_gradient_like_parameter(step: CapturedStep) -> None:
 
 def test_kinds_of_stage() -> None:
     legal = {
-        Stage.STEP: [InputKind.BATCH, InputKind.OPTIMIZER_STATE, InputKind.HYPERPARAMETER],
+        Stage.STEP: [
+            InputKind.BATCH,
+            InputKind.OPTIMIZER_STATE,
+            InputKind.HYPERPARAMETER,
+            InputKind.UNREDUCED,
+        ],
         Stage.DYNAMO: [InputKind.VALUE],
         Stage.JOINT: [InputKind.VALUE, InputKind.TANGENT],
         Stage.FORWARD: [InputKind.VALUE],

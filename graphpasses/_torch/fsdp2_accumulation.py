@@ -1,0 +1,189 @@
+"""Gradients that FSDP2's groups keep unreduced, between the microbatches of a step.
+
+``set_requires_gradient_sync(False)`` leaves each parameter's whole gradient on this rank, and
+``set_requires_all_reduce(False)`` each group's packed gradients, reduced over its shards and not over its replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+# Tells groups that reduce over replicas, too. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+# What keeps the gradients: `unsharded_accumulated_grad` in the dtype of the reduction, where that is another than
+# autograd's, else `_unsharded_param.grad`; `to_accumulated_grad_if_needed` is FSDP2's own rule. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+# Its settings `reduce_grads` and `all_reduce_grads`, and `_partial_reduce_output`. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from graphpasses._torch.fsdp2 import fsdp_groups
+
+__all__ = ["Accumulators", "accumulation_set_aside", "accumulators_restored", "gradients_kept"]
+
+
+class Accumulators:
+    """What a model's groups keep, and whether they do, by place: a parameter's FQN, or ``"group 0"`` of a group.
+
+    ``canonical`` returns the first name of a parameter by any of its names.
+    """
+
+    def __init__(self, model: nn.Module, canonical: Callable[[str], str]) -> None:
+        self.groups = fsdp_groups(model)
+        fqns = {module: fqn for fqn, module in model.named_modules()}
+        self.parameters: dict[str, tuple[FSDPParamGroup, FSDPParam]] = {}
+        for group in self.groups:
+            for parameter in group.fsdp_params:
+                info = parameter._module_info
+                fqn = ".".join(filter(None, (fqns[info.module], info.param_name)))
+                self.parameters[canonical(fqn)] = group, parameter
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The places where the next backward leaves gradients unreduced."""
+        parameters = (fqn for fqn, (group, _) in self.parameters.items() if not group.reduce_grads)
+        groups = (f"group {index}" for index, group in enumerate(self.groups) if _is_partial(group))
+        return frozenset((*parameters, *groups))
+
+    def pending(self) -> dict[str, torch.Tensor]:
+        """Returns the gradients that the next backward reduces together with its own."""
+        found: dict[str, torch.Tensor] = {}
+        for fqn, (group, parameter) in self.parameters.items():
+            if group.reduce_grads and (gradient := _gradient(parameter)) is not None:
+                found[fqn] = gradient
+        for index, group in enumerate(self.groups):
+            if group._partial_reduce_output is not None and group.reduce_grads and not _is_partial(group):
+                found[f"group {index}"] = group._partial_reduce_output.view(1, -1)  # as a graph reduces
+        return found
+
+    def clear(self, places: Iterable[str]) -> None:
+        """Forgets gradients that were reduced."""
+        for place in places:
+            if place in self.parameters:
+                _clear(self.parameters[place][1])
+            else:
+                self._group(place)._partial_reduce_output = None
+
+    def keep(
+        self, place: str, gradient: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
+        """Adds a gradient to what is kept; ``take`` makes it the ``.grad`` of a parameter, as autograd does.
+
+        Source: ``FSDPParamGroup.post_backward``, ``FSDPParam.accumulate_unsharded_grad_if_needed``, and for a group
+        ``foreach_reduce``.
+        """
+        if place not in self.parameters:
+            group = self._group(place)
+            if group._partial_reduce_output is None:
+                group._partial_reduce_output = gradient.view(-1)
+            else:
+                group._partial_reduce_output += gradient.view(-1)
+            return
+        group, parameter = self.parameters[place]
+        total = getattr(parameter, "unsharded_accumulated_grad", None)
+        if total is not None:
+            total += gradient
+            return
+        take(_leaf(group, parameter), gradient)
+        if hasattr(parameter, "to_accumulated_grad_if_needed"):  # up to 2.14
+            parameter.to_accumulated_grad_if_needed()
+
+    def _group(self, place: str) -> FSDPParamGroup:
+        return self.groups[int(place.removeprefix("group "))]
+
+
+def _is_partial(group: FSDPParamGroup) -> bool:
+    return group.reduce_grads and not group.all_reduce_grads and isinstance(group.mesh_info, HSDPMeshInfo)
+
+
+def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
+    total: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
+    leaf = getattr(parameter, "_unsharded_param", None)
+    return total if total is not None or leaf is None else leaf.grad
+
+
+def _clear(parameter: FSDPParam) -> None:
+    if hasattr(parameter, "unsharded_accumulated_grad"):
+        parameter.unsharded_accumulated_grad = None
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
+
+
+def _leaf(group: FSDPParamGroup, parameter: FSDPParam) -> nn.Parameter:
+    """Returns the unsharded parameter, whose memory is free; FSDP2 makes it when it first gathers."""
+    if not hasattr(parameter, "_unsharded_param"):
+        numel = parameter.padded_sharded_param_size.numel()
+        dtype = parameter.param_dtype or parameter.orig_dtype
+        size = group._all_gather_process_group.size()
+        parameter.init_all_gather_outputs([numel], [dtype], size, group.device)
+        parameter.init_unsharded_param()  # type: ignore[no-untyped-call]
+        parameter.free_unsharded_param()
+    leaf: nn.Parameter = parameter._unsharded_param
+    return leaf
+
+
+@contextmanager
+def gradients_kept(groups: Iterable[FSDPParamGroup]) -> Iterator[None]:
+    """Lets groups keep gradients in the block, as ``set_requires_gradient_sync(False)`` does."""
+    before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    for group, *_ in before:
+        group.reduce_grads = group.all_reduce_grads = False
+    try:
+        yield
+    finally:
+        for group, reduces, all_reduces in before:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+
+@contextmanager
+def accumulation_set_aside(model: nn.Module) -> Iterator[None]:
+    """Lets groups reduce all gradients in the block, and hold none of earlier backwards."""
+    groups = fsdp_groups(model)
+    settings = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    with _restored(groups, copied=False):
+        for group in groups:
+            group.reduce_grads = group.all_reduce_grads = True
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                _clear(parameter)
+        try:
+            yield
+        finally:
+            for group, reduces, all_reduces in settings:
+                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+
+@contextmanager
+def accumulators_restored(model: nn.Module) -> Iterator[None]:
+    """Puts back, after the block, what groups keep, with its values."""
+    with _restored(fsdp_groups(model), copied=True):
+        yield
+
+
+@contextmanager
+def _restored(groups: Iterable[FSDPParamGroup], *, copied: bool) -> Iterator[None]:
+    before: list[tuple[Any, str, torch.Tensor | None]] = []
+    for group in groups:
+        before.append((group, "_partial_reduce_output", group._partial_reduce_output))
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "unsharded_accumulated_grad"):
+                before.append((parameter, "unsharded_accumulated_grad", parameter.unsharded_accumulated_grad))
+            if hasattr(parameter, "_unsharded_param"):
+                before.append((parameter._unsharded_param, "grad", parameter._unsharded_param.grad))
+    values: Mapping[int, torch.Tensor] = {
+        index: value.clone() for index, (*_, value) in enumerate(before) if copied and value is not None
+    }
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for index, (owner, name, value) in enumerate(before):
+                if value is not None and index in values:
+                    value.copy_(values[index])
+                setattr(owner, name, value)

@@ -1,0 +1,223 @@
+"""A captured step whose gradients wait for a later step's reduction, or that reduces what has waited with its own.
+
+A step is captured with its reductions. Of the same capture other graphs are cut: one whose gradients leave it where
+their reduction begins, and one that adds to them there what FSDP2 keeps of earlier backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import fx, nn
+
+from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside
+from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses.errors import CaptureError
+from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
+from graphpasses.graph.nodes import eliminate_dead_code, fake_value
+from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.update import Update
+from graphpasses.identity import IdentityMap
+
+__all__ = ["CutGraph", "CutSteps", "Cuts", "Waiting"]
+
+aten = torch.ops.aten
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What one call finds: places, as FQNs of parameters and ``"group 0"``, whose gradients wait.
+
+    Its text is the same on all ranks that find the same.
+    """
+
+    kept: tuple[str, ...] = ()  # whose gradients this call leaves unreduced
+    pending: tuple[
+        tuple[str, torch.dtype], ...
+    ] = ()  # whose earlier ones it reduces with its own, and their dtypes
+
+    def __str__(self) -> str:
+        pending = (f"{place} ({dtype})" for place, dtype in self.pending)
+        return f"to wait: {', '.join(self.kept) or 'none'}; to be reduced: {', '.join(pending) or 'none'}"
+
+
+@dataclass(frozen=True)
+class CutGraph:
+    """A graph that was cut of a step's, and what its flat inputs and outputs are."""
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """Where a step can be cut, in its graph as it was captured."""
+
+    module: fx.GraphModule  # the graph, with a view at each place that nothing but the reduction reads
+    marks: Mapping[str, str]  # by place, the name of that view
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    update: Update | None = None  # as it was captured
+
+    def graph_for(self, waiting: Waiting) -> CutGraph:
+        """Returns the graph of a call in which gradients wait, or have waited."""
+        graph = copy_graph(self.module.graph)
+        nodes = {node.name: node for node in graph.nodes}
+        marks = {place: nodes[name] for place, name in self.marks.items()}
+        values: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+        kept = {place: marks[place] for place in waiting.kept}
+        behind = _readers(kept.values())
+        values = [None if value in behind else value for value in values]
+        outputs = [*self.outputs, *(GraphOutput(OutputKind.VALUE, place) for place in kept)]
+        graph.output_node().args = ([*values, *(mark.args[0] for mark in kept.values())],)
+        totals = {
+            place: _total(graph, marks[place], dtype, is_last=_is_group(place))
+            for place, dtype in waiting.pending
+        }
+        for place, mark in marks.items():
+            mark.replace_all_uses_with(totals.get(place, mark.args[0]))
+            graph.erase_node(mark)
+        eliminate_dead_code(graph)
+        _refresh(graph, totals.values())
+        inputs = [*self.inputs, *(GraphInput(InputKind.UNREDUCED, place) for place in totals)]
+        return CutGraph(lazy_module(self.module, graph), tuple(inputs), tuple(outputs))
+
+
+class CutSteps(Generic[S]):
+    """Steps that were cut of a captured one, each for what waits in a call of it.
+
+    ``trained`` are the FQNs of the parameters for which the step computes gradients; ``make`` makes a step of a graph
+    that was cut, and of an update.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        identity: IdentityMap,
+        trained: frozenset[str],
+        cuts: Cuts | None,
+        make: Callable[[CutGraph, Update | None], S],
+    ) -> None:
+        self.accumulators = Accumulators(model, identity.canonical)
+        self._model = model
+        self._trained = trained
+        self._cuts = cuts
+        self._make = make
+        self._steps: dict[Waiting, S] = {}
+        self._agreed: set[Waiting] = set()
+
+    def find_waiting(self) -> tuple[Waiting, dict[str, torch.Tensor]]:
+        """Returns what waits in a call now, and the gradients that have waited, by place.
+
+        Raises:
+            AgreementError: it is the first such call, and something else waits on another rank.
+        """
+        pending = self.accumulators.pending()
+        places = self._trained if self._cuts is None else self._trained | self._cuts.marks.keys()
+        waiting = Waiting(
+            tuple(sorted(places & self.accumulators.kept)),
+            tuple((place, gradient.dtype) for place, gradient in pending.items()),
+        )
+        if waiting not in self._agreed:
+            RankConsensus.of_model(self._model).check_waiting(str(waiting))
+            self._agreed.add(waiting)
+        return waiting, pending
+
+    def fitting(self, step: S, waiting: Waiting) -> S:
+        """Returns the step for what waits: ``step`` itself if nothing does.
+
+        Raises:
+            CaptureError: gradients wait that the step does not compute, or where it does not know; or some are
+                reduced and others are not in a step that updates.
+        """
+        if waiting == Waiting():
+            return step
+        if waiting not in self._steps:
+            cuts = self._check(waiting)
+            with accumulation_set_aside(self._model):
+                self._steps[waiting] = self._make(
+                    cuts.graph_for(waiting), None if waiting.kept else cuts.update
+                )
+        return self._steps[waiting]
+
+    def _check(self, waiting: Waiting) -> Cuts:
+        if self._cuts is None:
+            raise CaptureError(
+                "gradients wait in FSDP2 to be reduced, or are to wait (set_requires_gradient_sync(False)), and the "
+                "step was made of a trace, which does not say where. Reduce the gradients of each microbatch"
+            )
+        for place in (*waiting.kept, *(place for place, _ in waiting.pending)):
+            if place not in self._cuts.marks:
+                raise CaptureError(self._why_unknown(place))
+        reduced = sorted(self._trained - set(waiting.kept))
+        if self._cuts.update and waiting.kept and reduced and not any(map(_is_group, waiting.kept)):
+            raise CaptureError(
+                f"the gradient of {waiting.kept[0]!r} is to wait (set_requires_gradient_sync(False)), and that of "
+                f"{reduced[0]!r} is not, and the step updates both. Set it for the whole model, or capture without "
+                "optimizer="
+            )
+        return self._cuts
+
+    def _why_unknown(self, place: str) -> str:
+        if place in self._trained:
+            return (
+                f"the gradient of {place!r} waits, or is to wait, to be reduced, and tensor parallelism shards it, "
+                "too, or FSDP2 reduces zeros for unused parameters (set_reduce_scatter_unused_params): a captured "
+                "step does not accumulate such gradients unreduced. Reduce those of each microbatch"
+            )
+        return (
+            f"FSDP2 holds a gradient of {place!r} that waits to be reduced, and the captured step computes none with "
+            "which eager would reduce it. Run the last microbatch eagerly"
+        )
+
+
+def _is_group(place: str) -> bool:
+    return place.startswith("group ")
+
+
+def _readers(nodes: Iterable[fx.Node]) -> set[Any]:
+    """Returns all that is computed of the values of nodes, and these."""
+    found: set[Any] = set()
+    pending = [*nodes]
+    while pending:
+        if (node := pending.pop()) not in found:
+            found.add(node)
+            pending += node.users
+    return found
+
+
+def _total(graph: fx.Graph, mark: fx.Node, dtype: torch.dtype, *, is_last: bool) -> fx.Node:
+    """Adds a pending gradient to what a mark shows, in eager's order: the sum of a group comes after its own."""
+    value = mark.args[0]
+    assert isinstance(value, fx.Node)
+    last = graph.find_nodes(op="placeholder")[-1]
+    with graph.inserting_after(last):
+        pending = graph.placeholder(f"pending_{mark.name}")
+    fake, mode = mark.meta["val"], fake_mode_of(mark.meta["val"])
+    assert mode is not None
+    with mode:
+        pending.meta["val"] = torch.empty_like(fake, dtype=dtype)
+    with graph.inserting_before(mark):
+        total = graph.call_function(aten.add.Tensor, (value, pending) if is_last else (pending, value))
+    total.meta.update(mark.meta)
+    total.meta["val"] = fake_value(total)
+    return total
+
+
+def _refresh(graph: fx.Graph, totals: Iterable[fx.Node]) -> None:
+    """Computes again what is known of the values behind sums: of a reduction in another dtype than the gradients'."""
+    changed = set(totals)
+    for node in graph.nodes:
+        if (
+            node.op == "call_function"
+            and node not in changed
+            and not changed.isdisjoint(node.all_input_nodes)
+        ):
+            node.meta["val"] = fake_value(node)
+            changed.add(node)
