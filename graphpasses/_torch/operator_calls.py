@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn import functional as F
 
 # Modes are pushed by hand: TorchDispatchMode.__enter__ also sets flags of the process, which ranks that are threads
@@ -46,7 +49,7 @@ from graphpasses._torch.operator_rules import (
 from graphpasses._torch.recorded_operator import Operator, Where
 from graphpasses._torch.tracing import outside_tracing
 
-__all__ = ["FORMULA", "OperatorCalls"]
+__all__ = ["FORMULA", "OperatorCalls", "dispatch_wrapped"]
 
 _WRAPPERS = 2  # functions that keep Dynamo from a mode: of `_fn` and `inner`. Tested: 2.13.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -289,3 +292,24 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             in_backward=True,
             by_torch=module is None and line is None,
         )
+
+
+@contextmanager
+def dispatch_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Wraps, in the block, the functions by which a tracer, and a record, get each operator of torch."""
+
+    def of_operators(call: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = wrap(call)
+
+        def run(mode: Any, func: Any, *args: Any) -> Any:
+            return (wrapped if isinstance(func, torch._ops.OpOverload) else call)(mode, func, *args)
+
+        return run
+
+    replace: Any = mock.patch.object
+    dispatch = ProxyTorchDispatchMode.__torch_dispatch__
+    with (
+        replace(ProxyTorchDispatchMode, "__torch_dispatch__", of_operators(dispatch)),
+        replace(OperatorCalls, "record", of_operators(OperatorCalls.record)),
+    ):
+        yield

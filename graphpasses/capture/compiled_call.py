@@ -15,7 +15,7 @@ from graphpasses._torch.dynamo import BackendCompilerFailed
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.errors import CaptureError, GraphPassesError
-from graphpasses.state.names import find_modules
+from graphpasses.capture.named_modules import find_modules
 
 if TYPE_CHECKING:
     from graphpasses.capture.compile_options import CompileOptions

@@ -16,7 +16,7 @@ from graphpasses._torch.fake_mode import active_fake_mode, fake_mode_of, fake_te
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses.errors import CaptureError
 from graphpasses.gc_pause import paused_gc
-from graphpasses.state.names import CachedFunction
+from graphpasses.state.keys import CachedFunction
 
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult

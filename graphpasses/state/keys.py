@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
 import io
 from array import array
 from collections import deque
@@ -23,6 +25,8 @@ __all__ = [
     "ABSENT",
     "CONTAINERS",
     "MISSING",
+    "PLAIN",
+    "CachedFunction",
     "Key",
     "are_alike",
     "attributes_of",
@@ -34,7 +38,7 @@ __all__ = [
     "torch_state",
 ]
 
-_PLAIN = (
+PLAIN = (
     enum.Enum, bool, int, float, complex, str, bytes, bytearray, type(None), slice, range,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
@@ -43,6 +47,7 @@ CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 MAX_ITEMS = 1000
 _MAX_DEPTH = 100
 MISSING: Any = object()
+CachedFunction = type(functools.lru_cache(lambda: None))
 
 
 class Key(NamedTuple):
@@ -102,9 +107,9 @@ def key_of(value: Any) -> Key:
 
 
 def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         kind: Any = next(
-            each for each in _PLAIN if isinstance(value, each)
+            each for each in PLAIN if isinstance(value, each)
         )  # a subclass may say anything of itself
         return Key(type(value), str(value) if kind is torch.device else kind.__repr__(value))
     if isinstance(value, MethodType):  # a new object at each read
@@ -216,7 +221,7 @@ def are_alike(value: Any, other: Any) -> bool:
         return are_alike(vars(value), vars(other))
     if isinstance(value, dict) and isinstance(other, dict):
         return are_alike([*value], [*other]) and are_alike([*value.values()], [*other.values()])
-    if isinstance(value, Sequence) and not isinstance(value, _PLAIN) and type(value) is type(other):
+    if isinstance(value, Sequence) and not isinstance(value, PLAIN) and type(value) is type(other):
         return len(value) == len(other) and all(map(are_alike, value, other))
     if callable(value) and not isinstance(value, nn.Module):
         return getattr(value, "__code__", value) is getattr(other, "__code__", other) or (
@@ -228,4 +233,8 @@ def are_alike(value: Any, other: Any) -> bool:
 
 def is_iterator(value: Any) -> bool:
     """Whether what reads a value advances it, so that each step sees another."""
+    if not inspect.isroutine(
+        inspect.getattr_static(type(value), "__next__", None)
+    ):  # a mock answers to any name
+        return False
     return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, nn.Module, *ProxyTypes))
