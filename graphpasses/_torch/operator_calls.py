@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 # Modes are pushed by hand: TorchDispatchMode.__enter__ also sets flags of the process, which ranks that are threads

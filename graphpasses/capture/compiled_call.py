@@ -14,8 +14,8 @@ from graphpasses._torch.ddp import orders_buckets, running_ddp
 from graphpasses._torch.dynamo import BackendCompilerFailed
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
-from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.capture.named_modules import find_modules
+from graphpasses.errors import CaptureError, GraphPassesError
 
 if TYPE_CHECKING:
     from graphpasses.capture.compile_options import CompileOptions

@@ -133,6 +133,17 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                for leaf in pytree.tree_leaves(value):
+                for leaf in _leaves(value):
                     if isinstance(leaf, torch.Tensor):
                         yield f"{fqn}.{name}".lstrip("."), leaf
+
+
+def _leaves(value: Any) -> list[Any]:
+    seen: dict[int, Any] = {}  # a list may hold itself
+
+    def is_leaf(each: Any) -> bool:
+        is_seen = id(each) in seen
+        seen[id(each)] = each
+        return is_seen
+
+    return pytree.tree_leaves(value, is_leaf=is_leaf)

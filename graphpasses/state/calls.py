@@ -67,11 +67,13 @@ class CodeNames(NamedTuple):
         globals: that it reads or sets.
         attributes: that it may read or set, of anything: by name, or by a text that ``getattr`` may be given; and the
             name of the function.
+        optional: of these the texts, where code asks by name and does without.
         imports: the modules that it imports.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    optional: frozenset[str]
     imports: frozenset[str]
 
 
@@ -84,7 +86,9 @@ def names_of(code: CodeType) -> CodeNames:
         >>> sorted(names.globals), sorted(names.attributes)
         (['getattr', 'max'], ['<lambda>', 'shape', 'size'])
     """
-    globals_, imports, attributes = set(), set(), {code.co_name}
+    globals_: set[str] = set()
+    imports: set[str] = set()
+    attributes = {code.co_name}
     for instruction in dis.get_instructions(code):
         opcode, name = instruction.opname, instruction.argval
         if opcode == "IMPORT_NAME":
@@ -93,8 +97,11 @@ def names_of(code: CodeType) -> CodeNames:
             globals_.add(name)
         elif opcode.endswith(("_ATTR", "_METHOD")) and name[:2] != "__":
             attributes.add(name)
-    attributes |= {part for text in _texts(code.co_consts) for part in text.split(".") if part.isidentifier()}
-    return CodeNames(frozenset(globals_), frozenset(attributes), frozenset(imports))
+    texts = frozenset(
+        part for text in _texts(code.co_consts) for part in text.split(".") if part.isidentifier()
+    )
+    optional = texts if globals_ & {"getattr", "hasattr", "setattr"} else frozenset[str]()
+    return CodeNames(frozenset(globals_), texts | attributes, optional, frozenset(imports))
 
 
 def _texts(values: Iterable[Any]) -> Iterator[str]:

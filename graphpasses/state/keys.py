@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import io
 from array import array
 from collections import deque
@@ -14,6 +13,7 @@ from hashlib import sha256
 from threading import local
 from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import NonCallableMock
 from weakref import ProxyTypes
 
 import torch
@@ -233,8 +233,6 @@ def are_alike(value: Any, other: Any) -> bool:
 
 def is_iterator(value: Any) -> bool:
     """Whether what reads a value advances it, so that each step sees another."""
-    if not inspect.isroutine(
-        inspect.getattr_static(type(value), "__next__", None)
-    ):  # a mock answers to any name
-        return False
-    return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, nn.Module, *ProxyTypes))
+    return isinstance(value, Iterator) and not isinstance(
+        value, (io.IOBase, nn.Module, NonCallableMock, *ProxyTypes)
+    )

@@ -59,7 +59,7 @@ _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of a class, see `Include/o
 
 @cache
 def is_watched(kind: type) -> bool:
-    """Whether all that is read of a class's objects can be seen, and counts: not so Python's own, and classes of C."""
+    """Whether what is read of a class's objects can be seen, and counts: not so of C's, and of most of Python's."""
     is_pure = all(
         base is object or (base.__flags__ & _HEAP_TYPE and not base.__flags__ & _IMMUTABLE_TYPE)
         for base in kind.__mro__
