@@ -36,17 +36,6 @@ from graphpasses._torch.fsdp2_dtypes import compute_dtypes, reduce_dtype
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.identity import same_bits
 
-__all__ = [
-    "GroupedParameter",
-    "ParameterGroup",
-    "find_outdated",
-    "fsdp_groups",
-    "fsdp_states",
-    "op_name",
-    "parameter_groups",
-    "reshard",
-]
-
 ReduceOpName = Literal["avg", "sum"]
 
 

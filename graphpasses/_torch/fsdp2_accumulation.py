@@ -25,8 +25,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from graphpasses._torch.fsdp2 import fsdp_groups
 
-__all__ = ["Accumulators", "accumulation_set_aside", "accumulators_restored", "gradients_kept"]
-
 
 class Accumulators:
     """What a model's groups keep, and whether they do, by place: a parameter's FQN, or ``"group 0"`` of a group.

@@ -23,17 +23,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from graphpasses.errors import LayoutError, UnsupportedError
 
-__all__ = [
-    "KEEPS_GRADIENT_DTYPES",
-    "check_kept_dtypes",
-    "compute_dtypes",
-    "group_policies",
-    "make_leaf",
-    "reduce_dtype",
-    "simple_reduce_dtype",
-    "unsharded_spec",
-]
-
 KEEPS_GRADIENT_DTYPES = hasattr(FSDPParam, "unsharded_grad_dtype")  # 2.15 has it
 """Whether parameters say in which dtypes gradients are added and kept, and those that are packed may have several."""
 

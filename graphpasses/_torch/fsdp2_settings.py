@@ -18,8 +18,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from graphpasses._torch.fsdp2_dtypes import group_policies
 from graphpasses.errors import UnsupportedError
 
-__all__ = ["SETTINGS", "group_name", "group_setting", "refuse_custom_communication"]
-
 SETTINGS = {
     "set_gradient_divide_factor": "gradient_divide_factor",
     "set_force_sum_reduction_for_comms": "force_sum_reduction_for_comms",

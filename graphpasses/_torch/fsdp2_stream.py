@@ -18,8 +18,6 @@ from graphpasses._torch.group_ranks import group_ranks
 from graphpasses._torch.operator_stream import OperatorStream
 from graphpasses._torch.recorded_operator import Operator, Value, Where
 
-__all__ = ["GATHER", "REDUCE", "fsdp2_streamed"]
-
 GATHER, REDUCE = "fsdp.gather_parameter", "fsdp.reduce_gradient"
 """The names under which FSDP2's communication of one parameter is recorded."""
 

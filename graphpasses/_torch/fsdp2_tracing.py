@@ -45,14 +45,6 @@ from graphpasses._torch.fsdp2_dtypes import (
 from graphpasses._torch.fsdp2_settings import group_name, refuse_custom_communication
 from graphpasses.errors import CaptureError, UnsupportedError
 
-__all__ = [
-    "Reductions",
-    "communication_traced",
-    "fsdp2_state_restored",
-    "other_models_refused",
-    "prepare_for_tracing",
-]
-
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 _post_backward = inspect.unwrap(FSDPParamGroup.post_backward)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
@@ -280,3 +283,24 @@ class OperatorCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             in_backward=True,
             by_torch=module is None and line is None,
         )
+
+
+@contextmanager
+def dispatch_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Wraps, in the block, the functions by which a tracer, and a record, get each operator of torch."""
+
+    def of_operators(call: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = wrap(call)
+
+        def run(mode: Any, func: Any, *args: Any) -> Any:
+            return (wrapped if isinstance(func, torch._ops.OpOverload) else call)(mode, func, *args)
+
+        return run
+
+    replace: Any = mock.patch.object
+    dispatch = ProxyTorchDispatchMode.__torch_dispatch__
+    with (
+        replace(ProxyTorchDispatchMode, "__torch_dispatch__", of_operators(dispatch)),
+        replace(OperatorCalls, "record", of_operators(OperatorCalls.record)),
+    ):
+        yield

@@ -7,8 +7,6 @@ import operator
 import torch
 from torch import fx
 
-__all__ = ["certain_value"]
-
 aten = torch.ops.aten
 
 _COMPARISONS = {

@@ -14,8 +14,6 @@ from graphpasses.passes import recommender_pipeline
 from graphpasses.passes.runner import Pipeline
 from graphpasses.text import did_you_mean
 
-__all__ = ["CompileOptions", "Inner"]
-
 Inner = Literal["inductor", "aot_eager"]
 
 

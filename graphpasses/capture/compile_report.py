@@ -8,8 +8,6 @@ from pathlib import Path
 from graphpasses.graph import Stage
 from graphpasses.passes.runner import PipelineReport
 
-__all__ = ["CompileReport"]
-
 
 @dataclass
 class CompileReport:

@@ -14,14 +14,12 @@ from graphpasses._torch.ddp import orders_buckets, running_ddp
 from graphpasses._torch.dynamo import BackendCompilerFailed
 from graphpasses._torch.dynamo_breaks import record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
+from graphpasses.capture.named_modules import find_modules
 from graphpasses.errors import CaptureError, GraphPassesError
-from graphpasses.state.names import find_modules
 
 if TYPE_CHECKING:
     from graphpasses.capture.compile_options import CompileOptions
     from graphpasses.embedding.torchrec.model_call import ModelCall
-
-__all__ = ["CompiledCall"]
 
 _RUNNING: ContextVar[CompiledCall | None] = ContextVar("_RUNNING", default=None)
 _PLACE: ContextVar[int] = ContextVar(

@@ -28,8 +28,6 @@ from graphpasses.graph import (
 from graphpasses.graph.parameters import ParameterInfo, parameter_infos
 from graphpasses.identity import IdentityMap
 
-__all__ = ["ModelInputs", "read_aot_graph", "read_model_graph"]
-
 _SIZE = torch.ops.aten.sym_size.int
 
 

@@ -13,8 +13,6 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import Varying, VaryingDim
 from graphpasses.graph.batch_structure import BatchStructure
 
-__all__ = ["read_dynamic_shapes"]
-
 _Leaves = Mapping[str, Any]
 
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from graphpasses._torch.module_answers import answers_as_in_eager
 
-__all__ = ["eager_paths"]
-
 
 @contextmanager
 def eager_paths() -> Iterator[None]:

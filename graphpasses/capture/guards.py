@@ -38,8 +38,6 @@ from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
 
-__all__ = ["Decisions", "line_of", "user_line"]
-
 
 class Decisions:
     """The decisions that ``loss_fn`` takes by values of tensors, and by sizes that vary, while it is traced.

@@ -10,8 +10,6 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import CaptureError
 
-__all__ = ["check_loss"]
-
 
 def check_loss(loss: Any, trainable: list[str]) -> None:
     """Raises unless ``loss_fn`` returned a floating-point scalar that depends on a parameter of ``trainable``."""

@@ -11,8 +11,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from graphpasses._torch.node_origins import MODULE_FQN
 
-__all__ = ["module_names_traced"]
-
 
 @contextmanager
 def module_names_traced(model: nn.Module) -> Iterator[None]:

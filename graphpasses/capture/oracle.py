@@ -27,9 +27,6 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.identity import IdentityMap, same_bits
 from graphpasses.state.live_state import live_state_restored
 
-__all__ = ["check_step", "has_equal_bits", "record_calls", "why_unchecked"]
-
-
 _Results = dict[str, torch.Tensor | None]
 _States = list[tuple[torch.Generator, torch.Tensor]]
 

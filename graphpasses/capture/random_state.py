@@ -19,8 +19,6 @@ from graphpasses.graph import CapturedStep
 from graphpasses.graph.nodes import named_call
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 
-__all__ = ["RandomCalls", "find_random_fault", "random_state_traced"]
-
 
 @dataclass(frozen=True)
 class RandomCalls:

@@ -20,16 +20,6 @@ from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.model import check_gradient_hooks
 
-__all__ = [
-    "OTHER_MEMORY",
-    "WRITE_IN_PLACE",
-    "compiled_calls_refused",
-    "kept_tensors_refused",
-    "other_memory_refused",
-    "ragged_sizes_refused",
-    "refuse_model",
-]
-
 
 def refuse_model(model: nn.Module) -> None:
     """Raises if a captured step would train a model otherwise than eager does.
@@ -173,6 +163,17 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in ("_parameters", "_buffers", "_modules"):
-                for leaf in pytree.tree_leaves(value):
+                for leaf in _leaves(value):
                     if isinstance(leaf, torch.Tensor):
                         yield f"{fqn}.{name}".lstrip("."), leaf
+
+
+def _leaves(value: Any) -> list[Any]:
+    seen: dict[int, Any] = {}  # a list may hold itself
+
+    def is_leaf(each: Any) -> bool:
+        is_seen = id(each) in seen
+        seen[id(each)] = each
+        return is_seen
+
+    return pytree.tree_leaves(value, is_leaf=is_leaf)

@@ -12,8 +12,6 @@ from graphpasses.errors import UnsupportedError
 from graphpasses.graph.parameters import parameter_infos
 from graphpasses.identity import IdentityMap, preserve_identity
 
-__all__ = ["simple_fsdp"]
-
 
 def simple_fsdp(
     model: nn.Module,

@@ -20,8 +20,6 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.identity import same_bits
 from graphpasses.state.live_state import live_state_restored
 
-__all__ = ["check_on_batch"]
-
 _Tensors = dict[str, torch.Tensor]
 
 

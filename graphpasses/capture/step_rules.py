@@ -16,8 +16,6 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.nodes import named_call
 
-__all__ = ["RULES", "StepRule", "refuse_step"]
-
 StepRule = Callable[[CapturedStep, RandomCalls], str | None]
 aten = torch.ops.aten
 

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from graphpasses._torch.fake_mode import watched_in_other_threads
 from graphpasses.errors import CaptureError
 
-__all__ = ["nested_backward_refused", "other_threads_refused"]
-
 
 @contextmanager
 def other_threads_refused() -> Iterator[None]:

@@ -27,8 +27,6 @@ from graphpasses.graph import Stage
 from graphpasses.ops.alias_tensors import alias_tensors
 from graphpasses.passes.runner import Graph, Pipeline
 
-__all__ = ["compile", "graphpasses"]
-
 
 def compile(
     model: Callable[..., Any],

@@ -39,13 +39,10 @@ from graphpasses.graph.guards import Guards
 from graphpasses.identity import IdentityMap, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.live_state import live_state_restored
-from graphpasses.state.reads import AttributeReads
-from graphpasses.state.slots import Owner
+from graphpasses.state.reads import Reads
 
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
-
-__all__ = ["Trace", "trace_step"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Trace:
     """What tracing a step brought."""
 
     result: TracedResult  # torchtitan's: the graph, and what its inputs and outputs are
-    attributes: list[Owner]  # those of the model's modules, and of what they hold, that forward read
+    reads: Reads  # what the user's code read from outside
     guards: Guards | None  # the values by which ``loss_fn`` decided
     random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
     calls: list[Operator]  # the operators that were called, in order, if they were recorded
@@ -84,7 +81,7 @@ def trace_step(
     own = {fqn: vars(tensor) for fqn, tensor in _state(model)}
     records: list[OperatorCalls] = []
     cuts: list[str] = []
-    random_calls = RandomCalls()
+    random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
 
     @caches_emptied_on_error()
@@ -114,6 +111,7 @@ def trace_step(
                 compiled_calls_refused(),
                 module_names_traced(model),
                 record,
+                reads.running(),
             ):
                 loss = loss_fn(model, *structure.build(args))
             if _state_names(model) != names:
@@ -124,7 +122,7 @@ def trace_step(
             ):
                 raise CaptureError(_CALLED_BACKWARD)
             check_loss(loss, list(named))
-            with nested_backward_refused(), record:
+            with nested_backward_refused(), record, reads.running():
                 gradients = _differentiate(
                     model, loss, list(dict.fromkeys(named.values())), reductions.reduced
                 )
@@ -144,47 +142,40 @@ def trace_step(
                 _distinct(leaf, varying.get(path, ()))
                 for path, leaf in zip(structure.paths, leaves, strict=True)
             ]
-            traced, attributes = _trace_until_settled(model, lambda: trace(step, model)(*given))
+            traced = _trace_until_settled(reads, lambda: trace(step, model)(*given))
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, attributes, decisions.guards, random_calls, records[0].calls, tuple(cuts))
+    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, tuple(cuts))
 
 
-def _trace_until_settled(
-    model: nn.Module, trace: Callable[[], TracedResult]
-) -> tuple[TracedResult, list[Owner]]:
-    """Traces a step and says which attributes of the model's modules, and of what they hold, it read.
+def _trace_until_settled(reads: Reads, trace: Callable[[], TracedResult]) -> TracedResult:
+    """Traces a step, and again with what forward changes for good at its first call, as a flag or a size.
 
-    What forward changes for good at its first call, as a flag or a size that it notes, it is traced with again: the
-    graph must be the same.
+    The graph must be the same.
     """
-    reads = AttributeReads(model)
-    try:
-        with reads.watched():
-            traced = trace()
-            changed = reads.changed()
-            again = trace() if changed else traced
-            changed_again = reads.changed()
-    finally:
-        reads.restore()
-    for slot, first in changed.items():
-        second = changed_again.get(slot)
-        texts = [
-            str(key) for key in (first.before, first.now, first.before if second is None else second.now)
-        ]
-        if second is None or second.now != first.now:
-            raise CaptureError(
-                f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
-                "a captured step would not. Keep it in a buffer that forward writes in place, or set it outside"
-            )
-        if not _same_graphs(traced.gm, again.gm):
-            raise CaptureError(
-                f"forward changes attribute {slot.path!r} ({', '.join(texts[:2])}) and computes otherwise "
-                "from then on; a captured step would not. Run forward once before the capture"
-            )
-        slot.others = (*slot.others, first.now)
-    return traced, reads.owners
+    with reads.watched():
+        traced = trace()
+        changed = reads.changed()
+        again = trace() if changed else traced
+        changed_again = reads.changed()
+        for slot, first in changed.items():
+            second = changed_again.get(slot)
+            texts = [
+                str(key) for key in (first.before, first.now, first.before if second is None else second.now)
+            ]
+            if second is None or second.now != first.now:
+                raise CaptureError(
+                    f"forward reads attribute {slot.path!r} and changes it at each call ({', '.join(texts)}), and "
+                    "a captured step would not. Keep it in a buffer that forward writes in place, or set it outside"
+                )
+            if not _same_graphs(traced.gm, again.gm):
+                raise CaptureError(
+                    f"forward changes attribute {slot.path!r} ({', '.join(texts[:2])}) and computes otherwise "
+                    "from then on; a captured step would not. Run forward once before the capture"
+                )
+            slot.others = (*slot.others, first.now)
+    return traced
 
 
 def _same_graphs(graph: fx.GraphModule, other: fx.GraphModule) -> bool:

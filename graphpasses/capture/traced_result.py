@@ -24,8 +24,6 @@ from graphpasses.state.snapshot import Snapshot
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
-__all__ = ["inner_attrs", "read_step", "read_traced_result"]
-
 
 def read_traced_result(
     traced: TracedResult, *, model: nn.Module, snapshot: Snapshot | None = None

@@ -11,8 +11,6 @@ from torch import nn
 from graphpasses._torch.step_tracer import trace_with_torch
 from graphpasses.errors import CaptureError
 
-__all__ = ["Tracer", "find_tracer"]
-
 Tracer: TypeAlias = Callable[[Callable[..., Any], nn.Module | None], Callable[..., Any]]
 """Called with a function and the module whose state it reads; what it returns traces the function for arguments."""
 

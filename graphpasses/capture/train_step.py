@@ -34,11 +34,8 @@ from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.state.kept_tensors import new_objects_together, refuse_kept_tensors
-from graphpasses.state.names import find_names
 from graphpasses.state.settings import check_unsharded
-from graphpasses.state.snapshot import Snapshot, names_kept
-
-__all__ = ["capture_train_step"]
+from graphpasses.state.snapshot import Snapshot
 
 
 def capture_train_step(
@@ -152,13 +149,9 @@ def _capture(
     prepare_for_tracing(model)
     varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
-    names = find_names(loss_fn, model)
     # Trace
     with new_objects_together() as generation:
-        with names_kept(names):
-            trace = trace_step(
-                loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying
-            )
+        trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying)
         refuse_kept_tensors(trace.result, generation())
     # Read
     step = read_step(
@@ -169,7 +162,7 @@ def _capture(
         trace.cuts,
         varying=varying,
         guards=trace.guards,
-        snapshot=Snapshot.of(model, trace.attributes, names),
+        snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names),
         checker=partial(check_on_batch, loss_fn),
     )
     # Refuse

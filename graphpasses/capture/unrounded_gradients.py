@@ -33,8 +33,6 @@ from graphpasses.errors import UnsupportedError
 from graphpasses.graph import WAIT, TrainGraph, argument
 from graphpasses.graph.parameters import get_state
 
-__all__ = ["keep_unrounded"]
-
 aten = torch.ops.aten
 
 

@@ -22,8 +22,6 @@ from graphpasses.graph import CapturedStep, GraphInput, InputKind, get_state
 from graphpasses.graph.update import Update
 from graphpasses.state.optimizer import OptimizerFacts, check_optimizer
 
-__all__ = ["find_update", "trace_update"]
-
 
 def find_update(
     step: CapturedStep, optimizer: Optimizer | None, clip_norm: float | None

@@ -17,8 +17,6 @@ from graphpasses._torch.decisions import as_function, decided_by_values, floats_
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.state.hyperparameters import Number, NumberDecision, numbers_of
 
-__all__ = ["TracedNumbers"]
-
 
 class TracedNumbers:
     """The numbers of an optimizer's groups, and tensors in their places, while its step is traced.

@@ -17,8 +17,6 @@ from graphpasses.graph.update import Update
 from graphpasses.identity import same_bits
 from graphpasses.state.hyperparameters import Number, as_input, numbers_of
 
-__all__ = ["check_update"]
-
 _Tensors = dict[str, torch.Tensor]
 
 

@@ -15,8 +15,6 @@ from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.optimizers import shadow_of
 from graphpasses.state.hyperparameters import Number, numbers_of, with_numbers
 
-__all__ = ["State", "UpdateSource", "like"]
-
 State: TypeAlias = dict[str, dict[str, Any]]
 """What an optimizer keeps: by FQN of a parameter, and by name."""
 

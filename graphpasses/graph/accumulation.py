@@ -23,8 +23,6 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.update import Update
 from graphpasses.identity import IdentityMap
 
-__all__ = ["CutGraph", "CutSteps", "Cuts", "Waiting"]
-
 aten = torch.ops.aten
 S = TypeVar("S")
 

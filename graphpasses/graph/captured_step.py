@@ -27,8 +27,6 @@ from graphpasses.graph.update import Update
 from graphpasses.state.settings import check_unsharded
 from graphpasses.state.snapshot import Snapshot
 
-__all__ = ["CapturedStep"]
-
 
 @dataclass(repr=False, kw_only=True)
 class CapturedStep(TrainGraph):
@@ -174,19 +172,19 @@ class CapturedStep(TrainGraph):
                 "the step is called under torch.inference_mode, where eager has no gradients; call it outside"
             )
         self._reshard()
-        waiting, pending = self._cut_steps.find_waiting()
+        waiting, pending = self.cut_steps.find_waiting()
         tensors = self.snapshot.check(self.model)
         leaves = self.batch_structure.leaves(batch)
         check_leaves(leaves, self.batch_leaves, self.varying)
         fresh = self.batch_structure.fresh(batch)
         step = self._cache.fitting(tuple(fresh), partial(self._value, leaves=leaves))
-        step = step._cut_steps.fitting(step, waiting)
+        step = step.cut_steps.fitting(step, waiting)
         if step is not self:
             tensors = step.snapshot.check(self.model)
         parameters = step.snapshot.structure.named(tensors, step.parameters)
         is_updatable = step.update is None or step.update.check(parameters)
         loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)
-        self._cut_steps.accumulators.clear(pending)
+        self.cut_steps.accumulators.clear(pending)
         return loss
 
     def _reshard(self) -> None:
@@ -238,7 +236,8 @@ class CapturedStep(TrainGraph):
         return step
 
     @cached_property
-    def _cut_steps(self) -> CutSteps[Self]:
+    def cut_steps(self) -> CutSteps[Self]:
+        """Steps of the same capture that leave gradients unreduced, or reduce what was left."""
         trained = frozenset(self.parameters) - self.without_gradient
         return CutSteps(self.model, self.identity, trained, self.cuts, self._with_graph)
 
@@ -388,7 +387,7 @@ class CapturedStep(TrainGraph):
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         for index, place, is_shared in self._kept_slots:
-            self._cut_steps.accumulators.keep(
+            self.cut_steps.accumulators.keep(
                 place, flat[index], partial(accumulate_gradient, is_shared=is_shared)
             )
         for index, slot, is_shared in self._gradient_slots:

@@ -24,8 +24,6 @@ from graphpasses.parity.hashing import named_gradients
 from graphpasses.parity.record import ParityRecorder
 from graphpasses.parity.run_file import GRADIENT_NORM
 
-__all__ = ["GRADIENT_NORM", "recorded"]
-
 logger = logging.getLogger(__name__)
 
 

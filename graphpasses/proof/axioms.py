@@ -7,8 +7,6 @@ from typing import Any
 
 from graphpasses.proof.values import Value
 
-__all__ = ["AXIOMS", "RULES", "Result", "Rule", "axiom"]
-
 Result = Value | list[Value] | None
 Rule = Callable[..., Result]
 

@@ -12,8 +12,6 @@ from graphpasses.graph.nodes import source_line
 from graphpasses.proof.evaluated import Argument, Evaluated
 from graphpasses.proof.values import Value, Values
 
-__all__ = ["Difference", "are_drawn_alike", "find_difference", "place_of"]
-
 # What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.
 _FOLLOWED = (
     "aten.",

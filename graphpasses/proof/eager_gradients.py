@@ -22,8 +22,6 @@ from graphpasses.proof.values import Value, Values
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology
 
-__all__ = ["AXIOM", "TOPOLOGY_AXIOM", "EagerGradients"]
-
 AXIOM = (
     "a reduction's element has bits that its summands, its op, its dtype, its group, the bucket's size and its byte "
     "offset decide: at eager's place it has eager's"

@@ -14,8 +14,6 @@ from graphpasses.proof.axioms import Result, Rule, axiom
 from graphpasses.proof.pieces import Piece
 from graphpasses.proof.values import Value, Values
 
-__all__ = ["add", "cast", "constant", "filled"]
-
 aten = torch.ops.aten
 
 # ---- constants ----------------------------------------------------------------------------------------------------

@@ -34,8 +34,6 @@ from graphpasses.proof.facts import Facts
 from graphpasses.proof.memory import Memory, evaluated, warning_of
 from graphpasses.proof.values import Value, Values, geometry
 
-__all__ = ["evaluate", "origin_of_padding"]
-
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})

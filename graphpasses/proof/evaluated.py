@@ -10,8 +10,6 @@ from torch import fx
 
 from graphpasses.proof.values import Value
 
-__all__ = ["Argument", "Collective", "Evaluated", "Result"]
-
 Result = Any  # a Value, a list of such, or None
 
 

@@ -18,8 +18,6 @@ from graphpasses.proof.axioms import AXIOMS
 from graphpasses.proof.evaluated import Argument
 from graphpasses.proof.facts import Facts
 
-__all__ = ["AXIOM", "Exchanges", "Member"]
-
 AXIOM = "packed all-to-alls"
 AXIOMS[AXIOM] = (
     "where all ranks pack what several all-to-alls send, send it as one and unpack it by the same numbers of rows, "

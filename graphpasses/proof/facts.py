@@ -15,8 +15,6 @@ from graphpasses.analysis.effects import operator_effects
 from graphpasses.graph.nodes import freeze, memories
 from graphpasses.proof.values import geometry
 
-__all__ = ["Facts", "geometries"]
-
 
 class Facts:
     """The fake values of a graph's nodes, computed again where the graph is not as one that is known.

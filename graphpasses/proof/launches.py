@@ -12,8 +12,6 @@ from graphpasses.graph.certificate import Launch
 from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.values import Value, Values
 
-__all__ = ["launches_of"]
-
 
 def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[Launch, ...]:
     """Returns the launches of a rewritten step, each with what it sends.

@@ -22,8 +22,6 @@ from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.proof.axioms import AXIOMS
 from graphpasses.proof.memory import evaluated
 
-__all__ = ["AXIOM", "Lookups"]
-
 AXIOM = "fused lookups"
 AXIOMS[AXIOM] = (
     "a lookup of several lookups' bags in their distinct tables, by one optimizer, returns side by side what each of "

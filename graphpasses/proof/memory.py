@@ -22,8 +22,6 @@ from graphpasses.proof.evaluated import Argument, Evaluated, Result
 from graphpasses.proof.facts import Facts
 from graphpasses.proof.values import Geometry, Value, Values, fills_alike, geometry
 
-__all__ = ["Memory", "evaluated", "warning_of"]
-
 
 @dataclass
 class _Held:

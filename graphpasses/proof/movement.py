@@ -18,8 +18,6 @@ from graphpasses.proof.elements import constant, filled
 from graphpasses.proof.pieces import Piece, Pieces, concatenated, expanded, joined, permuted, sliced
 from graphpasses.proof.values import Value, Values
 
-__all__ = ["IDENTITIES", "OFFLOADED", "chunk_cat", "gathered"]
-
 aten = torch.ops.aten
 
 IDENTITIES = (

@@ -12,8 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["Piece", "concatenated", "expanded", "joined", "permuted", "repeated", "sliced", "whole"]
-
 
 class Piece(NamedTuple):
     """A box of elements of a tensor, and where they come from."""

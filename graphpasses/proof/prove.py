@@ -28,8 +28,6 @@ from graphpasses.proof.values import Value, Values
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology
 
-__all__ = ["prove", "prove_as"]
-
 AXIOMS = {
     **axioms.AXIOMS,
     "operators": "an operator's result depends on its arguments' values, shapes, dtypes and strides, and no more",

@@ -28,8 +28,6 @@ from graphpasses.proof.lookups import AXIOM as FUSED
 from graphpasses.proof.lookups import Lookups
 from graphpasses.proof.values import Value, Values
 
-__all__ = ["evaluate_torch_calls"]
-
 aten = torch.ops.aten
 
 

@@ -11,8 +11,6 @@ import torch
 
 from graphpasses.proof.pieces import Pieces, repeated, whole
 
-__all__ = ["Geometry", "Value", "Values", "fills_alike", "geometry"]
-
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Number", "NumberDecision", "as_input", "is_number", "kinds_of", "numbers_of", "with_numbers"]
-
 Number: TypeAlias = tuple[int, str]
 """Names a number: the index of its group, and e.g. ``"lr"`` or ``"betas[0]"``."""
 

@@ -16,12 +16,10 @@ from graphpasses._torch.fake_mode import active_fake_mode, fake_mode_of, fake_te
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses.errors import CaptureError
 from graphpasses.gc_pause import paused_gc
-from graphpasses.state.names import CachedFunction
+from graphpasses.state.keys import CachedFunction
 
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
-
-__all__ = ["caches_emptied_on_error", "new_objects_together", "refuse_kept_tensors"]
 
 _MAX_DEPTH = 6
 

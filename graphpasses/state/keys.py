@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import io
 from array import array
 from collections import deque
@@ -12,6 +13,7 @@ from hashlib import sha256
 from threading import local
 from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import NonCallableMock
 from weakref import ProxyTypes, ReferenceType
 
 import torch
@@ -19,22 +21,7 @@ from torch import nn
 
 from graphpasses.identity import same_bits
 
-__all__ = [
-    "ABSENT",
-    "CONTAINERS",
-    "MISSING",
-    "Key",
-    "are_alike",
-    "attributes_of",
-    "is_array",
-    "is_iterator",
-    "key_of",
-    "narrowed",
-    "referent",
-    "torch_state",
-]
-
-_PLAIN = (
+PLAIN = (
     enum.Enum, bool, int, float, complex, str, bytes, bytearray, type(None), slice, range,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
@@ -43,6 +30,7 @@ CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 MAX_ITEMS = 1000
 _MAX_DEPTH = 100
 MISSING: Any = object()
+CachedFunction = type(functools.lru_cache(lambda: None))
 
 
 class Key(NamedTuple):
@@ -102,9 +90,9 @@ def key_of(value: Any) -> Key:
 
 
 def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         kind: Any = next(
-            each for each in _PLAIN if isinstance(value, each)
+            each for each in PLAIN if isinstance(value, each)
         )  # a subclass may say anything of itself
         return Key(type(value), str(value) if kind is torch.device else kind.__repr__(value))
     if isinstance(value, MethodType):  # a new object at each read
@@ -221,7 +209,7 @@ def are_alike(value: Any, other: Any) -> bool:
         return are_alike(vars(value), vars(other))
     if isinstance(value, dict) and isinstance(other, dict):
         return are_alike([*value], [*other]) and are_alike([*value.values()], [*other.values()])
-    if isinstance(value, Sequence) and not isinstance(value, _PLAIN) and type(value) is type(other):
+    if isinstance(value, Sequence) and not isinstance(value, PLAIN) and type(value) is type(other):
         return len(value) == len(other) and all(map(are_alike, value, other))
     if callable(value) and not isinstance(value, nn.Module):
         return getattr(value, "__code__", value) is getattr(other, "__code__", other) or (
@@ -233,4 +221,6 @@ def are_alike(value: Any, other: Any) -> bool:
 
 def is_iterator(value: Any) -> bool:
     """Whether what reads a value advances it, so that each step sees another."""
-    return isinstance(value, Iterator) and not isinstance(value, (io.IOBase, nn.Module, *ProxyTypes))
+    return isinstance(value, Iterator) and not isinstance(
+        value, (io.IOBase, nn.Module, NonCallableMock, *ProxyTypes)
+    )

@@ -12,8 +12,6 @@ from torch import nn
 
 from graphpasses.state.slots import put_back
 
-__all__ = ["live_state_restored"]
-
 
 @contextmanager
 def live_state_restored(model: nn.Module) -> Iterator[None]:

@@ -17,9 +17,7 @@ from graphpasses.identity import walk_modules
 from graphpasses.state.keys import key_of
 from graphpasses.state.slots import AGAIN, Difference
 
-__all__ = ["ModelStructure", "check_gradient_hooks"]
-
-_FACTS = ("__class__", "training", "forward", "hooks")
+_FACTS = ("__class__", "training", "forward", "hooks", "children")
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +27,8 @@ class ModelStructure:
     Args:
         modules: in the order of ``model.modules()``.
         paths: the first FQN of each.
-        facts: of each its class, its mode, the ``forward`` that was set on it, and the numbers of its hooks.
+        facts: of each its class, its mode, the ``forward`` that was set on it, the numbers of its hooks, and the
+            names of its modules.
         names: of each the names of its own parameters, also of those that are None, and of its buffers.
         slots: by FQN, any of them, the position of a parameter or buffer among those of all modules.
         first: for each position, the first at which the same tensor is; -1 where there is None.
@@ -198,12 +197,18 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
 
 
 def _facts(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
-    return [(type(m), m.training, vars(m).get("forward"), hook_ids(m)) for m in modules]
+    states = ((m, vars(m)) for m in modules)
+    return [
+        (type(m), state["training"], state.get("forward"), hook_ids(m), tuple(state["_modules"]))
+        for m, state in states
+    ]
 
 
-def _alike(kind: type, training: bool, forward: Any, hooks: tuple[int, ...]) -> tuple[Any, ...]:
+def _alike(
+    kind: type, training: bool, forward: Any, hooks: tuple[int, ...], children: tuple[str, ...]
+) -> tuple[Any, ...]:
     """Returns what modules of two models that were built alike share of their facts."""
-    return _made_of(kind) or kind, training, forward is not None, len(hooks)
+    return _made_of(kind) or kind, training, forward is not None, len(hooks), children
 
 
 def _refuse(

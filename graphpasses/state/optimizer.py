@@ -15,8 +15,6 @@ from graphpasses.errors import CaptureError
 from graphpasses.state.hyperparameters import Number, NumberDecision, kinds_of, numbers_of
 from graphpasses.state.slots import AGAIN
 
-__all__ = ["CAPTURED_OPTIMIZERS", "OptimizerFacts", "check_optimizer"]
-
 CAPTURED_OPTIMIZERS: tuple[type[Optimizer], ...] = (
     torch.optim.AdamW,
     torch.optim.Adam,

@@ -7,12 +7,12 @@ import sys
 import sysconfig
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
-from types import FunctionType, ModuleType
-
-__all__ = ["is_library", "is_users", "is_users_module"]
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
 
 # Never the user's, wherever they lie: a source tree of torch has no distribution.
 _NEVER = frozenset({"torch", "torchgen", "functorch", "graphpasses"})
@@ -28,11 +28,15 @@ def is_users(value: FunctionType | type) -> bool:
     """
     if isinstance(value, type):
         return is_users_module(sys.modules.get(value.__module__))
-    if value.__code__.co_filename.startswith("<doctest"):  # which has the names of the module that it is in
-        return True
     # Not `__module__`: decorators copy that of what they wrap.
-    names = value.__globals__
-    return _is_users(names.get("__name__") or "", names.get("__file__") or value.__code__.co_filename)
+    return is_users_code(value.__code__, value.__globals__)
+
+
+def is_users_code(code: CodeType, names: Mapping[str, Any]) -> bool:
+    """Whether the user wrote code that has these globals."""
+    if code.co_filename.startswith("<doctest"):  # which has the names of the module that it is in
+        return True
+    return _is_users(names.get("__name__") or "", names.get("__file__") or code.co_filename)
 
 
 def is_users_module(module: ModuleType | None) -> bool:
@@ -46,16 +50,26 @@ def is_users_module(module: ModuleType | None) -> bool:
     return (name == "__main__" or isinstance(file, str)) and _is_users(name, file or "")
 
 
+# Python's own classes whose objects users make for settings; those of others keep caches and counts.
 _SETTINGS = (Namespace, ChainMap, UserDict, UserList)
+_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of a class, see `Include/object.h` of CPython
 
 
 @cache
-def is_library(kind: type) -> bool:
-    """Whether a class is Python's, torch's or ours, whose objects keep caches and counts, and are no settings."""
-    if kind in _SETTINGS:
-        return False
+def is_watched(kind: type) -> bool:
+    """Whether what is read of a class's objects can be seen, and counts: not so of C's, and of most of Python's."""
+    is_pure = all(
+        base is object or (base.__flags__ & _HEAP_TYPE and not base.__flags__ & _IMMUTABLE_TYPE)
+        for base in kind.__mro__
+    )
     top = kind.__module__.partition(".")[0]
-    return top in _NEVER or (top in sys.stdlib_module_names and top != "__main__")
+    is_pythons = top in sys.stdlib_module_names and top != "__main__"
+    return is_pure and (not is_pythons or kind in _SETTINGS) and top != "graphpasses"
+
+
+def is_torchs(kind: type) -> bool:
+    """Whether a class is torch's, whose objects keep caches and counts."""
+    return kind.__module__.partition(".")[0] == "torch"
 
 
 @cache

@@ -1,179 +1,288 @@
-"""Attributes that code reads while a step is traced: of the model's modules, and of the objects that these hold."""
+"""What the user's code reads from outside while a step is traced: Python is asked while the code runs."""
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections import deque
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 
+from graphpasses._torch.module_hooks import hooks
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
-from graphpasses.state.keys import CONTAINERS, MAX_ITEMS, MISSING, is_iterator, key_of, referent
-from graphpasses.state.origin import is_library, is_users
+from graphpasses.state.calls import calls_watched
+from graphpasses.state.keys import MISSING, attributes_of, key_of
+from graphpasses.state.origin import is_torchs, is_users, is_users_code, is_users_module
+from graphpasses.state.outside import Outside, refuse_iterator
 from graphpasses.state.slots import Difference, Owner, Slot, read
 
-__all__ = ["MODULE_STATE", "AttributeReads", "is_watched", "refuse_iterator"]
-
 # What every module has of torch's own: parameters, hooks, its mode.
-MODULE_STATE = frozenset(vars(nn.Module()))
-_HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # flags of a class, see `Include/object.h` of CPython
+_MODULE_STATE = frozenset(vars(nn.Module()))
+_FROM_ENVIRONMENT = type(os.environ).__getitem__.__code__
+_OF_ENVIRONMENT = ("os", "collections.abc", "_collections_abc")
 
 
-class AttributeReads:
-    """The attributes that were read before they were set, and what they were then.
+class Reads:
+    """What the user's code reads while a step is traced, and what it was before it was read.
 
-    A module of the model is watched; and so is an object that a watched attribute holds, also in a container, if its
-    class is written in Python and is not Python's or torch's own: a ``config`` at any depth.
+    Two questions are asked. Which functions run, is asked of Python (``sys.settrace``): each reads its globals, the
+    variables of enclosing functions, and its defaults. Which attributes are read, is asked of the classes of the
+    model's modules and of all objects found on the way, whose ``__getattribute__`` is another meanwhile.
+
+    Args:
+        model: the model whose step is traced.
+        loss_fn: the function that is traced, which calls the model.
+
+    Example:
+        >>> scale = [2.0]
+        >>> reads = Reads(nn.Identity(), loss_fn := lambda x: x * scale[0])
+        >>> with reads.watched(), reads.running():
+        ...     loss_fn(1.0)
+        2.0
+        >>> [path for owner in reads.names for path in owner.slots if path == "scale"]
+        ['scale']
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        paths = {module: path for path, module in reversed([*walk_modules(model)])}
-        self._owners = {id(module): Owner(module, path) for module, path in paths.items()}
-        self._own = {id(module): frozenset(vars(module)) for module in paths}
+    def __init__(self, model: nn.Module, loss_fn: Any) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        self._outside = Outside(self._watch_object)
+        self._watched: dict[int, Owner] = {}  # by id of the object whose attributes are watched
+        self._own: dict[int, frozenset[str]] = {}  # the attributes that it had
         self._ignored: set[tuple[int, str]] = set()
-        self._classes: set[type] = set()
+        self._classes: set[type] = {nn.Module}
+        self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
+        self._nested: set[int] = set()  # the ids of code in these
         self._stack = ExitStack()
+        for path, module in walk_modules(model):
+            self._watch_object(module, self._outside.owner(module, path, of_model=True))
 
     @property
-    def owners(self) -> list[Owner]:
-        """The modules and objects of which attributes were read."""
-        return [owner for owner in self._owners.values() if owner.slots]
+    def attributes(self) -> list[Owner]:
+        """The modules of the model and the objects that these hold of which attributes were read."""
+        return [
+            each for key, each in self._outside.owners.items() if each.slots and key in self._outside.of_model
+        ]
+
+    @property
+    def names(self) -> list[Owner]:
+        """All else of which something was read: what functions have names for."""
+        return [
+            each
+            for key, each in self._outside.owners.items()
+            if each.slots and key not in self._outside.of_model
+        ]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watches what the block reads and sets.
+        """Watches what the block reads and sets, and puts it back, but for the model's own attributes.
 
         Raises:
-            CaptureError: it reads an iterator.
+            CaptureError: it reads an iterator, or changes what it reads outside the model.
         """
-        with self._stack:
-            self._watch(nn.Module)
-            set_attribute = nn.Module.__setattr__
+        try:
+            with self._stack:
+                self._begin()
+                yield
+            self._refuse_changes()
+        except Exception:
+            for owner in self.names:
+                owner.restore()
+            raise
+        finally:
+            for owner in self.attributes:
+                if not isinstance(owner.value, nn.Module):
+                    owner.restore()
 
-            def note_and_set(module: nn.Module, name: str, value: Any) -> None:
-                owner = self._owners.get(id(module))
-                if owner is not None and name not in owner.slots:
-                    self._ignored.add((id(module), name))
-                set_attribute(module, name, value)
+    def running(self) -> AbstractContextManager[None]:
+        """Asks which functions run, within :meth:`watched`: where a step runs, and not what traces it."""
+        return calls_watched(self._on_call)
 
-            self._stack.enter_context(_replaced(nn.Module, "__setattr__", note_and_set))
-            for kind in [*self._classes]:
-                self._watch(kind)
-            yield
+    def _begin(self) -> None:
+        self._watch(nn.Module)
+        self._watch(module_kind := type("module", (ModuleType,), {}))
+        for library in [*sys.modules.values()]:
+            if type(library) is ModuleType and is_users_module(library):
+                owner = self._outside.owner(vars(library), library.__name__.rpartition(".")[2])
+                self._watch_object(library, owner)
+                self._stack.callback(setattr, library, "__class__", ModuleType)
+                library.__class__ = module_kind
+        open_ = self._outside.open
+        for module in self._model.modules():
+            open_(type(module).__name__, type(module))
+            for function in (*hooks(module), vars(module).get("forward")):
+                open_(getattr(function, "__name__", "forward"), function)
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            open_(name, tensor)
+        open_(getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__), self._loss_fn)
 
-    def _watch(self, kind: type) -> None:
-        self._classes.add(kind)
-        original: Any = kind.__getattribute__
-        missing = inspect.getattr_static(kind, "__getattr__", None) if kind is not nn.Module else None
-
-        def get(this: Any, name: str) -> Any:
-            if name[:2] == "__" or id(this) not in self._owners or name in MODULE_STATE:
-                return original(this, name)
-            try:
-                value = original(this, name)
-            except AttributeError:
-                if missing is None:
-                    self._on_read(this, name, MISSING)
-                    raise
-                value = missing(this, name)
-            self._on_read(this, name, value)
-            return value
-
-        self._stack.enter_context(_replaced(kind, "__getattribute__", get))
-
-    def _on_read(self, this: Any, name: str, value: Any) -> None:
-        owner = self._owners[id(this)]
-        if name in owner.slots or (id(this), name) in self._ignored:
-            return
-        refuse_iterator(f"forward reads attribute {f'{owner.path}.{name}'.lstrip('.')!r}", value)
-        if self._is_computed(this, name):
-            self._ignored.add((id(this), name))
-            return
-        static = inspect.getattr_static(type(this), name, None)
-        is_slot = inspect.ismemberdescriptor(static) or isinstance(static, cached_property)
-        is_made = hasattr(static, "__get__") and name not in self._own[id(this)] and not is_slot
-        if is_made and not isinstance(value, MethodType) and not key_of(value).is_plain:
-            return
-        if isinstance(static, cached_property) and name not in self._own[id(this)]:
-            value = MISSING  # it is made now
-        slot = owner.add(name, value=value)
-        slot.opened = self._opened(slot.path, value)
-
-    def _opened(self, path: str, value: Any) -> Owner | None:
-        """Watches the attributes of an object; of a container, those of its items."""
-        value = referent(value)
-        kind: type = type(value)
-        if id(value) in self._owners:
-            return None if isinstance(value, nn.Module) else self._owners[id(value)]
-        if isinstance(value, (dict, list, tuple, deque)):
-            owner = Owner(value, path)
-            if len(value) <= MAX_ITEMS:
-                self._owners[id(value)] = owner  # it may hold itself
-                for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                    if (opened := self._opened(f"{path}[{key_of(key)}]", item)) is not None:
-                        owner.add(key, opened.path, value=item).opened = opened
-            return owner if owner.slots else None
-        if isinstance(
-            value, (torch.Tensor, nn.Module, type, FunctionType, MethodType, ModuleType, *CONTAINERS)
-        ):
-            return None
-        if not is_watched(kind):
-            return None
-        owner = self._owners[id(value)] = Owner(value, path)
-        self._own[id(value)] = frozenset(getattr(value, "__dict__", ()))
-        if kind not in self._classes:
-            self._watch(kind)
-        return owner
-
-    def _is_computed(self, this: Any, name: str) -> bool:
-        """Whether an attribute is a method or a property, a parameter, a buffer or a submodule."""
-        if isinstance(this, nn.Module) and name in (*this._parameters, *this._buffers, *this._modules):
-            return True
-        static = inspect.getattr_static(type(this), name, None)
-        if isinstance(static, FunctionType) and is_users(static):
-            return False
-        is_code = callable(static) or isinstance(static, (property, classmethod))
-        return name not in self._own[id(this)] and is_code and hasattr(static, "__get__")
+    def _refuse_changes(self) -> None:
+        self._outside.add_new_names()
+        found = next(filter(None, (owner.difference(strict=True) for owner in self.names)), None)
+        if found is not None:
+            raise CaptureError(
+                f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it from "
+                "the loss that the step returns, or keep it in a buffer of the model that forward writes in place; "
+                "if it is set at the first call only, run loss_fn once before the capture"
+            )
 
     def changed(self) -> dict[Slot, Difference]:
         """Returns the attributes that are others than when they were first read, but for tensors and functions."""
         found: dict[Slot, Difference] = {}
-        for owner in self.owners:
+        for owner in self.attributes:
             for slot in owner.slots.values():
                 difference = slot.difference(read(owner.value, slot.name), strict=True)
                 if difference is not None and difference.now.kind is not object:
                     found[slot] = difference
         return found
 
-    def restore(self) -> None:
-        """Gives the attributes of objects what they were."""
-        for owner in self.owners:
-            if not isinstance(owner.value, nn.Module):
-                owner.restore()
+    # ---- functions that run ----------------------------------------------------------------------------
 
+    def _on_call(self, frame: FrameType) -> None:
+        code, known = frame.f_code, self._outside.functions
+        if id(code) not in self._codes:
+            self._codes[id(code)] = code, is_users_code(code, frame.f_globals)
+            if self._codes[id(code)][1]:
+                self._nested |= {id(each) for each in code.co_consts if isinstance(each, CodeType)}
+                self._outside.read_code(code, frame.f_globals)
+        if code is _FROM_ENVIRONMENT:
+            self._read_environment(frame)
+        if not self._codes[id(code)][1]:
+            return
+        this = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        kind = this if isinstance(this, type) else type(this)
+        if is_users(kind):
+            self._outside.open(kind.__name__, kind)
+        if id(code) not in known and id(code) not in self._nested:
+            has_values = code.co_argcount or code.co_kwonlyargcount or code.co_freevars
+            found = gc.get_referrers(code) if has_values and code.co_flags & inspect.CO_OPTIMIZED else ()
+            known[id(code)] = [each for each in found if isinstance(each, FunctionType)]
+        for function in known.get(id(code), ()):
+            if _is_of(function, frame):
+                self._outside.read_function(function)
 
-def is_watched(kind: type) -> bool:
-    """Whether reads of attributes of a class's objects can be seen, and count."""
-    return bool(kind.__flags__ & _HEAP_TYPE) and not kind.__flags__ & _IMMUTABLE_TYPE and not is_library(kind)
+    def _read_environment(self, frame: FrameType) -> None:
+        reader = frame.f_back
+        while reader is not None and reader.f_globals.get("__name__") in _OF_ENVIRONMENT:
+            reader = reader.f_back
+        if reader is not None and is_users_code(reader.f_code, reader.f_globals):
+            name = frame.f_locals["key"]
+            self._outside.slot(os.environ, name, f"os.environ[{name!r}]")
 
+    # ---- attributes that are read ------------------------------------------------------------------------
 
-def _replaced(kind: type, name: str, value: Any) -> Any:
-    replace: Any = mock.patch.object
-    return replace(kind, name, value)
+    def _watch_object(self, value: Any, owner: Owner) -> None:
+        self._watched[id(value)] = owner
+        self._own[id(value)] = frozenset(attributes_of(value) or ())
+        if type(value) not in self._classes and not isinstance(value, (nn.Module, ModuleType)):
+            self._watch(type(value))
 
+    def _watch(self, kind: type) -> None:
+        """Watches what is read and set of a class's objects, of those that are watched."""
+        self._classes.add(kind)
+        reads: Any = kind.__getattribute__
+        sets: Any = kind.__setattr__
 
-def refuse_iterator(what: str, value: Any) -> None:
-    """Raises if a value is an iterator, which each step advances; ``what`` begins the message."""
-    if is_iterator(value):
-        raise CaptureError(
-            f"{what}, an iterator, which each step takes forward; a captured step would not. Give what it yields in "
-            "the batch"
+        def get(this: Any, name: str) -> Any:
+            if not self._is_seen(this, name):
+                return reads(this, name)
+            if name == "__dict__":
+                for each, value in [*reads(this, name).items()]:
+                    self._on_read(this, each, value)
+                return reads(this, name)
+            try:
+                value = _read(reads, this, name)
+            except AttributeError:
+                self._on_read(this, name, MISSING)
+                raise
+            self._on_read(this, name, value)
+            return value
+
+        def set_(this: Any, name: str, value: Any) -> None:
+            if id(this) in self._watched and name not in self._watched[id(this)].slots:
+                if id(this) in self._outside.of_model:
+                    self._ignored.add((id(this), name))
+                elif not isinstance(inspect.getattr_static(type(this), name, None), property):
+                    getattr(this, name, None)
+            sets(this, name, value)
+
+        replace: Any = mock.patch.object
+        self._stack.enter_context(replace(kind, "__getattribute__", get))
+        self._stack.enter_context(replace(kind, "__setattr__", set_))
+
+    def _is_seen(self, this: Any, name: str) -> bool:
+        """Whether a name is watched that is read now: ``__dict__`` is by code that is not the object's own."""
+        if id(this) not in self._watched or (name in _MODULE_STATE and id(this) in self._outside.of_model):
+            return False
+        if name != "__dict__":
+            return name[:2] != "__"
+        reader = inspect.currentframe()
+        reader = reader and reader.f_back and reader.f_back.f_back
+        if reader is None or (
+            isinstance(this, nn.Module) and not is_users_code(reader.f_code, reader.f_globals)
+        ):
+            return False
+        first = reader.f_code.co_varnames[:1]
+        return not first or reader.f_locals.get(first[0]) is not this
+
+    def _on_read(self, this: Any, name: str, value: Any) -> None:
+        owner, of_model = self._watched[id(this)], id(this) in self._outside.of_model
+        if name in owner.slots or (id(this), name) in self._ignored:
+            return
+        path = f"{owner.path}.{name}".lstrip(".")
+        what = "forward reads attribute" if of_model else "the code of the step reads"
+        refuse_iterator(f"{what} {path!r}", value)
+        if not self._counts(this, name, value):
+            self._ignored.add((id(this), name))
+            return
+        static = inspect.getattr_static(type(this), name, None)
+        if isinstance(static, cached_property) and name not in self._own[id(this)]:
+            value = MISSING  # it is made now
+        slot = owner.add(name, value=value)
+        slot.opened = self._outside.open(slot.path, value, of_model=of_model)
+
+    def _counts(self, this: Any, name: str, value: Any) -> bool:
+        """Whether an attribute is a value that a step may build in.
+
+        Not so the tensors and modules of the model's modules, and what code computes, whose own reads are seen.
+        """
+        of_model = id(this) in self._outside.of_model
+        if isinstance(this, nn.Module):
+            state = attributes_of(this) or {}
+            if any(name in state[kind] for kind in ("_parameters", "_buffers", "_modules")):
+                return not of_model
+        elif is_torchs(type(this)):  # torch's objects keep caches and counts
+            return key_of(value).is_plain
+        static = inspect.getattr_static(type(this), name, None)
+        is_stored = isinstance(static, (MemberDescriptorType, cached_property)) or not hasattr(
+            static, "__get__"
         )
+        if name in self._own[id(this)] or is_stored:
+            return True
+        if callable(static) or isinstance(static, (property, classmethod)):
+            is_own = name == "forward" and not of_model
+            return isinstance(static, FunctionType) and (is_own or is_users(static))
+        return key_of(value).is_plain
+
+
+def _read(reads: Any, this: Any, name: str) -> Any:
+    """Reads an attribute, also what only ``__getattr__`` knows."""
+    try:
+        return reads(this, name)
+    except AttributeError:
+        if (missing := getattr(type(this), "__getattr__", None)) is None:
+            raise
+        return missing(this, name)
+
+
+def _is_of(function: FunctionType, frame: FrameType) -> bool:
+    """Whether a function is the one that runs: closures of one ``def`` share their code."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return all(read(cell, name) is frame.f_locals.get(name, MISSING) for name, cell in cells)

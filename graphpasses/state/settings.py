@@ -16,8 +16,6 @@ from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses.errors import CaptureError
 from graphpasses.state.slots import Asked, Owner
 
-__all__ = ["check_unsharded", "settings_of"]
-
 _ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 

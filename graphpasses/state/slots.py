@@ -27,9 +27,6 @@ from graphpasses.state.keys import (
     torch_state,
 )
 
-__all__ = ["AGAIN", "Asked", "Difference", "Owner", "Slot", "put_back", "read", "write"]
-
-
 AGAIN = "capture the step again, or undo the change"
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,6 @@ from graphpasses.errors import CaptureError
 from graphpasses.state.model import ModelStructure
 from graphpasses.state.settings import settings_of
 from graphpasses.state.slots import AGAIN, Owner
-
-__all__ = ["Snapshot", "names_kept"]
 
 _SINCE = " when the step was captured"
 _IN_BATCH = "give it in the batch, as a tensor, or capture the step again"
@@ -85,31 +82,3 @@ class Snapshot:
                     raise CaptureError(f"{found.text(_SINCE)}; {AGAIN}")
                 owner.of(other, known)
         return Snapshot(structure, settings_of(model), tuple(known.values()), self.names)
-
-
-@contextmanager
-def names_kept(owners: Sequence[Owner]) -> Iterator[None]:
-    """Raises if the block changes values from outside, and puts back what they were.
-
-    Raises:
-        CaptureError: one changed.
-    """
-    found = None
-    try:
-        yield
-        found = next(filter(None, (owner.difference(strict=True) for owner in owners)), None)
-    except Exception:
-        _restore(owners)
-        raise
-    if found is not None:
-        _restore(owners)
-        raise CaptureError(
-            f"{found.text()}: the code of the step changes it, and a captured step would not. Compute it from the "
-            "loss that the step returns, or keep it in a buffer of the model that forward writes in place; if it is "
-            "set at the first call only, run loss_fn once before the capture"
-        )
-
-
-def _restore(owners: Sequence[Owner]) -> None:
-    for owner in owners:
-        owner.restore()

@@ -12,9 +12,8 @@ from torch import fx, nn
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.batch import VaryingDim, check_leaves
-from graphpasses.state.names import find_names
-from graphpasses.state.reads import AttributeReads
-from graphpasses.state.snapshot import Snapshot, names_kept
+from graphpasses.state.reads import Reads
+from graphpasses.state.snapshot import Snapshot
 
 _ARGUMENTS = ("inputs", "labels", "global_valid_tokens", "extra_kwargs")  # of graph_trainer's traced function
 
@@ -49,15 +48,16 @@ class TraceWatch:
                 yield
                 return
             model = self._trainer.model_parts[0]
-            reads, names = AttributeReads(model), find_names(self._trainer.loss_fn, model)
-            with names_kept(names), reads.watched():
+            reads = Reads(model, self._trainer.loss_fn)
+            with reads.watched(), reads.running():
                 yield
-            for slot in reads.changed():
-                raise CaptureError(
-                    f"forward reads attribute {slot.path!r} and changes it while graph_trainer traces it; the "
-                    "graph would not. Keep it in a buffer that forward writes in place, or set it outside of forward"
-                )
-            self.snapshot = Snapshot.of(model, reads.owners, names)
+                for slot in reads.changed():
+                    raise CaptureError(
+                        f"forward reads attribute {slot.path!r} and changes it while graph_trainer traces it; the "
+                        "graph would not. Keep it in a buffer that forward writes in place, or set it outside of "
+                        "forward"
+                    )
+            self.snapshot = Snapshot.of(model, reads.attributes, reads.names)
 
 
 class StepGuards:

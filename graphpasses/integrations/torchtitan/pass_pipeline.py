@@ -37,8 +37,6 @@ from graphpasses.integrations.torchtitan.refusals import (
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 
-__all__ = ["PIPELINE", "graph_passes"]
-
 # Ours in place of torchtitan's deduplicate_fsdp_unshard_chains, bucketing and reordering.
 _BEFORE_MEMORY_POLICY = ("deduplicate-shared", "coalesce-grad-reductions")
 

@@ -18,8 +18,6 @@ from graphpasses.ops.pack_all_to_all import PACK, UNPACK, packed_dtype
 from graphpasses.passes.all_to_all_buckets import plan_launch_order
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["BucketAllToAll"]
-
 
 def _apply(graph: TrainGraph, members: Sequence[fx.Node]) -> None:
     """Replaces adjacent all-to-alls, and their waits, which are adjacent too, by one."""

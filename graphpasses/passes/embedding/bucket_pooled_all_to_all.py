@@ -21,8 +21,6 @@ from graphpasses.graph.nodes import wait_of
 from graphpasses.passes.all_to_all_buckets import plan_launch_order
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["BucketPooledAllToAll"]
-
 # Those of one key have the same batch on every rank.
 Classes = Mapping[fx.Node, tuple[PooledAllToAll, object]]
 

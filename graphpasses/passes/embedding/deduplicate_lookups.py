@@ -22,8 +22,6 @@ from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, argument
 from graphpasses.graph.nodes import freeze
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["DeduplicateLookups"]
-
 aten = torch.ops.aten
 
 _UNINITIALIZED = frozenset(

@@ -19,8 +19,6 @@ from graphpasses.graph import Stage, TrainGraph, argument
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["DeduplicateSizes"]
-
 _READ = torch.ops.aten._local_scalar_dense.default
 
 Sent = list[list[list[int]]]  # per all-to-all, per rank: the ids of the sizes that it gets

@@ -15,8 +15,6 @@ from graphpasses.graph import Stage, TrainGraph
 from graphpasses.ops.pack_pooled_embeddings import PACK_POOLED_EMBEDDINGS
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["EliminateSplitCat"]
-
 
 def _emit_sources(
     graph: TrainGraph, sources: ColumnSources, tensors: Sequence[fx.Node], *, before: fx.Node

@@ -10,8 +10,6 @@ from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, argument
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["FuseSizeTensors"]
-
 
 @dataclass(frozen=True)
 class FuseSizeTensors(GraphPass):

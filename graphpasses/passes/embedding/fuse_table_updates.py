@@ -19,8 +19,6 @@ from graphpasses.graph.update_inputs import add_update_input
 from graphpasses.ops.update_rows import UPDATE_ROWS
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["FuseTableUpdates"]
-
 aten = torch.ops.aten
 _OF_BAGS, _OF_ROWS = aten._embedding_bag_backward.default, aten.embedding_dense_backward.default
 _SUM, _MEAN = 0, 1

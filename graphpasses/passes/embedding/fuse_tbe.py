@@ -29,8 +29,6 @@ from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["FuseTBE"]
-
 aten = torch.ops.aten
 
 # What a lookup reads of the batch.

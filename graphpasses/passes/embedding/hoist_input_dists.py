@@ -16,9 +16,6 @@ from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["HoistInputDists"]
-
-
 _OF_OURS = (EXCHANGE_EMBEDDINGS, REDUCE_SCATTER_V)
 
 

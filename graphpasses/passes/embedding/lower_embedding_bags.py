@@ -28,8 +28,6 @@ from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.ops.pack_bags import PACK_BAGS
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["LowerEmbeddingBags"]
-
 # FBGEMM's `PoolingMode`.
 _POOLING_MODES = {"sum": 0, "mean": 1}
 

@@ -20,8 +20,6 @@ from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.graph import Stage, TrainGraph, argument
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["ReinplaceTBEUpdates"]
-
 aten = torch.ops.aten
 
 

@@ -21,8 +21,6 @@ from graphpasses.fsdp.graph_layout import SPLIT
 from graphpasses.fsdp.plan import Reduction
 from graphpasses.graph import WAIT, TrainGraph, argument
 
-__all__ = ["pack_all_gathers", "pack_reductions"]
-
 aten = torch.ops.aten
 
 

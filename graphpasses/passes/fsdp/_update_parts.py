@@ -14,8 +14,6 @@ from graphpasses.graph import InputKind, TrainGraph
 from graphpasses.graph.update import Update
 from graphpasses.graph.update_inputs import add_update_input
 
-__all__ = ["Emitter", "Group", "add_inputs", "owners_of"]
-
 
 @dataclass(frozen=True)
 class Group:

@@ -25,8 +25,6 @@ from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes.fsdp._packing import pack_all_gathers, pack_reductions
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["BucketFSDPCollectives"]
-
 T = TypeVar("T")
 
 

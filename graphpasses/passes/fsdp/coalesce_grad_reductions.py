@@ -25,8 +25,6 @@ from graphpasses.graph import WAIT, Stage, TrainGraph, argument
 from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["CoalesceGradReductions"]
-
 aten = torch.ops.aten
 
 

@@ -14,8 +14,6 @@ from graphpasses.graph import Stage, TrainGraph
 from graphpasses.graph.nodes import freeze
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["DeduplicateShared"]
-
 
 def _plan_placeholders(graph: TrainGraph) -> dict[int, int]:
     """Maps the position of every repeated input to the position of its first occurrence."""

@@ -22,8 +22,6 @@ from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective, wait_of
 from graphpasses.graph.nodes import SAME_TENSOR_OPS
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["PrefetchCollectives"]
-
 aten = torch.ops.aten
 
 _UNPACK_OPS = frozenset(

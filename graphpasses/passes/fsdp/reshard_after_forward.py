@@ -13,8 +13,6 @@ from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["ReshardAfterForward"]
-
 
 @dataclass(frozen=True)
 class _Regather:

@@ -17,8 +17,6 @@ from graphpasses.graph.update import Update
 from graphpasses.passes.fsdp._update_parts import Emitter, Group, add_inputs, owners_of
 from graphpasses.passes.runner import GraphPass, Numerics
 
-__all__ = ["UpdateInBackward"]
-
 
 def _gradients(graph: TrainGraph) -> dict[str, fx.Node]:
     values = graph.output_values

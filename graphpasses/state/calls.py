@@ -1,0 +1,110 @@
+"""Which functions run in a block, and the names that their code has for what it reads."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from graphpasses._torch.operator_calls import dispatch_wrapped
+
+
+@contextmanager
+def calls_watched(on_call: Callable[[FrameType], None]) -> Iterator[None]:
+    """Gives ``on_call`` each frame that begins in the block, in this thread, before the first line of it runs.
+
+    What torch does below the dispatcher, most of what a trace runs, is left out. A debugger, or a measurement of
+    coverage, sees what it saw before.
+
+    Example:
+        >>> names = []
+        >>> with calls_watched(lambda frame: names.append(frame.f_code.co_name)):
+        ...     (lambda: None)()
+        >>> names[0]
+        '<lambda>'
+    """
+    before: Any = sys.gettrace()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        on_call(frame)
+        if before is None:
+            return None
+        local = before(frame, event, argument)
+        if sys.gettrace() is not trace:  # coverage installs itself again at each call
+            sys.settrace(trace)
+        return local
+
+    def paused(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if sys.gettrace() is not trace:
+                return call(*args, **kwargs)
+            sys.settrace(before)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                sys.settrace(trace)
+
+        return run
+
+    with dispatch_wrapped(paused):
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+class CodeNames(NamedTuple):
+    """The names that the code of a function has, without those of the functions in it.
+
+    Args:
+        globals: that it reads or sets.
+        attributes: that it may read or set, of anything: by name, or by a text that ``getattr`` may be given; and the
+            name of the function.
+        optional: of these the texts, where code asks by name and does without.
+        imports: the modules that it imports.
+    """
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    optional: frozenset[str]
+    imports: frozenset[str]
+
+
+@functools.lru_cache(maxsize=10_000)
+def names_of(code: CodeType) -> CodeNames:
+    """Returns the names that the code of a function has.
+
+    Example:
+        >>> names = names_of((lambda x: max(x.size, getattr(x, "shape"))).__code__)
+        >>> sorted(names.globals), sorted(names.attributes)
+        (['getattr', 'max'], ['<lambda>', 'shape', 'size'])
+    """
+    globals_: set[str] = set()
+    imports: set[str] = set()
+    attributes = {code.co_name}
+    for instruction in dis.get_instructions(code):
+        opcode, name = instruction.opname, instruction.argval
+        if opcode == "IMPORT_NAME":
+            imports.add(name)
+        elif opcode.endswith(("_GLOBAL", "_NAME")):
+            globals_.add(name)
+        elif opcode.endswith(("_ATTR", "_METHOD")) and name[:2] != "__":
+            attributes.add(name)
+    texts = frozenset(
+        part for text in _texts(code.co_consts) for part in text.split(".") if part.isidentifier()
+    )
+    optional = texts if globals_ & {"getattr", "hasattr", "setattr"} else frozenset[str]()
+    return CodeNames(frozenset(globals_), texts | attributes, optional, frozenset(imports))
+
+
+def _texts(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _texts(value)
