@@ -177,9 +177,7 @@ def _read_group(
     if not group.reduce_grads or not group.all_reduce_grads:
         raise UnsupportedError(
             f"FSDP2 group {name!r} accumulates gradients without reducing them (set_requires_gradient_sync or "
-            "set_requires_all_reduce is False); a captured step reduces in every call. Turn it on for all "
-            "microbatches, and call the step for each: .grad gets the sum. Gradients that an eager microbatch left "
-            "unreduced must be reduced by eager's last"
+            "set_requires_all_reduce is False), and how it reduces is to be read. Turn it on while it is"
         )
     if outside := [p for p in group.fsdp_params if p._module_info.module not in fqns]:
         raise LayoutError(

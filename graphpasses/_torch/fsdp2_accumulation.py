@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,18 +22,30 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 # Its settings `reduce_grads` and `all_reduce_grads`, and `_partial_reduce_output`. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses.errors import CaptureError
+
+
+def pending_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns all gradients that wait in a model's groups, reduced by the next backward or not."""
+    with _reducing(fsdp_groups(model)):
+        return Accumulators(model, str, {}).pending()
 
 
 class Accumulators:
     """What a model's groups keep, and whether they do, by place: a parameter's FQN, or ``"group 0"`` of a group.
 
-    ``canonical`` returns the first name of a parameter by any of its names.
+    ``canonical`` returns the first name of a parameter by any of its names; ``placements`` are by place those of
+    gradients that are DTensors.
     """
 
-    def __init__(self, model: nn.Module, canonical: Callable[[str], str]) -> None:
+    def __init__(
+        self, model: nn.Module, canonical: Callable[[str], str], placements: Mapping[str, Any]
+    ) -> None:
         self.groups = fsdp_groups(model)
+        self._placements = placements
         fqns = {module: fqn for fqn, module in model.named_modules()}
         self.parameters: dict[str, tuple[FSDPParamGroup, FSDPParam]] = {}
         for group in self.groups:
@@ -54,7 +66,7 @@ class Accumulators:
         found: dict[str, torch.Tensor] = {}
         for fqn, (group, parameter) in self.parameters.items():
             if group.reduce_grads and (gradient := _gradient(parameter)) is not None:
-                found[fqn] = gradient
+                found[fqn] = self._local(fqn, gradient)
         for index, group in enumerate(self.groups):
             if group._partial_reduce_output is not None and group.reduce_grads and not _is_partial(group):
                 found[f"group {index}"] = group._partial_reduce_output.view(1, -1)  # as a graph reduces
@@ -69,9 +81,12 @@ class Accumulators:
                 self._group(place)._partial_reduce_output = None
 
     def keep(
-        self, place: str, gradient: torch.Tensor, take: Callable[[torch.Tensor, torch.Tensor], None]
+        self,
+        place: str,
+        gradient: torch.Tensor,
+        take: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor],
     ) -> None:
-        """Adds a gradient to what is kept; ``take`` makes it the ``.grad`` of a parameter, as autograd does.
+        """Adds a gradient to what is kept; ``take`` returns it as a parameter's ``.grad``, as autograd makes it.
 
         Source: ``FSDPParamGroup.post_backward``, ``FSDPParam.accumulate_unsharded_grad_if_needed``, and for a group
         ``foreach_reduce``.
@@ -84,13 +99,31 @@ class Accumulators:
                 group._partial_reduce_output += gradient.view(-1)
             return
         group, parameter = self.parameters[place]
-        total = getattr(parameter, "unsharded_accumulated_grad", None)
+        total = _gradient(parameter)
         if total is not None:
-            total += gradient
+            self._local(place, total).add_(gradient)
             return
-        take(_leaf(group, parameter), gradient)
+        leaf = _leaf(group, parameter)
+        leaf.grad = take(leaf, gradient, self._placements.get(place))
         if hasattr(parameter, "to_accumulated_grad_if_needed"):  # up to 2.14
             parameter.to_accumulated_grad_if_needed()
+
+    def group_of(self, fqn: str) -> str:
+        """Returns the place of a parameter's group; its FQN, if it is in none."""
+        if fqn not in self.parameters:
+            return fqn
+        return f"group {self.groups.index(self.parameters[fqn][0])}"
+
+    def _local(self, place: str, gradient: torch.Tensor) -> torch.Tensor:
+        if not isinstance(gradient, DTensor):
+            return gradient
+        if tuple(gradient.placements) != tuple(self._placements.get(place, gradient.placements)):
+            raise CaptureError(
+                f"the gradient of {place!r} that waits to be reduced has placements {gradient.placements}, and that "
+                f"of the captured step {self._placements[place]}: they are not added as they are. Run the "
+                "microbatches eagerly"
+            )
+        return _part(gradient)
 
     def _group(self, place: str) -> FSDPParamGroup:
         return self.groups[int(place.removeprefix("group "))]
@@ -104,6 +137,10 @@ def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
     total: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
     leaf = getattr(parameter, "_unsharded_param", None)
     return total if total is not None or leaf is None else leaf.grad
+
+
+def _part(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
 def _clear(parameter: FSDPParam) -> None:
@@ -126,35 +163,33 @@ def _leaf(group: FSDPParamGroup, parameter: FSDPParam) -> nn.Parameter:
     return leaf
 
 
-@contextmanager
-def gradients_kept(groups: Iterable[FSDPParamGroup]) -> Iterator[None]:
+def gradients_kept(groups: Iterable[FSDPParamGroup]) -> AbstractContextManager[None]:
     """Lets groups keep gradients in the block, as ``set_requires_gradient_sync(False)`` does."""
+    return _reducing(groups, reduces=False)
+
+
+@contextmanager
+def _reducing(groups: Iterable[FSDPParamGroup], *, reduces: bool = True) -> Iterator[None]:
     before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group, *_ in before:
-        group.reduce_grads = group.all_reduce_grads = False
+        group.reduce_grads = group.all_reduce_grads = reduces
     try:
         yield
     finally:
-        for group, reduces, all_reduces in before:
-            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+        for group, *settings in before:
+            group.reduce_grads, group.all_reduce_grads = settings
 
 
 @contextmanager
 def accumulation_set_aside(model: nn.Module) -> Iterator[None]:
     """Lets groups reduce all gradients in the block, and hold none of earlier backwards."""
     groups = fsdp_groups(model)
-    settings = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
-    with _restored(groups, copied=False):
+    with _restored(groups, copied=False), _reducing(groups):
         for group in groups:
-            group.reduce_grads = group.all_reduce_grads = True
             group._partial_reduce_output = None
             for parameter in group.fsdp_params:
                 _clear(parameter)
-        try:
-            yield
-        finally:
-            for group, reduces, all_reduces in settings:
-                group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+        yield
 
 
 @contextmanager
@@ -175,7 +210,9 @@ def _restored(groups: Iterable[FSDPParamGroup], *, copied: bool) -> Iterator[Non
             if hasattr(parameter, "_unsharded_param"):
                 before.append((parameter._unsharded_param, "grad", parameter._unsharded_param.grad))
     values: Mapping[int, torch.Tensor] = {
-        index: value.clone() for index, (*_, value) in enumerate(before) if copied and value is not None
+        index: _part(value).clone()
+        for index, (*_, value) in enumerate(before)
+        if copied and value is not None
     }
     try:
         yield
@@ -183,5 +220,5 @@ def _restored(groups: Iterable[FSDPParamGroup], *, copied: bool) -> Iterator[Non
         with torch.no_grad():
             for index, (owner, name, value) in enumerate(before):
                 if value is not None and index in values:
-                    value.copy_(values[index])
+                    _part(value).copy_(values[index])
                 setattr(owner, name, value)

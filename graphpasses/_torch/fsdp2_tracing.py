@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 from unittest import mock
@@ -42,6 +41,7 @@ from graphpasses._torch.fsdp2_dtypes import (
     make_leaf,
     unsharded_spec,
 )
+from graphpasses._torch.fsdp2_marks import Reductions, marked_gradient, post_backward_seen
 from graphpasses._torch.fsdp2_settings import group_name, refuse_custom_communication
 from graphpasses.errors import CaptureError, UnsupportedError
 
@@ -49,18 +49,6 @@ aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 _post_backward = inspect.unwrap(FSDPParamGroup.post_backward)
 _RETURNS_STREAM = "post_reduce_stream" in _post_backward.__code__.co_varnames
-
-
-@dataclass
-class Reductions:
-    """What a traced step reduces."""
-
-    # By sharded parameter, the local part of its gradient.
-    reduced: dict[Tensor, Tensor] = field(default_factory=dict)
-    # Where gradients may be kept for a later step's reduction: by sharded parameter its whole gradient on this rank,
-    # and by index of a group what was reduced over its shards alone. Each is a view that only the reduction reads.
-    unreduced: dict[Tensor, Tensor] = field(default_factory=dict)
-    partly_reduced: dict[int, Tensor] = field(default_factory=dict)
 
 
 def prepare_for_tracing(model: nn.Module) -> None:
@@ -133,8 +121,10 @@ def communication_traced(model: nn.Module) -> Iterator[Reductions]:
                 unshard=lambda async_op=False: None,
                 wait_for_unshard=partial(_unshard, group),
                 reshard=partial(_reshard, group),
+                post_backward=partial(post_backward_seen, group, reductions),
             )
             for parameter in group.fsdp_params:
+                vars(parameter)["_get_grad_inner_tensor"] = partial(marked_gradient, parameter, reductions)
                 info = parameter._module_info
                 parameter.sharded_param = cast(nn.Parameter, info.module._parameters[info.param_name])
                 parameter.all_gather_outputs = []
@@ -306,12 +296,6 @@ def _reduce(
     )
     # PREMUL_SUM by one is a sum; others are refused before the trace, see `parameter_groups`.
     reduce_scatter_op, all_reduce_op = (op_name(op) or "sum" for op in ops)
-    # The zeros of unused parameters are no gradients; FSDP2 keeps what tensor parallelism still has to add up.
-    if not getattr(group, "reduce_scatter_unused_params", False):
-        for place, parameter in enumerate(parameters):
-            if not parameter.is_dtensor:
-                gradients[place] = aten.alias.default(gradients[place])
-                reductions.unreduced[parameter.sharded_param] = gradients[place]
     rows = [
         torch.cat(gradient.chunk(num_shards, p.fsdp_placement.dim))
         if p.fsdp_placement.dim != 0 and num_shards > 1
@@ -329,7 +313,8 @@ def _reduce(
     else:
         value = _divided(packed, call["gradient_divide_factor"])
     if all_reduce_group is not None:
-        value = reductions.partly_reduced[index] = aten.alias.default(value)
+        value = aten.alias.default(value)
+        reductions.partly_reduced.setdefault(index, []).append(value)
         value = collectives.all_reduce.default(value, all_reduce_op, all_reduce_group.group_name)
         value = collectives.wait_tensor.default(value)
     value = _divided(value, postdivide)

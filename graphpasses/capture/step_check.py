@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
+from graphpasses._torch.fsdp2_accumulation import accumulators_restored, pending_gradients
 from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
 from graphpasses._torch.storage import freed_memory_returned
 from graphpasses.capture.oracle import has_equal_bits
@@ -63,7 +64,7 @@ def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequ
     with torch.enable_grad():
         loss = loss_fn(step.model, *step.batch_structure.fresh(batch))
         loss.backward()  # type: ignore[no-untyped-call]
-    if step.update is not None:
+    if step.update is not None and not step.waits:
         step.update.run_eagerly()
     return loss.detach()
 
@@ -71,7 +72,12 @@ def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequ
 def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.Tensor]) -> _Tensors:
     """Returns copies of all that a run leaves behind, which is put back."""
     model, update = step.model, step.update
-    with _put_back(step, batch), live_state_restored(model), fsdp2_state_restored(model):
+    with (
+        _put_back(step, batch),
+        live_state_restored(model),
+        fsdp2_state_restored(model),
+        accumulators_restored(model),
+    ):
         with torch.autograd.set_multithreading_enabled(False):
             for parameter in model.parameters():
                 parameter.grad = None
@@ -80,6 +86,8 @@ def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.T
         for fqn, parameter in model.named_parameters():
             if parameter.grad is not None:
                 results[f"gradient of {fqn!r}"] = parameter.grad
+        for place, waiting in pending_gradients(model).items():
+            results[f"unreduced gradient of {place!r}"] = waiting
         results |= _tensors(step, batch)
         if update is not None:
             for fqn, parameter in model.named_parameters():

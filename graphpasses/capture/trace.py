@@ -33,6 +33,7 @@ from graphpasses.capture.refusals import (
 from graphpasses.capture.threads import nested_backward_refused, other_threads_refused
 from graphpasses.capture.tracer import find_tracer
 from graphpasses.errors import CaptureError
+from graphpasses.graph.accumulation import Marks
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
@@ -54,8 +55,7 @@ class Trace:
     guards: Guards | None  # the values by which ``loss_fn`` decided
     random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
     calls: list[Operator]  # the operators that were called, in order, if they were recorded
-    # Where FSDP2 may keep gradients unreduced, as the last outputs of the traced function: FQNs, and groups.
-    cuts: tuple[str, ...]
+    marks: Marks  # where FSDP2 may keep gradients unreduced: the last outputs of the traced function
 
 
 def trace_step(
@@ -80,7 +80,7 @@ def trace_step(
     names, identity = _state_names(model), IdentityMap.of(model)
     own = {fqn: vars(tensor) for fqn, tensor in _state(model)}
     records: list[OperatorCalls] = []
-    cuts: list[str] = []
+    marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
 
@@ -126,10 +126,8 @@ def trace_step(
                 gradients = _differentiate(
                     model, loss, list(dict.fromkeys(named.values())), reductions.reduced
                 )
-        kept = {fqn: reductions.unreduced.pop(parameter, None) for fqn, parameter in named.items()}
-        kept |= {f"group {index}": each for index, each in reductions.partly_reduced.items()}
-        cuts[:] = [place for place, each in kept.items() if each is not None]
-        return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *map(kept.get, cuts)]
+        marked = marks.of(named, reductions.unreduced, reductions.late, reductions.partly_reduced)
+        return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *marked]
 
     try:
         with (
@@ -146,7 +144,7 @@ def trace_step(
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
-    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, tuple(cuts))
+    return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks)
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedResult]) -> TracedResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx, nn
@@ -15,7 +16,7 @@ from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
-from graphpasses.graph.accumulation import Cuts
+from graphpasses.graph.accumulation import Cuts, Marks
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.identity import IdentityMap
@@ -79,12 +80,12 @@ def read_step(
     model: nn.Module,
     batch_structure: BatchStructure,
     batch_leaves: Sequence[tuple[str, Any]],
-    cuts: Sequence[str] = (),
+    marks: Marks | None = None,
     **fields: Any,
 ) -> CapturedStep:
     """Makes a step of a trace; ``batch_leaves`` are paths and fake tensors or values, ``fields`` of the step.
 
-    ``cuts`` are the places where the last values that the traced function returns can be kept, see :class:`Cuts`.
+    ``marks`` are the last values that the traced function returns: where it may be cut.
     """
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -103,8 +104,8 @@ def read_step(
         inputs.extend(GraphInput(kind, fqn, attr) for attr in attrs)
 
     trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
-    marked, marks = _take_marks(traced.gm, cuts)
-    num_returned = traced.num_flat_outputs - len(cuts)
+    cuts = None if marks is None else _take_marks(traced.gm, marks)
+    num_returned = traced.num_flat_outputs - (0 if marks is None else len(marks.names))
     if num_returned == 1 + len(unique := dict.fromkeys(map(identity.canonical, trainable))):
         trainable = list(unique)  # asked by model.parameters(), where ties still hold
     if num_returned != 1 + len(trainable):
@@ -134,7 +135,7 @@ def read_step(
             f"describes {len(inputs)} and {len(outputs)}"
         )
     step = CapturedStep(
-        module=lazy_module(traced.gm, traced.gm.graph) if cuts else traced.gm,
+        module=traced.gm if cuts is None else lazy_module(traced.gm, traced.gm.graph),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         identity=identity,
@@ -145,7 +146,7 @@ def read_step(
         written=frozenset(
             item.fqn for item, node in zip(inputs, placeholders, strict=True) if is_written(node)
         ),
-        cuts=Cuts(marked, marks, tuple(inputs), tuple(outputs)) if cuts else None,
+        cuts=None if cuts is None else replace(cuts, inputs=tuple(inputs), outputs=tuple(outputs)),
         **fields,
     )
     _keep_one_total(step)
@@ -153,19 +154,20 @@ def read_step(
     return step
 
 
-def _take_marks(module: fx.GraphModule, cuts: Sequence[str]) -> tuple[fx.GraphModule, dict[str, str]]:
-    """Takes the marks of places out of a graph; returns it as it was with them, and their names."""
-    if not cuts:
-        return module, {}
+def _take_marks(module: fx.GraphModule, marks: Marks) -> Cuts | None:
+    """Takes the marks of places out of a graph; returns it as it was with them. None if there are none."""
+    if not marks.names:
+        return None
     output = module.graph.output_node()
     values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    marks = values[-len(cuts) :]
-    output.args = (values[: -len(cuts)],)
+    nodes = values[-len(marks.names) :]
+    output.args = (values[: -len(nodes)],)
     marked = lazy_module(module, copy_graph(module.graph))
-    for mark in marks:
-        mark.replace_all_uses_with(mark.args[0])
-        module.graph.erase_node(mark)
-    return marked, {place: mark.name for place, mark in zip(cuts, marks, strict=True)}
+    for node in nodes:
+        node.replace_all_uses_with(node.args[0])
+        module.graph.erase_node(node)
+    names = {place: node.name for place, node in zip(marks.names, nodes, strict=True)}
+    return Cuts(marked, replace(marks, names=names))
 
 
 def _keep_one_total(graph: TrainGraph) -> None:

@@ -159,7 +159,7 @@ def _capture(
         model,
         structure,
         [*zip(structure.paths, fake_copies(leaves), strict=True)],
-        trace.cuts,
+        trace.marks,
         varying=varying,
         guards=trace.guards,
         snapshot=Snapshot.of(model, trace.reads.attributes, trace.reads.names),

@@ -6,15 +6,17 @@ their reduction begins, and one that adds to them there what FSDP2 keeps of earl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fake_mode import fake_mode_of
-from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside
+from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside, gradients_kept
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
@@ -53,23 +55,53 @@ class CutGraph:
     outputs: tuple[GraphOutput, ...]
 
 
+@dataclass(eq=False)
+class Marks:
+    """Where a step's gradients are about to be reduced: views that nothing else reads."""
+
+    names: dict[str, str] = field(default_factory=dict)  # by place, of the view's node
+    placements: dict[str, Any] = field(default_factory=dict)  # by place, of a gradient that is a DTensor
+    # Parameters of groups that may reduce before all gradients are there: what has waited is reduced by itself.
+    late: set[str] = field(default_factory=set)
+
+    def of(
+        self,
+        named: Mapping[str, torch.Tensor],
+        unreduced: Mapping[torch.Tensor, tuple[torch.Tensor, Any]],
+        late: Collection[torch.Tensor],
+        partly_reduced: Mapping[int, Sequence[torch.Tensor]],
+    ) -> list[torch.Tensor]:
+        """Makes these the marks of a trace, and returns them; parameters are by FQN, each under its first."""
+        first = {parameter: fqn for fqn, parameter in [*named.items()][::-1]}
+        marks: dict[str, torch.Tensor] = {}
+        self.placements.clear()
+        for parameter, (mark, placements) in unreduced.items():
+            marks[first[parameter]] = mark
+            if placements is not None:
+                self.placements[first[parameter]] = placements
+        marks |= {f"group {index}": each[0] for index, each in partly_reduced.items() if len(each) == 1}
+        self.late = {first[parameter] for parameter in late}
+        self.names = dict.fromkeys(marks, "")
+        return [*marks.values()]
+
+
 @dataclass(frozen=True, eq=False)
 class Cuts:
     """Where a step can be cut, in its graph as it was captured."""
 
-    module: fx.GraphModule  # the graph, with a view at each place that nothing but the reduction reads
-    marks: Mapping[str, str]  # by place, the name of that view
-    inputs: tuple[GraphInput, ...]
-    outputs: tuple[GraphOutput, ...]
+    module: fx.GraphModule  # the graph, with the marks in it
+    marks: Marks
+    inputs: tuple[GraphInput, ...] = ()
+    outputs: tuple[GraphOutput, ...] = ()
     update: Update | None = None  # as it was captured
 
     def graph_for(self, waiting: Waiting) -> CutGraph:
         """Returns the graph of a call in which gradients wait, or have waited."""
         graph = copy_graph(self.module.graph)
         nodes = {node.name: node for node in graph.nodes}
-        marks = {place: nodes[name] for place, name in self.marks.items()}
+        marks = {place: nodes[name] for place, name in self.marks.names.items()}
         values: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
-        kept = {place: marks[place] for place in waiting.kept}
+        kept = {place: marks[place] for place in waiting.kept if place in marks}
         behind = _readers(kept.values())
         values = [None if value in behind else value for value in values]
         outputs = [*self.outputs, *(GraphOutput(OutputKind.VALUE, place) for place in kept)]
@@ -90,8 +122,8 @@ class Cuts:
 class CutSteps(Generic[S]):
     """Steps that were cut of a captured one, each for what waits in a call of it.
 
-    ``trained`` are the FQNs of the parameters for which the step computes gradients; ``make`` makes a step of a graph
-    that was cut, and of an update.
+    ``trained`` are the FQNs of the parameters for which the step computes gradients, which it uses if it
+    ``is_updating``; ``make`` makes a step of a graph that was cut, and of an update.
     """
 
     def __init__(
@@ -100,15 +132,33 @@ class CutSteps(Generic[S]):
         identity: IdentityMap,
         trained: frozenset[str],
         cuts: Cuts | None,
+        is_updating: bool,
         make: Callable[[CutGraph, Update | None], S],
     ) -> None:
-        self.accumulators = Accumulators(model, identity.canonical)
+        placements = {} if cuts is None else cuts.marks.placements
+        self.accumulators = Accumulators(model, identity.canonical, placements)
+        self._places = trained | {self.accumulators.group_of(fqn) for fqn in trained}
         self._model = model
         self._trained = trained
         self._cuts = cuts
+        self._is_updating = is_updating
         self._make = make
         self._steps: dict[Waiting, S] = {}
         self._agreed: set[Waiting] = set()
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """Lets calls in the block leave all gradients unreduced.
+
+        Raises:
+            CaptureError: they cannot wait: SimpleFSDP shards the model, or nothing does, and the step updates.
+        """
+        is_sharded = any(isinstance(each, DTensor) for each in self._model.parameters())
+        if not self.accumulators.groups and (is_sharded or self._is_updating):
+            raise CaptureError(
+                "step.accumulate leaves gradients where FSDP2 keeps them, and fully_shard was not applied to the "
+                "model; capture without optimizer=, call the step for each microbatch, and update after the last"
+            )
+        return gradients_kept(self.accumulators.groups)
 
     def find_waiting(self) -> tuple[Waiting, dict[str, torch.Tensor]]:
         """Returns what waits in a call now, and the gradients that have waited, by place.
@@ -117,9 +167,8 @@ class CutSteps(Generic[S]):
             AgreementError: it is the first such call, and something else waits on another rank.
         """
         pending = self.accumulators.pending()
-        places = self._trained if self._cuts is None else self._trained | self._cuts.marks.keys()
         waiting = Waiting(
-            tuple(sorted(places & self.accumulators.kept)),
+            tuple(sorted(self._places & self.accumulators.kept)),
             tuple((place, gradient.dtype) for place, gradient in pending.items()),
         )
         if waiting not in self._agreed:
@@ -150,11 +199,13 @@ class CutSteps(Generic[S]):
                 "gradients wait in FSDP2 to be reduced, or are to wait (set_requires_gradient_sync(False)), and the "
                 "step was made of a trace, which does not say where. Reduce the gradients of each microbatch"
             )
-        for place in (*waiting.kept, *(place for place, _ in waiting.pending)):
-            if place not in self._cuts.marks:
-                raise CaptureError(self._why_unknown(place))
+        marks = self._cuts.marks
+        pending = [place for place, _ in waiting.pending]
+        for place in (*filter(_is_group, waiting.kept), *pending):
+            if place not in marks.names or (place in marks.late and place in pending):
+                raise CaptureError(self._why_apart(place))
         reduced = sorted(self._trained - set(waiting.kept))
-        if self._cuts.update and waiting.kept and reduced and not any(map(_is_group, waiting.kept)):
+        if self._is_updating and waiting.kept and reduced and not any(map(_is_group, waiting.kept)):
             raise CaptureError(
                 f"the gradient of {waiting.kept[0]!r} is to wait (set_requires_gradient_sync(False)), and that of "
                 f"{reduced[0]!r} is not, and the step updates both. Set it for the whole model, or capture without "
@@ -162,16 +213,15 @@ class CutSteps(Generic[S]):
             )
         return self._cuts
 
-    def _why_unknown(self, place: str) -> str:
-        if place in self._trained:
+    def _why_apart(self, place: str) -> str:
+        if place not in self._places:
             return (
-                f"the gradient of {place!r} waits, or is to wait, to be reduced, and tensor parallelism shards it, "
-                "too, or FSDP2 reduces zeros for unused parameters (set_reduce_scatter_unused_params): a captured "
-                "step does not accumulate such gradients unreduced. Reduce those of each microbatch"
+                f"FSDP2 holds a gradient of {place!r} that waits to be reduced, and the captured step computes none "
+                "with which eager would reduce it. Run the last microbatch eagerly"
             )
         return (
-            f"FSDP2 holds a gradient of {place!r} that waits to be reduced, and the captured step computes none with "
-            "which eager would reduce it. Run the last microbatch eagerly"
+            f"a gradient of {place!r} waits to be reduced, or is to wait, and eager FSDP2 reduces it by itself, not "
+            "with the next: its module runs several times in a step. Run the last microbatch eagerly"
         )
 
 

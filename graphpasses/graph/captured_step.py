@@ -11,13 +11,12 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
-from graphpasses._torch.fsdp2_accumulation import gradients_kept
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.gradients import accumulate_gradient, shared_values
+from graphpasses.graph.gradients import accumulate_gradient, as_gradient, shared_values
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.rank_consensus import RankConsensus
@@ -102,9 +101,8 @@ class CapturedStep(TrainGraph):
     def accumulate(self, *batch: Any) -> torch.Tensor:
         """Runs forward and backward of a microbatch, and leaves its gradients to the next call of the step.
 
-        Nothing is reduced, and nothing updated: as under ``model.set_requires_gradient_sync(False)``, which a call
-        of the step obeys, too. Gradients wait where FSDP2 keeps them; the next call that reduces, or eager backward,
-        adds them to its own. Eager and captured microbatches may follow each other in any order.
+        Nothing is reduced or updated: as under ``model.set_requires_gradient_sync(False)``, which a call obeys, too.
+        Gradients wait where FSDP2 keeps them. The next call, or eager backward, adds them to its own.
 
         Args:
             batch: as for a call.
@@ -123,12 +121,7 @@ class CapturedStep(TrainGraph):
             >>> loss = step.accumulate(torch.ones(2, 4))
             >>> loss = step(torch.zeros(2, 4))
         """
-        if not self._groups and (self.update is not None or self._is_simple_fsdp):
-            raise CaptureError(
-                "step.accumulate leaves gradients where FSDP2 keeps them, and fully_shard was not applied to the "
-                "model; capture without optimizer=, call the step for each microbatch, and update after the last"
-            )
-        with gradients_kept(self._groups):
+        with self.cut_steps.keeping():
             return self(*batch)
 
     def check(self, *batch: Any) -> None:
@@ -218,6 +211,11 @@ class CapturedStep(TrainGraph):
         cuts = None if self.cuts is None else replace(self.cuts, update=update)
         return replace(self, update=update, cuts=cuts)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a call now leaves gradients to a later one, as :meth:`accumulate` does, and updates nothing."""
+        return bool(self.cut_steps.accumulators.kept)
+
     def _with_graph(self, graph: CutGraph, update: Update | None) -> Self:
         """Returns the step with a graph that was cut of its captured one; it goes through what the step has."""
         step = replace(
@@ -239,7 +237,9 @@ class CapturedStep(TrainGraph):
     def cut_steps(self) -> CutSteps[Self]:
         """Steps of the same capture that leave gradients unreduced, or reduce what was left."""
         trained = frozenset(self.parameters) - self.without_gradient
-        return CutSteps(self.model, self.identity, trained, self.cuts, self._with_graph)
+        return CutSteps(
+            self.model, self.identity, trained, self.cuts, self.update is not None, self._with_graph
+        )
 
     def _value(self, item: GraphInput, leaves: Sequence[Any]) -> Any:
         if item.kind is InputKind.BATCH:
@@ -323,10 +323,6 @@ class CapturedStep(TrainGraph):
         )
 
     @cached_property
-    def _is_simple_fsdp(self) -> bool:
-        return any(info.shard_ranks for info in self.parameters.values()) and not self._groups
-
-    @cached_property
     def _groups(self) -> tuple[Any, ...]:
         return fsdp_groups(self.model)
 
@@ -387,9 +383,7 @@ class CapturedStep(TrainGraph):
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         for index, place, is_shared in self._kept_slots:
-            self.cut_steps.accumulators.keep(
-                place, flat[index], partial(accumulate_gradient, is_shared=is_shared)
-            )
+            self.cut_steps.accumulators.keep(place, flat[index], partial(as_gradient, is_shared=is_shared))
         for index, slot, is_shared in self._gradient_slots:
             parameter, gradient = tensors[slot], flat[index]
             if gradient is not None and parameter is not None:

@@ -19,23 +19,30 @@ def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_s
     parameter; else a copy. The gradient is that of a plain parameter, or of the local shard of a DTensor, in the
     parameter's dtype. Source: ``accumulate_grad.h``, ``AccumulateGrad::accumulateGrad``.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if parameter.grad is not None:
         total = parameter.grad
         (total.to_local() if isinstance(total, DTensor) else total).add_(gradient)
         return
+    parameter.grad = as_gradient(parameter, gradient, is_shared=is_shared)
+
+
+def as_gradient(
+    parameter: torch.Tensor, gradient: torch.Tensor, placements: Any = None, *, is_shared: bool
+) -> torch.Tensor:
+    """Returns a first gradient of a parameter as autograd keeps it; a DTensor's has its placements, or other ones."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if is_shared or gradient.stride() != local.stride():
         gradient = torch.empty_like(local).copy_(gradient)
     if isinstance(parameter, DTensor):
         gradient = DTensor.from_local(
             gradient,
             parameter.device_mesh,
-            parameter.placements,
+            placements or parameter.placements,
             run_check=False,
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-    parameter.grad = gradient
+    return gradient
 
 
 def shared_values(values: Sequence[Any]) -> frozenset[int]:

@@ -74,9 +74,7 @@ def test_accumulation_without_reduction_is_refused(turn_off: Callable[[FSDPModul
     turn_off(model, False)
     message = (
         "FSDP2 group '0' accumulates gradients without reducing them (set_requires_gradient_sync or "
-        "set_requires_all_reduce is False); a captured step reduces in every call. Turn it on for all microbatches, "
-        "and call the step for each: .grad gets the sum. Gradients that an eager microbatch left unreduced must be "
-        "reduced by eager's last"
+        "set_requires_all_reduce is False), and how it reduces is to be read. Turn it on while it is"
     )
     with pytest.raises(UnsupportedError, match="^" + re.escape(message) + "$"):
         BucketPlan.from_fully_shard(model)

@@ -151,10 +151,6 @@ def test_after_a_refused_capture_eager_goes_on() -> None:
 
 
 SETTINGS: dict[str, tuple[Callable[[FSDPModule], object], str]] = {
-    "sync": (
-        lambda model: model.set_requires_gradient_sync(False),
-        "set_requires_gradient_sync of FSDP2 group '' was True when the step was captured, and is False now",
-    ),
     "factor": (
         lambda model: model.set_gradient_divide_factor(2.0),
         "set_gradient_divide_factor of FSDP2 group '' was None when the step was captured, and is 2.0 now",
@@ -214,15 +210,6 @@ def test_communication_of_ones_own() -> None:
             "FSDP2 group '(root)' communicates through _Communication (set_custom_all_gather, "
             "set_custom_reduce_scatter, set_symm_mem_for_comm), whose bits a graph's collectives may not have. "
             "Remove it"
-        )
-
-
-def test_without_gradient_synchronisation() -> None:
-    with fake_process_group(4):
-        model = sharded()
-        model.set_requires_gradient_sync(False)
-        assert refused(lambda: captured(model), UnsupportedError).startswith(
-            "FSDP2 group 'layers.0' accumulates gradients without reducing them"
         )
 
 
