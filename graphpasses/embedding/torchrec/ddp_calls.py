@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphpasses._torch.ddp import after_forward, before_forward, orders_buckets
-from graphpasses.embedding.torchrec.patching import Patch, PatchSet
+from graphpasses.embedding.torchrec.patching import Patch, PatchSet, constant
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.alias_tensors import alias_tensors
 
@@ -170,16 +170,12 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _traced(original: None) -> Callable[..., Any]:
-    """A new method. As a constant it runs while Dynamo traces and leaves neither nodes nor guards."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_traced(self: Any) -> None:
-        call = _CALL.get()
-        assert call is not None
-        call.traced(self)
-
-    return _graphpasses_traced  # type: ignore[no-any-return]
+@constant
+def _traced(self: Any) -> None:
+    """Tells the call that this module's forward is traced."""
+    call = _CALL.get()
+    assert call is not None
+    call.traced(self)
 
 
 _DDP = "torch.nn.parallel:DistributedDataParallel"

@@ -22,7 +22,7 @@ from graphpasses.embedding.torchrec.eager_parts import (
 )
 from graphpasses.embedding.torchrec.input_dists import make_input_dist
 from graphpasses.embedding.torchrec.key_order import check_key_order
-from graphpasses.embedding.torchrec.patching import Patch, PatchSet
+from graphpasses.embedding.torchrec.patching import Patch, PatchSet, constant
 from graphpasses.embedding.torchrec.traced_comms import (
     all_to_all_single,
     carry_codecs,
@@ -108,15 +108,11 @@ def _without_caches(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_td_to_kjt
 
 
-def _load_steps(original: None) -> Callable[..., Any]:
-    """A new method. In its first eager forward a TBE takes the number of steps that was loaded to the host."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_load_steps(self: Any) -> None:
-        if hasattr(self, "iter") and self.iter_cpu.item() == 0:
-            self.iter_cpu.copy_(self.iter)
-
-    return _graphpasses_load_steps  # type: ignore[no-any-return]
+@constant
+def _load_steps(self: Any) -> None:
+    """In its first eager forward a TBE takes the number of steps that was loaded to the host."""
+    if hasattr(self, "iter") and self.iter_cpu.item() == 0:
+        self.iter_cpu.copy_(self.iter)
 
 
 def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,16 +233,10 @@ def _flatten_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---- order of columns ----------------------------------------------------------------------------------
 
 
-def _tell_columns(original: None) -> Callable[..., Any]:
-    """A new method. The order never changes, so it is a constant of the graph."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_columns(self: nn.Module) -> tuple[list[int], list[int]]:
-        widths: list[int] = self._offset_dim_list.diff().tolist()  # type: ignore[operator]
-        order: list[int] = self._permute.tolist()  # type: ignore[operator]
-        return widths, order
-
-    return _graphpasses_columns  # type: ignore[no-any-return]
+@constant
+def _tell_columns(self: Any) -> tuple[list[int], list[int]]:
+    """The widths and the order of columns, which never change."""
+    return self._offset_dim_list.diff().tolist(), self._permute.tolist()
 
 
 def _permute_columns(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,30 +255,22 @@ def _permute_columns(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---- order of features ---------------------------------------------------------------------------------
 
 
-def _check_features(original: None) -> Callable[..., Any]:
-    """A new method. As a constant it runs while Dynamo traces and leaves neither nodes nor guards."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_check_features(self: nn.Module, keys: tuple[str, ...]) -> None:
-        check_key_order(self, keys)
-
-    return _graphpasses_check_features  # type: ignore[no-any-return]
+@constant
+def _check_features(self: nn.Module, keys: tuple[str, ...]) -> None:
+    """See :func:`check_key_order`."""
+    check_key_order(self, keys)
 
 
-def _make_input_dist(original: None) -> Callable[..., Any]:
-    """A new method. In the first call, the original makes the input dist and checks values, neither traceable."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_make_input_dist(
-        self: nn.Module,
-        keys: tuple[str, ...],
-        inverse_keys: tuple[str, ...] | None,
-        device: torch.device | None,
-    ) -> None:
-        check_codecs(self)
-        make_input_dist(self, keys, inverse_keys, device)
-
-    return _graphpasses_make_input_dist  # type: ignore[no-any-return]
+@constant
+def _make_input_dist(
+    self: nn.Module,
+    keys: tuple[str, ...],
+    inverse_keys: tuple[str, ...] | None,
+    device: torch.device | None,
+) -> None:
+    """In a first call a sharded collection makes its input dist and checks values, neither traceable."""
+    check_codecs(self)
+    make_input_dist(self, keys, inverse_keys, device)
 
 
 def _with_checked_features(original: Callable[..., Any]) -> Callable[..., Any]:
