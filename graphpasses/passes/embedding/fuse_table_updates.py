@@ -105,10 +105,6 @@ def _why_not_table(value: torch.Tensor) -> str | None:
     return None if value.is_contiguous() else "it is not contiguous"
 
 
-def _group_of(update: Update, fqn: str) -> int:
-    return next(index for index, names in enumerate(update.facts.groups) if fqn in names)
-
-
 def _readers(placeholder: fx.Node) -> Iterator[fx.Node]:
     """Yields the calls that read a table's memory."""
     for node in (placeholder, *views(placeholder)):
@@ -153,7 +149,7 @@ def _plan_table(
     (table,) = placeholders
     if (reason := _why_not_table(table.meta["val"])) is not None:
         return reason
-    group = _group_of(update, fqn)
+    group = next(index for index, names in enumerate(update.facts.groups) if fqn in names)
     options = update.optimizer.param_groups[group]
     form = FusedForm.of_options(type(update.optimizer), options)
     if isinstance(form, str):
