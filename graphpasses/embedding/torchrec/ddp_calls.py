@@ -158,7 +158,7 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            self._graphpasses_traced()
+            self.graphpasses_traced()
             return self.module(*args, **kwargs)
         call = _CALL.get()
         if call is not None and call.is_told(self):  # where the graph breaks
@@ -171,7 +171,7 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @constant
-def _traced(self: Any) -> None:
+def graphpasses_traced(self: Any) -> None:
     """Tells the call that this module's forward is traced."""
     call = _CALL.get()
     assert call is not None
@@ -180,4 +180,6 @@ def _traced(self: Any) -> None:
 
 _DDP = "torch.nn.parallel:DistributedDataParallel"
 # In place while a compiled model is called.
-DDP_PATCHES = PatchSet(Patch(f"{_DDP}.forward", _call_module), Patch(f"{_DDP}._graphpasses_traced", _traced))
+DDP_PATCHES = PatchSet(
+    Patch(f"{_DDP}.forward", _call_module), Patch(f"{_DDP}.graphpasses_traced", graphpasses_traced)
+)

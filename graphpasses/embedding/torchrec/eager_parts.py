@@ -31,7 +31,7 @@ def embeddings_by_steps(original: None) -> Callable[..., Any]:
     eagerly = _eagerly(_inherited_forward(is_waited=True), _REASON)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and self._graphpasses_decides_by_steps():
+        if torch.compiler.is_dynamo_compiling() and self.graphpasses_decides_by_steps():
             return eagerly(self, *args, **kwargs)
         return inherited(self, *args, **kwargs)
 
@@ -39,7 +39,7 @@ def embeddings_by_steps(original: None) -> Callable[..., Any]:
 
 
 @constant
-def tell_steps(self: Any) -> bool:
+def graphpasses_decides_by_steps(self: Any) -> bool:
     """Whether an optimizer of a collection's tables, on any rank, decides by its steps."""
     names = "_grouped_embedding_configs_per_rank"
     ranks = (rank for each in shardings_of(self) for rank in getattr(each, names, ()))

@@ -37,7 +37,7 @@ class Patch:
 
 
 def constant(method: Callable[..., Any]) -> Callable[[None], Callable[..., Any]]:
-    """Wraps a new method. As a constant it runs while Dynamo traces and leaves neither nodes nor guards."""
+    """Wraps a new method, by its name. As a constant it runs while Dynamo traces and leaves no nodes and guards."""
 
     @functools.wraps(method)
     def wrap(original: None) -> Callable[..., Any]:
