@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import local_part
+
 
 def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
     """Adds a gradient to ``parameter.grad``, or makes it that.
@@ -19,10 +21,9 @@ def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_s
     parameter; else a copy. The gradient is that of a plain parameter, or of the local shard of a DTensor, in the
     parameter's dtype. Source: ``accumulate_grad.h``, ``AccumulateGrad::accumulateGrad``.
     """
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     if parameter.grad is not None:
-        total = parameter.grad
-        (total.to_local() if isinstance(total, DTensor) else total).add_(gradient)
+        local_part(parameter.grad).add_(gradient)
         return
     if is_shared or gradient.stride() != local.stride():
         gradient = torch.empty_like(local).copy_(gradient)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2 import parameter_groups
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.errors import TaskError, UnsupportedError
@@ -220,7 +220,7 @@ def train_graph(
             mine = _read_eager(task, mesh)
             model = _simply_sharded(model, mesh, mine.policies)
         steps: dict[object, CapturedStep] = share(dict)
-        shapes = tuple(_local_shape(parameter) for parameter in model.parameters())
+        shapes = tuple(local_part(parameter).shape for parameter in model.parameters())
         if shapes not in steps:
             # One rank captures for all, and cannot run an eager step alone.
             batch = task.batch(0, dist.get_rank())
@@ -291,11 +291,6 @@ def _check_replicas(task: Task, topology: Topology) -> None:
 def _build(task: Task) -> nn.Module:
     torch.manual_seed(task.seed)
     return task.model()
-
-
-def _local_shape(parameter: Tensor) -> tuple[int, ...]:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return tuple(local.shape)
 
 
 def _train(

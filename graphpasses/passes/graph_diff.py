@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from graphpasses._torch.operator_facts import kind_of
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.pass_report import Hunk
 
@@ -170,7 +171,7 @@ def _operator(node: fx.Node) -> str:
 
 def _shape(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return kind_of(value)
     if isinstance(value, tuple | list) and value and all(isinstance(each, Tensor) for each in value):
         return f"{len(value)} tensors, the first {_shape(value[0])}"
     return ""
