@@ -119,13 +119,6 @@ def operators_recorded(
 
     Yields:
         The stream that sees them.
-
-    Example:
-        >>> model, x, found = nn.Linear(2, 1), torch.ones(3, 2), []
-        >>> with operators_recorded(model, found.append):
-        ...     model(x).sum().backward()
-        >>> found[0].operator
-        'aten.addmm.default'
     """
     operators = _Batches(write)
     stream = OperatorStream(model, _digest, operators.add, keep=keep)
