@@ -139,10 +139,7 @@ def train_eager(
     :func:`train_graph` has an example.
     """
 
-    _check_replicas(task, topology)
-
-    def play() -> None:
-        mesh = _mesh(task)
+    def make(mesh: DeviceMesh) -> _Made:
         model = _build(task)
         task.shard(model, mesh)
         layout = _checked(model).layout if dist.get_rank() == 0 else None
@@ -152,9 +149,9 @@ def train_eager(
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
-        _train(task, "eager FSDP2", model, step, layout, num_steps, path, done, operators)
+        return model, step, layout, None
 
-    run_cluster(play, topology)
+    _train(task, topology, "eager FSDP2", make, num_steps, path, done, operators)
 
 
 def train_graph(
@@ -205,20 +202,15 @@ def train_graph(
         'equal'
     """
 
-    _check_replicas(task, topology)
-
     def rewritten(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
         return task.pipeline(plan, layout).run(captured, graph_diff=True)
 
-    def play() -> None:
-        mesh = _mesh(task)
+    def make(mesh: DeviceMesh) -> _Made:
         model = _build(task)
-        if sharding == "fully_shard":
-            task.shard(model, mesh)
-            mine = _checked(model)
-        else:
-            mine = _read_eager(task, mesh)
-            model = _simply_sharded(model, mesh, mine.policies)
+        task.shard(model, mesh)
+        mine = _checked(model)
+        if sharding == "simple_fsdp":
+            model = _simply_sharded(_build(task), mesh, mine.policies)
         steps: dict[object, CapturedStep] = share(dict)
         shapes = tuple(local_part(parameter).shape for parameter in model.parameters())
         if shapes not in steps:
@@ -228,9 +220,9 @@ def train_graph(
             steps[shapes] = (rewrite or rewritten)(captured, mine.plan, mine.layout)
         step = step_for_rank(steps[shapes], model)
         layout = graph_layout(step) if dist.get_rank() == 0 else None
-        _train(task, run, model, step, layout, num_steps, path, done, operators, steps[shapes].report)
+        return model, step, layout, steps[shapes].report
 
-    run_cluster(play, topology)
+    _train(task, topology, run, make, num_steps, path, done, operators)
 
 
 @dataclass(frozen=True)
@@ -240,12 +232,6 @@ class _Eager:
     plan: BucketPlan  # its buckets
     layout: Layout
     policies: frozenset[tuple[torch.dtype, torch.dtype]]  # in which dtypes it computes and reduces, each once
-
-
-def _read_eager(task: Task, mesh: DeviceMesh) -> _Eager:
-    model = _build(task)
-    task.shard(model, mesh)
-    return _checked(model)
 
 
 def _checked(model: nn.Module) -> _Eager:
@@ -293,38 +279,46 @@ def _build(task: Task) -> nn.Module:
     return task.model()
 
 
+_Made = tuple[nn.Module, Callable[..., Tensor], Layout | None, PipelineReport | None]
+"""A model, its step, on the first rank its layout, and what passes did."""
+
+
 def _train(
     task: Task,
+    topology: Topology,
     run: str,
-    model: nn.Module,
-    step: Callable[..., Tensor],
-    layout: Layout | None,
+    make: Callable[[DeviceMesh], _Made],
     num_steps: int,
     path: Path,
     done: Callable[[int], object] | None,
     operators: ChosenOperators,
-    passes: PipelineReport | None = None,
 ) -> None:
-    rank = dist.get_rank()
-    optimizer = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    with ParityRecorder(
-        path,
-        run=run,
-        model=task.name,
-        seed=task.seed,
-        layouts=layout,
-        overwrite=True,
-        per_rank=[name for name, _ in model.named_buffers()],  # as BatchNorm's running statistics
-        operators=operators,
-    ) as recorder:
-        if passes is not None:
-            recorder.record_passes(passes)
-        for index in range(num_steps):
-            batch = task.batch(index, rank)
-            with recorder.operators(index, model, batch):
-                loss = step(*batch)
-                optimizer.step()
-            recorder.record(index, loss, model)
-            optimizer.zero_grad()
-            if done is not None and rank == 0:
-                done(index + 1)
+    _check_replicas(task, topology)
+
+    def play() -> None:
+        rank = dist.get_rank()
+        model, step, layout, passes = make(_mesh(task))
+        optimizer = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+        with ParityRecorder(
+            path,
+            run=run,
+            model=task.name,
+            seed=task.seed,
+            layouts=layout,
+            overwrite=True,
+            per_rank=[name for name, _ in model.named_buffers()],  # as BatchNorm's running statistics
+            operators=operators,
+        ) as recorder:
+            if passes is not None:
+                recorder.record_passes(passes)
+            for index in range(num_steps):
+                batch = task.batch(index, rank)
+                with recorder.operators(index, model, batch):
+                    loss = step(*batch)
+                    optimizer.step()
+                recorder.record(index, loss, model)
+                optimizer.zero_grad()
+                if done is not None and rank == 0:
+                    done(index + 1)
+
+    run_cluster(play, topology)
