@@ -65,9 +65,7 @@ class StepRecord:
     step: int  # its number
     loss: Loss | None  # the losses, if the step had one
     weights: Mapping[str, str]  # hash of each parameter and buffer, by FQN
-    gradients: Mapping[
-        str, str | None
-    ]  # hash of each parameter's gradient, by FQN; None where there was none
+    gradients: Mapping[str, str | None]  # of each parameter's gradient, by FQN; None where there was none
 
 
 @dataclass(frozen=True)
