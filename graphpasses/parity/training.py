@@ -85,11 +85,6 @@ def load_task(source: str) -> Task:
 
     Raises:
         TaskError: it cannot be imported, or lacks a definition; the message names it.
-
-    Example:
-        >>> load_task("no_such_module")
-        Traceback (most recent call last):
-        graphpasses.errors.TaskError: cannot import 'no_such_module': No module named 'no_such_module'
     """
     path = Path(source)
     try:
