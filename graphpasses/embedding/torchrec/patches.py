@@ -282,9 +282,8 @@ def _with_checked_features(original: Callable[..., Any]) -> Callable[..., Any]:
         self.graphpasses_check_features(keys)
         if torch.compiler.is_dynamo_compiling():
             inverse, device = None, None
-            if (
-                isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
-            ):  # or a TensorDict
+            is_keyed = isinstance(features, KeyedJaggedTensor)  # or a TensorDict
+            if is_keyed and features.variable_stride_per_key():
                 names, indices = features.inverse_indices()
                 inverse, device = tuple(names), indices.device
             self.graphpasses_make_input_dist(keys, inverse, device)
