@@ -192,11 +192,6 @@ def walk_modules(
     """Yields what ``named_modules(remove_duplicate=False)`` does, but ends on a cycle of modules.
 
     What is in a module that ``is_leaf`` is true of is left out.
-
-    Example:
-        >>> block = nn.Linear(2, 2)
-        >>> [fqn for fqn, _ in walk_modules(nn.Sequential(block, block))]
-        ['', '0', '1']
     """
     path: set[nn.Module] = set()
 

@@ -268,6 +268,5 @@ class _Context(eval_frame.OptimizeContext):
         if isinstance(fn, type):
             return compiled
         root = _ROOT.get()
-        wrap = self.backend.wrap
-        call = wrap(fn if root is None else root, compiled, getattr(backend, "kwargs", {}))
+        call = self.backend.wrap(fn if root is None else root, compiled, getattr(backend, "kwargs", {}))
         return functools.wraps(compiled)(call)

@@ -21,6 +21,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def is_sharded(placement: object) -> TypeGuard[Shard | _StridedShard]:
     """Says whether a placement splits the tensor: ``Shard``, or FSDP2's right-to-left ``_StridedShard``."""
     return isinstance(placement, Shard | _StridedShard)

@@ -14,11 +14,6 @@ def fake_process_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
 
     DTensor caches by mesh ranks and axis names, so play another rank in the same process only with meshes whose
     axes have other names.
-
-    Example:
-        >>> with fake_process_group(64):
-        ...     dist.get_world_size()
-        64
     """
     # Importing it registers the "fake" backend; torch has no public one. Tested: 2.13.
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -30,8 +30,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 # The state that `fully_shard` attaches to a module; `fully_shard.state` raises on modules without one.
 # torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2_dtypes import compute_dtypes, reduce_dtype
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.identity import same_bits
@@ -110,16 +110,13 @@ def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
 
 
 def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
-    shard, whole = _local(parameter.sharded_param), _local(parameter.unsharded_param)
+    shard, whole = (
+        local_part(each).detach() for each in (parameter.sharded_param, parameter.unsharded_param)
+    )
     shards = torch.chunk(whole, mesh.shard_mesh_size, parameter.fsdp_placement.dim)
     return mesh.shard_mesh_rank >= len(shards) or same_bits(
         shard.to(whole.dtype), shards[mesh.shard_mesh_rank]
     )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
 
 
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.schemas import inner_names
 from graphpasses._torch.tracing import outside_tracing
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
@@ -31,14 +32,19 @@ class TensorFacts:
     stride: tuple[int | None, ...]  # its strides; None where they depend on data
 
     def __str__(self) -> str:
-        sizes = ", ".join("?" if size is None else str(size) for size in self.shape)
-        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]"
+        return kind_of(self)
+
+
+def kind_of(tensor: torch.Tensor | TensorFacts) -> str:
+    """Returns the dtype and shape of a tensor as text."""
+    sizes = ", ".join("?" if size is None else str(size) for size in tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}]"
 
 
 def read_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yields the plain tensors that a tensor is made of: itself, or those inside of a subclass."""
     if is_traceable_wrapper_subclass_type(type(value)):
-        for name in value.__tensor_flatten__()[0]:
+        for name in inner_names(value):
             inner = getattr(value, name)
             if isinstance(inner, torch.Tensor):
                 yield from read_tensors(inner)

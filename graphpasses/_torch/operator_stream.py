@@ -17,7 +17,7 @@ from graphpasses._torch.eager_calls import EagerCalls, unseen
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.group_ranks import group_ranks, named_group_ranks
 from graphpasses._torch.node_origins import NodesOfFrames, origin_of
-from graphpasses._torch.operator_facts import facts_of_value, leaves, memory_of, tensors
+from graphpasses._torch.operator_facts import facts_of_value, kind_of, leaves, memory_of, tensors
 from graphpasses._torch.operator_rules import computes_nothing, copies_nothing
 from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses._torch.schemas import written_names
@@ -60,14 +60,14 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
 
     def see(self, name: str, tensor: Tensor) -> Value:
         """Returns what is reported of a tensor."""
-        shape = ", ".join(map(str, tensor.shape))
-        kind = f"{str(tensor.dtype).removeprefix('torch.')}[{shape}]"
         is_plain = tensor.layout == torch.strided and not tensor.is_quantized
         if not is_plain or memory_of(tensor) in self._unwritten:
-            return Value(name, kind, None)
+            return Value(name, kind_of(tensor), None)
         with torch.no_grad(), unseen():
             base = _untransposed(tensor)
-            return Value(name, kind, self._digest(tensor), None if base is None else self._digest(base))
+            return Value(
+                name, kind_of(tensor), self._digest(tensor), base if base is None else self._digest(base)
+            )
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
         """Calls an operator, and reports it; see :meth:`OperatorCalls.record`."""

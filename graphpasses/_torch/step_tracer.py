@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -191,14 +192,9 @@ def _backward_marked() -> Iterator[None]:
                 if node not in before:
                     node.meta["autograd_backward"] = True
 
-    places = (torch.autograd.graph, torch.autograd)
-    for place in places:
-        place._engine_run_backward = run_backward  # type: ignore[attr-defined]
-    try:
+    patch, name = mock.patch.object, "_engine_run_backward"
+    with patch(torch.autograd.graph, name, run_backward), patch(torch.autograd, name, run_backward):
         yield
-    finally:
-        for place in places:
-            place._engine_run_backward = original  # type: ignore[attr-defined]
 
 
 def _name_backward_by_forward(gm: fx.GraphModule) -> None:

@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.dlpack import from_dlpack
+
+from graphpasses._torch.operator_facts import read_tensors
 
 _PIECE = 32 << 20  # bytes
 
 
 def addresses(value: Any) -> Iterator[int]:
     """Yields where the memory of a tensor begins; of a wrapper such as a DTensor, that of each tensor inside."""
-    if is_traceable_wrapper_subclass(value):
-        names, _ = value.__tensor_flatten__()
-        for name in names:
-            yield from addresses(getattr(value, name))
-    elif isinstance(value, Tensor) and value.layout is torch.strided:
-        yield value.untyped_storage().data_ptr()
+    for each in read_tensors(value):
+        if isinstance(each, Tensor) and each.layout is torch.strided:
+            yield each.untyped_storage().data_ptr()
 
 
 def is_movable(tensor: Tensor) -> bool:

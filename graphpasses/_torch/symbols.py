@@ -76,10 +76,7 @@ def unify_sizes(node: fx.Node, other: fx.Node) -> None:
     for size, same in zip(_sizes(node.meta.get("val")), _sizes(other.meta.get("val")), strict=True):
         if not isinstance(size, torch.SymInt) or not free_unbacked_symbols(size):
             continue
-        symbol, name = (
-            size.node.expr,
-            same.node.expr if isinstance(same, torch.SymInt) else sympy.Integer(same),
-        )
+        symbol, name = size.node.expr, sympy.sympify(expression(same))
         if not symbol.is_Symbol or symbol == name:
             continue
         if name.is_Symbol and free_unbacked_symbols(name):

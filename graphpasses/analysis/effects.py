@@ -31,7 +31,7 @@ from graphpasses._torch.schemas import (
     written_names,
 )
 from graphpasses.graph import WAIT
-from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, storages
+from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, reach, storages
 
 __all__ = [
     "UNKNOWN_GROUP",
@@ -139,17 +139,12 @@ def holds_tensor(node: fx.Node) -> bool:
 
 def is_written(node: fx.Node) -> bool:
     """Whether an operator writes the memory of a node, or of a view of it."""
-    pending = [node]
-    while pending:
-        value = pending.pop()
-        for user in value.users:
-            if user.op != "call_function":
-                continue
-            if value in _written_inputs(user):
-                return True
-            if value in _shared_inputs(user):
-                pending.append(user)
-    return False
+
+    def calls(value: fx.Node) -> Iterator[fx.Node]:
+        return (user for user in value.users if user.op == "call_function")
+
+    values = reach([node], lambda value: [user for user in calls(value) if value in _shared_inputs(user)])
+    return any(value in _written_inputs(user) for value in values for user in calls(value))
 
 
 def names_written(node: fx.Node) -> frozenset[str]:
@@ -292,15 +287,11 @@ def _named_argument(node: fx.Node, name: str) -> Any:
 
 def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
     for other in node.all_input_nodes:
-        if other.op == "get_attr" and isinstance(module := _attribute(other), fx.GraphModule):
+        if other.op != "get_attr":
+            continue
+        module = operator.attrgetter(str(other.target))(other.graph.owning_module)
+        if isinstance(module, fx.GraphModule):
             yield from module.graph.nodes
-
-
-def _attribute(node: fx.Node) -> Any:
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

@@ -22,7 +22,7 @@ from torch import fx
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.analysis.backward import is_backward
 from graphpasses.graph import WAIT, TrainGraph, argument, wait_of
-from graphpasses.graph.nodes import SAME_TENSOR_OPS
+from graphpasses.graph.nodes import SAME_TENSOR_OPS, reach
 from graphpasses.graph.parameters import ParameterInfo
 
 aten = torch.ops.aten
@@ -221,13 +221,9 @@ def _is_alone(node: fx.Node) -> bool:
 
 def is_read_inside(value: fx.Node) -> bool:
     """Whether the step itself reads a gradient output, or a reduced summand of it."""
-    nodes: set[fx.Node] = set()
-    pending = [value]
-    while pending:
-        node = pending.pop()
-        nodes.add(node)
-        if node.target in _AFTER_REDUCTION or is_add(node):
-            pending += node.all_input_nodes
+    nodes = reach(
+        [value], lambda node: node.all_input_nodes if node.target in _AFTER_REDUCTION or is_add(node) else ()
+    )
     return any(user.op != "output" and user not in nodes for node in nodes for user in node.users)
 
 

@@ -51,18 +51,7 @@ class Received:
 
 
 class SizeNumbering:
-    """The numbers in the integer tensors of a graph; ``all_numbers`` has them by id.
-
-    Example:
-        >>> graph = fx.Graph()
-        >>> nodes = [graph.call_function(torch.ops.aten.scalar_tensor.default, (size,)) for size in (3, 7, 3)]
-        >>> nodes.append(graph.call_function(torch.ops.aten.stack.default, (list(nodes),)))
-        >>> for node in nodes:
-        ...     node.meta["val"] = torch.tensor(0)
-        >>> sizes = SizeNumbering(fx.GraphModule({}, graph))
-        >>> sizes.numbers(nodes[-1]), sizes.ids(nodes[-1])
-        ([3, 7, 3], [0, 1, 0])
-    """
+    """The numbers in the integer tensors of a graph; ``all_numbers`` has them by id."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._module = module

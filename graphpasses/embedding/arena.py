@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -100,6 +100,10 @@ class Arena:
             move_storage(tensor, flat[start : start + size], give_back_pages)
             _CONTAINING[tensor] = (flat, _offset(tensor, flat))
         return cls(flat, tuple(names), tuple(_offset(tensor, flat) for tensor in tensors))
+
+    def input_check(self, positions: Sequence[int]) -> Callable[[Sequence[Any]], None]:
+        """Returns :meth:`check` of a graph's inputs; ``positions`` say where in them the arena's tensors are."""
+        return lambda values: self.check([values[position] for position in positions])
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """Raises unless the arena's tensors, in order, lie where they were put; cheap enough for every step."""

@@ -154,15 +154,13 @@ def make_bucket_layout(
 ) -> BucketLayout:
     """Computes where eager FSDP2 puts each gradient in one bucket.
 
-    The bucket is row-major, one row per rank. A parameter sharded on dim 0 is padded with zeros at the end of
-    dim 0 to a multiple of the number of rows. One sharded on another dim, which must divide evenly, has its
-    chunks moved to dim 0 first. Each row holds every parameter's chunk, in order.
+    It has a row per rank, which holds that rank's chunk of each parameter, in order. A parameter sharded on dim 0 is
+    padded with zeros at the end of it to a multiple of the rows; another dim must divide evenly.
     Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce``, and ``_fsdp_common.py``,
     ``_get_dim0_padded_size``.
 
     ``parameters`` has FQN, shape that FSDP shards and sharded dim of each, in byte order; ``ranks`` are global, in
-    group order. There are by default as many rows as ranks for a reduce-scatter, and one (the whole gradient) for
-    an all-reduce; HSDP's all-reduce has those of the reduce-scatter before it.
+    group order. By default an all-reduce has one row, the whole gradient; HSDP's has those of its reduce-scatter.
 
     Raises:
         LayoutError: a parameter has no dims, or a dim other than 0 does not divide evenly.

@@ -43,9 +43,8 @@ def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any
             # Not by ==, for which 0.0 is -0.0 and nan is not nan.
             same = type(leaf) is type(captured) and repr(leaf) == repr(captured)
         if not same:
-            strides = _describe(leaf, varying=dims) == _describe(
-                captured, varying=dims
-            )  # nothing else differs
+            # Strides are shown where nothing else differs.
+            strides = _describe(leaf, varying=dims) == _describe(captured, varying=dims)
             raise BatchMismatchError(
                 f"{path} differs from the captured batch: expected {_describe(captured, strides, dims)}, "
                 f"got {_describe(leaf, strides)}. Capture a step for it, or pad the batch"

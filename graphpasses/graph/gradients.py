@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import local_part
+
 
 def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
     """Adds a gradient to ``parameter.grad``, or makes it that.
@@ -20,8 +22,7 @@ def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_s
     parameter's dtype. Source: ``accumulate_grad.h``, ``AccumulateGrad::accumulateGrad``.
     """
     if parameter.grad is not None:
-        total = parameter.grad
-        (total.to_local() if isinstance(total, DTensor) else total).add_(gradient)
+        local_part(parameter.grad).add_(gradient)
         return
     parameter.grad = as_gradient(parameter, gradient, is_shared=is_shared)
 
@@ -30,7 +31,7 @@ def as_gradient(
     parameter: torch.Tensor, gradient: torch.Tensor, placements: Any = None, *, is_shared: bool
 ) -> torch.Tensor:
     """Returns a first gradient of a parameter as autograd keeps it; a DTensor's has its placements, or other ones."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    local = local_part(parameter)
     if is_shared or gradient.stride() != local.stride():
         gradient = torch.empty_like(local).copy_(gradient)
     if isinstance(parameter, DTensor):

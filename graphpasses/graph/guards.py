@@ -62,9 +62,9 @@ class Guards:
         """Returns the first decision that falls otherwise, with the values then and now; None if there is none."""
         values: dict[Symbol, Any] = {}
         pending = self._checks[::-1]
-        for node, value in run_nodes(
-            self.module, self.module.graph.nodes, self._given(value_of), self.written
-        ):
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        given = dict(zip(placeholders, map(value_of, self.inputs), strict=True))
+        for node, value in run_nodes(self.module, self.module.graph.nodes, given, self.written):
             # Checked at once: if a decision falls otherwise, what was traced after it means nothing.
             for symbol, path in self.places.get(node.name, ()):
                 values[symbol] = value_at(value, path)
@@ -73,10 +73,6 @@ class Guards:
                 if not holds(values):
                     return self._describe(decision, values)
         return None
-
-    def _given(self, value_of: Callable[[GraphInput], Any]) -> Mapping[fx.Node, Any]:
-        placeholders = self.module.graph.find_nodes(op="placeholder")
-        return {node: value_of(item) for node, item in zip(placeholders, self.inputs, strict=True)}
 
     @cached_property
     def _checks(self) -> list[tuple[Decision, set[Symbol], Callable[[Mapping[Symbol, Any]], bool]]]:

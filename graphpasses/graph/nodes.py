@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +183,30 @@ def memories(value: Any) -> set[StorageWeakRef]:
 
 def views(node: fx.Node) -> list[fx.Node]:
     """Returns the calls whose fake values lie in the memory of a node's, or of another of them, in graph order."""
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        memory = storages(read := pending.pop())
+
+    def viewing(read: fx.Node) -> list[fx.Node]:
+        memory = storages(read)
         calls = (user for user in read.users if user.op == "call_function")
-        new = {call for call in calls if not memory.isdisjoint(storages(call))} - found
-        found |= new
-        pending += new
-    return sorted(found)
+        return [call for call in calls if not memory.isdisjoint(storages(call))]
+
+    return sorted(reach([node], viewing) - {node})
+
+
+def last_reads(node: fx.Node) -> Iterator[fx.Node]:
+    """Yields the calls after which a node's memory is not read any more; of collectives their waits."""
+    for each in (node, *views(node)):
+        for user in each.users:
+            if user.op == "call_function":
+                yield wait_of(user) if is_collective(user) else user
+
+
+def reach(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """Returns the nodes that steps from a node to those that follow it lead to; where they start is among them."""
+    found: set[fx.Node] = set()
+    pending = list(start)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += following(node)
+    return found

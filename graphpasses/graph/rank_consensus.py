@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.group_ranks import gathered, mesh_group_names, named_group
 from graphpasses.errors import AgreementError
@@ -45,7 +46,7 @@ class RankConsensus:
         """Returns the consensus of the ranks that hold shards of a model's parameters; of fake ones none is asked."""
         parameters = list(model.parameters())
         meshes = dict.fromkeys(each.device_mesh for each in parameters if isinstance(each, DTensor))
-        if any(is_fake(_local(each)) or each.is_meta for each in parameters):
+        if any(is_fake(local_part(each)) or each.is_meta for each in parameters):
             meshes = {}
         groups = (str(name) for mesh in meshes for name in mesh_group_names(mesh))
         return cls(groups, next(iter(parameters), torch.empty(0)).device)
@@ -141,7 +142,3 @@ def _unlike_launches(one: tuple[int, Sequence[Launch]], other: tuple[int, Sequen
         f"launches {mine}, rank {rank} {theirs}. Run the same passes on all ranks; a pass must not decide by what "
         "only its rank knows"
     )
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -80,7 +80,8 @@ class GuardedCache(Generic[S]):
         if not self._is_guarded:
             return self.steps[0]
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            differences = [_difference(step.guards, value_of) for step in self.steps]
+            all_guards = [step.guards for step in self.steps]
+            differences = [None if each is None else each.difference(value_of) for each in all_guards]
         fits = self._consensus.all_ranks([difference is None for difference in differences])
         if True in fits:
             return self.steps[fits.index(True)]
@@ -121,7 +122,3 @@ class GuardedCache(Generic[S]):
         """Returns once all ranks came here; raises if one failed before."""
         if not self._consensus.all_ranks([True])[0]:
             raise FailedElsewhereError("another rank could not capture the step again; its message says why")
-
-
-def _difference(guards: Guards | None, value_of: Callable[[GraphInput], Any]) -> str | None:
-    return None if guards is None else guards.difference(value_of)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from graphpasses.errors import TopologyError
@@ -74,13 +74,9 @@ class Traffic:
             )
         return transfer.over(num_ranks // transfer.stride)
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain dicts and lists, as a run file stores them."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Traffic:
-        """Reads back what :meth:`to_json` wrote."""
+        """Reads back what ``dataclasses.asdict`` makes of it, as a run file stores it."""
         transfers = (
             Transfer(**{**each, "rows": tuple((size, num) for size, num in each["rows"])})
             for each in data["transfers"]

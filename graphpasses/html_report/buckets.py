@@ -98,11 +98,8 @@ class BucketPair:
         return sum(row.a != row.b for row in self.rows)
 
 
-@dataclass(frozen=True)
-class BucketGroup:
-    """Pairs that look the same, as those of equal layers do."""
-
-    pairs: tuple[BucketPair, ...]
+BucketGroup = tuple[BucketPair, ...]
+"""Pairs that look the same, as those of equal layers do."""
 
 
 @dataclass
@@ -146,7 +143,7 @@ def draw_buckets(
         sides = (in_a.get(index_a, []), in_b.get(index_b, []))
         pair = _pair(sides, topologies, names, is_compared)
         groups.setdefault(_look(pair), []).append(pair)
-    return tuple(BucketGroup(tuple(pairs)) for pairs in groups.values())
+    return tuple(map(tuple, groups.values()))
 
 
 def _place(entry: Row, side: Side) -> Place:

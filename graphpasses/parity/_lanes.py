@@ -43,15 +43,12 @@ def lanes(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) ->
         h = splitmix64_finalizer(bits ^ w)          lane 0 = sum of h
         g = h * (h >> 32)                           lane 1 = sum of g
 
-    ``>>`` copies the sign. Every step from ``bits`` to ``h`` is a bijection of 64-bit words for a fixed ``p`` (xor
-    with a constant, multiplication by an odd number, xor with a logical right shift of itself). So a change of
-    **one** element always changes its ``h``, hence lane 0. Changes of several elements that cancel in lane 0, as
-    flips of the same bit of two ``h`` do every second time, change each ``g`` by a product with the other half of
-    its ``h``: they cancel in lane 1 where these halves are equal, too.
-
-    With words of 12 bits instead of 64 all changes of two elements can be counted: 2^-22.0 of them cancel in both
-    lanes, and 2^-22.4 with two random functions. ``experiments/hash_bench`` counts them, and measures how well the
-    sums mix beyond that.
+    ``>>`` copies the sign. For a fixed ``p`` each step from ``bits`` to ``h`` is a bijection of 64-bit words (xor
+    with a constant or with a logical right shift of itself, multiplication by an odd number), so a change of
+    **one** element always changes lane 0. Changes of several that cancel there change each ``g`` by a product with
+    the other half of its ``h``: they cancel in lane 1 where these halves are equal, too. With words of 12 bits all
+    changes of two elements can be counted: 2^-22.0 of them cancel in both lanes, 2^-22.4 with two random functions
+    (``experiments/hash_bench``).
 
     A sum does not depend on the order of its terms: the shards of a tensor may be hashed apart and added.
 

@@ -12,6 +12,7 @@ from graphpasses.errors import TaskError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import CapturedStep
+from graphpasses.graph.nodes import reach
 from graphpasses.parity.compare import compare_runs
 from graphpasses.parity.first_difference import Difference
 from graphpasses.parity.location import Location, locate_runs
@@ -187,13 +188,5 @@ def _rewrite(before: CapturedStep, after: CapturedStep, difference: Difference |
 
 def _feeding(node: Node, changed: Collection[str]) -> set[str]:
     """Returns the changed nodes from which a node is computed, as far as only changed ones lie between."""
-    found: set[str] = set()
-    pending = [node]
-    while pending:
-        each = pending.pop()
-        if each.name in found or (each is not node and each.name not in changed):
-            continue
-        if each.name in changed:
-            found.add(each.name)
-        pending += each.all_input_nodes
-    return found
+    found = reach([node], lambda each: [other for other in each.all_input_nodes if other.name in changed])
+    return {each.name for each in found} & set(changed)

@@ -62,36 +62,31 @@ def tensor_hashes(
 ) -> dict[str, str | None]:
     """Hashes named tensors, each as if one rank held it whole.
 
-    Every rank mixes the raw bits of the elements that it holds with their positions in the *whole* tensor,
-    on the device where they live, into two 64-bit sums (the formula is in ``_lanes.py``). One integer
-    all-reduce of all tensors' sums, modulo 2^64, adds the shards up: 32 bytes a tensor travel, and 1, 4 and 8
-    ranks get the same hash. (A first all-reduce, of 24 bytes in all, checks that the ranks hash the same tensors.)
+    Each element's bits and position in the *whole* tensor go into two 64-bit sums (the formula is in ``_lanes.py``),
+    where the element lives. One all-reduce adds up all tensors' sums: 1, 4 and 8 ranks get the same hash, and 32
+    bytes a tensor travel. (Another, of 24 bytes in all, checks that the ranks hash the same tensors.)
 
-    What a hash promises, for tensors of one dtype and one global shape:
+    Among tensors of one dtype and global shape, one changed element (one flipped bit, a NaN's payload, -0.0 for
+    0.0) **always** changes the hash. Any other difference that comes from training, hardware or mistakes goes unseen
+    with a probability of about 2^-126. It is no defence against who knows the formula.
 
-    - one changed element (one flipped bit, a NaN's payload, -0.0 for 0.0) **always** changes it;
-    - any other difference, such as two elements that change places, goes unseen with a probability of about
-      2^-126 if the differences do not know the hash: they come from training, hardware or mistakes. Who knows the
-      formula can compute tensors of equal hashes; it is no defence against forgery.
-
-    A tensor that several ranks hold (``Replicate``, or a plain tensor while ``torch.distributed`` is
-    initialised) counts once. Replicas that differ raise: a weighted sum in the same all-reduce shows it.
+    A tensor that several ranks hold (``Replicate``, or a plain tensor while ``torch.distributed`` is initialised)
+    counts once; copies that differ raise.
 
     Args:
-        tensors: tensor of each name; None (a gradient that is not there) stays None. Plain tensors or
-            DTensors placed by Shard of any dimension (uneven too), Replicate and FSDP2's _StridedShard.
+        tensors: by name; None (a gradient that is not there) stays None. DTensors may be placed by Shard (uneven
+            too), Replicate and FSDP2's _StridedShard.
         group: the ranks that call this together, all with the same names (default: all ranks; with pipeline
             parallelism, the ranks of one stage).
-        per_rank: names of tensors of which each rank holds its own, of one shape (the running statistics of a
-            batch norm without synchronisation, DTensors that are Partial); hashed as a stack over the ranks,
-            hence differently for other numbers of ranks.
+        per_rank: names of tensors of which each rank holds its own, of one shape (running statistics that are not
+            synchronised, DTensors that are Partial): hashed as a stack over the ranks.
 
     Returns:
         32 hexadecimal digits for each name, in the order given, the same on every rank.
 
     Raises:
-        UnsupportedError: a tensor is Partial, sparse, quantized, on the meta device or of a tensor subclass
-            other than DTensor, or its shards are not contiguous ranges of the whole.
+        UnsupportedError: a tensor is Partial, sparse, quantized, on the meta device or of another subclass than
+            DTensor, or its shards are not contiguous ranges of the whole.
         ReplicaMismatchError: ranks that should hold the same values do not, or hash different tensors.
 
     Example:

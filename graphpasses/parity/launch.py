@@ -73,9 +73,6 @@ def end_with_caller() -> None:
     """Lets this process end when the one that started it has ended, however it did.
 
     A process that went on alone would write into files of the next run.
-
-    Example:
-        >>> end_with_caller()  # nothing happens in a process that multiprocessing did not start
     """
     caller = multiprocessing.parent_process()
     if caller is not None:

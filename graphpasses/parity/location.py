@@ -71,16 +71,11 @@ def locate_runs(a: Run, b: Run) -> Location:
                 f"the runs part in step {step}, of which run {name} recorded no operators ({has}): record both "
                 f"again with ParityRecorder(..., operators=[{step}]) and the step in recorder.operators(...)"
             )
-    found = [
-        difference
+    by_rank = (
+        first_difference(*(read_operators(run.path, rank, step) for run in (a, b)))
         for rank in range(a.header.world_size)
-        if (
-            difference := first_difference(
-                read_operators(a.path, rank, step), read_operators(b.path, rank, step)
-            )
-        )
-        is not None
-    ]
+    )
+    found = [each for each in by_rank if each is not None]
     if not found:
         raise CompareError(
             f"the runs part in step {step}, but all operators that they recorded of it are equal: something differs "

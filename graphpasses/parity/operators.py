@@ -71,11 +71,6 @@ def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> Operat
     Raises:
         RunFileError: the file is missing, is none of these, of another format version, damaged, or does not hold the
             whole step.
-
-    Example:
-        >>> read_operators("missing.jsonl", 0, 3)
-        Traceback (most recent call last):
-        graphpasses.errors.RunFileError: cannot read 'missing.operators/rank-0.jsonl': No such file or directory
     """
     file = operator_file(path, rank)
     start: tuple[Value, ...] | None = None

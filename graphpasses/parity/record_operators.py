@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphpasses._torch.fsdp2_stream import fsdp2_streamed
-from graphpasses._torch.operator_facts import read_tensors
+from graphpasses._torch.operator_facts import kind_of, read_tensors
 from graphpasses._torch.operator_stream import OperatorStream
 from graphpasses._torch.recorded_operator import Operator, Value
 from graphpasses.parity._lanes import MASK, lanes
@@ -119,13 +119,6 @@ def operators_recorded(
 
     Yields:
         The stream that sees them.
-
-    Example:
-        >>> model, x, found = nn.Linear(2, 1), torch.ones(3, 2), []
-        >>> with operators_recorded(model, found.append):
-        ...     model(x).sum().backward()
-        >>> found[0].operator
-        'aten.addmm.default'
     """
     operators = _Batches(write)
     stream = OperatorStream(model, _digest, operators.add, keep=keep)
@@ -150,8 +143,8 @@ def _seen(tensors: Mapping[str, Any]) -> Iterator[Value]:
         if not isinstance(tensor, Tensor):
             continue
         for plain in read_tensors(tensor):
-            kind = f"{str(plain.dtype).removeprefix('torch.')}{list(plain.shape)}"
-            yield Value(name, kind, _digest(plain.detach()) if plain.layout == torch.strided else None)
+            digest = _digest(plain.detach()) if plain.layout == torch.strided else None
+            yield Value(name, kind_of(plain), digest)
 
 
 def _digest(tensor: Tensor) -> Tensor:

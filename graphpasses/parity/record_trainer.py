@@ -6,8 +6,9 @@ import functools
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -85,29 +86,23 @@ def recorded(
         (trainer, "train_step", train_step),
         (metrics, "log", log),
     )
-    with ParityRecorder(
-        path,
-        run=run,
-        model=f"{config.model_spec.name} {config.model_spec.flavor}",
-        seed=config.debug.seed,
-        topology=topology,
-        layouts=_eager_layout(model, config),
-        per_rank=_partial_buffers(model),
-        overwrite=overwrite,
-    ) as recorder:
-        before = [(owner, name, vars(owner).get(name)) for owner, name, _ in hooks]
-        for owner, name, hook in hooks:
-            setattr(owner, name, hook)
-        setattr(trainer, ON_REWRITTEN, functools.partial(_record_rewritten, recorder))
-        try:
-            yield recorder
-        finally:
-            delattr(trainer, ON_REWRITTEN)
-            for owner, name, own in before:
-                if own is None:  # its class's
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, own)
+    with ExitStack() as stack:
+        recorder = stack.enter_context(
+            ParityRecorder(
+                path,
+                run=run,
+                model=f"{config.model_spec.name} {config.model_spec.flavor}",
+                seed=config.debug.seed,
+                topology=topology,
+                layouts=_eager_layout(model, config),
+                per_rank=_partial_buffers(model),
+                overwrite=overwrite,
+            )
+        )
+        on_rewritten = functools.partial(_record_rewritten, recorder)
+        for owner, name, hook in (*hooks, (trainer, ON_REWRITTEN, on_rewritten)):
+            stack.enter_context(mock.patch.object(owner, name, hook, create=True))
+        yield recorder
 
 
 def _partial_buffers(model: nn.Module) -> list[str]:

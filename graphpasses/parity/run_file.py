@@ -65,9 +65,7 @@ class StepRecord:
     step: int  # its number
     loss: Loss | None  # the losses, if the step had one
     weights: Mapping[str, str]  # hash of each parameter and buffer, by FQN
-    gradients: Mapping[
-        str, str | None
-    ]  # hash of each parameter's gradient, by FQN; None where there was none
+    gradients: Mapping[str, str | None]  # of each parameter's gradient, by FQN; None where there was none
 
 
 @dataclass(frozen=True)
@@ -230,10 +228,8 @@ def _step_from(record: dict[str, JSON], world_size: int) -> StepRecord:
     if type(step) is not int:
         raise ValueError(f"its step is {step!r}, not a number")
     weights, gradients = dict(record["weights"].items()), dict(record["gradients"].items())
-    for name, digest in (
-        *weights.items(),
-        *((name, each) for name, each in gradients.items() if each is not None),
-    ):
+    known = [(name, digest) for name, digest in gradients.items() if digest is not None]
+    for name, digest in (*weights.items(), *known):
         if not (isinstance(digest, str) and _HASH.fullmatch(digest)):
             raise ValueError(f"the hash of {name!r} is {digest!r}, not 32 hexadecimal digits")
     return StepRecord(step, loss and _loss_from(loss, world_size), weights, gradients)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2 import parameter_groups
 from graphpasses.capture import capture_train_step, simple_fsdp
 from graphpasses.errors import TaskError, UnsupportedError
@@ -85,11 +85,6 @@ def load_task(source: str) -> Task:
 
     Raises:
         TaskError: it cannot be imported, or lacks a definition; the message names it.
-
-    Example:
-        >>> load_task("no_such_module")
-        Traceback (most recent call last):
-        graphpasses.errors.TaskError: cannot import 'no_such_module': No module named 'no_such_module'
     """
     path = Path(source)
     try:
@@ -139,10 +134,7 @@ def train_eager(
     :func:`train_graph` has an example.
     """
 
-    _check_replicas(task, topology)
-
-    def play() -> None:
-        mesh = _mesh(task)
+    def make(mesh: DeviceMesh) -> _Made:
         model = _build(task)
         task.shard(model, mesh)
         layout = _checked(model).layout if dist.get_rank() == 0 else None
@@ -152,9 +144,9 @@ def train_eager(
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
 
-        _train(task, "eager FSDP2", model, step, layout, num_steps, path, done, operators)
+        return model, step, layout, None
 
-    run_cluster(play, topology)
+    _train(task, topology, "eager FSDP2", make, num_steps, path, done, operators)
 
 
 def train_graph(
@@ -205,22 +197,17 @@ def train_graph(
         'equal'
     """
 
-    _check_replicas(task, topology)
-
     def rewritten(captured: CapturedStep, plan: BucketPlan, layout: Layout) -> CapturedStep:
         return task.pipeline(plan, layout).run(captured, graph_diff=True)
 
-    def play() -> None:
-        mesh = _mesh(task)
+    def make(mesh: DeviceMesh) -> _Made:
         model = _build(task)
-        if sharding == "fully_shard":
-            task.shard(model, mesh)
-            mine = _checked(model)
-        else:
-            mine = _read_eager(task, mesh)
-            model = _simply_sharded(model, mesh, mine.policies)
+        task.shard(model, mesh)
+        mine = _checked(model)
+        if sharding == "simple_fsdp":
+            model = _simply_sharded(_build(task), mesh, mine.policies)
         steps: dict[object, CapturedStep] = share(dict)
-        shapes = tuple(_local_shape(parameter) for parameter in model.parameters())
+        shapes = tuple(local_part(parameter).shape for parameter in model.parameters())
         if shapes not in steps:
             # One rank captures for all, and cannot run an eager step alone.
             batch = task.batch(0, dist.get_rank())
@@ -228,9 +215,9 @@ def train_graph(
             steps[shapes] = (rewrite or rewritten)(captured, mine.plan, mine.layout)
         step = step_for_rank(steps[shapes], model)
         layout = graph_layout(step) if dist.get_rank() == 0 else None
-        _train(task, run, model, step, layout, num_steps, path, done, operators, steps[shapes].report)
+        return model, step, layout, steps[shapes].report
 
-    run_cluster(play, topology)
+    _train(task, topology, run, make, num_steps, path, done, operators)
 
 
 @dataclass(frozen=True)
@@ -240,12 +227,6 @@ class _Eager:
     plan: BucketPlan  # its buckets
     layout: Layout
     policies: frozenset[tuple[torch.dtype, torch.dtype]]  # in which dtypes it computes and reduces, each once
-
-
-def _read_eager(task: Task, mesh: DeviceMesh) -> _Eager:
-    model = _build(task)
-    task.shard(model, mesh)
-    return _checked(model)
 
 
 def _checked(model: nn.Module) -> _Eager:
@@ -293,43 +274,46 @@ def _build(task: Task) -> nn.Module:
     return task.model()
 
 
-def _local_shape(parameter: Tensor) -> tuple[int, ...]:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return tuple(local.shape)
+_Made = tuple[nn.Module, Callable[..., Tensor], Layout | None, PipelineReport | None]
+"""A model, its step, on the first rank its layout, and what passes did."""
 
 
 def _train(
     task: Task,
+    topology: Topology,
     run: str,
-    model: nn.Module,
-    step: Callable[..., Tensor],
-    layout: Layout | None,
+    make: Callable[[DeviceMesh], _Made],
     num_steps: int,
     path: Path,
     done: Callable[[int], object] | None,
     operators: ChosenOperators,
-    passes: PipelineReport | None = None,
 ) -> None:
-    rank = dist.get_rank()
-    optimizer = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    with ParityRecorder(
-        path,
-        run=run,
-        model=task.name,
-        seed=task.seed,
-        layouts=layout,
-        overwrite=True,
-        per_rank=[name for name, _ in model.named_buffers()],  # as BatchNorm's running statistics
-        operators=operators,
-    ) as recorder:
-        if passes is not None:
-            recorder.record_passes(passes)
-        for index in range(num_steps):
-            batch = task.batch(index, rank)
-            with recorder.operators(index, model, batch):
-                loss = step(*batch)
-                optimizer.step()
-            recorder.record(index, loss, model)
-            optimizer.zero_grad()
-            if done is not None and rank == 0:
-                done(index + 1)
+    _check_replicas(task, topology)
+
+    def play() -> None:
+        rank = dist.get_rank()
+        model, step, layout, passes = make(_mesh(task))
+        optimizer = task.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+        with ParityRecorder(
+            path,
+            run=run,
+            model=task.name,
+            seed=task.seed,
+            layouts=layout,
+            overwrite=True,
+            per_rank=[name for name, _ in model.named_buffers()],  # as BatchNorm's running statistics
+            operators=operators,
+        ) as recorder:
+            if passes is not None:
+                recorder.record_passes(passes)
+            for index in range(num_steps):
+                batch = task.batch(index, rank)
+                with recorder.operators(index, model, batch):
+                    loss = step(*batch)
+                    optimizer.step()
+                recorder.record(index, loss, model)
+                optimizer.zero_grad()
+                if done is not None and rank == 0:
+                    done(index + 1)
+
+    run_cluster(play, topology)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
+from graphpasses._torch.operator_facts import kind_of
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.pass_report import Hunk
 
@@ -29,16 +30,7 @@ class Line:
 
 
 def read_lines(graph: TrainGraph) -> list[Line]:
-    """Reads a step's graph as text, one line per node.
-
-    Example:
-        >>> import torch
-        >>> from graphpasses import capture_train_step
-        >>> model = torch.nn.Linear(4, 1, bias=False)
-        >>> captured = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
-        >>> print(read_lines(captured)[2].text)
-        t = aten.t.default(arg0_1)  # float32[4, 1], of weight
-    """
+    """Reads a step's graph as text, one line per node."""
     names = {node: item.fqn for node, item in zip(graph.placeholders, graph.inputs, strict=True)}
     return [Line(node, _text(node, names), _operator(node)) for node in graph.graph.nodes]
 
@@ -48,17 +40,6 @@ def diff_lines(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Hun
 
     Nodes that the pass kept are the same objects. Returns the differences in the order of the graph, and how many
     changed places are not shown, since there would be too many.
-
-    Example:
-        >>> import torch
-        >>> from graphpasses import capture_train_step
-        >>> model = torch.nn.Linear(4, 1, bias=False)
-        >>> graph = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
-        >>> before = read_lines(graph)
-        >>> graph.set_output(1, None)
-        >>> (hunk,), num_left_out = diff_lines(before, read_lines(graph))
-        >>> print(*hunk.after[-1:])
-        + return [sum_1, None]
     """
     kept = _kept(before, after)
     staying = {before[index].node for index, _ in kept}
@@ -170,7 +151,7 @@ def _operator(node: fx.Node) -> str:
 
 def _shape(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return kind_of(value)
     if isinstance(value, tuple | list) and value and all(isinstance(each, Tensor) for each in value):
         return f"{len(value)} tensors, the first {_shape(value[0])}"
     return ""

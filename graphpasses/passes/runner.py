@@ -303,9 +303,7 @@ def _run_pass(
     seconds = time.perf_counter() - start
     verifier.check_form(history)
     start = time.perf_counter()
-    if (
-        verifier.is_changed and graph.stage is not Stage.DYNAMO
-    ):  # fx cannot tell which torch-level calls have effects
+    if verifier.is_changed and graph.stage is not Stage.DYNAMO:  # fx knows no effects of torch-level calls
         eliminate_dead_code(graph.graph)
     seconds += time.perf_counter() - start
     verifier.check_rules(history)

@@ -160,13 +160,14 @@ def _types(kind: type) -> dict[str, str]:
     return {each.name: str(each.type).removesuffix(" | None") for each in fields(kind)}
 
 
-_EXPECTED = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "tuple[int, ...]": "a list of integers",
-    "tuple[Algorithm, ...]": "a list of strings",
+# By the type of a field: how messages call it, and what a value, or an item of a list, may be.
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "int": ("an integer", (int,)),
+    "float": ("a number", (int, float)),
+    "str": ("a string", (str,)),
+    "bool": ("true or false", (bool,)),
+    "tuple[int, ...]": ("a list of integers", (int,)),
+    "tuple[Algorithm, ...]": ("a list of strings", (str,)),
 }
 
 
@@ -176,18 +177,12 @@ def _checked(data: dict[str, Any], types: dict[str, str], prefix: str = "") -> d
     for name, value in data.items():
         if name not in types:
             raise TopologyError(f"there is no field {prefix}{name}{did_you_mean(name, types)}")
-        kind = types[name] if types[name] in _EXPECTED else "str"  # a Literal, which the class itself checks
-        items = value if kind.startswith("tuple") else [value]
-        item = {"tuple[int, ...]": "int", "tuple[Algorithm, ...]": "str"}.get(kind, kind)
-        allowed: tuple[type, ...] = {
-            "int": (int,),
-            "float": (int, float),
-            "str": (str,),
-            "bool": (bool,),
-        }[item]
+        expected, allowed = _KINDS.get(types[name], _KINDS["str"])  # a Literal the class itself checks
+        is_list = types[name].startswith("tuple")
+        items = value if is_list else [value]
         if not isinstance(items, list) or not all(
-            isinstance(each, allowed) and (item == "bool" or not isinstance(each, bool)) for each in items
+            isinstance(each, allowed) and (bool in allowed or not isinstance(each, bool)) for each in items
         ):
-            raise TopologyError(f"{prefix}{name} is {value!r}; it must be {_EXPECTED[kind]}")
-        found[name] = tuple(value) if kind.startswith("tuple") else value
+            raise TopologyError(f"{prefix}{name} is {value!r}; it must be {expected}")
+        found[name] = tuple(value) if is_list else value
     return found

@@ -30,10 +30,10 @@ def reduce_in_order(
     AVG of floating-point numbers multiplies each contribution by ``1 / n``, rounded to the dtype, before
     it is added; AVG of integers divides the sum, towards zero.
 
-    Contributions come one tensor per rank, in the order in which the ring visits the ranks, of one shape and dtype.
-    They are not changed. A sequence among them, never the first, is reduced before it is added, as a branch of a
-    tree. ``factor`` is what ``"premul_sum"`` multiplies by, rounded to the dtype. ``fused`` says whether
-    multiplying and adding round once (sm_90 and later) or twice (sm_80), for bf16; other dtypes always round once.
+    Contributions are one tensor per rank, in the order in which the ring visits the ranks, of one shape and dtype. A
+    sequence among them, never the first, is reduced before it is added, as a branch of a tree. ``factor`` is what
+    ``"premul_sum"`` multiplies by, rounded to the dtype. ``fused`` says whether bf16 is rounded once where it is
+    multiplied and added (sm_90 and later) or twice (sm_80); other dtypes always are once.
 
     Raises:
         UnsupportedError: NCCL does not have the op, or not for this dtype.

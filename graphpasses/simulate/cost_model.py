@@ -7,6 +7,7 @@ from dataclasses import replace
 from graphpasses.simulate import tuning_constants as constants
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.selection import enabled
+from graphpasses.simulate.tuning_log import PROTOCOLS
 
 # Ranks that NVLS joins at most, where it does not all-reduce: NCCL_MAX_NVLS_ARITY.
 _MAX_NVLS_RANKS = 32
@@ -46,7 +47,7 @@ def costs(
     for algorithm in constants.ALGORITHMS:
         if not _is_possible(topology, collective, algorithm, op, element_size):
             continue
-        for index, protocol in enumerate(constants.PROTOCOLS):
+        for index, protocol in enumerate(PROTOCOLS):
             if table:
                 latency, bandwidth = table.get((algorithm, protocol), (0.0, 0.0))
             elif _is_enabled(topology, collective, algorithm, protocol):
@@ -199,7 +200,7 @@ def _nvls_bandwidth(
 def _latency(topology: Topology, collective: str, algorithm: str, index: int) -> float:
     hardware, num_nodes, num_ranks = topology.hardware, topology.num_nodes, topology.num_ranks
     latencies = constants.LINK_LATENCY
-    is_simple = constants.PROTOCOLS[index] == "simple"
+    is_simple = PROTOCOLS[index] == "simple"
     link = "nvlink" if hardware.get("nvlink") else "pci"
     base = constants.BASE_LATENCY[algorithm][index]
     intra = latencies[link][algorithm][index]

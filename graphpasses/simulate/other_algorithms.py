@@ -64,11 +64,6 @@ def other_algorithms(layout: Layout, topology: Topology) -> tuple[OtherAlgorithm
 
 
 def what_to_set(collective: str, eager: Choice) -> str:
-    """Says how both sides get eager's algorithm.
-
-    Example:
-        >>> what_to_set("reduce_scatter", Choice("ring", "simple", ""))
-        'set NCCL_ALGO=reducescatter:ring (NCCL_ALGO=ring before 2.24) for both'
-    """
+    """Says how both sides get eager's algorithm."""
     function = collective.replace("_", "")
     return f"set NCCL_ALGO={function}:{eager.algorithm} (NCCL_ALGO={eager.algorithm} before 2.24) for both"

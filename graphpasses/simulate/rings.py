@@ -149,31 +149,16 @@ class Topology:
         size = len(ranks)
         nodes = [rank // self.gpus_per_node for rank in ranks]
         num_local = size // len(set(nodes))
+        searched = replace(self, explicit_trees=(), num_search_rings=None)
         if len(set(nodes)) == 1:
-            return replace(
-                self,
-                num_ranks=size,
-                gpus_per_node=size,
-                mode="shared",
-                explicit_rings=(),
-                explicit_trees=(),
-                num_search_rings=None,
-            )
-        if self.mode != "explicit" and _fills_nodes(nodes, num_local):
-            return replace(
-                self, num_ranks=size, gpus_per_node=num_local, explicit_trees=(), num_search_rings=None
-            )
+            return replace(searched, num_ranks=size, gpus_per_node=size, mode="shared", explicit_rings=())
+        is_even = _fills_nodes(nodes, num_local)
+        if self.mode != "explicit" and is_even:
+            return replace(searched, num_ranks=size, gpus_per_node=num_local)
         local = {rank: index for index, rank in enumerate(ranks)}
         kept = tuple(tuple(local[rank] for rank in ring if rank in local) for ring in _search_rings(self))
-        return replace(
-            self,
-            num_ranks=size,
-            gpus_per_node=num_local if _fills_nodes(nodes, num_local) else 1,
-            mode="explicit",
-            explicit_rings=kept,
-            explicit_trees=(),
-            num_search_rings=None,
-        )
+        num_gpus = num_local if is_even else 1
+        return replace(searched, num_ranks=size, gpus_per_node=num_gpus, mode="explicit", explicit_rings=kept)
 
 
 def default_topology(num_ranks: int) -> Topology:

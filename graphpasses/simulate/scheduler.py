@@ -133,7 +133,9 @@ class RankScheduler:
         calls = dict(meeting.calls)
         del meeting.calls[rank]  # it need not be woken if this fails
         if len({str(each) for each in calls.values()}) > 1:
-            self._fail(ClusterError(f"ranks issue different collectives: {_others(meeting.ranks, calls)}"))
+            issued = _by_text({rank: str(call) for rank, call in calls.items()})
+            issued += f" (group of {_ranks(meeting.ranks)})"
+            self._fail(ClusterError(f"ranks issue different collectives: {issued}"))
             raise _StoppedError
         perform([calls[each] for each in ranks])
         del self._meetings[key]
@@ -192,13 +194,8 @@ def _interrupts_wait(note: Callable[[], None]) -> Iterator[None]:
         handler(signal.SIGINT, frames[0])
 
 
-def _others(ranks: Sequence[int], calls: Mapping[int, Call]) -> str:
-    """Says who issues what in a group, those that issue another collective than most first."""
-    texts = _by_text({rank: str(call) for rank, call in calls.items()})
-    return f"{texts} (group of {_ranks(ranks)})"
-
-
 def _by_text(texts: Mapping[int, str]) -> str:
+    """Says what ranks do, what most do last."""
     counts = Counter(texts.values())
     ranks = {text: tuple(rank for rank, its in sorted(texts.items()) if its == text) for text in counts}
     return "; ".join(

@@ -6,10 +6,10 @@ from functools import lru_cache
 
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.hardware import Hardware
+from graphpasses.simulate.tuning_log import ALGORITHMS, PROTOCOLS
 
 _FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
-_ALGORITHMS = ("tree", "ring", "collnetdirect", "collnetchain", "nvls", "nvlstree", "pat")
-_PROTOCOLS = ("ll", "ll128", "simple")
+_ALGORITHMS = tuple(name.replace("_", "") for name in ALGORITHMS)
 
 
 def parse_selection(
@@ -69,15 +69,14 @@ def enabled(hardware: Hardware, collective: str) -> dict[str, bool | None]:
     by_function = hardware.at_least(2, 24)
     function = collective.replace("_", "")
     algorithms = parse_selection(hardware.algorithms, _ALGORITHMS, "NCCL_ALGO", by_function=by_function)
-    protocols = parse_selection(hardware.protocols, _PROTOCOLS, "NCCL_PROTO", by_function=by_function)
+    protocols = parse_selection(hardware.protocols, PROTOCOLS, "NCCL_PROTO", by_function=by_function)
     allowed = algorithms.get(function, dict.fromkeys(_ALGORITHMS, True))
     found: dict[str, bool | None] = {
-        name: allowed[name.replace("_", "")] for name in ("tree", "ring", "nvls", "pat")
+        name: allowed[name.replace("_", "")] for name in ("tree", "ring", "nvls", "nvls_tree", "pat")
     }
-    found["nvls_tree"] = allowed["nvlstree"]
     if not by_function and not any(found[name] for name in ("tree", "ring", "nvls", "nvls_tree")):
         found["tree"] = found["ring"] = True
-    found.update(protocols.get(function, dict.fromkeys(_PROTOCOLS)))
+    found.update(protocols.get(function, dict.fromkeys(PROTOCOLS)))
     return found
 
 

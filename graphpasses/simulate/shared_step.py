@@ -24,11 +24,10 @@ def step_for_rank(step: CapturedStep, model: nn.Module) -> CapturedStep:
     Example:
         >>> from graphpasses.simulate import Topology, run_cluster, share
         >>> def loss_on_this_rank():
-        ...     model = graphpasses.simple_fsdp(nn.Linear(4, 4), dist.init_device_mesh("cpu", (2,)))
+        ...     model, steps = nn.Linear(4, 4), share(list)
         ...     batch = torch.full((2, 4), float(dist.get_rank()))
-        ...     steps = share(list)
+        ...     loss_fn = lambda m, x: (m(x) * 0 + x).sum()
         ...     if not steps:
-        ...         loss_fn = lambda m, x: (m(x) * 0 + x).sum()
         ...         steps.append(graphpasses.capture_train_step(loss_fn, model, batch, check=False))
         ...     return step_for_rank(steps[0], model)(batch).item()
         >>> run_cluster(loss_on_this_rank, Topology(2, gpus_per_node=2))

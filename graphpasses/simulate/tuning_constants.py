@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from graphpasses.simulate.hardware import Hardware
 
-PROTOCOLS = ("ll", "ll128", "simple")
 # In the order in which NCCL compares them; CollNet, which stands after ring there, is not modelled.
 ALGORITHMS = ("tree", "ring", "nvls", "nvls_tree", "pat")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from graphpasses.errors import TopologyError
 
 _FUNCTIONS = {"Reduce": "reduce", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce"}
-_ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
-_PROTOCOLS = ("ll", "ll128", "simple")
+ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
+PROTOCOLS = ("ll", "ll128", "simple")
 # "  Algorithm   |                 Tree   …   |", then "    AllReduce |    6.8/  20.0 |    14.0/ …".
 _HEAD = re.compile(r"Algorithm +\|(.*)\|")
 _ROW = re.compile(r"\b(Reduce|ReduceScatter|AllReduce) \|((?: *[\d.]+/ *[\d.]+ \|)+)")
@@ -81,7 +81,7 @@ def parse_tuning_log(text: str) -> TuningLog | None:
         elif found := _CHOICE.search(line):
             function, size, algorithm, protocol, rest = found.groups()
             if rest == " time":
-                algorithm, protocol = _ALGORITHMS[int(algorithm)], _PROTOCOLS[int(protocol)]
+                algorithm, protocol = ALGORITHMS[int(algorithm)], PROTOCOLS[int(protocol)]
             taken = algorithm.lower(), protocol.lower()
             seen = choices.setdefault((_FUNCTIONS[function], int(size), rest == " time"), taken)
             if seen != taken:
@@ -98,7 +98,7 @@ def parse_tuning_log(text: str) -> TuningLog | None:
 
 
 def _names(algorithms: list[str]) -> list[tuple[str, str]]:
-    return [(algorithm, protocol) for algorithm in algorithms for protocol in _PROTOCOLS]
+    return [(algorithm, protocol) for algorithm in algorithms for protocol in PROTOCOLS]
 
 
 def _snake(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -41,4 +42,4 @@ def test_ranks_that_groups_do_not_divide() -> None:
 def test_json() -> None:
     events = (Event("launch", 0), Event("compute", flops=3, num_bytes=4), Event("wait", 0))
     step = Traffic(8, (WORLD,), events)
-    assert Traffic.from_json(json.loads(json.dumps(step.to_json()))) == step
+    assert Traffic.from_json(json.loads(json.dumps(dataclasses.asdict(step)))) == step

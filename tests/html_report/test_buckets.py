@@ -17,7 +17,7 @@ from tests.html_report.conftest import BIAS_FIRST, CLUSTER, layout
 def draw(a: Layout | None, b: Layout | None, cluster: Topology = CLUSTER) -> list[list[BucketPair]]:
     prediction = predict(a, b, cluster) if a and b else None
     groups = draw_buckets(a, b, (cluster, cluster), prediction, RingNames())
-    return [list(group.pairs) for group in groups]
+    return [list(group) for group in groups]
 
 
 def test_segments_are_to_scale_and_fill_the_bar() -> None:
@@ -78,7 +78,7 @@ def test_stretches_are_those_of_the_prediction() -> None:
 def test_rings_have_one_number_each() -> None:
     names = RingNames()
     groups = draw_buckets(layout(), None, (CLUSTER, CLUSTER), None, names)
-    parts = groups[0].pairs[0].a.rings
+    parts = groups[0][0].a.rings
     assert [part.ring for part in parts] == [index % 8 for index in range(len(parts))]
     assert parts[0].text.startswith("bytes 0 to ")
     assert parts[0].text.endswith(": channel 0, ring 0")
@@ -125,7 +125,7 @@ def test_a_bucket_that_was_split() -> None:
 def test_bars_of_a_pair_have_one_scale() -> None:
     a, b = layout(num_layers=1), layout(num_layers=1, num_ranks=8)
     groups = draw_buckets(a, b, (CLUSTER, Topology(8, gpus_per_node=8)), None, RingNames())
-    pair = groups[0].pairs[0]
+    pair = groups[0][0]
     assert math.isclose(sum(part.width for part in pair.b.segments), 100)
     assert math.isclose(sum(part.width for part in pair.a.segments), 100 * 6478 / 12954)
     assert pair.reduction == " → ".join(

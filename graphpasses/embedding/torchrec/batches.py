@@ -7,16 +7,10 @@ from typing import Any
 
 from graphpasses.graph.containers import Containers
 
+_JAGGED = ("._values", "._weights", "._lengths", "._offsets")
 _FIELDS = {
-    "KeyedJaggedTensor": (
-        "._values",
-        "._weights",
-        "._lengths",
-        "._offsets",
-        "._stride_per_key_per_rank",
-        "._inverse_indices",
-    ),
-    "JaggedTensor": ("._values", "._weights", "._lengths", "._offsets"),
+    "KeyedJaggedTensor": (*_JAGGED, "._stride_per_key_per_rank", "._inverse_indices"),
+    "JaggedTensor": _JAGGED,
 }
 _TAKEN = ("KeyedJaggedTensor", "JaggedTensor", "KeyedTensor")
 
@@ -87,8 +81,7 @@ def _reject_reason_of_keyed_jagged(value: Any) -> str | None:
     num_keys = len(value.keys())
     if num_keys and value.stride() * num_keys != num:
         return (
-            f"was made with stride={value.stride()}, and has {num} lengths for {num_keys} keys: a "
-            f"captured step takes "
-            "the number of samples from the lengths. Leave stride out"
+            f"was made with stride={value.stride()}, and has {num} lengths for {num_keys} keys: a captured step "
+            "takes the number of samples from the lengths. Leave stride out"
         )
     return None

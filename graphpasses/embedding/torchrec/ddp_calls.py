@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from graphpasses._torch.ddp import after_forward, before_forward, orders_buckets
-from graphpasses.embedding.torchrec.patching import Patch, PatchSet
+from graphpasses.embedding.torchrec.patching import Patch, PatchSet, constant
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.alias_tensors import alias_tensors
 
@@ -158,7 +158,7 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            self._graphpasses_traced()
+            self.graphpasses_traced()
             return self.module(*args, **kwargs)
         call = _CALL.get()
         if call is not None and call.is_told(self):  # where the graph breaks
@@ -170,18 +170,16 @@ def _call_module(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _traced(original: None) -> Callable[..., Any]:
-    """A new method. As a constant it runs while Dynamo traces and leaves neither nodes nor guards."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_traced(self: Any) -> None:
-        call = _CALL.get()
-        assert call is not None
-        call.traced(self)
-
-    return _graphpasses_traced  # type: ignore[no-any-return]
+@constant
+def graphpasses_traced(self: Any) -> None:
+    """Tells the call that this module's forward is traced."""
+    call = _CALL.get()
+    assert call is not None
+    call.traced(self)
 
 
 _DDP = "torch.nn.parallel:DistributedDataParallel"
 # In place while a compiled model is called.
-DDP_PATCHES = PatchSet(Patch(f"{_DDP}.forward", _call_module), Patch(f"{_DDP}._graphpasses_traced", _traced))
+DDP_PATCHES = PatchSet(
+    Patch(f"{_DDP}.forward", _call_module), Patch(f"{_DDP}.graphpasses_traced", graphpasses_traced)
+)

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from graphpasses.embedding.torchrec.key_order import shardings_of
+from graphpasses.embedding.torchrec.patching import constant
+
 _OPTIMIZERS = ("EMAINPLACE_ROWWISE_ADAGRAD", "ENSEMBLE_ROWWISE_ADAGRAD")
 _WEIGHT_DECAYS = ("COUNTER", "COWCLIP")
 _REASON = "the optimizer of these tables decides by its steps, which no graph can: their lookup runs eagerly"
@@ -28,31 +31,24 @@ def embeddings_by_steps(original: None) -> Callable[..., Any]:
     eagerly = _eagerly(_inherited_forward(is_waited=True), _REASON)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and self._graphpasses_decides_by_steps():
+        if torch.compiler.is_dynamo_compiling() and self.graphpasses_decides_by_steps():
             return eagerly(self, *args, **kwargs)
         return inherited(self, *args, **kwargs)
 
     return forward
 
 
-def tell_steps(original: None) -> Callable[..., Any]:
-    """A new method: whether an optimizer of a collection's tables, on any rank, decides by its steps."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_decides_by_steps(self: Any) -> bool:
-        is_bags = hasattr(self, "_embedding_shardings")
-        shardings = self._embedding_shardings if is_bags else self._sharding_type_to_sharding.values()
-        ranks = (
-            rank for each in shardings for rank in getattr(each, "_grouped_embedding_configs_per_rank", ())
-        )
-        params = (config.fused_params or {} for rank in ranks for config in rank)
-        return any(
-            getattr(each.get("optimizer"), "name", "") in _OPTIMIZERS
-            or getattr(each.get("weight_decay_mode"), "name", "") in _WEIGHT_DECAYS
-            for each in params
-        )
-
-    return _graphpasses_decides_by_steps  # type: ignore[no-any-return]
+@constant
+def graphpasses_decides_by_steps(self: Any) -> bool:
+    """Whether an optimizer of a collection's tables, on any rank, decides by its steps."""
+    names = "_grouped_embedding_configs_per_rank"
+    ranks = (rank for each in shardings_of(self) for rank in getattr(each, names, ()))
+    params = (config.fused_params or {} for rank in ranks for config in rank)
+    return any(
+        getattr(each.get("optimizer"), "name", "") in _OPTIMIZERS
+        or getattr(each.get("weight_decay_mode"), "name", "") in _WEIGHT_DECAYS
+        for each in params
+    )
 
 
 def lookup_by_steps(original: Callable[..., Any]) -> Callable[..., Any]:

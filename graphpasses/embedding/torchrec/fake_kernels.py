@@ -175,20 +175,23 @@ class _Registration:
         self._lock = threading.Lock()
         self._depth = 0
         self._kernels: TracingKernels | None = None
-        self.names: tuple[str, ...] = ()
+        self._names: tuple[str, ...] = ()
 
-    def enter(self, *, needed: bool) -> None:
+    @contextmanager
+    def kept(self, *, needed: bool) -> Iterator[tuple[str, ...]]:
+        """Keeps the kernels, and registers them if they are needed; yields the names of their operators."""
         with self._lock:
             if needed and self._kernels is None:
-                self._kernels, self.names = _register()
+                self._kernels, self._names = _register()
             self._depth += 1
-
-    def exit(self) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0 and self._kernels is not None:
-                self._kernels.remove()
-                self._kernels, self.names = None, ()
+        try:
+            yield self._names
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if self._depth == 0 and self._kernels is not None:
+                    self._kernels.remove()
+                    self._kernels, self._names = None, ()
 
 
 _REGISTRATION = _Registration()
@@ -220,11 +223,8 @@ def fake_kernels() -> Iterator[tuple[str, ...]]:
         CaptureError: FBGEMM cannot be loaded.
     """
     load_fbgemm()
-    _REGISTRATION.enter(needed=True)
-    try:
-        yield _REGISTRATION.names
-    finally:
-        _REGISTRATION.exit()
+    with _REGISTRATION.kept(needed=True) as names:
+        yield names
 
 
 @contextmanager
@@ -236,8 +236,5 @@ def fake_kernels_if_loaded() -> Iterator[None]:
     is_loaded = "fbgemm_gpu" in sys.modules
     if is_loaded:
         load_fbgemm()
-    _REGISTRATION.enter(needed=is_loaded)
-    try:
+    with _REGISTRATION.kept(needed=is_loaded):
         yield
-    finally:
-        _REGISTRATION.exit()

@@ -31,9 +31,8 @@ def make_input_dist(
             sharded._create_inverse_indices_permute_indices(inverse)
         if sharded._has_mean_pooling_callback:
             sharded._init_mean_pooling_callback(names, inverse)
-            sharded._pooling_type_to_rs_features.setdefault(
-                "SUM", []
-            )  # a defaultdict, which the first call reads
+            # A defaultdict, which the first call reads.
+            sharded._pooling_type_to_rs_features.setdefault("SUM", [])
         _make_output_dists(sharded._output_dists, is_variable=inverse is not None)
 
 

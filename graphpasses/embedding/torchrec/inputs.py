@@ -103,9 +103,8 @@ class _Prepare:
             (pipelineable, self._prepare_container),
         )
         self._done: dict[int, Any] = {}
-        self._replaced: list[
-            tuple[Any, Any, dict[Any, Any]]
-        ] = []  # the user's, the new one, and its contents
+        # The user's, the new one, and its contents.
+        self._replaced: list[tuple[Any, Any, dict[Any, Any]]] = []
         self._old: dict[int, Any] = {}  # what the user gave, by id of what replaced it
 
     def __call__(self, value: Any) -> Any:

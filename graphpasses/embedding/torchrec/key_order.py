@@ -10,6 +10,13 @@ from torch import nn
 from graphpasses.errors import KeyOrderError
 
 
+def shardings_of(sharded: Any) -> Iterable[Any]:
+    """Returns how the tables of a sharded collection, of bags or of sequences, are sharded."""
+    if hasattr(sharded, "_embedding_shardings"):
+        return sharded._embedding_shardings  # type: ignore[no-any-return]
+    return sharded._sharding_type_to_sharding.values()  # type: ignore[no-any-return]
+
+
 def check_key_order(module: nn.Module, keys: Iterable[str]) -> None:
     """Raises unless a sharded collection gets its features, e.g. ``kjt.keys()``, where it looks for them.
 
@@ -17,12 +24,7 @@ def check_key_order(module: nn.Module, keys: Iterable[str]) -> None:
     missing, are looked up in the wrong tables.
     """
     sharded: Any = module
-    shardings = (
-        sharded._embedding_shardings
-        if hasattr(sharded, "_embedding_shardings")
-        else sharded._sharding_type_to_sharding.values()
-    )
-    names = [name for sharding in shardings for name in sharding.feature_names()]
+    names = [name for sharding in shardings_of(sharded) for name in sharding.feature_names()]
     given = list(keys)
     module_fqn = sharded._module_fqn or type(module).__name__
     if sharded._has_uninitialized_input_dist:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from graphpasses.embedding.torchrec.brief_traces import BRIEF_TRACES
 from graphpasses.embedding.torchrec.eager_parts import (
     embeddings_by_steps,
+    graphpasses_decides_by_steps,
     lookup_by_steps,
     managed_collisions,
-    tell_steps,
 )
 from graphpasses.embedding.torchrec.input_dists import make_input_dist
 from graphpasses.embedding.torchrec.key_order import check_key_order
-from graphpasses.embedding.torchrec.patching import Patch, PatchSet
+from graphpasses.embedding.torchrec.patching import Patch, PatchSet, constant
 from graphpasses.embedding.torchrec.traced_comms import (
     all_to_all_single,
     carry_codecs,
@@ -75,7 +75,7 @@ def _on_copies(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            self._graphpasses_load_steps()
+            self.graphpasses_load_steps()
             indices = indices.clone()
             per_sample_weights = None if per_sample_weights is None else per_sample_weights.clone()
         return original(self, indices, offsets, per_sample_weights, *args, **kwargs)
@@ -108,15 +108,11 @@ def _without_caches(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_td_to_kjt
 
 
-def _load_steps(original: None) -> Callable[..., Any]:
-    """A new method. In its first eager forward a TBE takes the number of steps that was loaded to the host."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_load_steps(self: Any) -> None:
-        if hasattr(self, "iter") and self.iter_cpu.item() == 0:
-            self.iter_cpu.copy_(self.iter)
-
-    return _graphpasses_load_steps  # type: ignore[no-any-return]
+@constant
+def graphpasses_load_steps(self: Any) -> None:
+    """In its first eager forward a TBE takes the number of steps that was loaded to the host."""
+    if hasattr(self, "iter") and self.iter_cpu.item() == 0:
+        self.iter_cpu.copy_(self.iter)
 
 
 def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,16 +233,10 @@ def _flatten_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---- order of columns ----------------------------------------------------------------------------------
 
 
-def _tell_columns(original: None) -> Callable[..., Any]:
-    """A new method. The order never changes, so it is a constant of the graph."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_columns(self: nn.Module) -> tuple[list[int], list[int]]:
-        widths: list[int] = self._offset_dim_list.diff().tolist()  # type: ignore[operator]
-        order: list[int] = self._permute.tolist()  # type: ignore[operator]
-        return widths, order
-
-    return _graphpasses_columns  # type: ignore[no-any-return]
+@constant
+def graphpasses_columns(self: Any) -> tuple[list[int], list[int]]:
+    """The widths and the order of columns, which never change."""
+    return self._offset_dim_list.diff().tolist(), self._permute.tolist()
 
 
 def _permute_columns(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,7 +245,7 @@ def _permute_columns(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, pooled_embs: Tensor) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
             return original(self, pooled_embs)  # type: ignore[no-any-return]
-        widths, order = self._graphpasses_columns()
+        widths, order = self.graphpasses_columns()
         parts = torch.split_with_sizes(pooled_embs, widths, 1)
         return torch.cat([parts[index] for index in order], 1)
 
@@ -265,30 +255,22 @@ def _permute_columns(original: Callable[..., Any]) -> Callable[..., Any]:
 # ---- order of features ---------------------------------------------------------------------------------
 
 
-def _check_features(original: None) -> Callable[..., Any]:
-    """A new method. As a constant it runs while Dynamo traces and leaves neither nodes nor guards."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_check_features(self: nn.Module, keys: tuple[str, ...]) -> None:
-        check_key_order(self, keys)
-
-    return _graphpasses_check_features  # type: ignore[no-any-return]
+@constant
+def graphpasses_check_features(self: nn.Module, keys: tuple[str, ...]) -> None:
+    """See :func:`check_key_order`."""
+    check_key_order(self, keys)
 
 
-def _make_input_dist(original: None) -> Callable[..., Any]:
-    """A new method. In the first call, the original makes the input dist and checks values, neither traceable."""
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _graphpasses_make_input_dist(
-        self: nn.Module,
-        keys: tuple[str, ...],
-        inverse_keys: tuple[str, ...] | None,
-        device: torch.device | None,
-    ) -> None:
-        check_codecs(self)
-        make_input_dist(self, keys, inverse_keys, device)
-
-    return _graphpasses_make_input_dist  # type: ignore[no-any-return]
+@constant
+def graphpasses_make_input_dist(
+    self: nn.Module,
+    keys: tuple[str, ...],
+    inverse_keys: tuple[str, ...] | None,
+    device: torch.device | None,
+) -> None:
+    """In a first call a sharded collection makes its input dist and checks values, neither traceable."""
+    check_codecs(self)
+    make_input_dist(self, keys, inverse_keys, device)
 
 
 def _with_checked_features(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,15 +279,14 @@ def _with_checked_features(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def input_dist(self: Any, ctx: Any, features: Any) -> Any:
         keys = tuple(features.keys())
-        self._graphpasses_check_features(keys)
+        self.graphpasses_check_features(keys)
         if torch.compiler.is_dynamo_compiling():
             inverse, device = None, None
-            if (
-                isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key()
-            ):  # or a TensorDict
+            is_keyed = isinstance(features, KeyedJaggedTensor)  # or a TensorDict
+            if is_keyed and features.variable_stride_per_key():
                 names, indices = features.inverse_indices()
                 inverse, device = tuple(names), indices.device
-            self._graphpasses_make_input_dist(keys, inverse, device)
+            self.graphpasses_make_input_dist(keys, inverse, device)
         return original(self, ctx, features)
 
     return input_dist
@@ -334,7 +315,7 @@ TORCHREC_PATCHES = PatchSet(
         f"{_DIST}.mc_embedding_modules:BaseShardedManagedCollisionEmbeddingCollection.forward",
         managed_collisions,
     ),
-    Patch(f"{_TBE}._graphpasses_load_steps", _load_steps),
+    Patch(f"{_TBE}.graphpasses_load_steps", graphpasses_load_steps),
     Patch(f"{_TBE}.prepare_inputs", _on_copies),
     Patch(f"{_TBE}.forward", lookup_by_steps),
     Patch(f"{_TBE}.log", _silent),
@@ -342,7 +323,7 @@ TORCHREC_PATCHES = PatchSet(
     Patch("torchrec.modules.embedding_modules:maybe_td_to_kjt", _without_caches),
     Patch(f"{_DIST}.sharding.twrw_sharding:TwRwPooledEmbeddingDist.forward", _two_collectives),
     Patch(f"{_DIST}.sharding.grid_sharding:GridPooledEmbeddingDist.forward", _two_collectives),
-    Patch(f"{_PERMUTE}._graphpasses_columns", _tell_columns),
+    Patch(f"{_PERMUTE}.graphpasses_columns", graphpasses_columns),
     Patch(f"{_PERMUTE}.forward", _permute_columns),
     Patch(f"{_DIST}.dist_data:SequenceEmbeddingsAllToAll.forward", _permute_sequences),
     Patch(f"{_DIST}.comm_ops:all2all_sequence_sync", _flatten_sequences),
@@ -357,9 +338,9 @@ TORCHREC_PATCHES = PatchSet(
         for module in ("embeddingbag:ShardedEmbeddingBagCollection", "embedding:ShardedEmbeddingCollection")
         for name, wrap in (
             ("forward", embeddings_by_steps),
-            ("_graphpasses_decides_by_steps", tell_steps),
-            ("_graphpasses_check_features", _check_features),
-            ("_graphpasses_make_input_dist", _make_input_dist),
+            ("graphpasses_decides_by_steps", graphpasses_decides_by_steps),
+            ("graphpasses_check_features", graphpasses_check_features),
+            ("graphpasses_make_input_dist", graphpasses_make_input_dist),
             ("input_dist", _with_checked_features),
         )
     ),

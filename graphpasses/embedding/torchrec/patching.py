@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 _MISSING = object()
 
@@ -31,6 +34,16 @@ class Patch:
         if isinstance(original, staticmethod):
             return owner, name, staticmethod(self.wrap(original.__func__))
         return owner, name, self.wrap(original)
+
+
+def constant(method: Callable[..., Any]) -> Callable[[None], Callable[..., Any]]:
+    """Wraps a new method, by its name. As a constant it runs while Dynamo traces and leaves no nodes and guards."""
+
+    @functools.wraps(method)
+    def wrap(original: None) -> Callable[..., Any]:
+        return torch.compiler.assume_constant_result(method)  # type: ignore[no-any-return, no-untyped-call]
+
+    return wrap
 
 
 class PatchSet:

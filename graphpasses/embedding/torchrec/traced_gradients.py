@@ -62,10 +62,6 @@ def _dense_lookup(call: SimpleNamespace) -> Tensor:
     return apply(call.dev_weights, call.indice_weights, call)
 
 
-def _selected_rows(call: SimpleNamespace) -> Tensor:
-    return torch.index_select(call.input, 0, call.indices)
-
-
 def _padded_by_key(call: SimpleNamespace) -> list[Tensor]:
     return [
         torch.ops.fbgemm.jagged_to_padded_dense(
@@ -82,7 +78,7 @@ def _padded_by_key(call: SimpleNamespace) -> list[Tensor]:
 
 _RULES: dict[str, Rule] = {
     "fbgemm::dense_embedding_codegen_lookup_function": _dense_lookup,
-    "fbgemm::index_select_dim0": _selected_rows,
+    "fbgemm::index_select_dim0": lambda call: torch.index_select(call.input, 0, call.indices),
     "fbgemm::stacked_jagged_1d_to_dense": _padded_by_key,
     "fbgemm::stacked_jagged_2d_to_dense": _padded_by_key,
 }

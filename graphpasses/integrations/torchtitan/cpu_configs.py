@@ -34,9 +34,8 @@ class Recipe:
     num_replicas: int = 1  # of HSDP
     tensor_parallel: int = 1  # degree
     expert_parallel: int = 1  # degree
-    global_batch_size: int = (
-        -1
-    )  # samples of all ranks in a step; more than one for each accumulates, -1 is one
+    # Samples of all ranks in a step; more than one for each accumulates, -1 is one.
+    global_batch_size: int = -1
 
 
 def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str | None) -> Any:

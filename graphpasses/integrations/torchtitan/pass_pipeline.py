@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -76,12 +76,12 @@ def graph_passes(
     guards = StepGuards(trainer, step)
     plan, expected_layout = eager_buckets(trainer)
     refuse_step(trainer, step, expected_layout)
-    pipeline = default_pipeline(plan, expected_layout=expected_layout)
-    reports: list[PassReport] = []
-    certificates: list[Certificate] = []
+    layout = None if config.compile.disable_passes else expected_layout
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)
+    own = _OwnPasses(step, step.copy(), traced, plan, layout, guards, on_rewritten)
     ours = {
-        p.name: p.as_function(step, reports, graph_diff=on_rewritten is not None) for p in pipeline.passes
+        p.name: p.as_function(step, own.reports, graph_diff=on_rewritten is not None)
+        for p in default_pipeline(plan, expected_layout=expected_layout).passes
     }
     passes: list[Callable[..., fx.GraphModule]] = [
         titan.eliminate_dead_code_pass,
@@ -94,18 +94,10 @@ def graph_passes(
         ),
         titan.selective_activation_remat_pass,
         *ours.values(),
-        functools.partial(
-            prove_pass,
-            original=step.copy(),
-            step=step,
-            layout=None if config.compile.disable_passes else expected_layout,
-            certificates=certificates,
-        ),
-        functools.partial(
-            _report_pass, step=step, reports=reports, certificates=certificates, on_rewritten=on_rewritten
-        ),
-        functools.partial(_order_pass, step=step, plan=plan),
-        functools.partial(_finish_pass, traced=traced),
+        own.prove_pass,
+        own._report_pass,
+        own._order_pass,
+        own._finish_pass,
         titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
     ]
     # Without CUDA graphs the trainer lets .grad be what the step returns, which a CUDA graph writes again.
@@ -120,7 +112,7 @@ def graph_passes(
                 tensor_input_indices=traced.tensor_input_indices,
             )
         )
-    passes.append(functools.partial(guard_pass, guards=guards))
+    passes.append(own.guard_pass)
     names = [getattr(p, "func", p).__name__ for p in passes]
     for name in config.compile.disable_passes:
         if name not in names:
@@ -141,78 +133,68 @@ def _trainer_of(config: Any) -> Any:
     return trainer
 
 
-def prove_pass(
-    gm: fx.GraphModule,
-    example_inputs: object = None,
-    *,
-    original: TrainGraph,
-    step: TrainGraph,
-    layout: Layout | None,
-    certificates: list[Certificate],
-) -> fx.GraphModule:
-    """Proves that the graph has the bits of the traced one, by torchtitan's passes and ours.
+@dataclass
+class _OwnPasses:
+    """Passes that are no :class:`GraphPass`, and what they know of a step."""
 
-    ``step`` says what the inputs and outputs of ``gm`` are; ``certificates`` gets what is proved.
-    """
-    rewritten = replace(step, module=gm)
-    certificates.append(prove_as("the pipeline", original, rewritten, layout, is_planned=True))
-    return gm
+    step: TrainGraph  # says what inputs and outputs of a graph are
+    original: TrainGraph  # as it was traced
+    traced: Any  # what torchtitan made of it
+    plan: BucketPlan
+    layout: Layout | None  # that the rewritten step must have
+    guards: StepGuards
+    on_rewritten: Callable[[PipelineReport, TrainGraph], None] | None
+    reports: list[PassReport] = field(default_factory=list)
+    certificate: Certificate | None = None
 
+    def prove_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Proves that the graph has the bits of the traced one, by torchtitan's passes and ours."""
+        rewritten = replace(self.step, module=gm)
+        self.certificate = prove_as("the pipeline", self.original, rewritten, self.layout, is_planned=True)
+        return gm
 
-def _report_pass(
-    gm: fx.GraphModule,
-    example_inputs: object = None,
-    *,
-    step: TrainGraph,
-    reports: list[PassReport],
-    certificates: list[Certificate],
-    on_rewritten: Callable[[PipelineReport, TrainGraph], None] | None,
-) -> fx.GraphModule:
-    """Logs the report of the passes, and calls who asked for it."""
-    certificate = certificates[0] if certificates else None
-    proof = "off (prove_pass is disabled)" if certificate is None else certificate.summary
-    report = PipelineReport(tuple(reports), certificate=certificate, proof=proof)
-    logger.info(f"graphpasses:\n{report}")
-    if on_rewritten is not None:
-        on_rewritten(report, replace(step, module=gm))
-    return gm
+    def _report_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Logs the report of the passes, and calls who asked for it."""
+        certificate = self.certificate
+        proof = "off (prove_pass is disabled)" if certificate is None else certificate.summary
+        report = PipelineReport(tuple(self.reports), certificate=certificate, proof=proof)
+        logger.info(f"graphpasses:\n{report}")
+        if self.on_rewritten is not None:
+            self.on_rewritten(report, replace(self.step, module=gm))
+        return gm
 
+    def _order_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Orders a tied weight's gradients as eager adds them to ``.grad``: what ran in chunks is reduced first.
 
-def _order_pass(
-    gm: fx.GraphModule, example_inputs: object = None, *, step: TrainGraph, plan: BucketPlan
-) -> fx.GraphModule:
-    """Orders a tied weight's gradients as eager adds them to ``.grad``: what ran in chunks is reduced first.
+        torchtitan adds a step's outputs to ``.grad`` in the order of names. That is seen where gradients accumulate:
+        (grad + chunks) + rest has other bits than (grad + rest) + chunks.
+        """
+        in_chunks = {fqn for entry in self.plan.entries if entry.accumulates for fqn in entry.fqns}
+        node = gm.graph.output_node()
+        values = list(node.args[0])  # type: ignore[arg-type]
+        for slots in self.step.gradient_slots().values():
+            first = sorted(slots, key=lambda slot: self.step.outputs[slot].fqn not in in_chunks)
+            for slot, value in zip(slots, [values[slot] for slot in first], strict=True):
+                values[slot] = value
+        node.args = (values,)
+        return gm
 
-    torchtitan adds a step's outputs to ``.grad`` in the order of names. That is seen where gradients accumulate:
-    (grad + chunks) + rest has other bits than (grad + rest) + chunks.
-    """
-    in_chunks = {fqn for entry in plan.entries if entry.accumulates for fqn in entry.fqns}
-    node = gm.graph.output_node()
-    values = list(node.args[0])  # type: ignore[arg-type]
-    for slots in step.gradient_slots().values():
-        first = sorted(slots, key=lambda slot: step.outputs[slot].fqn not in in_chunks)
-        for slot, value in zip(slots, [values[slot] for slot in first], strict=True):
-            values[slot] = value
-    node.args = (values,)
-    return gm
+    def _finish_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Gives torchtitan outputs that are None, where a tied weight's gradient is another name's output."""
+        node = gm.graph.output_node()
+        flat = iter(list(node.args[0]))  # type: ignore[arg-type]
+        layouts = self.traced.output_subclass_layouts
+        outputs: list[Any] = []
+        for index in range(self.traced.num_flat_outputs):
+            parts = [next(flat) for _ in range(layouts[index].num_tensors if index in layouts else 1)]
+            if index in layouts and parts[0] is None:
+                del layouts[index], parts[1:]
+            outputs += parts
+        node.args = (outputs,)
+        gm.recompile()
+        return gm
 
-
-def _finish_pass(gm: fx.GraphModule, example_inputs: object = None, *, traced: Any) -> fx.GraphModule:
-    """Gives torchtitan outputs that are None, where a tied weight's gradient is another name's output."""
-    node = gm.graph.output_node()
-    flat, layouts = iter(list(node.args[0])), traced.output_subclass_layouts  # type: ignore[arg-type]
-    outputs: list[Any] = []
-    for index in range(traced.num_flat_outputs):
-        parts = [next(flat) for _ in range(layouts[index].num_tensors if index in layouts else 1)]
-        if index in layouts and parts[0] is None:
-            del layouts[index], parts[1:]
-        outputs += parts
-    node.args = (outputs,)
-    gm.recompile()
-    return gm
-
-
-def guard_pass(gm: fx.GraphModule, example_inputs: object = None, *, guards: StepGuards) -> fx.GraphModule:
-    """Lets the graph check at each call that the model, the batch and settings are what it was traced with."""
-    guards.watch(gm)
-    return gm
+    def guard_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Lets the graph check at each call that the model, the batch and settings are what it was traced with."""
+        self.guards.watch(gm)
+        return gm

@@ -110,10 +110,8 @@ def _refuse_lost_gradients(trainer: Any) -> None:
 def _refuse_other_dtypes(trainer: Any) -> None:
     """SimpleFSDP keeps a class for each kind of module, with the dtypes of the first model that had one."""
     training = trainer.config.training
-    expected = [
-        TORCH_DTYPE_MAP[training.mixed_precision_param],
-        TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-    ]
+    names = training.mixed_precision_param, training.mixed_precision_reduce
+    expected = [TORCH_DTYPE_MAP[name] for name in names]
     for fqn, *dtypes in wrapper_dtypes(trainer.model_parts[0]):
         if dtypes != expected:
             raise UnsupportedError(

@@ -45,11 +45,11 @@ def _agree_on_batches(sequence: CollectiveSequence) -> Classes:
 
 
 def _contradiction(agreed: list[int], own: list[int]) -> str:
+    if not breaks_class(agreed, own):
+        return ""
     return (
         "compiled the model again, and now modules have batches of different sizes, of which it told the other ranks "
         "that they are equal"
-        if breaks_class(agreed, own)
-        else ""
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from graphpasses._torch.schemas import named_arguments
 from graphpasses.embedding.fused_update import FusedForm
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.graph import CapturedStep, GraphInput, InputKind, Stage, TrainGraph
-from graphpasses.graph.nodes import views
+from graphpasses.graph.nodes import last_reads
 from graphpasses.graph.update import Update
 from graphpasses.graph.update_inputs import add_update_input
 from graphpasses.ops.update_rows import UPDATE_ROWS
@@ -105,16 +105,6 @@ def _why_not_table(value: torch.Tensor) -> str | None:
     return None if value.is_contiguous() else "it is not contiguous"
 
 
-def _group_of(update: Update, fqn: str) -> int:
-    return next(index for index, names in enumerate(update.facts.groups) if fqn in names)
-
-
-def _readers(placeholder: fx.Node) -> Iterator[fx.Node]:
-    """Yields the calls that read a table's memory."""
-    for node in (placeholder, *views(placeholder)):
-        yield from (user for user in node.users if user.op == "call_function")
-
-
 def _plan(graph: TrainGraph, update: Update) -> tuple[list[TableUpdate], dict[str, str]]:
     """Returns the tables whose updates are fused, and why others, that are looked up, are not."""
     plans: list[TableUpdate] = []
@@ -153,7 +143,7 @@ def _plan_table(
     (table,) = placeholders
     if (reason := _why_not_table(table.meta["val"])) is not None:
         return reason
-    group = _group_of(update, fqn)
+    group = next(index for index, names in enumerate(update.facts.groups) if fqn in names)
     options = update.optimizer.param_groups[group]
     form = FusedForm.of_options(type(update.optimizer), options)
     if isinstance(form, str):
@@ -170,7 +160,7 @@ def _plan_table(
         lookups.append(lookup)
     if len({lookup.kind for lookup in lookups}) > 1:
         return "its lookups pool otherwise, or one has the end in its offsets"
-    anchor = max([*leaves, *_readers(table)], key=order.__getitem__)
+    anchor = max([*leaves, *last_reads(table)], key=order.__getitem__)
     return TableUpdate(fqn, table, slot, tuple(lookups), tuple(sums), form, group, anchor)
 
 

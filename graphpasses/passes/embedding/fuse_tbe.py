@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 from weakref import ref
 
 import torch
@@ -52,15 +52,8 @@ def _largest(everyone: Sequence[_Sizes]) -> _Sizes:
 _BATCH_SIZES: Question[_Sizes, _Sizes] = Question("fuse-tbe", "batch sizes", _largest, lambda agreed, own: "")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Which lookups become one, and the order of the graph's nodes in which those of a group stand side by side."""
-
-    groups: tuple[tuple[LookupCall, ...], ...]
-    order: tuple[fx.Node, ...]
-
-
-def _plan(graph: DynamoGraph) -> _Plan:
+def _plan(graph: DynamoGraph) -> tuple[list[tuple[LookupCall, ...]], tuple[fx.Node, ...]]:
+    """Returns which lookups become one, and an order of the graph's nodes in which those of a group are adjacent."""
     calls = LookupCall.all(graph)
     bags = _agree_on_bags(graph, calls)
     memories = Counter(address for value in graph.live for address in addresses(value))
@@ -98,8 +91,7 @@ def _plan(graph: DynamoGraph) -> _Plan:
             graph.note(
                 f"the lookup of {group[0].module} is left alone: a model compiled before fused it with others"
             )
-    order = sort_by_level(graph.graph, levels, candidates.__contains__)
-    return _Plan(tuple(rewritten), order)
+    return rewritten, sort_by_level(graph.graph, levels, candidates.__contains__)
 
 
 def _agree_on_bags(graph: DynamoGraph, calls: Sequence[LookupCall]) -> dict[fx.Node, BatchOfBags]:
@@ -155,13 +147,6 @@ def _reject_reason(call: LookupCall, memories: Mapping[int, int]) -> str | None:
     return next(filter(None, map(Arena.reject_reason, call.state_tensors)), None)
 
 
-def _apply(graph: DynamoGraph, plan: _Plan) -> int:
-    place_nodes(graph.graph, plan.order)
-    for calls in plan.groups:
-        _fuse(graph, calls)
-    return sum(map(len, plan.groups))
-
-
 def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall]) -> None:
     """Emits one call after the last of ``calls``, which no longer depend on anything that comes after them."""
     first, last = calls[0], calls[-1]
@@ -176,7 +161,7 @@ def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall]) -> None:
         states.append(graph.add_input(arena.flat, f"{name}.{key}"))
         starts.append(arena.offsets)
         positions = [call.inputs[call.arguments[key][0]].position for call in calls]
-        graph.input_checks.append(_arena_check(arena, positions))
+        graph.input_checks.append(arena.input_check(positions))
     _guard_rates(calls)
 
     layout = TableLayout.join([call.layout() for call in calls], *starts)
@@ -218,10 +203,6 @@ def _batch_size(graph: DynamoGraph, call: LookupCall) -> fx.Node:
     num_offsets = graph.emit(aten.sym_size.int, (call.arguments["offsets"], 0), like=call.node)
     num_bags = graph.emit(operator.sub, (num_offsets, 1), like=call.node)
     return graph.emit(operator.floordiv, (num_bags, call.num_features), like=call.node)
-
-
-def _arena_check(arena: Arena, positions: Sequence[int]) -> Callable[[Sequence[Any]], None]:
-    return lambda values: arena.check([values[position] for position in positions])
 
 
 def _guard_rates(calls: Sequence[LookupCall]) -> None:
@@ -336,5 +317,9 @@ class FuseTBE(GraphPass):
             AgreementError: the ranks compile different collectives.
         """
         graph = DynamoGraph.of(graph)
-        plan = _plan(graph)
-        return _apply(graph, plan) if plan.groups else 0
+        groups, order = _plan(graph)
+        if groups:
+            place_nodes(graph.graph, order)
+        for calls in groups:
+            _fuse(graph, calls)
+        return sum(map(len, groups))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar
@@ -32,22 +32,16 @@ from graphpasses.passes.runner import GraphPass, Numerics
 _POOLING_MODES = {"sum": 0, "mean": 1}
 
 
-@dataclass(frozen=True)
-class LoweringPlan:
-    """What becomes of a graph's calls of ``embedding_bag``."""
-
-    # Calls that become one lookup each; those of one table stand together.
-    lookups: tuple[tuple[BagCall, ...], ...]
-    order: tuple[fx.Node, ...]  # the order of nodes in which the calls of a lookup stand side by side
-    left_alone: dict[str, str]  # of each table whose calls stay, why
-
-
 def _is_float(node: fx.Node) -> bool:
     """Whether a node calls ``x.float()``; what is looked up is float32."""
     return node.op == "call_method" and node.target == "float"
 
 
-def _plan(graph: DynamoGraph) -> LoweringPlan:
+def _plan(graph: DynamoGraph) -> tuple[list[tuple[BagCall, ...]], tuple[fx.Node, ...]]:
+    """Returns the calls that become one lookup each, table by table, and an order in which they are adjacent.
+
+    Notes of each table whose calls stay, why.
+    """
     calls, left_alone = read_bag_calls(graph)
     levels = call_levels(graph.graph, calls.__contains__)
     modes, reached = grad_modes(graph.graph), reached_outputs(graph.graph)
@@ -69,8 +63,9 @@ def _plan(graph: DynamoGraph) -> LoweringPlan:
         if by_table:
             lookups.append(tuple(call for table in by_table.values() for call in table))
     reason = "its calls differ, or one needs what the other looks up: they cannot be one update"
-    order = sort_by_level(graph.graph, levels, calls.__contains__)
-    return LoweringPlan(tuple(lookups), order, left_alone | dict.fromkeys(scattered, reason))
+    for table, why in (left_alone | dict.fromkeys(scattered, reason)).items():
+        graph.note(f"{table} is looked up as before: {why}")
+    return lookups, sort_by_level(graph.graph, levels, calls.__contains__)
 
 
 def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate) -> TableLayout:
@@ -87,15 +82,6 @@ def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate) -> Tabl
     )
 
 
-def _check_tables(graph: DynamoGraph, arena: Arena, weights: Sequence[fx.Node]) -> None:
-    """Lets each call check that it reads the tables that lie in ``arena``; for others it is another graph."""
-    position = {node: index for index, node in enumerate(graph.placeholders)}
-    positions = [position[weight] for weight in weights]
-    for weight in weights:
-        guard_identity(weight)
-    graph.input_checks.append(lambda values: arena.check([values[position] for position in positions]))
-
-
 def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collection[int]) -> fx.Node:
     """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D].
 
@@ -105,8 +91,11 @@ def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collecti
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
     arena = Arena.of(list(tables.values()), list(tables))
     update = FusedUpdate.of(calls[0].kind.form, tables)
-    placeholders = {call.fqn: call.weight for call in calls}
-    _check_tables(graph, arena, list(placeholders.values()))
+    position = {node: index for index, node in enumerate(graph.placeholders)}
+    weights = {call.fqn: call.weight for call in calls}.values()
+    for weight in weights:
+        guard_identity(weight)  # for other tables than those in the arena it is another graph
+    graph.input_checks.append(arena.input_check([position[weight] for weight in weights]))
     graph.checks.append(update.refresh)
     is_current = WeakMethod(update.is_current)
     guard_condition(
@@ -121,9 +110,9 @@ def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collecti
         if update.form.states:
             check = check_gradient_arrives(name, outputs, "counts a step")
             graph.backward_checks.append(lambda: check)
-    weights = graph.add_input(arena.flat, f"{name}.weights_host")
+    flat = graph.add_input(arena.flat, f"{name}.weights_host")
     bags, layout = _emit_bags(graph, calls), _layout(calls, arena, update)
-    return emit_lookup(graph, layout, weights, bags, update, name=name, like=calls[0].node)
+    return emit_lookup(graph, layout, flat, bags, update, name=name, like=calls[0].node)
 
 
 def _emit_bags(graph: DynamoGraph, calls: Sequence[BagCall]) -> dict[str, Any]:
@@ -202,10 +191,10 @@ def _join_columns(
         cat.args, cat.kwargs = (list(map(read, parts)), 1), {}
 
 
-def _apply(graph: DynamoGraph, plan: LoweringPlan) -> None:
+def _apply(graph: DynamoGraph, lookups: Iterable[Sequence[BagCall]], order: Sequence[fx.Node]) -> None:
     reached = reached_outputs(graph.graph)
-    place_nodes(graph.graph, plan.order)
-    for calls in plan.lookups:
+    place_nodes(graph.graph, order)
+    for calls in lookups:
         outputs = frozenset().union(*(reached.get(call.node, ()) for call in calls))
         first = next(node for node in graph.graph.nodes if node in {call.node for call in calls})
         with graph.graph.inserting_before(first):
@@ -274,10 +263,8 @@ class LowerEmbeddingBags(GraphPass):
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of calls that were replaced."""
         graph = DynamoGraph.of(graph)
-        plan = _plan(graph)
-        for table, reason in plan.left_alone.items():
-            graph.note(f"{table} is looked up as before: {reason}")
-        if plan.lookups:
+        lookups, order = _plan(graph)
+        if lookups:
             with fake_kernels():
-                _apply(graph, plan)
-        return sum(map(len, plan.lookups))
+                _apply(graph, lookups, order)
+        return sum(map(len, lookups))

@@ -92,18 +92,11 @@ class _Memory:
         return None
 
 
-@dataclass(frozen=True)
-class DirectCall:
-    """A functionalized call that shall become a direct one."""
-
-    node: fx.Node
-    copied: frozenset[int]  # the numbers of the bases of which it shall write copies
-
-
-def _plan(graph: TrainGraph) -> list[DirectCall]:
+def _plan(graph: TrainGraph) -> dict[fx.Node, set[int]]:
+    """Returns the calls that become direct ones, and the numbers of the bases of which each writes copies."""
     memory = _Memory(graph.graph)
     fqns = {node: item.fqn for node, item in zip(graph.placeholders, graph.inputs, strict=True)}
-    direct = []
+    direct = {}
     for node in memory.position:
         call = read_functionalized_call(node)
         if call is None or call.op.namespace != FBGEMM:
@@ -116,7 +109,7 @@ def _plan(graph: TrainGraph) -> list[DirectCall]:
                 if base in fqns:
                     graph.note(f"{call.op} writes a copy of {fqns[base]}: {reason}")
         if all(_clone_keeps_strides(call.bases[index]) for index in copied):
-            direct.append(DirectCall(node, frozenset(copied)))
+            direct[node] = copied
         else:
             graph.note(f"{call.op} writes a copy of a tensor with gaps: left alone")
     return direct
@@ -131,13 +124,12 @@ def _emit_written(graph: TrainGraph, value: Any, bases: Sequence[fx.Node], *, li
     return base if value.view is None else graph.emit(value.view, (base, *value.args), like=like)
 
 
-def _emit_direct(graph: TrainGraph, direct: DirectCall) -> tuple[fx.Node, list[fx.Node]]:
+def _emit_direct(graph: TrainGraph, node: fx.Node, copied: set[int]) -> tuple[fx.Node, list[fx.Node]]:
     """Returns the direct call, and its bases, which hold their new values after it."""
-    node = direct.node
     call = read_functionalized_call(node)  # anew: bases may be what calls that are direct by now have written
     assert call is not None
     bases = [
-        graph.emit(aten.clone.default, (base,), like=node) if index in direct.copied else base
+        graph.emit(aten.clone.default, (base,), like=node) if index in copied else base
         for index, base in enumerate(call.bases)
     ]
     values = dict(call.reads)
@@ -147,10 +139,9 @@ def _emit_direct(graph: TrainGraph, direct: DirectCall) -> tuple[fx.Node, list[f
     return graph.emit(call.op, args, kwargs, like=node), bases
 
 
-def _apply(graph: TrainGraph, direct: DirectCall) -> None:
-    node = direct.node
+def _apply(graph: TrainGraph, node: fx.Node, copied: set[int]) -> None:
     with graph.graph.inserting_before(node):
-        call, bases = _emit_direct(graph, direct)
+        call, bases = _emit_direct(graph, node, copied)
     num_results = len(node.meta["val"]) - len(bases)
     for output in list(node.users):
         index: Any = output.args[1]
@@ -158,7 +149,7 @@ def _apply(graph: TrainGraph, direct: DirectCall) -> None:
             output.args = (call, index)
             continue
         value = call if index < num_results else bases[index - num_results]
-        if value is call or index - num_results in direct.copied:
+        if value is call or index - num_results in copied:
             graph.replace(output, value)
         else:
             graph.merge(output, value)
@@ -214,8 +205,8 @@ class ReinplaceTBEUpdates(GraphPass):
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of calls that are direct now."""
         planned = _plan(graph)
-        for direct in planned:
-            _apply(graph, direct)
+        for node, copied in planned.items():
+            _apply(graph, node, copied)
         for node in graph.graph.find_nodes(op="call_function", target=aten.copy_.default):
             if argument(node) is argument(node, 1):
                 node.replace_all_uses_with(argument(node))

@@ -28,19 +28,8 @@ from graphpasses.passes.runner import GraphPass, Numerics
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Gather:
-    """All-gathers to launch as one, in byte order."""
-
-    unshards: tuple[Unshard, ...]
-
-
-@dataclass(frozen=True)
-class _Reduce:
-    """Gradients to reduce as one, in byte order, and how."""
-
-    reductions: tuple[GradReduction, ...]
-    reduction: Reduction
+_Gather = tuple[Unshard, ...]  # all-gathers to launch as one, in byte order
+_Reduce = tuple[tuple[GradReduction, ...], Reduction]  # gradients to reduce as one, in byte order, and how
 
 
 def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], list[_Reduce], list[str]]:
@@ -64,7 +53,7 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
             found = [unshards[fqn, backward][0] for fqn in bucket.fqns if (fqn, backward) in unshards]
             for members in _by_group(found, lambda unshard: unshard.all_gather.args[1:]):
                 if len(members) > 1:
-                    gathers.append(_Gather(members))
+                    gathers.append(members)
         _refuse_zeros(graph, bucket, without_gradient)
         reduced = [reductions[fqn][0] for fqn in bucket.fqns if len(reductions.get(fqn, ())) == 1]
         for together in _by_group(reduced, _reduce_group):
@@ -72,7 +61,7 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
             how = bucket.reduction or captured
             how = replace(how, dtype=how.dtype or captured.dtype)
             if len(together) > 1 or together[0].all_reduce or captured != how:
-                reduces.append(_Reduce(together, how))
+                reduces.append((together, how))
     return gathers, reduces, _notes(graph, buckets, unshards, reductions)
 
 
@@ -140,7 +129,7 @@ def _notes(
 
 
 def _refuse_inner_readers(reduces: Iterable[_Reduce]) -> None:
-    for reduction in (reduction for reduce in reduces for reduction in reduce.reductions):
+    for reduction in (reduction for reductions, _ in reduces for reduction in reductions):
         chain = (reduction.wait, *reduction.tail)
         readers = {user for node in chain for user in node.users} - set(chain)
         if inner := [user for user in readers if user.op != "output"]:
@@ -259,10 +248,10 @@ class BucketFSDPCollectives(GraphPass):
         _refuse_inner_readers(reduces)
         order = {node: index for index, node in enumerate(graph.graph.nodes)}
         for gather in gathers:
-            pack_all_gathers(graph, gather.unshards, order)
+            pack_all_gathers(graph, gather, order)
         reduced: dict[fx.Node, fx.Node] = {}
-        for reduce in reduces:
-            reduced |= pack_reductions(graph, reduce.reductions, reduce.reduction, order)
+        for reductions, how in reduces:
+            reduced |= pack_reductions(graph, reductions, how, order)
         graph.replace_outputs(reduced)
         if self.plan and (note := premultiplied_note(plan.entries)):  # without a plan the capture has said it
             notes.append(note)

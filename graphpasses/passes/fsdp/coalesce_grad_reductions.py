@@ -22,7 +22,7 @@ from graphpasses.analysis.parameter_collectives import (
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import WAIT, Stage, TrainGraph, argument
-from graphpasses.graph.nodes import SAME_TENSOR_OPS
+from graphpasses.graph.nodes import SAME_TENSOR_OPS, reach
 from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
@@ -167,11 +167,10 @@ def _summands(plan: _Coalesce) -> list[fx.Node]:
 
 def _free(value: fx.Node) -> None:
     """Makes sums in place plain ones, so that dead-code elimination removes them when nobody reads them."""
-    pending = [value]
-    while pending:
-        node = pending.pop()
-        if node.target in SAME_TENSOR_OPS or is_add(node):
-            pending += node.all_input_nodes
+    sums = reach(
+        [value], lambda node: node.all_input_nodes if node.target in SAME_TENSOR_OPS or is_add(node) else ()
+    )
+    for node in sums:
         if node.target == ADD_IN_PLACE:
             node.target = aten.add.Tensor
 

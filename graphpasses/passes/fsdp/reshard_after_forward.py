@@ -11,6 +11,7 @@ from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.parameter_collectives import ALL_GATHER, UNSHARD_OPS, find_gathers
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph.nodes import reach
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
@@ -56,14 +57,8 @@ def _unsharded_values(all_gather: fx.Node) -> dict[fx.Node, None]:
 
 
 def _needed(values: dict[fx.Node, None], readers: dict[fx.Node, None]) -> set[fx.Node]:
-    pending = [source for reader in readers for source in reader.all_input_nodes if source in values]
-    needed: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += [source for source in node.all_input_nodes if source in values]
-    return needed
+    """Returns the values that readers are computed from."""
+    return reach(readers, lambda node: values.keys() & set(node.all_input_nodes)) - readers.keys()
 
 
 def _apply(graph: TrainGraph, plan: _Regather) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from graphpasses.analysis.effects import is_written
-from graphpasses.graph import CapturedStep, InputKind, Stage, TrainGraph, is_collective, wait_of
-from graphpasses.graph.nodes import storages, views
+from graphpasses.graph import CapturedStep, InputKind, Stage, TrainGraph
+from graphpasses.graph.nodes import last_reads, storages
 from graphpasses.graph.update import Update
 from graphpasses.passes.fsdp._update_parts import Emitter, Group, add_inputs, owners_of
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -78,7 +78,7 @@ def _plan(graph: TrainGraph, update: Update, gradients: Mapping[str, fx.Node], n
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     stored = dict(graph.parameter_placeholders())
     updated = [item.fqn for item in update.inputs if item.kind is InputKind.GRADIENT]
-    anchors = {fqn: max([gradients[fqn], *_readers(stored[fqn])], key=order.__getitem__) for fqn in updated}
+    anchors = {fqn: max([gradients[fqn], *last_reads(stored[fqn])], key=order.__getitem__) for fqn in updated}
     groups: list[Group] = []
     pending: list[str] = []
     for fqn in sorted(updated, key=lambda fqn: order[anchors[fqn]]):
@@ -89,14 +89,6 @@ def _plan(graph: TrainGraph, update: Update, gradients: Mapping[str, fx.Node], n
     if pending:
         groups.append(Group(frozenset(pending), anchors[pending[-1]]))
     return groups
-
-
-def _readers(placeholder: fx.Node) -> Iterator[fx.Node]:
-    """Yields the calls after which a parameter's memory is not read any more."""
-    for node in (placeholder, *views(placeholder)):
-        for user in node.users:
-            if user.op == "call_function":
-                yield wait_of(user) if is_collective(user) else user
 
 
 def _size(graph: TrainGraph, fqn: str) -> int:
