@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """What only code that runs shows: names that it makes, functions that a library calls, attributes it asks for."""
+=======
+"""What only code that runs shows: names that it makes, functions that a library calls, attributes of any object."""
+>>>>>>> 000ddea (Modules of libraries are asked once a trace has ended, since torch answers otherwise meanwhile; scopes of a trace are two tables)
 
 from __future__ import annotations
 
@@ -39,7 +43,13 @@ class Frozen:
 
 
 class OfClass:
-    pass
+    """Runs code of its own whenever an attribute is set or read."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
 
 
 SETTINGS, NAMESPACE, FROZEN, OF_CLASS = Settings(), SimpleNamespace(scale=1.0), Frozen(), OfClass()
@@ -144,6 +154,18 @@ def test_what_is_read_while_it_runs(name: str) -> None:
     with pytest.raises(CaptureError) as error:
         step(X)
     assert str(error.value).startswith((f"'{path}' was ", f'"{path}" was '))
+
+
+def test_a_class_with_code_for_all_attributes() -> None:
+    model, held = build(), OfClass()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        held.scale = 1.0
+        return model(x).mean() * held.scale
+
+    held.scale = 1.0
+    step = capture_train_step(loss_fn, model, X)
+    assert same_bits(step(X), loss_fn(model, X).detach())
 
 
 def test_what_does_not_run_may_change() -> None:
