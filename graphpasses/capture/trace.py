@@ -14,11 +14,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
-from graphpasses._torch.module_answers import mark_parameters
+from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.varying_dims import each_size_its_own, mark_dims
-from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.loss import check_loss
 from graphpasses.capture.module_names import module_names_traced
@@ -103,7 +102,7 @@ def trace_step(
             caches_emptied_on_error(),
             other_threads_refused(),
             random_state_traced(random_calls),
-            eager_paths(),
+            answers_as_in_eager(),
             decisions.watched(),
             other_memory_refused(model),
         )

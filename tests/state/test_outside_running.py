@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """What only code that runs shows: names that it makes, functions that a library calls, attributes it asks for."""
-=======
-"""What only code that runs shows: names that it makes, functions that a library calls, attributes of any object."""
->>>>>>> 000ddea (Modules of libraries are asked once a trace has ended, since torch answers otherwise meanwhile; scopes of a trace are two tables)
 
 from __future__ import annotations
 
