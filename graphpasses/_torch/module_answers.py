@@ -46,8 +46,9 @@ _IN_EAGER: tuple[tuple[ModuleType, Mapping[str, Any]], ...] = (
 def answers_as_in_eager() -> Iterator[None]:
     """Lets torch say, in the block, that nothing is traced or compiled and no tensor is a fake one.
 
-    torch's own code, which traces, is told the truth, but for DTensor's paddings, which eager leaves out; so is a
-    module that is imported in the block, which keeps it.
+    So a model that asks takes the path that it takes in eager; code that imported the class ``FakeTensor`` before
+    still sees what the tensors are. torch's own code, which traces, is told the truth, but for DTensor's paddings,
+    which eager leaves out; so is a module that is imported in the block, which keeps it.
 
     Example:
         >>> def name():

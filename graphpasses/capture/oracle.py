@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from graphpasses._torch.eager_calls import EagerCalls
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2_accumulation import pending_gradients
 from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
 from graphpasses._torch.operator_calls import FORMULA, OperatorCalls
 from graphpasses._torch.operator_facts import TensorFacts, read_tensors
@@ -27,7 +28,7 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.identity import IdentityMap, same_bits
 from graphpasses.state.live_state import live_state_restored
 
-_Results = dict[str, torch.Tensor | None]
+Results = dict[str, torch.Tensor | None]
 _States = list[tuple[torch.Generator, torch.Tensor]]
 
 _ANOTHER_RANK = "on another rank, eager and the captured step part; its message says where"
@@ -61,7 +62,7 @@ def record_calls(
     if not fsdp_groups(model):  # FSDP2 runs a model on other tensors than its parameters
         names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
     tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
-    return kind(model, tensors, formulas=not _is_comparable(model), only_undo=only_undo)
+    return kind(model, tensors, formulas=not is_comparable(model), only_undo=only_undo)
 
 
 @freed_memory_returned()
@@ -88,35 +89,35 @@ def check_step(
     consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
     eager = _eager(loss_fn, model, lambda: step.batch_structure.fresh(batch))
-    is_comparable = _is_comparable(model)
-    kind = EagerCalls if is_comparable else OperatorCalls
+    compares = is_comparable(model)
+    kind = EagerCalls if compares else OperatorCalls
     record = record_calls(model, step.identity, leaves, kind=kind)
     try:
         with agreed():
             with _seeds_refused(step, record) as seeds:
-                theirs = _run(model, lambda: eager(record))
+                theirs = run_step(model, lambda: eager(record))
             theirs = {name: record.as_it_is(value) for name, value in theirs.items()}
         with freed_memory_returned():
             record.undo()
         if not consensus.all_ranks([first_divergence(traced, record.calls) is None])[0]:
             again = record
-            if is_comparable:
+            if compares:
                 # Functions of torch's C++ that call others may look whether a mode watches them; the bits say
                 # whether that makes a difference.
                 again = record_calls(model, step.identity, leaves)
                 try:
                     with agreed():
-                        _run(model, lambda: eager(again))
+                        run_step(model, lambda: eager(again))
                 finally:
                     again.undo()
             with agreed():
                 if first_divergence(traced, again.calls) is not None or _lines(again) != _lines(record):
                     _compare_calls(traced, record.calls)
-        if is_comparable:
+        if compares:
             for generator, state in seeds:
                 generator.set_state(state)
             with agreed():
-                ours = _run(model, lambda: step(*batch))
+                ours = run_step(model, lambda: step(*batch))
                 _compare_bits(ours, theirs, _SAME_OPERATORS)
     finally:
         record.undo()
@@ -145,7 +146,7 @@ def _seeds_refused(step: CapturedStep, record: OperatorCalls) -> Iterator[_State
             record.undo_to(generator, state)
 
 
-def _compare_bits(ours: _Results, theirs: _Results, why: str) -> None:
+def _compare_bits(ours: Results, theirs: Results, why: str) -> None:
     for name, value in theirs.items():
         other = ours[name]
         if value is not other and (value is None or other is None or not same_bits(value, other)):
@@ -168,7 +169,7 @@ def _eager(
     return run
 
 
-def _run(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Results:
+def run_step(model: nn.Module, run: Callable[[], torch.Tensor]) -> Results:
     """Runs a step; returns loss, gradients and buffers, by what they are, and puts all but written tensors back."""
     named = {f"gradient of {fqn!r}": each for fqn, each in model.named_parameters() if each.requires_grad}
     with (
@@ -182,11 +183,12 @@ def _run(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Results:
         return {
             "loss": loss,
             **{name: each.grad for name, each in named.items()},
+            **{f"unreduced gradient of {place!r}": each for place, each in pending_gradients(model).items()},
             **{f"buffer {fqn!r}": each for fqn, each in model.named_buffers()},
         }
 
 
-def _is_comparable(model: nn.Module) -> bool:
+def is_comparable(model: nn.Module) -> bool:
     """Whether bits of a step can be compared: they are always the same, and no pass has still to order additions."""
     is_simple_fsdp = not fsdp_groups(model) and any(isinstance(each, DTensor) for each in model.parameters())
     return not is_simple_fsdp and has_equal_bits(model)

@@ -11,17 +11,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
-from graphpasses._torch.fsdp2_accumulation import accumulators_restored, pending_gradients
-from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
+from graphpasses._torch.fsdp2_accumulation import accumulators_restored
 from graphpasses._torch.storage import freed_memory_returned
-from graphpasses.capture.oracle import has_equal_bits
+from graphpasses.capture.oracle import Results, is_comparable, run_step
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.identity import same_bits
-from graphpasses.state.live_state import live_state_restored
-
-_Tensors = dict[str, torch.Tensor]
 
 
 @freed_memory_returned()
@@ -32,15 +28,13 @@ def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, bat
         CaptureError: there is no eager step with the same bits to compare with.
         FidelityError: loss, gradients, parameters, buffers, optimizer state or the batch have other bits.
     """
-    parameters = [*step.model.parameters()]
-    is_simple_fsdp = not fsdp_groups(step.model) and any(isinstance(each, DTensor) for each in parameters)
-    if is_simple_fsdp or not has_equal_bits(step.model):
+    if not is_comparable(step.model):
         raise CaptureError(
             "step.check compares bits, and eager's may differ from the step's without a fault: SimpleFSDP's own "
             "reductions before the passes, operators on a GPU without torch.use_deterministic_algorithms(True), or a "
             "fake process group. Check a model that fully_shard has sharded, or an unsharded one"
         )
-    consensus = RankConsensus.of_graph(step.graph, parameters[0].device)
+    consensus = RankConsensus.of_graph(step.graph, next(step.model.parameters()).device)
     agreed = partial(
         consensus.raised_together,
         FidelityError("on another rank, the step differs from eager; its message says where"),
@@ -66,35 +60,20 @@ def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequ
         loss.backward()  # type: ignore[no-untyped-call]
     if step.update is not None and not step.waits:
         step.update.run_eagerly()
+    reshard(fsdp_groups(step.model))
     return loss.detach()
 
 
-def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.Tensor]) -> _Tensors:
+def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.Tensor]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
-    model, update = step.model, step.update
-    with (
-        _put_back(step, batch),
-        live_state_restored(model),
-        fsdp2_state_restored(model),
-        accumulators_restored(model),
-    ):
-        with torch.autograd.set_multithreading_enabled(False):
-            for parameter in model.parameters():
-                parameter.grad = None
-            results = {"loss": run()}
-        reshard(fsdp_groups(model))
-        for fqn, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                results[f"gradient of {fqn!r}"] = parameter.grad
-        for place, waiting in pending_gradients(model).items():
-            results[f"unreduced gradient of {place!r}"] = waiting
-        results |= _tensors(step, batch)
-        if update is not None:
-            for fqn, parameter in model.named_parameters():
-                for name, value in update.optimizer.state.get(parameter, {}).items():
+    with _put_back(step, batch), accumulators_restored(step.model):
+        results = run_step(step.model, run) | _tensors(step, batch)
+        if step.update is not None:
+            for fqn, parameter in step.model.named_parameters():
+                for name, value in step.update.optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor):
                         results[f"optimizer state {name!r} of {fqn!r}"] = value
-        return {name: _local(value).clone() for name, value in results.items()}
+        return {name: _local(value).clone() for name, value in results.items() if value is not None}
 
 
 @contextmanager
@@ -120,7 +99,7 @@ def _put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
             optimizer.state.update(state)
 
 
-def _tensors(step: CapturedStep, batch: Sequence[Any]) -> _Tensors:
+def _tensors(step: CapturedStep, batch: Sequence[Any]) -> dict[str, torch.Tensor]:
     """Returns what a step reads and may write, by name."""
     model = step.model
     tensors: dict[str, Any] = {f"parameter {fqn!r}": each for fqn, each in model.named_parameters()}

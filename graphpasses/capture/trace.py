@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
-from graphpasses._torch.module_answers import mark_parameters
+from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.varying_dims import each_size_its_own, mark_dims
-from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.loss import check_loss
 from graphpasses.capture.module_names import module_names_traced
@@ -84,10 +83,6 @@ def trace_step(
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
     decisions = Decisions(model, list(zip(structure.paths, leaves, strict=True)), varying)
 
-    @caches_emptied_on_error()
-    @other_threads_refused()
-    @random_state_traced(random_calls)
-    @eager_paths()
     def step(*args: Any) -> list[torch.Tensor | None]:
         # The tracer gives every name of a tied DTensor a tensor of its own, so ask for every name's gradient;
         # but names of one module, or of one plain tensor, still are one, whose gradient goes to the first.
@@ -103,16 +98,24 @@ def trace_step(
                     setattr(tensor, name, value)
         mark_parameters(model)
         records.append(record := record_calls(model, identity, args, only_undo=not is_recorded))
-        with decisions.watched(), other_memory_refused(model), communication_traced(model) as reductions:
-            with (
-                _autocast_refused(),
-                kept_tensors_refused(model),
-                other_models_refused(model),
-                compiled_calls_refused(),
-                module_names_traced(model),
-                record,
-                reads.running(),
-            ):
+        around_step = (
+            caches_emptied_on_error(),
+            other_threads_refused(),
+            random_state_traced(random_calls),
+            answers_as_in_eager(),
+            decisions.watched(),
+            other_memory_refused(model),
+        )
+        around_forward = (
+            _autocast_refused(),
+            kept_tensors_refused(model),
+            other_models_refused(model),
+            compiled_calls_refused(),
+            module_names_traced(model),
+            reads.running(),
+        )
+        with _all(around_step), communication_traced(model) as reductions:
+            with _all(around_forward), record:
                 loss = loss_fn(model, *structure.build(args))
             if _state_names(model) != names:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
@@ -122,7 +125,7 @@ def trace_step(
             ):
                 raise CaptureError(_CALLED_BACKWARD)
             check_loss(loss, list(named))
-            with nested_backward_refused(), record, reads.running():
+            with nested_backward_refused(), reads.running(), record:
                 gradients = _differentiate(
                     model, loss, list(dict.fromkeys(named.values())), reductions.reduced
                 )
@@ -145,6 +148,15 @@ def trace_step(
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
     return Trace(traced, reads, decisions.guards, random_calls, records[0].calls, marks)
+
+
+@contextmanager
+def _all(scopes: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enters all, in this order."""
+    with ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(scope)
+        yield
 
 
 def _trace_until_settled(reads: Reads, trace: Callable[[], TracedResult]) -> TracedResult:

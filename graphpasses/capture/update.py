@@ -11,8 +11,8 @@ from torch import fx
 from torch.optim import Optimizer
 
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses._torch.module_answers import answers_as_in_eager
 from graphpasses._torch.optimizers import lists_take_fakes
-from graphpasses.capture.eager_paths import eager_paths
 from graphpasses.capture.traced_result import inner_attrs
 from graphpasses.capture.tracer import find_tracer
 from graphpasses.capture.update_numbers import TracedNumbers
@@ -64,7 +64,7 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
     """
     optimizer = source.optimizer
     try:
-        with eager_paths(), lists_take_fakes():
+        with answers_as_in_eager(), lists_take_fakes():
             _check_shapes(source)
             state = source.state()
             numbers = TracedNumbers(optimizer)

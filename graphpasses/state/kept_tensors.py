@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
 _MAX_DEPTH = 6
+_NOT_OPENED = (torch.Tensor, nn.Module, FunctionType, ModuleType, type, CachedFunction)
 
 
 @contextmanager
@@ -141,20 +142,9 @@ def _keep_tensor_of(mode: Any, functions: list[Any]) -> bool:
         ]
         if any(fake_mode_of(tensor) is mode for tensor in tensors):
             return True
+        found = gc.get_referents(*(each for each in entries if not isinstance(each, _NOT_OPENED)))
         # What Python's collector need not know of holds nothing.
-        found = (item for each in entries for item in _items(each) if gc.is_tracked(item))
-        new = {id(item): item for item in found if id(item) not in seen}
+        new = {id(item): item for item in found if gc.is_tracked(item) and id(item) not in seen}
         seen |= new
         entries = [*new.values()]
     return False
-
-
-def _items(value: Any) -> Iterator[Any]:
-    """Yields what a container, or an object, holds; of functions, classes and modules nothing."""
-    if isinstance(value, dict):
-        yield from value
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from value
-    elif not isinstance(value, (torch.Tensor, nn.Module, FunctionType, ModuleType, type, CachedFunction)):
-        yield from getattr(value, "__dict__", {}).values()

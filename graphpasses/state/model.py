@@ -17,7 +17,7 @@ from graphpasses.identity import walk_modules
 from graphpasses.state.keys import key_of
 from graphpasses.state.slots import AGAIN, Difference
 
-_FACTS = ("__class__", "training", "forward", "hooks", "children")
+_FACTS = ("__class__", "training", "forward", "hooks", "names")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class ModelStructure:
         modules: in the order of ``model.modules()``.
         paths: the first FQN of each.
         facts: of each its class, its mode, the ``forward`` that was set on it, the numbers of its hooks, and the
-            names of its modules.
+            names of its parameters, buffers and modules.
         names: of each the names of its own parameters, also of those that are None, and of its buffers.
         slots: by FQN, any of them, the position of a parameter or buffer among those of all modules.
         first: for each position, the first at which the same tensor is; -1 where there is None.
@@ -199,16 +199,19 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
 def _facts(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
     states = ((m, vars(m)) for m in modules)
     return [
-        (type(m), state["training"], state.get("forward"), hook_ids(m), tuple(state["_modules"]))
-        for m, state in states
+        (type(m), state["training"], state.get("forward"), hook_ids(m), _names(state)) for m, state in states
     ]
 
 
+def _names(state: dict[str, Any]) -> tuple[str, ...]:
+    return (*state["_parameters"], *state["_buffers"], *state["_modules"])
+
+
 def _alike(
-    kind: type, training: bool, forward: Any, hooks: tuple[int, ...], children: tuple[str, ...]
+    kind: type, training: bool, forward: Any, hooks: tuple[int, ...], names: tuple[str, ...]
 ) -> tuple[Any, ...]:
     """Returns what modules of two models that were built alike share of their facts."""
-    return _made_of(kind) or kind, training, forward is not None, len(hooks), children
+    return _made_of(kind) or kind, training, forward is not None, len(hooks), names
 
 
 def _refuse(

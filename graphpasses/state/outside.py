@@ -54,6 +54,9 @@ _PARTS: tuple[tuple[Any, tuple[str, ...], bool], ...] = (
 )
 
 
+_REPLACED = frozenset({"__getattribute__", "__setattr__"})  # of classes that are watched
+
+
 class Outside:
     """The names that functions that run have for what is outside, and what was found under them.
 
@@ -95,11 +98,12 @@ class Outside:
         names = names_of(code)
         for name in names.imports:
             self.open(name, sys.modules.get(name))
-        new = (names.attributes - self._names) | (names.optional - self._optional)
-        self._names |= names.attributes
+        new = (names.attributes - self._names - _REPLACED) | (names.optional - self._optional)
+        self._names |= new
         self._optional |= names.optional
         for path, value, _ in [*self._asked]:
-            self._ask(path, value, new)
+            if not isinstance(value, ModuleType):
+                self._ask(path, value, new)
         every = [name for name in globals_ if name[:2] != "__"] if "globals" in names.globals else ()
         for name in (*names.globals, *every):  # `globals()` may be asked for any
             self.slot(globals_, name, name)
@@ -146,6 +150,8 @@ class Outside:
                     self.slot(value, name, path) if may_change else self.open(path, getattr(value, name))
                 return None
         if isinstance(value, nn.Module):
+            if id(value) in self.of_model:
+                return None
             self.slot(Asked(partial(hook_ids, value)), "hooks", f"{path}.hooks")
             for hook in hooks(value):
                 self.open(path, hook)
@@ -167,7 +173,8 @@ class Outside:
         if _has_names(value):
             own = attributes_of(value) or {}
             self._asked.append((path, value, frozenset(own)))
-            self._ask(path, value, self._names)
+            if not isinstance(value, ModuleType):  # torch answers otherwise while it is traced
+                self._ask(path, value, self._names)
         return owner if owner is not None and (owner.slots or not items) else None
 
     def _ask(self, path: str, value: Any, names: Iterable[str]) -> None:
@@ -184,22 +191,20 @@ class Outside:
 
     def _ask_class(self, kind: type, name: str) -> None:
         """Reads what a class has under a name: a method, or what one sets for all, as a cache."""
-        owner = kind
-        for base in kind.__mro__:
-            if name in vars(base):
-                if not is_users(base) and not (name == "forward" and issubclass(kind, nn.Module)):
-                    return
+        bases = [base for base in kind.__mro__ if name in vars(base)]
+        for owner, base in zip(
+            (kind, *bases[1:]), bases, strict=False
+        ):  # `super()` finds those behind the first
+            if is_users(base) or (name == "forward" and owner is kind and issubclass(kind, nn.Module)):
                 self.slot(owner, name, f"{base.__name__}.{name}")
-                function = vars(base)[name]
-                if "__class__" not in getattr(getattr(function, "__code__", None), "co_freevars", ()):
-                    return
-                owner = base.__mro__[1]  # what `super()` finds may be there
         if name in self._optional and _may_get(kind):
             self.slot(kind, name, f"{kind.__name__}.{name}")
 
-    def add_new_names(self) -> None:
-        """Adds the attributes that functions and classes did not have when they were found."""
-        for path, value, before in self._asked:
+    def finish(self) -> None:
+        """Asks modules of libraries, and adds the attributes that functions and classes did not have before."""
+        for path, value, before in [*self._asked]:
+            if isinstance(value, ModuleType):
+                self._ask(path, value, self._names)
             for name in vars(value).keys() - before if _may_get(value) else ():
                 if name[:2] != "__":
                     self.owner(value).add(name, f"{path}.{name}", value=MISSING)

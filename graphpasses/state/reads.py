@@ -124,7 +124,7 @@ class Reads:
         open_(getattr(self._loss_fn, "__name__", type(self._loss_fn).__name__), self._loss_fn)
 
     def _refuse_changes(self) -> None:
-        self._outside.add_new_names()
+        self._outside.finish()
         found = next(filter(None, (owner.difference(strict=True) for owner in self.names)), None)
         if found is not None:
             raise CaptureError(
@@ -148,7 +148,8 @@ class Reads:
     def _on_call(self, frame: FrameType) -> None:
         code, known = frame.f_code, self._outside.functions
         if id(code) not in self._codes:
-            self._codes[id(code)] = code, is_users_code(code, frame.f_globals)
+            is_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+            self._codes[id(code)] = code, is_function and is_users_code(code, frame.f_globals)
             if self._codes[id(code)][1]:
                 self._nested |= {id(each) for each in code.co_consts if isinstance(each, CodeType)}
                 self._outside.read_code(code, frame.f_globals)
@@ -162,7 +163,7 @@ class Reads:
             self._outside.open(kind.__name__, kind)
         if id(code) not in known and id(code) not in self._nested:
             has_values = code.co_argcount or code.co_kwonlyargcount or code.co_freevars
-            found = gc.get_referrers(code) if has_values and code.co_flags & inspect.CO_OPTIMIZED else ()
+            found = gc.get_referrers(code) if has_values else ()
             known[id(code)] = [each for each in found if isinstance(each, FunctionType)]
         for function in known.get(id(code), ()):
             if _is_of(function, frame):

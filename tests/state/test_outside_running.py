@@ -39,7 +39,13 @@ class Frozen:
 
 
 class OfClass:
-    pass
+    """Runs code of its own whenever an attribute is set or read."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def __getattribute__(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
 
 
 SETTINGS, NAMESPACE, FROZEN, OF_CLASS = Settings(), SimpleNamespace(scale=1.0), Frozen(), OfClass()
@@ -146,6 +152,18 @@ def test_what_is_read_while_it_runs(name: str) -> None:
     assert str(error.value).startswith((f"'{path}' was ", f'"{path}" was '))
 
 
+def test_a_class_with_code_for_all_attributes() -> None:
+    model, held = build(), OfClass()
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        held.scale = 1.0
+        return model(x).mean() * held.scale
+
+    held.scale = 1.0
+    step = capture_train_step(loss_fn, model, X)
+    assert same_bits(step(X), loss_fn(model, X).detach())
+
+
 def test_what_does_not_run_may_change() -> None:
     """The object has a method that counts, and the step looks at the object alone."""
     model = build()
@@ -178,11 +196,30 @@ def test_a_mock_and_a_list_in_itself_are_nothing_special() -> None:
     assert same_bits(capture_train_step(loss_fn, model, X)(X), loss_fn(model, X).detach())
 
 
-def test_the_order_of_modules() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    step = capture_train_step(lambda model, x: model(x).mean(), model, X)
+def reorder(model: nn.Module) -> None:
     model._modules["0"] = model._modules.pop("0")
-    with pytest.raises(
-        CaptureError, match=r"^'children' was \('0', '1'\) when the step was captured, and is \('1', '0'\)"
-    ):
+
+
+@pytest.mark.parametrize(
+    ("change", "now"),
+    [
+        (reorder, "('1', '0')"),
+        (lambda model: model.register_buffer("two", torch.ones(1)), "('two', '0', '1')"),
+        (lambda model: model.register_parameter("two", nn.Parameter(torch.ones(1))), "('two', '0', '1')"),
+    ],
+)
+def test_what_forward_finds_by_going_through_all_there_is(change: Callable[[Any], None], now: str) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).mean() + sum(each.sum() for each in (*model.parameters(), *model.buffers()))
+
+    model = nn.Sequential(build(), build())
+    with torch.no_grad():
+        model[1].weight.mul_(0.5)
+    step = capture_train_step(loss_fn, model, X)
+    before = loss_fn(model, X).detach()
+    assert same_bits(step(X), before)
+    change(model)
+    assert not same_bits(loss_fn(model, X).detach(), before)
+    with pytest.raises(CaptureError) as error:
         step(X)
+    assert str(error.value).startswith(f"'names' was ('0', '1') when the step was captured, and is {now} now")
