@@ -94,10 +94,7 @@ def graph_passes(
         ),
         titan.selective_activation_remat_pass,
         *ours.values(),
-        own.prove_pass,
-        own._report_pass,
-        own._order_pass,
-        own._finish_pass,
+        *own.after_rewriting,
         titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
     ]
     # Without CUDA graphs the trainer lets .grad be what the step returns, which a CUDA graph writes again.
@@ -146,6 +143,11 @@ class _OwnPasses:
     on_rewritten: Callable[[PipelineReport, TrainGraph], None] | None
     reports: list[PassReport] = field(default_factory=list)
     certificate: Certificate | None = None
+
+    @property
+    def after_rewriting(self) -> tuple[Callable[..., fx.GraphModule], ...]:
+        """Those that follow our other passes, in order."""
+        return self.prove_pass, self._report_pass, self._order_pass, self._finish_pass
 
     def prove_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Proves that the graph has the bits of the traced one, by torchtitan's passes and ours."""
