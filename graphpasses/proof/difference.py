@@ -9,7 +9,7 @@ from torch import fx
 
 from graphpasses.fbgemm.names import BOUNDS_CHECK, FBGEMM
 from graphpasses.graph.nodes import source_line
-from graphpasses.proof.evaluated import Argument, Evaluated
+from graphpasses.proof.evaluated import Argument, Evaluated, Layout
 from graphpasses.proof.values import Value, Values
 
 # What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.
@@ -100,7 +100,7 @@ def are_drawn_alike(values: Values, one: int, two: int) -> bool:
 def _without_values(key: Any) -> Any:
     """Returns what a call depends on beside the values of its tensors."""
     if isinstance(key, Argument):
-        return key.strides
+        return key.layout
     return tuple(map(_without_values, key)) if isinstance(key, tuple) else key
 
 
@@ -176,9 +176,7 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
         if isinstance(x, Argument) and isinstance(y, Argument):
             if x.number != y.number:
                 return values[x.number], values[y.number]
-            return _Leaf(
-                f"{a[1]} reads a tensor of strides {y.strides} instead of {x.strides}", _unknown(a, b)
-            )
+            return _Leaf(f"{a[1]} reads a tensor {_layouts(x.layout, y.layout)}", _unknown(a, b))
         return _Leaf(f"{a[1]} is given {_plain(y)} instead of {_plain(x)}", _unknown(a, b))
     return _Leaf(f"{_called(a)} became {_called(b)}", _unknown(a, b))
 
@@ -253,6 +251,16 @@ def _is_followed(name: str) -> bool:
 
 def _kind(value: Value) -> str:
     return "a value" if value.dtype is None else f"a tensor of {value.dtype} and shape {value.shape}"
+
+
+def _layouts(one: Layout | None, two: Layout | None) -> str:
+    if one is None or two is None:
+        return "of another kind"
+    if one.strides != two.strides:
+        return f"of strides {two.strides} instead of {one.strides}"
+    if one.device != two.device:
+        return f"on {two.device} instead of {one.device}"
+    return "that begins elsewhere in its memory"
 
 
 def _plain(key: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,14 @@ def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
     """Returns a tensor cast to a dtype."""
     if x.dtype == dtype:
         return x
-    return _lifted(values, x, dtype, ("cast", x.dtype, dtype), lambda element: element.to(dtype))
+
+    def apply(element: torch.Tensor) -> torch.Tensor | None:
+        made = element.to(dtype)
+        return (
+            made if torch.equal(made.to(element.dtype), element) else None
+        )  # devices round alike, but to integers
+
+    return _lifted(values, x, dtype, ("cast", x.dtype, dtype), apply)
 
 
 def _scaled(name: str, target: Any) -> Rule:
@@ -90,7 +98,13 @@ def _scaled(name: str, target: Any) -> Rule:
         if x.pieces is None or not isinstance(number, (int, float)):
             return None
         key = (name, x.dtype, result.dtype, freeze(number), number)
-        return _lifted(values, x, result.dtype, key, lambda element: target(element, number))
+
+        def apply(element: torch.Tensor) -> torch.Tensor | None:
+            is_zero = element.item() == 0 and number != 0 and math.isfinite(number)
+            # CUDA divides by multiplying.
+            return target(element, number) if is_zero or result.device.type == "cpu" else None
+
+        return _lifted(values, x, result.dtype, key, apply)
 
     return rule
 
@@ -105,7 +119,7 @@ def _lifted(
     x: Value,
     dtype: torch.dtype,
     key: tuple[Any, ...],
-    apply: Callable[[torch.Tensor], torch.Tensor],
+    apply: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Value:
     """Applies to each source what is applied to each element; to a constant at once."""
     assert x.pieces is not None
@@ -115,14 +129,25 @@ def _lifted(
         if piece.source in of:
             continue
         made_of = values.key(piece.source)
-        if made_of[0] == "constant" and made_of[3] is not None:
-            with outside_tracing():
-                element = apply(torch.full((), made_of[3], dtype=made_of[1], device="cpu")).item()
+        # Of a constant whose bytes are read in another dtype nothing is known.
+        element = _of_constant(made_of, x.dtype, apply)
+        if element is not None:
             of[piece.source] = constant(values, dtype, element)
         else:
             of[piece.source] = values.source((*key, piece.source), values.numel(piece.source))
     pieces = tuple(sorted(piece._replace(source=of[piece.source]) for piece in x.pieces))
     return values.moved(dtype, x.shape, pieces)
+
+
+def _of_constant(
+    key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Any:
+    """Returns what an operator makes of a constant; None where another device may make another of it."""
+    if key[0] != "constant" or key[1] != dtype or key[3] is None:
+        return None
+    with outside_tracing():
+        made = apply(torch.full((), key[3], dtype=key[1], device="cpu"))
+        return None if made is None else made.item()
 
 
 @axiom(

@@ -12,14 +12,15 @@ from torch import fx
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
 from graphpasses._torch.schemas import bind_named, draws, given_arguments, is_seeded
-from graphpasses._torch.tracing import outside_tracing
 from graphpasses.analysis.effects import (
+    Effects,
     is_elementwise_on_lists,
     names_written,
     operator_effects,
 )
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
+from graphpasses.graph.constants import read_constants
 from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective
 from graphpasses.graph.train_graph import InputKind, OutputKind
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
@@ -30,8 +31,8 @@ from graphpasses.proof.axioms import RULES
 from graphpasses.proof.evaluated import Collective, Evaluated, Result
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
-from graphpasses.proof.facts import Facts
-from graphpasses.proof.memory import Memory, evaluated, warning_of
+from graphpasses.proof.facts import Facts, Place, leaves
+from graphpasses.proof.memory import Held, Memory, evaluated, warning_of
 from graphpasses.proof.values import Value, Values, geometry
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -40,22 +41,33 @@ OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tens
 
 
 def evaluate(
-    graph: TrainGraph, values: Values, facts: Facts, given: Mapping[str, Result] | None = None
+    graph: TrainGraph,
+    values: Values,
+    facts: Facts,
+    given: Mapping[str, Result] | None = None,
+    constants: Mapping[str, Hashable] | None = None,
 ) -> Evaluated:
     """Evaluates a graph of ATen operators.
 
-    Two graphs that share ``values`` can be compared. ``given`` has the values of gradients that are inputs, by FQN.
+    Two graphs that share ``values`` can be compared. ``given`` has the values of gradients that are inputs, by FQN;
+    ``constants`` say what constants held before a pass could write them.
     """
-    return Evaluation(graph, values, facts, given).run()
+    return Evaluation(graph, values, facts, given, constants).run()
 
 
 class Evaluation(Memory):
     """Evaluates a graph of ATen operators, node by node; see :func:`evaluate`."""
 
     def __init__(
-        self, graph: TrainGraph, values: Values, facts: Facts, given: Mapping[str, Result] | None = None
+        self,
+        graph: TrainGraph,
+        values: Values,
+        facts: Facts,
+        given: Mapping[str, Result] | None = None,
+        constants: Mapping[str, Hashable] | None = None,
     ) -> None:
         super().__init__(graph, values, facts)
+        self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
         self._random = values.source(("random state",))
         self._hidden = values.source(("hidden state",))
@@ -73,8 +85,6 @@ class Evaluation(Memory):
             if item.kind is InputKind.GRADIENT:
                 self._done.values[node] = self._given[fqn]
         for node in graph.graph.nodes:
-            if node.op != "output":
-                self._place(node)
             self._look_for_freed(node)
             if node.op == "output":
                 break
@@ -108,7 +118,7 @@ class Evaluation(Memory):
             done.outputs[name] = self._read(node) if isinstance(node, fx.Node) else None
             if isinstance(node, fx.Node):
                 done.nodes[name] = node
-        for root, memory in self._held.items():
+        for (root, _), memory in self._held.items():
             if root.op in ("placeholder", "get_attr") and memory.value is not None:
                 name = self._inputs.get(root, f"the attribute {root.target}")
                 done.written[name] = memory.value
@@ -123,12 +133,12 @@ class Evaluation(Memory):
             given = self._done.values.get(node)
             return self.opaque(node, fake, ("input", self._inputs[node])) if given is None else given
         if node.op == "get_attr":
-            return self.opaque(node, fake, ("attribute", _attribute(node)))
+            return self._constant(node, fake)
         if node.target is operator.getitem:
             source, index = node.args
             of = self._done.values[source]  # type: ignore[index]
             if isinstance(of, list) and isinstance(index, int):
-                return of[index]
+                return of[index]  # what its memory holds since is read where this is
         if is_collective(node):
             return self._launch(node)
         if node.target == WAIT and node.args[0] in self._waiting:
@@ -151,11 +161,12 @@ class Evaluation(Memory):
             isinstance(each, WrittenView) and each.view is None for each in _views(call)
         ):
             return self._functionalized(node, call)
-        if is_elementwise_on_lists(node.target):
+        if is_elementwise_on_lists(node.target) and not self._overlaps(node, names_written(node)):
             return self._each(node, fake)
-        key: Hashable = self._after_others(
-            draws(node), effects.has_hidden_state and not _is_function(node.target), self._key(node)
-        )
+        key: Hashable = self._key(node)
+        if overlaps := self._overlaps(node, names_written(node)) if effects.writes else ():
+            key = (*key, "overlapping", overlaps)  # type: ignore[misc]
+        key = self._after_others(draws(node), self._has_state(node, effects), key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
             inputs, splits = node.args
@@ -165,6 +176,22 @@ class Evaluation(Memory):
             return self._written(node, effects.writes, key, result)
         return result
 
+    def _constant(self, node: fx.Node, fake: Any) -> Result:
+        """Returns what a constant holds; another that lies in its memory may have been written."""
+        value = self.opaque(node, fake, ("attribute", self._constants[str(node.target)]))
+        places = self._facts.places[node]
+        for root in self._beside((node, None)) if places[0] is not None else ():
+            held = self._held.get(root)
+            if held is not None and held.value is not None and isinstance(value, Value):
+                key = ("written beside", self._numbers(value, None), held.value.number)
+                written: Any = self.opaque(node, fake, key)
+                self._held[node, None] = Held(node, places[0].view, written)
+        return value
+
+    def _has_state(self, node: fx.Node, effects: Effects) -> bool:
+        """Whether what a call returns may follow from more than its arguments."""
+        return effects.has_hidden_state and not _is_function(node.target)
+
     def _offloaded(self, node: fx.Node) -> Result:
         """Returns the value of an activation that is moved to the CPU or back; the wait frees its old memory."""
         self._done.axioms.add(movement.OFFLOADED)
@@ -172,14 +199,14 @@ class Evaluation(Memory):
         value = self._read(copied)
         freed = node.args[1] if len(node.args) > 1 else node.kwargs.get("keepalive")
         if isinstance(freed, fx.Node) and freed in others:
-            self._freed[self._roots[freed]] = node
+            self._freed.update(dict.fromkeys(self._roots(freed), node))
         return value
 
     def _size(self, node: fx.Node, fake: Any) -> Result:
         """Returns the value of a size; what a collective brings has one as soon as it is launched."""
         of, *dim = node.args
         value = self._brought[of] if of in self._brought else self._read(of)  # type: ignore[index, arg-type]
-        given = self._numbers(value, self._facts.geometries[of])  # type: ignore[index]
+        given = self._numbers(value, self._facts.layout(of))  # type: ignore[arg-type]
         key = (fake,) if type(fake) is int else (str(node.target), given, *dim)
         return self.opaque(node, fake, ("size", *key))
 
@@ -217,12 +244,14 @@ class Evaluation(Memory):
     def _written(self, node: fx.Node, writes: tuple[fx.Node, ...], key: Hashable, result: Result) -> Result:
         """Evaluates an operator that writes arguments."""
         first = node.args[0] if node.args else None
-        if len(writes) == 1 and writes[0] is first and self._facts.alias[node] is not None:
-            if node.target == torch.ops.aten.copy_.default and (copied := self._copied(node)) is not None:
-                result = copied
-            if node.target == torch.ops.aten.add_.Tensor and (total := self._added(node)) is not None:
-                result = total
-            self._write(first, result, node)
+        is_first = len(writes) == 1 and writes[0] is first
+        if is_first and self._roots(node) == self._roots(first) and isinstance(result, Value):  # type: ignore[arg-type]
+            if "overlapping" not in _parts_of(key):
+                if node.target == torch.ops.aten.copy_.default and (copied := self._copied(node)) is not None:
+                    result = copied
+                if node.target == torch.ops.aten.add_.Tensor and (total := self._added(node)) is not None:
+                    result = total
+            self._write(first, result, node)  # type: ignore[arg-type]
             return result
         for index, each in enumerate(writes):
             written = self.opaque(each, self._facts[each], ("written", index, key))
@@ -236,25 +265,39 @@ class Evaluation(Memory):
         self._done.axioms.add("lists")
         results: list[Any] = []
         written = names_written(node)
-        given = list(given_arguments(node))
-        length = max(len(value) for _, value in given if isinstance(value, (list, tuple)))
+        args, kwargs = evaluated((node.args, node.kwargs), lambda each: self._argument(each, node.target))
+        targets = [
+            [leaf for each in value for leaf in self._leaves(each)]
+            if isinstance(value, (list, tuple))
+            else self._leaves(value)
+            for argument, value in given_arguments(node)
+            if argument.name in written
+        ]
+        names = [argument.name for argument, _ in given_arguments(node) if argument.name in written]
+        length = max(len(value) for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
         for index in range(length):
 
             def element(value: Any, index: int = index) -> Any:
                 return value[index] if isinstance(value, (list, tuple)) and value else value
 
-            kwargs = {name: element(value) for name, value in node.kwargs.items()}
-            key = self._call(node.target, tuple(map(element, node.args)), kwargs)
+            key = self._call_of(
+                node.target, [*map(element, args)], {name: element(value) for name, value in kwargs.items()}
+            )
             if isinstance(fakes, (list, tuple)):
                 results.append(self.opaque(node, fakes[index], key))
-            for given_to, value in given:
-                if given_to.name in written and isinstance(target := element(value), fx.Node):
-                    self._write(
-                        target,
-                        self.opaque(target, self._facts[target], ("written", given_to.name, key)),
-                        node,
-                    )
+            for name, leaves_written in zip(names, targets, strict=True):
+                if index < len(leaves_written):
+                    of, fake, place = leaves_written[index]
+                    value = self.opaque(of, fake, ("written", name, key))
+                    self._write_tensor(place, value, (node, (name, index)))
         return results
+
+    def _leaves(self, node: Any) -> list[tuple[fx.Node, Any, Place]]:
+        """Returns the tensors of a node that have memory, with their fake values."""
+        if not isinstance(node, fx.Node):
+            return []
+        found = zip(leaves(self._facts[node]), self._facts.places[node], strict=True)
+        return [(node, fake, place) for (fake, _), place in found if place is not None]
 
     def _note_count(self, old: Result, new: Result) -> None:
         """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""
@@ -268,8 +311,8 @@ class Evaluation(Memory):
             return x
         if (seen := self._facts.geometries[node]) is None or None in seen:  # sizes or strides depend on data
             return None
-        args = evaluated(node.args, self._read)
-        kwargs = evaluated(node.kwargs, self._read)
+        args, kwargs = self._plain(node.target, node.args, node.kwargs)
+        args, kwargs = evaluated(args, self._read), evaluated(kwargs, self._read)
         if node.target == torch.ops.aten.constant_pad_nd.default:
             kwargs["origin"] = origin_of_padding(node, self._inputs)
         if any(
@@ -357,6 +400,13 @@ def _is_function(target: Any) -> bool:
     return str(target) == BOUNDS_CHECK or TRACED_LOOKUP.fullmatch(str(target)) is not None
 
 
+def _parts_of(key: Any) -> Any:
+    """Returns the parts of a call's key, without what came before it."""
+    while key[0] in ("drawn", "hidden"):
+        key = key[1]
+    return key
+
+
 def _views(call: FunctionalizedCall) -> list[Any]:
     """Returns which bases a call writes, argument by argument."""
     found: list[Any] = []
@@ -370,16 +420,3 @@ def _written_bases(view: Any, bases: Sequence[fx.Node]) -> Any:
     if isinstance(view, list):
         return [_written_bases(each, bases) for each in view]
     return None if view is None else bases[view.base]
-
-
-def _attribute(node: fx.Node) -> Hashable:
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    if isinstance(value, fx.GraphModule):
-        return str(value.code)
-    if type(value) is not torch.Tensor or value.numel() > 1024:
-        return id(value)
-    with outside_tracing():
-        data = value.flatten().view(torch.uint8).tolist()  # of a constant
-    return value.dtype, value.device, value.shape, value.stride(), tuple(data)

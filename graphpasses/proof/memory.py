@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Hashable
+import math
+import sys
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,24 +12,37 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
-from graphpasses._torch.schemas import is_operator, schemas
+from graphpasses._torch.schemas import given_arguments, schemas
 from graphpasses.fbgemm.names import BOUNDS_CHECK
 from graphpasses.graph import TrainGraph
-from graphpasses.graph.nodes import freeze, memories
+from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.proof import elements
 from graphpasses.proof.evaluated import Argument, Evaluated, Result
-from graphpasses.proof.facts import Facts
+from graphpasses.proof.facts import Facts, Leaf, Place
+from graphpasses.proof.operators import Call, is_element_by_element, name_of, plain_call
 from graphpasses.proof.values import Geometry, Value, Values, fills_alike, geometry
+
+__all__ = ["Held", "Memory", "evaluated", "warning_of"]
 
 
 @dataclass
-class _Held:
+class Held:
     """What a piece of memory that the graph writes holds."""
 
     node: fx.Node  # the one whose value fills it
-    geometry: Geometry | None  # of that value
+    view: Any  # how that value lies there, see :class:`Place`
     value: Value | None = None  # what it holds now; None while no one wrote
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """Shape, strides and offset of the value; None where they depend on data."""
+        return _geometry(self.view)
+
+
+def _geometry(view: Any) -> Geometry | None:
+    is_known = type(view[2]) is int and not view[4] and not view[5]
+    return view[:3] if is_known else None
 
 
 class Memory:
@@ -41,85 +54,143 @@ class Memory:
         self._facts = facts
         self._done = Evaluated()
         self._waiting: dict[fx.Node, Any] = {}
-        self._roots: dict[fx.Node, fx.Node] = {}
-        self._held: dict[fx.Node, _Held] = {}
-        self._outside: dict[object, dict[fx.Node, None]] = {}
-        self._shared: dict[object, fx.Node] = {}
+        self._held: dict[Leaf, Held] = {}
         self._counts: dict[int, int] = {}
-        self._freed: dict[fx.Node, fx.Node] = {}
+        self._freed: dict[Leaf, fx.Node] = {}
 
-    def _place(self, node: fx.Node) -> None:
-        """Notes in which memory the value of a node lies."""
-        source = self._facts.alias[node]
-        self._roots[node] = node if source is None else self._roots[source]
-        where: object = None
-        if node.op in ("placeholder", "get_attr"):
-            memory = frozenset(memories(self._facts[node]))
-            where = (memory, geometry(self._facts[node])) if memory else None
-            for each in memory:
-                self._outside.setdefault(each, {})[node] = None
-        elif node.target is operator.getitem and source is None and isinstance(node.args[1], int):
-            where = node.args  # what one call returns at one place is one memory
-        if where is not None:
-            self._roots[node] = self._shared.setdefault(where, node)
+    def _roots(self, node: fx.Node) -> set[Leaf]:
+        """Returns in which memory the tensors of a node lie."""
+        return {place.root for place in self._facts.places[node] if place is not None}
 
     def _look_for_freed(self, node: fx.Node) -> None:
         """Notes if an operator reads memory that another has freed; a view reads none."""
         for source in node.all_input_nodes if self._freed else ():
-            by = self._freed.get(self._roots[source])
-            if by is not None and self._roots.get(node) is not self._roots[source]:
-                self._done.broken.append((by, f"{by.name} frees {source.name}, which {node.name} reads"))
+            for root in self._roots(source) & self._freed.keys():
+                by = self._freed[root]
+                if node.op == "output" or root not in self._roots(node):
+                    self._done.broken.append((by, f"{by.name} frees {source.name}, which {node.name} reads"))
 
     def _read(self, node: fx.Node) -> Result:
+        """Returns what a node's memory holds now."""
         value = self._done.values[node]
-        memory = self._held.get(self._roots[node])
-        if memory is None or memory.value is None or not isinstance(value, Value):
+        if not self._held:
             return value
-        seen = geometry(self._facts[node])
-        if seen == memory.geometry and memory.value.dtype == value.dtype:
-            return memory.value
-        is_alike = seen and memory.geometry and fills_alike(seen, memory.geometry)
-        if is_alike and memory.value.dtype == value.dtype and memory.value.pieces is not None:
-            return self._table.moved(value.dtype, seen[0], memory.value.pieces)  # type: ignore[index]
-        key = ("part of memory", memory.value.number, memory.geometry, seen, value.dtype)
-        return self.opaque(node, self._facts[node], key)
+        if isinstance(value, list):
+            return [self._read_tensor((node, index), each) for index, each in enumerate(value)]
+        return self._read_tensor((node, None), value)
 
-    def _write(self, node: fx.Node, value: Value | None, by: fx.Node) -> None:
+    def _read_tensor(self, leaf: Leaf, value: Result) -> Result:
+        node, index = leaf
+        place = self._facts.places[node][index or 0] if isinstance(value, Value) else None
+        memory = None if place is None else self._held.get(place.root)
+        if place is None or memory is None or memory.value is None:
+            return value
+        if place.view == memory.view:
+            return memory.value
+        seen, held = _geometry(place.view), memory.geometry
+        is_alike = seen and held and fills_alike(seen, held) and memory.value.dtype == value.dtype
+        if is_alike and memory.value.pieces is not None:
+            return self._table.moved(value.dtype, seen[0], memory.value.pieces)  # type: ignore[index]
+        # What lies beside the root is what it was.
+        beside = None if held and seen and _holds(held, place.view, memory.view) else value.number
+        key = ("part of memory", memory.value.number, memory.view, place.view, beside)
+        fake = self._facts[node] if index is None else self._facts[node][index]
+        return self.opaque(node, fake, key)
+
+    def _write(self, node: fx.Node, value: Result, by: fx.Node) -> None:
         """Notes that an operator writes the memory of a node; what, if the node is all of it."""
-        root = self._roots[node]
+        places = self._facts.places[node]
+        values = value if isinstance(value, list) else [value] * len(places)
+        for index, (place, each) in enumerate(zip(places, values, strict=True)):
+            if place is not None:
+                self._write_tensor(place, each, (by, index if len(places) > 1 else None))
+
+    def _write_tensor(self, place: Place, value: Value | None, by: tuple[fx.Node, Hashable]) -> None:
+        root, writer = place.root, by[0]
         for launch in self._waiting:
-            if any(self._roots[source] is root for source in launch.all_input_nodes):
-                self._done.broken.append(
-                    (by, f"{by.name} writes what {launch.name} sends, before anyone has waited for it")
-                )
+            if any(root in self._roots(source) for source in launch.all_input_nodes):
+                reason = f"{writer.name} writes what {launch.name} sends, before anyone has waited for it"
+                self._done.broken.append((writer, reason))
+        of, fake = root[0], self._facts[root[0]] if root[1] is None else self._facts[root[0]][root[1]]
         memory = self._held.get(root)
         if memory is None:
-            memory = self._held[root] = _Held(root, geometry(self._facts[root]))
-        seen = geometry(self._facts[node])
-        old = self._read(root)
+            memory = self._held[root] = Held(of, self._facts.places[of][root[1] or 0].view)
+        old = self._read_tensor(root, self._value_of(root))
         if value is None or not isinstance(old, Value):
             old_number = old.number if isinstance(old, Value) else -1
-            value = self.opaque(root, self._facts[root], ("written", (old_number, seen), self._key(by)))
-        elif seen != memory.geometry:
-            if seen and memory.geometry and fills_alike(seen, memory.geometry) and value.pieces is not None:
-                value = self._table.moved(value.dtype, memory.geometry[0], value.pieces)
+            key: Hashable = ("written", (old_number, memory.view, place.view), (self._key(writer), by[1]))
+            value = self.opaque(of, fake, key)
+        elif place.view != memory.view:
+            seen, held = _geometry(place.view), memory.geometry
+            is_alike = seen and held and fills_alike(seen, held) and value.dtype == old.dtype
+            if is_alike and value.pieces is not None:
+                value = self._table.moved(value.dtype, held[0], value.pieces)  # type: ignore[index]
             else:
-                key = ("written in part", old.number, memory.geometry, seen, value.number)
-                value = self.opaque(root, self._facts[root], key)
+                key = ("written in part", old.number, memory.view, place.view, value.number)
+                value = self.opaque(of, fake, key)
         memory.value = value
-        memory.node = by
+        memory.node = writer
         # What else comes from outside in this memory, and lies there otherwise, may have changed, too.
-        for each in memories(self._facts[root]):
-            for other in map(self._roots.__getitem__, self._outside.get(each, ())):
-                if other is not root:
-                    held = self._held.setdefault(other, _Held(other, geometry(self._facts[other])))
-                    beside: Hashable = (
-                        "written beside",
-                        self._numbers(held.value or self._done.values[other], None),
-                        value.number,
-                    )
-                    held.value = self.opaque(other, self._facts[other], beside)
-                    held.node = by
+        for other in self._beside(root):
+            if other[0] not in self._done.values:  # a constant that is read later
+                continue
+            view = self._facts.places[other[0]][other[1] or 0].view
+            held_beside = self._held.setdefault(other, Held(other[0], view))
+            was = held_beside.value or self._value_of(other)
+            beside: Hashable = ("written beside", self._numbers(was, None), value.number)
+            held_beside.value = self.opaque(other[0], self._facts[other[0]], beside)
+            held_beside.node = writer
+
+    def _value_of(self, leaf: Leaf) -> Result:
+        value = self._done.values[leaf[0]]
+        return value[leaf[1]] if isinstance(value, list) else value  # type: ignore[index]
+
+    def _beside(self, root: Leaf) -> list[Leaf]:
+        """Returns what else comes from outside in the memory of a tensor that does."""
+        return self._facts.beside.get(root, [])
+
+    # ---- memory that overlaps -----------------------------------------------------------------------------
+
+    def _overlaps(self, node: fx.Node, written: Collection[str]) -> Hashable:
+        """Returns how what an operator writes overlaps with what else it is given; empty if it does not.
+
+        It may then read what it has written. That makes no difference where it computes element by element, and reads
+        the elements that it writes. ``written`` are names of arguments; of a function's, of the nodes.
+        """
+        found_places: list[tuple[tuple[str, int], Place, bool]] = []
+        given = [(each.name, value, each.name in written) for each, value in given_arguments(node)]
+        if not given:  # a function has no schema
+            given = [(each.name, each, each.name in written) for each in node.all_input_nodes]
+        for name, value, is_written in given:
+            number = 0  # in a list
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                for place in self._facts.places[each] if isinstance(each, fx.Node) else ():
+                    if place is not None:
+                        found_places.append(((name, number), place, is_written))
+                    number += 1
+        if len(found_places) < 2:
+            return ()
+        by_element = is_element_by_element(node.target)
+        by_memory: dict[Leaf, list[tuple[tuple[int, int], Any, Any, bool]]] = {}
+        for (name, number), place, is_written in found_places:
+            some = by_memory.setdefault(self._memory_of(place.root), [])
+            some.append((_extent(place.view), (name, number), place.view, is_written))
+        found = []
+        for some in by_memory.values():
+            some.sort(key=lambda each: each[0])
+            for index, (extent, name, view, is_written) in enumerate(some):
+                for other in some[index + 1 :]:
+                    if other[0][0] >= extent[1]:
+                        break
+                    is_itself = by_element and view == other[2] and name[1] == other[1][1]
+                    if (is_written or other[3]) and not is_itself:
+                        found.append((name, view, *other[1:3]))
+        return tuple(found)
+
+    def _memory_of(self, root: Leaf) -> Leaf:
+        """Returns one tensor for all of a memory."""
+        beside = self._beside(root)
+        return min((root, *beside), key=lambda each: each[0].name) if beside else root
 
     def _copied(self, node: fx.Node) -> Value | None:
         target, source = self._facts[node.args[0]], self._read(node.args[1])  # type: ignore[index, arg-type]
@@ -143,28 +214,42 @@ class Memory:
     # ---- numbers --------------------------------------------------------------------------------------------------
 
     def _key(self, node: fx.Node) -> tuple[Hashable, ...]:
-        """Returns what an operator's results depend on: its arguments' values and strides."""
+        """Returns what an operator's results depend on: its arguments' values, and how they lie in memory."""
         return self._call(node.target, node.args, node.kwargs)
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
-        args, kwargs = evaluated((args, kwargs), self._argument)
+        args, kwargs = self._plain(target, args, kwargs)
+        given = evaluated((args, kwargs), lambda node: self._argument(node, target))
+        return self._call_of(target, *given)
+
+    def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
+        first = args[0] if args and isinstance(args[0], fx.Node) else None
+        seen = None if first is None else self._facts.geometries.get(first)
+        return plain_call(target, args, kwargs, seen[0] if seen and first is not None else None)
+
+    def _call_of(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
         if str(target) == BOUNDS_CHECK:  # no check reads the count of bad ids
             place = warning_of(target)
             args[place] = Argument(self._counts.get(args[place].number, args[place].number), None)
-        return ("call", _name(target), freeze(args), freeze(kwargs))
+        return ("call", name_of(target), freeze(args), freeze(kwargs))
 
-    def _argument(self, node: fx.Node) -> Hashable:
-        return self._numbers(self._read(node), self._facts.geometries[node])
+    def _argument(self, node: fx.Node, target: Any) -> Hashable:
+        return self._numbers(self._read(node), self._facts.layout_for(node, target))
+
+    def _anywhere(self, node: fx.Node) -> Hashable:
+        """Returns what an argument is to operators that read its elements wherever they lie."""
+        return self._numbers(self._read(node), self._facts.layout(node))
 
     def _number(self, node: fx.Node) -> Hashable:
         return self._numbers(self._read(node), None)
 
-    def _numbers(self, value: Result, seen: Any) -> Hashable:
+    def _numbers(self, value: Result, layout: Any) -> Hashable:
         if isinstance(value, list):
             return tuple(
-                self._numbers(each, None if seen is None else seen[index]) for index, each in enumerate(value)
+                self._numbers(each, None if layout is None else layout[index])
+                for index, each in enumerate(value)
             )
-        return Argument(value.number, seen and seen[1]) if isinstance(value, Value) else None
+        return Argument(value.number, layout) if isinstance(value, Value) else None
 
     def opaque(self, node: fx.Node, fake: Any, key: Hashable, part: int | None = None) -> Result:
         """Returns a value into which no rule looks; its bits depend on ``key`` alone; of several it is ``part``."""
@@ -189,17 +274,21 @@ def warning_of(check: Any) -> int:
     return [argument.name for argument in schema.arguments].index("warning")
 
 
-@functools.cache
-def _name(target: Any) -> Hashable:
-    """Returns an operator's name, without the mark of computing in place. Functions may have one name."""
-    if isinstance(target, str):
-        return target
-    if not is_operator(target):
-        module = getattr(target, "__module__", None) or "torch"
-        return f"{module}.{getattr(target, '__name__', target)}", id(target)
-    name = str(target)
-    plain = name.replace("_.", ".", 1)
-    return plain if plain != name and not name.split(".")[1].startswith("_") else name
+def _extent(view: Any) -> tuple[int, int]:
+    """Returns between which bytes of its memory a tensor lies; all where that depends on data."""
+    shape, strides, offset, dtype, *_ = view
+    if not all(type(each) is int for each in (*shape, *strides, offset)):
+        return 0, sys.maxsize
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    end = offset + last + 1 if math.prod(shape) else offset
+    return offset * dtype.itemsize, end * dtype.itemsize
+
+
+def _holds(held: Geometry, view: Any, of: Any) -> bool:
+    """Whether all bytes of a tensor are such of another, which has no gaps."""
+    (first, end), (start, stop) = _extent(view), _extent(of)
+    size = math.prod(held[0]) * of[3].itemsize
+    return start <= first and end <= stop and size == stop - start
 
 
 def evaluated(args: Any, read: Callable[[fx.Node], Any]) -> Any:

@@ -98,10 +98,11 @@ def prove_as(
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
     values = Values()
     if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
-        one, two = evaluate_torch_calls(before, values), evaluate_torch_calls(after, values)
+        one = evaluate_torch_calls(before, values, after.copied_constants)
+        two = evaluate_torch_calls(after, values)
     else:
         facts = Facts(before.graph)
-        one = evaluate(before, values, facts)
+        one = evaluate(before, values, facts, constants=after.copied_constants)
         two = evaluate(after, values, Facts(after.graph, facts))
         for graph, found in ((before, one), (after, two)):
             found.written |= _updates(graph, values, two)
