@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import fx
 
 from graphpasses.fbgemm.names import BOUNDS_CHECK, FBGEMM
 from graphpasses.graph.nodes import source_line
+from graphpasses.proof.elements import BINARY, UNARY
 from graphpasses.proof.evaluated import Argument, Evaluated, Layout
 from graphpasses.proof.values import Value, Values
 
@@ -25,7 +27,7 @@ _FOLLOWED = (
     "graphpasses.pack_bags.",
 )
 _ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
-_ELEMENTWISE = ("cast", "div", "mul", "remote", "bytes")
+_ONE_SOURCE = (*UNARY, "remote", "bytes")
 
 
 @dataclass(frozen=True)
@@ -138,18 +140,25 @@ def _parts(values: Values, one: Value, two: Value) -> _Leaf | _Sources | tuple[V
 
 def _sources(values: Values, one: int, two: int) -> _Leaf | _Sources | tuple[Value, Value]:
     a, b = values.key(one), values.key(two)
-    while a[0] == b[0] and a[0] in (*_ELEMENTWISE, "sum") and a != b:
-        if a[0] == "sum" and a[1] == b[1] and a[2] != b[2]:
-            one, two = a[2], b[2]
+    while a[0] == b[0] and a[0] in (*_ONE_SOURCE, *BINARY) and a != b:
+        if a[0] in BINARY and a[1] == b[1]:
+            one, two = _apart(a[2:], b[2:])
         elif a[:-1] == b[:-1]:
             one, two = a[-1], b[-1]
         else:
             break
         a, b = values.key(one), values.key(two)
-    if a[0] == b[0] == "sum of tensors":
-        index = 1 if a[1] != b[1] else 2
-        return values[a[index]], values[b[index]]
+    if a[0] == b[0] and a[0].endswith(" of tensors"):
+        x, y = _apart(a[1:], b[1:])
+        return values[x], values[y]
     return _Sources(one, two)
+
+
+def _apart(a: Sequence[int], b: Sequence[int]) -> tuple[int, int]:
+    """Returns the first operands, of two that may be exchanged, that are not operands of both."""
+    return next(each for each in a if each not in b or a[0] == a[1]), next(
+        each for each in b if each not in a or b[0] == b[1]
+    )
 
 
 def _made_of(values: Values, sources: _Sources) -> _Leaf | tuple[Value, Value]:
@@ -214,6 +223,10 @@ def _operator(values: Values, source: int) -> str:
             return f"a cast to {key[2]}"
         case "sum" | "sum of tensors":
             return "a sum"
+        case "product" | "product of tensors":
+            return "a product"
+        case "neg":
+            return "a negative"
         case "mul" | "div":
             return f"a {'product with' if key[0] == 'mul' else 'quotient by'} {key[4]}"
     return str(key[0])

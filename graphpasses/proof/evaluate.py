@@ -33,6 +33,7 @@ from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
 from graphpasses.proof.facts import Facts, Place, leaves
 from graphpasses.proof.memory import Held, Memory, evaluated, warning_of
+from graphpasses.proof.operators import out_of_place
 from graphpasses.proof.values import Value, Values, geometry
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -151,7 +152,7 @@ class Evaluation(Memory):
             return self._offloaded(node)
         effects = operator_effects(node)
         if not effects.writes and effects.group is None and node.target in RULES:
-            found = self._moved(node, fake)
+            found = self._moved(node, fake, node.target)
             if found is not None:
                 return found
         if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
@@ -244,13 +245,14 @@ class Evaluation(Memory):
     def _written(self, node: fx.Node, writes: tuple[fx.Node, ...], key: Hashable, result: Result) -> Result:
         """Evaluates an operator that writes arguments."""
         first = node.args[0] if node.args else None
+        fake = self._facts[node]
         is_first = len(writes) == 1 and writes[0] is first
         if is_first and self._roots(node) == self._roots(first) and isinstance(result, Value):  # type: ignore[arg-type]
             if "overlapping" not in _parts_of(key):
-                if node.target == torch.ops.aten.copy_.default and (copied := self._copied(node)) is not None:
-                    result = copied
-                if node.target == torch.ops.aten.add_.Tensor and (total := self._added(node)) is not None:
-                    result = total
+                if node.target == torch.ops.aten.copy_.default:
+                    result = result if (copied := self._copied(node)) is None else copied
+                elif (moved := self._moved(node, fake, out_of_place(node.target))) is not None:
+                    result = moved
             self._write(first, result, node)  # type: ignore[arg-type]
             return result
         for index, each in enumerate(writes):
@@ -304,16 +306,19 @@ class Evaluation(Memory):
         if isinstance(old, Value) and isinstance(new, Value):
             self._counts[new.number] = self._counts.get(old.number, old.number)
 
-    def _moved(self, node: fx.Node, fake: Any) -> Result:
-        name, rule = RULES[node.target]
-        if node.target in movement.IDENTITIES and isinstance(x := self._read(argument(node)), Value):
+    def _moved(self, node: fx.Node, fake: Any, target: Any) -> Result:
+        """Returns what a rule says of an operator, or of the one that does the same out of place."""
+        if target not in RULES:
+            return None
+        name, rule = RULES[target]
+        if target in movement.IDENTITIES and isinstance(x := self._read(argument(node)), Value):
             self._done.axioms.add(name)
             return x
         if (seen := self._facts.geometries[node]) is None or None in seen:  # sizes or strides depend on data
             return None
-        args, kwargs = self._plain(node.target, node.args, node.kwargs)
+        args, kwargs = self._plain(target, node.args, node.kwargs)
         args, kwargs = evaluated(args, self._read), evaluated(kwargs, self._read)
-        if node.target == torch.ops.aten.constant_pad_nd.default:
+        if target == torch.ops.aten.constant_pad_nd.default:
             kwargs["origin"] = origin_of_padding(node, self._inputs)
         if any(
             isinstance(each, Value) and each.pieces is None for each in pytree.tree_leaves((args, kwargs))

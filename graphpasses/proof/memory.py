@@ -20,7 +20,7 @@ from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.proof import elements
 from graphpasses.proof.evaluated import Argument, Evaluated, Result
 from graphpasses.proof.facts import Facts, Leaf, Place
-from graphpasses.proof.operators import Call, is_element_by_element, name_of, plain_call
+from graphpasses.proof.operators import COMMUTATIVE, Call, is_element_by_element, name_of, plain_call
 from graphpasses.proof.values import Geometry, Value, Values, fills_alike, geometry
 
 __all__ = ["Held", "Memory", "evaluated", "warning_of"]
@@ -205,12 +205,6 @@ class Memory:
         self._done.axioms.add("casts")
         return elements.cast(self._table, source, target.dtype)
 
-    def _added(self, node: fx.Node) -> Value | None:
-        if node.kwargs or len(node.args) != 2 or not all(isinstance(each, fx.Node) for each in node.args):
-            return None
-        x, y = (self._read(each) for each in node.args)  # type: ignore[arg-type]
-        return elements.add(self._table, x, y) if isinstance(x, Value) and isinstance(y, Value) else None
-
     # ---- numbers --------------------------------------------------------------------------------------------------
 
     def _key(self, node: fx.Node) -> tuple[Hashable, ...]:
@@ -231,6 +225,8 @@ class Memory:
         if str(target) == BOUNDS_CHECK:  # no check reads the count of bad ids
             place = warning_of(target)
             args[place] = Argument(self._counts.get(args[place].number, args[place].number), None)
+        if target in COMMUTATIVE and len(args) == 2 and not kwargs:
+            args = sorted(args, key=_order)
         return ("call", name_of(target), freeze(args), freeze(kwargs))
 
     def _argument(self, node: fx.Node, target: Any) -> Hashable:
@@ -272,6 +268,11 @@ def warning_of(check: Any) -> int:
     """Returns which argument of a bounds check is the count of bad ids, which it overwrites or leaves."""
     (schema,) = schemas(check)
     return [argument.name for argument in schema.arguments].index("warning")
+
+
+def _order(argument: Any) -> Any:
+    is_value = isinstance(argument, Argument)
+    return (0, argument.number, str(argument.layout)) if is_value else (1, 0, str(argument))
 
 
 def _extent(view: Any) -> tuple[int, int]:

@@ -14,14 +14,26 @@ from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.proof.axioms import RULES
 
-__all__ = ["Call", "is_element_by_element", "is_free_of_offset", "name_of", "plain_call"]
+__all__ = [
+    "COMMUTATIVE",
+    "Call",
+    "is_element_by_element",
+    "is_free_of_offset",
+    "name_of",
+    "out_of_place",
+    "plain_call",
+]
 
 aten = torch.ops.aten
+
+COMMUTATIVE = frozenset({aten.add.Tensor, aten.add_.Tensor, aten.mul.Tensor, aten.mul_.Tensor})
+"""What makes the same of two operands in any order."""
 
 # What copies elements, and is tagged by torch as nothing.
 _COPIES = frozenset(
     {
         aten.copy_.default,
+        aten._local_scalar_dense.default,
         aten.zero_.default,
         aten.fill_.Scalar,
         aten.embedding.default,
@@ -90,6 +102,16 @@ def name_of(target: Any) -> Any:
     plain = name.replace("_.", ".", 1)
     is_in_place = plain != name and not name.split(".")[1].startswith("_")
     return plain if is_in_place and is_element_by_element(target) else name
+
+
+@functools.cache
+def out_of_place(target: Any) -> Any:
+    """Returns what makes a tensor of the elements that an operator writes in place, each alone; None for others."""
+    name = str(target).removeprefix("aten.")
+    packet, _, overload = name.rpartition(".")
+    if not is_operator(target) or torch.Tag.pointwise not in target.tags or not packet.endswith("_"):
+        return None
+    return getattr(getattr(aten, packet[:-1], None), overload, None)
 
 
 # ---- how a call is written ----------------------------------------------------------------------------------------
@@ -174,9 +196,7 @@ def plain_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], sh
     }
     if is_attention and others.get("scale") is None and shape and type(shape[-1]) is int:
         others["scale"] = 1.0 / math.sqrt(shape[-1])  # as torch computes it
-    # A dim that was counted is no default any more.
-    counted = counts_dims and any(each.name in ("dim", "dims") for each in schema.arguments)
-    return tuple(values) if counted else _without_defaults(target, values), others
+    return _without_defaults(target, values), others
 
 
 @functools.cache

@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 AXIOMS = {
     **axioms.AXIOMS,
-    "operators": "an operator's result depends on its arguments' values, shapes, dtypes and strides, and no more",
+    "operators": (
+        "an operator's result depends on its arguments' values, shapes, dtypes, devices and strides, on how far each "
+        "begins behind a multiple of 64 bytes unless it computes element by element, and on no more"
+    ),
     "eager's place": eager_gradients.AXIOM,
     "eager's order": eager_gradients.TOPOLOGY_AXIOM,
     "lists": "an operator on lists of tensors does with each element what it does with that alone",
@@ -109,7 +112,7 @@ def prove_as(
     _refuse_chance(subject, one, two)
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
-    names = {"operators", *one.axioms, *two.axioms, *proof.axioms_of_layout}
+    names = {"operators", "NaNs", *one.axioms, *two.axioms, *proof.axioms_of_layout}
     return Certificate(
         tuple(proof.proved),
         tuple(proof.unproved),
