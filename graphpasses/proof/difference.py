@@ -39,15 +39,18 @@ class Difference:
         after: what computes it in the second.
         reason: how they differ.
         unknown: what no rule looks into, so that both may still have the same bits; else empty.
+        shown: what running both has shown; empty where they were not run.
     """
 
     before: fx.Node | None
     after: fx.Node | None
     reason: str
     unknown: str = ""
+    shown: str = ""
 
     def __str__(self) -> str:
-        return f"{self.reason}\n  before: {place_of(self.before)}\n  after:  {place_of(self.after)}"
+        places = f"  before: {place_of(self.before)}\n  after:  {place_of(self.after)}"
+        return f"{self.reason}\n{places}" + (f"\n  {self.shown}" if self.shown else "")
 
 
 def place_of(node: fx.Node | None) -> str:

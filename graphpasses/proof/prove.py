@@ -16,6 +16,7 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph
 from graphpasses.graph.certificate import Certificate
 from graphpasses.proof import axioms, eager_gradients
+from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
 from graphpasses.proof.eager_gradients import EagerGradients
 from graphpasses.proof.evaluate import evaluate
@@ -66,8 +67,11 @@ def prove(
         What is proved, what could not be followed, and what was taken for granted.
 
     Raises:
-        ProofError: the loss, a gradient or something that the step writes is computed otherwise. It names the first
-            such value, and the smallest part in which the graphs differ.
+        ProofError: the rewritten step *changes* the loss, a gradient or something that the step writes: it is lost,
+            or both were run on random inputs, and parted. Or it *is not proved to keep* it: it is computed otherwise,
+            in a way that no rule knows, and that cannot be run here (it is too large, or needs other ranks). The
+            error names the first such value, the smallest part in which the graphs differ, and the inputs. What is
+            computed otherwise, but alike on these inputs, is no error: it is not proved.
 
     Example:
         >>> model = nn.Linear(4, 1)
@@ -165,6 +169,10 @@ class _Proof:
         self._may_scale = is_planned
         self._eager = self._eager_gradients(layout, topology)
         self._uses_layout = False
+        modules = [each.module for each in (before, after, before.update, after.update) if each is not None]
+        common = one.made.keys() & two.made.keys()
+        self._runs = Runs(values, [module.graph for module in modules], common)
+        self._refused: list[tuple[str, Difference]] = []
         self.proved: list[str] = []
         self.unproved: list[tuple[str, str]] = []
         self._found: list[tuple[str, Difference]] = []
@@ -212,18 +220,34 @@ class _Proof:
                 self.unproved.append((name, "numbers are drawn for other values"))  # which the outputs tell
             else:
                 found = Difference(None, None, "other numbers are drawn, or the state is put back otherwise")
-                self._found.append((name, found))
-        if not self._found:
+                trial = self._runs.compare_states(self._one.random_state, self._two.random_state)
+                self._judge(name, found, trial)
+        if not self._found and not self._refused:
             return
         order = {node: index for index, node in enumerate(self._after.graph.nodes)}
-        name, first = min(self._found, key=lambda each: order.get(each[1].after, len(order)))
-        others = [other for other, _ in self._found if other != name]
+        some = self._found or self._refused
+        name, first = min(some, key=lambda each: order.get(each[1].after, len(order)))
+        others = [other for other, _ in (*self._found, *self._refused) if other != name]
         more = (
             f" (and {len(others)} others: {', '.join(others[:3])}{', …' if len(others) > 3 else ''})"
             if others
             else ""
         )
-        raise ProofError(f"{self._subject} changes {name}{more}: {first}")
+        verb = "changes" if self._found else "is not proved to keep"
+        raise ProofError(f"{self._subject} {verb} {name}{more}: {first}")
+
+    def _judge(self, name: str, found: Difference, trial: Trial) -> None:
+        """Notes what was found to be computed otherwise, by what running it has shown."""
+        if trial.parts:
+            self._found.append((name, replace_fields(found, shown=trial.parts)))
+        elif trial.reason:
+            self._refused.append(
+                (name, replace_fields(found, shown=f"it cannot be run here: {trial.reason}"))
+            )
+        else:
+            self.unproved.append(
+                (name, f"no rule says that it is the same, as it is on random inputs: {found}")
+            )
 
     def _compare_uses(self) -> None:
         """Compares in which order autograd adds gradients, of values that both graphs have."""
@@ -245,7 +269,7 @@ class _Proof:
                         (f"the gradient of {nodes[0].name}", f"{reason}: lookups update a table")
                     )
                     continue
-                self._found.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
+                self._refused.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
         if one is two and not self._lost_another(name):
@@ -286,8 +310,10 @@ class _Proof:
         unknown = found.unknown or self._two.unknown or self._rests_on_others(found)
         if unknown:
             self.unproved.append((name, f"no rule looks into {unknown}: {found}"))
-        else:
+        elif reason is not None:  # it is not where eager has it
             self._found.append((name, found))
+        else:
+            self._judge(name, found, self._runs.compare(one, two))
 
     def _lost_another(self, name: str) -> bool:
         """Whether another output of the same gradient, of a tied parameter, is lost: this one must have the total."""

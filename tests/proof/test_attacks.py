@@ -20,6 +20,7 @@ from graphpasses.capture import capture_train_step
 from graphpasses.errors import ProofError
 from graphpasses.graph import CapturedStep
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+from graphpasses.proof import counterexample
 from graphpasses.proof.prove import prove
 from tests.proof.numbers import FLOATS
 
@@ -372,8 +373,8 @@ def answer(captured: CapturedStep, before: Make, after: Make) -> str:
         steps.append(code.finished(make(code)))
     try:
         certificate = prove(*steps)
-    except ProofError:
-        return "differs"
+    except ProofError as error:
+        return "differs" if " changes " in str(error).splitlines()[0] else "refused"
     return "proved" if certificate else "not proved"
 
 
@@ -384,12 +385,22 @@ def test_attack(captured: CapturedStep, case: Case) -> None:
     assert answer(captured, case.before, case.wrong) != "proved"
 
 
-# Right on most numbers, which no rule knows, or wrong: never proved.
-NEVER: dict[str, tuple[Make, Make]] = {
+# Right on most numbers, which no rule knows; and wrong, which running shows.
+NOT_PROVED: dict[str, tuple[Make, Make]] = {
     "times 2, times 0.5": (
         lambda c: c.tanh_default(c.x),
         lambda c: c.tanh_default(c.mul_Tensor(c.mul_Tensor(c.x, 2.0), 0.5)),
     ),
+    "a ReLU of one": (
+        lambda c: c.relu_default(c.x),
+        lambda c: c.relu_default(c.relu_default(c.x)),
+    ),
+    "a hidden difference": (
+        lambda c: c.relu_default(c.neg_default(c.exp_default(c.x))),
+        lambda c: c.zeros_like_default(c.x),
+    ),
+}
+DIFFERENT: dict[str, tuple[Make, Make]] = {
     "to bfloat16 and back": (
         lambda c: c.tanh_default(c.x),
         lambda c: c.tanh_default(back(c, half(c), torch.float32)),
@@ -412,9 +423,21 @@ NEVER: dict[str, tuple[Make, Make]] = {
 }
 
 
-@pytest.mark.parametrize("name", NEVER)
-def test_never_proved(captured: CapturedStep, name: str) -> None:
-    assert answer(captured, *NEVER[name]) != "proved"
+@pytest.mark.parametrize("name", NOT_PROVED)
+def test_what_runs_alike_is_not_called_different(captured: CapturedStep, name: str) -> None:
+    assert answer(captured, *NOT_PROVED[name]) == "not proved"
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_difference_is_shown(captured: CapturedStep, name: str) -> None:
+    assert answer(captured, *DIFFERENT[name]) == "differs"
+
+
+def test_what_cannot_be_run_is_refused_and_not_called_different(
+    captured: CapturedStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counterexample, "MAX_ELEMENTS", 10)
+    assert answer(captured, *DIFFERENT["alpha=2"]) == "refused"
 
 
 @pytest.mark.parametrize("name", RIGHT)
