@@ -15,8 +15,8 @@ from graphpasses._torch.schemas import schemas
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.graph.constants import attribute, constant_bits
-from graphpasses.proof.evaluated import Argument, Layout
-from graphpasses.proof.values import Value, Values
+from graphpasses.proof.core.evaluated import Argument, Layout
+from graphpasses.proof.core.values import Value, Values
 
 __all__ = ["Runs", "Trial"]
 

@@ -10,9 +10,9 @@ from torch import fx
 
 from graphpasses.fbgemm.names import BOUNDS_CHECK, FBGEMM
 from graphpasses.graph.nodes import source_line
+from graphpasses.proof.core.evaluated import Argument, Evaluated, Layout
+from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.elements import BINARY, UNARY
-from graphpasses.proof.evaluated import Argument, Evaluated, Layout
-from graphpasses.proof.values import Value, Values
 
 # What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.
 _FOLLOWED = (

@@ -11,9 +11,8 @@ import torch
 
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.graph.nodes import freeze
-from graphpasses.proof.axioms import AXIOMS, Result, Rule, axiom
-from graphpasses.proof.pieces import Piece
-from graphpasses.proof.values import Value, Values
+from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
+from graphpasses.proof.core.values import Piece, Value, Values
 
 __all__ = ["BINARY", "UNARY", "add", "cast", "constant", "filled"]
 

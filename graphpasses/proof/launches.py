@@ -9,9 +9,9 @@ from torch import fx
 
 from graphpasses.graph import ALL_TO_ALL, argument
 from graphpasses.graph.certificate import Launch
+from graphpasses.proof.core.evaluated import Collective, Evaluated
+from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.elements import BINARY, UNARY
-from graphpasses.proof.evaluated import Collective, Evaluated
-from graphpasses.proof.values import Value, Values
 
 
 def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[Launch, ...]:

@@ -15,16 +15,17 @@ from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph
 from graphpasses.graph.certificate import Certificate
-from graphpasses.proof import axioms, eager_gradients
+from graphpasses.proof import eager_gradients
+from graphpasses.proof.core import axioms
+from graphpasses.proof.core.evaluated import Evaluated
+from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
 from graphpasses.proof.eager_gradients import EagerGradients
 from graphpasses.proof.evaluate import evaluate
-from graphpasses.proof.evaluated import Evaluated
-from graphpasses.proof.facts import Facts
 from graphpasses.proof.launches import launches_of
 from graphpasses.proof.torch_calls import evaluate_torch_calls
-from graphpasses.proof.values import Value, Values
 
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology
@@ -33,7 +34,8 @@ AXIOMS = {
     **axioms.AXIOMS,
     "operators": (
         "an operator's result depends on its arguments' values, shapes, dtypes, devices and strides, on how far each "
-        "begins behind a multiple of 64 bytes unless it computes element by element, and on no more"
+        "begins behind a multiple of 64 bytes unless it computes element by element, and on no more; one that draws "
+        "random numbers is tagged so"
     ),
     "eager's place": eager_gradients.AXIOM,
     "eager's order": eager_gradients.TOPOLOGY_AXIOM,
@@ -105,6 +107,7 @@ def prove_as(
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
     values = Values()
     if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
+        _refuse_other_inputs(subject, before, after)
         one = evaluate_torch_calls(before, values, after.copied_constants)
         two = evaluate_torch_calls(after, values)
     else:
@@ -140,6 +143,14 @@ def _updates(graph: TrainGraph, values: Values, two: Evaluated) -> dict[str, Val
     graph = replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
     given = {fqn: two.outputs[name] for fqn, name in names.items()}
     return evaluate(graph, values, Facts(update.module.graph), given).written
+
+
+def _refuse_other_inputs(subject: str, before: DynamoGraph, after: DynamoGraph) -> None:
+    """Raises if an input is another tensor than before: lookups are known by where their tables lie."""
+    known = dict(zip((node.name for node in before.placeholders), before.live, strict=True))
+    for node, given in zip(after.placeholders, after.live, strict=True):
+        if node.name in known and known[node.name] is not given:
+            raise ProofError(f"{subject} is not proved to keep anything: input {node.name} is another one")
 
 
 def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:
@@ -307,13 +318,14 @@ class _Proof:
         found = find_difference(self._values, self._one, self._two, one, two)
         if reason is not None and self._is_reduction(found):
             found = Difference(found.before, found.after, reason)
+        trial = Trial() if reason is not None else self._runs.compare(one, two)
         unknown = found.unknown or self._two.unknown or self._rests_on_others(found)
-        if unknown:
+        if unknown and not trial.parts:
             self.unproved.append((name, f"no rule looks into {unknown}: {found}"))
         elif reason is not None:  # it is not where eager has it
             self._found.append((name, found))
         else:
-            self._judge(name, found, self._runs.compare(one, two))
+            self._judge(name, found, trial)
 
     def _lost_another(self, name: str) -> bool:
         """Whether another output of the same gradient, of a tied parameter, is lost: this one must have the total."""

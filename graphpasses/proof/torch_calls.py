@@ -20,12 +20,12 @@ from graphpasses.analysis.dependencies import grad_modes
 from graphpasses.analysis.effects import has_gradient, torch_call_effects
 from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
+from graphpasses.proof.core.evaluated import Evaluated, Result
+from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.evaluate import Evaluation
-from graphpasses.proof.evaluated import Evaluated, Result
-from graphpasses.proof.facts import Facts
 from graphpasses.proof.lookups import AXIOM as FUSED
 from graphpasses.proof.lookups import Lookups
-from graphpasses.proof.values import Value, Values
 
 aten = torch.ops.aten
 

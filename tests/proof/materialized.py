@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses.proof.values import Value, Values
+from graphpasses.proof.core.values import Value, Values
 
 
 def materialized(values: Values, value: Value, inputs: dict[str, Tensor]) -> Tensor:

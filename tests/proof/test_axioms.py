@@ -12,9 +12,9 @@ from graphpasses.graph import WAIT
 from graphpasses.identity import same_bits
 from graphpasses.ops.pack_all_to_all import pack_all_to_all, unpack_all_to_all
 from graphpasses.proof import elements
-from graphpasses.proof.axioms import AXIOMS, RULES
+from graphpasses.proof.core.axioms import AXIOMS, RULES
+from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.movement import gathered
-from graphpasses.proof.values import Value, Values
 from tests.proof.materialized import materialized
 from tests.proof.numbers import FLOATS, random_bits, same_but_nans
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphpasses.proof.operators import is_element_by_element, is_free_of_offset, name_of, plain_call
+from graphpasses.proof.core.operators import is_element_by_element, is_free_of_offset, name_of
+from graphpasses.proof.spelling import plain_call
 from tests.proof.numbers import FLOATS, random_bits, same_but_nans
 
 aten = torch.ops.aten

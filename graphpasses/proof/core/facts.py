@@ -17,9 +17,9 @@ from graphpasses.graph import WAIT
 from graphpasses.graph.constants import attribute
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
-from graphpasses.proof.evaluated import Layout
-from graphpasses.proof.operators import is_free_of_offset
-from graphpasses.proof.values import geometry
+from graphpasses.proof.core.evaluated import Layout
+from graphpasses.proof.core.operators import is_free_of_offset
+from graphpasses.proof.core.values import geometry
 
 __all__ = ["ALIGNMENT", "Facts", "Leaf", "Place", "geometries", "leaves"]
 

@@ -10,18 +10,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch.schemas import given_arguments, schemas
 from graphpasses.fbgemm.names import BOUNDS_CHECK
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
-from graphpasses.proof import elements
-from graphpasses.proof.evaluated import Argument, Evaluated, Result
-from graphpasses.proof.facts import Facts, Leaf, Place
-from graphpasses.proof.operators import COMMUTATIVE, Call, is_element_by_element, name_of, plain_call
-from graphpasses.proof.values import Geometry, Value, Values, fills_alike, geometry
+from graphpasses.proof.core.evaluated import Argument, Evaluated, Result
+from graphpasses.proof.core.facts import Facts, Leaf, Place
+from graphpasses.proof.core.operators import COMMUTATIVE, Call, is_element_by_element, name_of
+from graphpasses.proof.core.values import Geometry, Value, Values, fills_alike, geometry
 
 __all__ = ["Held", "Memory", "evaluated", "warning_of"]
 
@@ -192,19 +190,6 @@ class Memory:
         beside = self._beside(root)
         return min((root, *beside), key=lambda each: each[0].name) if beside else root
 
-    def _copied(self, node: fx.Node) -> Value | None:
-        target, source = self._facts[node.args[0]], self._read(node.args[1])  # type: ignore[index, arg-type]
-        if not isinstance(source, Value):
-            return None
-        if source.pieces is None:  # its sizes depend on data
-            given = self._facts[node.args[1]]  # type: ignore[index]
-            alike = source.dtype == target.dtype and statically_known_true(sym_eq(given.shape, target.shape))
-            return source if alike else None
-        if source.shape != tuple(target.shape):
-            return None
-        self._done.axioms.add("casts")
-        return elements.cast(self._table, source, target.dtype)
-
     # ---- numbers --------------------------------------------------------------------------------------------------
 
     def _key(self, node: fx.Node) -> tuple[Hashable, ...]:
@@ -217,9 +202,8 @@ class Memory:
         return self._call_of(target, *given)
 
     def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
-        first = args[0] if args and isinstance(args[0], fx.Node) else None
-        seen = None if first is None else self._facts.geometries.get(first)
-        return plain_call(target, args, kwargs, seen[0] if seen and first is not None else None)
+        """Returns the arguments of a call as all that mean the same have them."""
+        return args, kwargs
 
     def _call_of(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
         if str(target) == BOUNDS_CHECK:  # no check reads the count of bad ids

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from graphpasses.proof.values import Value
+from graphpasses.proof.core.values import Value
 
 __all__ = ["Argument", "Collective", "Evaluated", "Layout", "Result"]
 
