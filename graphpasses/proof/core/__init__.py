@@ -1,5 +1,4 @@
-"""What must be believed of a proof: numbers of values, the memory in which they lie, and what results depend
-on.
+"""What must be believed of a proof: numbers of values, the memory where they lie, what results depend on.
 
 **Theorem.** Two graphs are evaluated on the numbers of one table. Where an output, or a tensor from outside
 that a step writes, has one number in both, it has the same bits after both, on every batch, for every state
