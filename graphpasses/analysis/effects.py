@@ -190,7 +190,7 @@ def _read_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.target in METADATA_OPS or _is_view(node):
         return ()
     if node.target is aten.copy_.default:
-        return tuple(_nodes(node.args[1]))
+        return tuple(_nodes([value for argument, value in given_arguments(node) if argument.name == "src"]))
     return tuple(node.all_input_nodes)
 
 

@@ -76,7 +76,7 @@ class Calls(Memory):
 
     def _written(self, node: fx.Node, writes: tuple[fx.Node, ...], key: Hashable, result: Result) -> Result:
         """Evaluates an operator that writes arguments."""
-        first = node.args[0] if node.args else None
+        first = next(iter(self._plain(node.target, node.args, node.kwargs)[0]), None)
         fake = self._facts[node]
         is_first = len(writes) == 1 and writes[0] is first
         if is_first and self._roots(node) == self._roots(first) and isinstance(result, Value):  # type: ignore[arg-type]
@@ -95,11 +95,11 @@ class Calls(Memory):
         return result
 
     def _copied(self, node: fx.Node) -> Value | None:
-        target, source = self._facts[node.args[0]], self._read(node.args[1])  # type: ignore[index, arg-type]
+        to, of, *_ = self._plain(node.target, node.args, node.kwargs)[0]
+        target, given, source = self._facts[to], self._facts[of], self._read(of)
         if not isinstance(source, Value):
             return None
         if source.pieces is None:  # its sizes depend on data
-            given = self._facts[node.args[1]]  # type: ignore[index]
             alike = source.dtype == target.dtype and statically_known_true(sym_eq(given.shape, target.shape))
             return source if alike else None
         if source.shape != tuple(target.shape):

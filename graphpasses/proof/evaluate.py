@@ -20,7 +20,7 @@ from graphpasses.analysis.effects import (
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.constants import read_constants
 from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective
-from graphpasses.graph.train_graph import InputKind, OutputKind
+from graphpasses.graph.train_graph import InputKind, OutputKind, Stage
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.ops.size_tensor import SIZE_TENSOR
@@ -50,7 +50,7 @@ def evaluate(
 ) -> Evaluated:
     """Evaluates a graph of ATen operators.
 
-    Two graphs that share ``values`` can be compared. ``given`` has the values of gradients that are inputs, by FQN;
+    Two graphs that share ``values`` can be compared. ``given`` has the values of inputs that are known, by name;
     ``constants`` say what constants held before a pass could write them.
     """
     return Evaluation(graph, values, facts, given, constants).run()
@@ -80,8 +80,9 @@ class Evaluation(Calls):
             fqn = graph.identity.canonical(item.fqn) if item.is_state else item.fqn
             state = f" {item.state}" if item.state else ""
             self._inputs[node] = f"{item.kind.value} {fqn}{state}{f' ({item.attr})' if item.attr else ''}"
-            if item.kind is InputKind.GRADIENT:
-                self._done.values[node] = self._given[fqn]
+            name = f"gradient {fqn}" if item.kind is InputKind.GRADIENT else self._inputs[node]
+            if name in self._given:
+                self._done.values[node] = self._given[name]
         for node in graph.graph.nodes:
             self._look_for_freed(node)
             if node.op == "output":
@@ -116,6 +117,8 @@ class Evaluation(Calls):
             done.outputs[name] = self._read(node) if isinstance(node, fx.Node) else None
             if isinstance(node, fx.Node):
                 done.nodes[name] = node
+        if graph.stage is Stage.STEP:
+            done.shares = self._sharing(done.nodes)
         for (root, _), memory in self._held.items():
             if root.op in ("placeholder", "get_attr") and memory.value is not None:
                 name = self._inputs.get(root, f"the attribute {root.target}")

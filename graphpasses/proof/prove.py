@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from graphpasses.proof.eager_gradients import EagerGradients
 from graphpasses.proof.evaluate import evaluate
 from graphpasses.proof.launches import launches_of
 from graphpasses.proof.torch_calls import evaluate_torch_calls
+from graphpasses.text import some
 
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology
@@ -115,7 +117,7 @@ def prove_as(
         one = evaluate(before, values, facts, constants=after.copied_constants)
         two = evaluate(after, values, Facts(after.graph, facts))
         for graph, found in ((before, one), (after, two)):
-            found.written |= _updates(graph, values, two)
+            found.written |= _updates(graph, values, two, found.written)
     _refuse_chance(subject, one, two)
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
@@ -129,10 +131,12 @@ def prove_as(
     )
 
 
-def _updates(graph: TrainGraph, values: Values, two: Evaluated) -> dict[str, Value]:
+def _updates(
+    graph: TrainGraph, values: Values, two: Evaluated, written: Mapping[str, Value]
+) -> dict[str, Value]:
     """Returns what a step's update writes that is not in its own graph, of the gradients of the rewritten step.
 
-    That these are eager's is proved beside it.
+    That these are eager's is proved beside it. The step has ``written`` some of what the update reads.
     """
     update = graph.update
     if update is None or update.is_in_step:
@@ -141,7 +145,7 @@ def _updates(graph: TrainGraph, values: Values, two: Evaluated) -> dict[str, Val
     if any(two.outputs.get(name) is None for name in names.values()):  # which is told by itself
         return {}
     graph = replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
-    given = {fqn: two.outputs[name] for fqn, name in names.items()}
+    given = {f"gradient {fqn}": two.outputs[name] for fqn, name in names.items()} | {**written}
     return evaluate(graph, values, Facts(update.module.graph), given).written
 
 
@@ -236,8 +240,8 @@ class _Proof:
         if not self._found and not self._refused:
             return
         order = {node: index for index, node in enumerate(self._after.graph.nodes)}
-        some = self._found or self._refused
-        name, first = min(some, key=lambda each: order.get(each[1].after, len(order)))
+        candidates = self._found or self._refused
+        name, first = min(candidates, key=lambda each: order.get(each[1].after, len(order)))
         others = [other for other, _ in (*self._found, *self._refused) if other != name]
         more = (
             f" (and {len(others)} others: {', '.join(others[:3])}{', …' if len(others) > 3 else ''})"
@@ -283,6 +287,12 @@ class _Proof:
                 self._refused.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
+        shared = self._two.shares.get(name, frozenset()) - self._one.shares.get(name, frozenset())
+        if shared and two is not None:  # who writes one of them would change both
+            self.unproved.append(
+                (name, f"it lies in the memory of {some(sorted(shared), limit=3)}, as it did not")
+            )
+            return
         if one is two and not self._lost_another(name):
             self.proved.append(name)
             return

@@ -189,7 +189,34 @@ def reinterpreted_back(code: Code) -> fx.Node:
     return code._to_copy_default(back, dtype=torch.float32)
 
 
+def lapping(one: bool) -> Make:
+    """Multiplies elements that lie on each other: once for each, or for the last."""
+
+    def make(code: Code) -> fx.Node:
+        base = code.view_default(code.mul_Tensor(code.x, code.x), [64])
+        view = code.unfold_default(base, 0, 2, 1)
+        if one:
+            code.mul__Tensor(view, 3.0)
+        else:
+            code.copy__default(view, code.mul_Tensor(view, 3.0))
+        return code.tanh_default(base)
+
+    return make
+
+
+def drawn(copied: bool) -> Make:
+    def make(code: Code) -> fx.Node:
+        base = code.mul_Tensor(code.x, code.x)
+        copy = code.clone_default(base) if copied else code._unsafe_view_default(base, [8, 8])
+        code.uniform__default(copy)
+        return code.tanh_default(base)
+
+    return make
+
+
 CASES = [
+    Case("elements lie on each other", lapping(True), lapping(False), lapping(True)),
+    Case("a copy is filled with random numbers", drawn(True), drawn(False), drawn(True)),
     *(
         Case(f"{view} shares memory", *read_before_write(view, *sizes))
         for view, sizes in {

@@ -47,6 +47,10 @@ RIGHT: dict[str, tuple[Make, Make]] = {
         lambda c: c.call(aten.sum.dim_IntList, c.x, [1]),
         lambda c: c.call(aten.sum.dim_IntList, c.x, dim=[-1]),
     ),
+    "a copy by keywords": (
+        lambda c: c.copy__default(c.buffer, c.call(aten.view.default, c.x, [64])),
+        lambda c: c.copy__default(c.buffer, src=c.call(aten.view.default, c.x, [64])),
+    ),
     "a default": (
         lambda c: c.item(c.sort_default(c.x), 0),
         lambda c: c.item(c.sort_default(c.x, 1, False), 0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,14 +166,16 @@ class Memory:
                     if place is not None:
                         found_places.append(((name, number), place, is_written))
                     number += 1
-        if len(found_places) < 2:
-            return ()
+        # Elements of one tensor may lie on each other.
+        twice = [
+            (name, place.view) for name, place, is_written in found_places if is_written and _laps(place.view)
+        ]
         by_element = is_element_by_element(node.target)
         by_memory: dict[Leaf, list[tuple[tuple[int, int], Any, Any, bool]]] = {}
         for (name, number), place, is_written in found_places:
             some = by_memory.setdefault(self._memory_of(place.root), [])
             some.append((_extent(place.view), (name, number), place.view, is_written))
-        found = []
+        found: list[Hashable] = [*twice]
         for some in by_memory.values():
             some.sort(key=lambda each: each[0])
             for index, (extent, name, view, is_written) in enumerate(some):
@@ -184,6 +186,27 @@ class Memory:
                     if (is_written or other[3]) and not is_itself:
                         found.append((name, view, *other[1:3]))
         return tuple(found)
+
+    def _sharing(self, nodes: Mapping[str, fx.Node]) -> dict[str, frozenset[str]]:
+        """Returns which of some tensors, and of those from outside, have bytes in common; none with itself."""
+        outside = {node.name: node for node in self._facts.places if node.op in ("placeholder", "get_attr")}
+        by_memory: dict[Leaf, list[tuple[tuple[int, int], str, fx.Node]]] = {}
+        for name, node in {**outside, **nodes}.items():
+            for place in self._facts.places[node]:
+                if place is not None:
+                    some = by_memory.setdefault(self._memory_of(place.root), [])
+                    some.append((_extent(place.view), name, node))
+        found: dict[str, set[str]] = {name: set() for name in nodes}
+        for some in by_memory.values():
+            some.sort(key=lambda each: each[0])
+            for index, (extent, name, node) in enumerate(some):
+                for (start, _), other, its in some[index + 1 :]:
+                    if start >= extent[1]:
+                        break
+                    if node is not its:  # a step copies a value that it returns twice
+                        found.get(name, set()).add(other)
+                        found.get(other, set()).add(name)
+        return {name: frozenset(others) for name, others in found.items()}
 
     def _memory_of(self, root: Leaf) -> Leaf:
         """Returns one tensor for all of a memory."""
@@ -267,6 +290,21 @@ def _extent(view: Any) -> tuple[int, int]:
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     end = offset + last + 1 if math.prod(shape) else offset
     return offset * dtype.itemsize, end * dtype.itemsize
+
+
+def _laps(view: Any) -> bool:
+    """Whether two elements of a tensor may have one place in memory."""
+    shape, strides, *_ = view
+    end = 0
+    for stride, size in sorted(zip(strides, shape, strict=True), key=lambda each: str(each[0]).zfill(20)):
+        if size == 1 or size == 0:
+            continue
+        if type(stride) is not int or type(size) is not int:
+            return False  # as far as is known
+        if stride <= end:
+            return True
+        end += (size - 1) * stride
+    return False
 
 
 def _holds(held: Geometry, view: Any, of: Any) -> bool:
