@@ -31,7 +31,8 @@ from graphpasses._torch.schemas import (
     written_names,
 )
 from graphpasses.graph import WAIT
-from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, reach, storages
+from graphpasses.graph.constants import attribute
+from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, storages
 
 __all__ = [
     "UNKNOWN_GROUP",
@@ -189,7 +190,7 @@ def _read_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.target in METADATA_OPS or _is_view(node):
         return ()
     if node.target is aten.copy_.default:
-        return tuple(_nodes(node.args[1]))
+        return tuple(_nodes([value for argument, value in given_arguments(node) if argument.name == "src"]))
     return tuple(node.all_input_nodes)
 
 
@@ -287,10 +288,7 @@ def _named_argument(node: fx.Node, name: str) -> Any:
 
 def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
     for other in node.all_input_nodes:
-        if other.op != "get_attr":
-            continue
-        module = operator.attrgetter(str(other.target))(other.graph.owning_module)
-        if isinstance(module, fx.GraphModule):
+        if other.op == "get_attr" and isinstance(module := attribute(other), fx.GraphModule):
             yield from module.graph.nodes
 
 

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
+from graphpasses.graph.constants import read_constants
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind, Stage
 from graphpasses.graph.known_values import KnownValues, summary
 from graphpasses.graph.nodes import count_collectives, fake_value, storages, views
@@ -76,6 +77,8 @@ class TrainGraph:
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
     update: Update | None = None
+    # What its constants held when it was copied of another graph, with which it shares them; None if it was not.
+    copied_constants: Mapping[str, Hashable] | None = field(default=None, repr=False, compare=False)
     _known: KnownValues = field(default_factory=KnownValues, init=False, compare=False)
 
     def __repr__(self) -> str:
@@ -233,6 +236,7 @@ class TrainGraph:
             update=None if self.update is None else self.update.copy(),
             report=None,
             notes=[],
+            copied_constants=read_constants(self.graph),
         )
 
     def collectives(self) -> dict[str, int]:

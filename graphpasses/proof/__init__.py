@@ -1,5 +1,7 @@
 """Proofs that a rewritten step has the bits of the step that it was made from.
 
-:mod:`~graphpasses.proof.prove` compares two graphs that :mod:`~graphpasses.proof.evaluate` has evaluated on the
-numbers of :mod:`~graphpasses.proof.values`; :mod:`~graphpasses.proof.axioms` says what is taken for granted.
+:mod:`~graphpasses.proof.core` says what is proved, and what must be believed for it. The rules that say more
+of operators are axioms, each tested on random bits: :mod:`~graphpasses.proof.movement` of what moves
+elements, on the maps of :mod:`~graphpasses.proof.pieces`; :mod:`~graphpasses.proof.elements` of what computes
+each alone; :mod:`~graphpasses.proof.spelling` of what is written in several ways.
 """

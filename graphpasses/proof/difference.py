@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ from torch import fx
 
 from graphpasses.fbgemm.names import BOUNDS_CHECK, FBGEMM
 from graphpasses.graph.nodes import source_line
-from graphpasses.proof.evaluated import Argument, Evaluated
-from graphpasses.proof.values import Value, Values
+from graphpasses.proof.core.evaluated import Argument, Evaluated, Layout
+from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.elements import BINARY, UNARY
 
 # What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.
 _FOLLOWED = (
@@ -25,7 +27,7 @@ _FOLLOWED = (
     "graphpasses.pack_bags.",
 )
 _ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
-_ELEMENTWISE = ("cast", "div", "mul", "remote", "bytes")
+_ONE_SOURCE = (*UNARY, "remote", "bytes")
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,18 @@ class Difference:
         after: what computes it in the second.
         reason: how they differ.
         unknown: what no rule looks into, so that both may still have the same bits; else empty.
+        shown: what running both has shown; empty where they were not run.
     """
 
     before: fx.Node | None
     after: fx.Node | None
     reason: str
     unknown: str = ""
+    shown: str = ""
 
     def __str__(self) -> str:
-        return f"{self.reason}\n  before: {place_of(self.before)}\n  after:  {place_of(self.after)}"
+        places = f"  before: {place_of(self.before)}\n  after:  {place_of(self.after)}"
+        return f"{self.reason}\n{places}" + (f"\n  {self.shown}" if self.shown else "")
 
 
 def place_of(node: fx.Node | None) -> str:
@@ -100,7 +105,7 @@ def are_drawn_alike(values: Values, one: int, two: int) -> bool:
 def _without_values(key: Any) -> Any:
     """Returns what a call depends on beside the values of its tensors."""
     if isinstance(key, Argument):
-        return key.strides
+        return key.layout
     return tuple(map(_without_values, key)) if isinstance(key, tuple) else key
 
 
@@ -138,18 +143,25 @@ def _parts(values: Values, one: Value, two: Value) -> _Leaf | _Sources | tuple[V
 
 def _sources(values: Values, one: int, two: int) -> _Leaf | _Sources | tuple[Value, Value]:
     a, b = values.key(one), values.key(two)
-    while a[0] == b[0] and a[0] in (*_ELEMENTWISE, "sum") and a != b:
-        if a[0] == "sum" and a[1] == b[1] and a[2] != b[2]:
-            one, two = a[2], b[2]
+    while a[0] == b[0] and a[0] in (*_ONE_SOURCE, *BINARY) and a != b:
+        if a[0] in BINARY and a[1] == b[1]:
+            one, two = _apart(a[2:], b[2:])
         elif a[:-1] == b[:-1]:
             one, two = a[-1], b[-1]
         else:
             break
         a, b = values.key(one), values.key(two)
-    if a[0] == b[0] == "sum of tensors":
-        index = 1 if a[1] != b[1] else 2
-        return values[a[index]], values[b[index]]
+    if a[0] == b[0] and a[0].endswith(" of tensors"):
+        x, y = _apart(a[1:], b[1:])
+        return values[x], values[y]
     return _Sources(one, two)
+
+
+def _apart(a: Sequence[int], b: Sequence[int]) -> tuple[int, int]:
+    """Returns the first operands, of two that may be exchanged, that are not operands of both."""
+    return next(each for each in a if each not in b or a[0] == a[1]), next(
+        each for each in b if each not in a or b[0] == b[1]
+    )
 
 
 def _made_of(values: Values, sources: _Sources) -> _Leaf | tuple[Value, Value]:
@@ -176,9 +188,7 @@ def _keys(values: Values, a: Any, b: Any) -> _Leaf | tuple[Value, Value]:
         if isinstance(x, Argument) and isinstance(y, Argument):
             if x.number != y.number:
                 return values[x.number], values[y.number]
-            return _Leaf(
-                f"{a[1]} reads a tensor of strides {y.strides} instead of {x.strides}", _unknown(a, b)
-            )
+            return _Leaf(f"{a[1]} reads a tensor {_layouts(x.layout, y.layout)}", _unknown(a, b))
         return _Leaf(f"{a[1]} is given {_plain(y)} instead of {_plain(x)}", _unknown(a, b))
     return _Leaf(f"{_called(a)} became {_called(b)}", _unknown(a, b))
 
@@ -216,6 +226,10 @@ def _operator(values: Values, source: int) -> str:
             return f"a cast to {key[2]}"
         case "sum" | "sum of tensors":
             return "a sum"
+        case "product" | "product of tensors":
+            return "a product"
+        case "neg":
+            return "a negative"
         case "mul" | "div":
             return f"a {'product with' if key[0] == 'mul' else 'quotient by'} {key[4]}"
     return str(key[0])
@@ -253,6 +267,16 @@ def _is_followed(name: str) -> bool:
 
 def _kind(value: Value) -> str:
     return "a value" if value.dtype is None else f"a tensor of {value.dtype} and shape {value.shape}"
+
+
+def _layouts(one: Layout | None, two: Layout | None) -> str:
+    if one is None or two is None:
+        return "of another kind"
+    if one.strides != two.strides:
+        return f"of strides {two.strides} instead of {one.strides}"
+    if one.device != two.device:
+        return f"on {two.device} instead of {one.device}"
+    return "that begins elsewhere in its memory"
 
 
 def _plain(key: Any) -> str:

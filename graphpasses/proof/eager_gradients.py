@@ -15,9 +15,9 @@ from graphpasses.fsdp.layout_diff import Move, Place, layout_places
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.proof import elements, movement
-from graphpasses.proof.evaluated import Argument, Evaluated
-from graphpasses.proof.pieces import Pieces, concatenated, sliced
-from graphpasses.proof.values import Value, Values
+from graphpasses.proof.core.evaluated import Argument, Evaluated
+from graphpasses.proof.core.values import Pieces, Value, Values
+from graphpasses.proof.pieces import concatenated, sliced
 
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.graph.nodes import freeze
-from graphpasses.proof.axioms import Result, Rule, axiom
-from graphpasses.proof.pieces import Piece
-from graphpasses.proof.values import Value, Values
+from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
+from graphpasses.proof.core.values import Piece, Value, Values
+
+__all__ = ["BINARY", "UNARY", "add", "cast", "constant", "filled"]
 
 aten = torch.ops.aten
 
@@ -61,15 +63,25 @@ axiom("constants", _CONSTANTS, aten.new_full.default)(_fill(2))
 axiom("constants", _CONSTANTS, aten.scalar_tensor.default)(_fill(0))
 
 
-# ---- exact operators, element by element --------------------------------------------------------------------------
+# ---- operators that compute element by element --------------------------------------------------------------------
 
+UNARY = ("cast", "div", "mul", "neg")
+"""What the key of a source begins with that an operator makes of each element of one, the last part of the key."""
+BINARY = ("sum", "product")
+"""Likewise of two sources, the last two parts; the same with `` of tensors`` of two tensors."""
+
+AXIOMS["NaNs"] = (
+    "of a NaN it counts that it is one: its sign and payload, which may differ between a vector and its tail, are "
+    "not compared, and no operator looks at them; denormals are not flushed to zero"
+)
 
 _CAST_ARGUMENTS = {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
 
 
 @axiom(
     "casts",
-    "a cast of an element depends on that element alone, so it commutes with all of these",
+    "a cast of an element depends on that element alone, so it commutes with all of these; one to a dtype that has "
+    "all values of the first, and back, changes nothing",
     aten._to_copy.default,
 )
 def _to_copy(values: Values, result: Any, x: Value, **kwargs: Any) -> Result:
@@ -82,22 +94,66 @@ def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
     """Returns a tensor cast to a dtype."""
     if x.dtype == dtype:
         return x
-    return _lifted(values, x, dtype, ("cast", x.dtype, dtype), lambda element: element.to(dtype))
+
+    def apply(element: torch.Tensor) -> torch.Tensor | None:
+        made = element.to(dtype)
+        return (
+            made if torch.equal(made.to(element.dtype), element) else None
+        )  # devices round alike, but to integers
+
+    undone = ("cast", dtype, x.dtype) if _holds_all(x.dtype, dtype) else None
+    return _lifted(values, x, dtype, ("cast", x.dtype, dtype), apply, undone)
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _holds_all(wide: torch.dtype | None, narrow: torch.dtype) -> bool:
+    """Whether a dtype has all values of another."""
+    if wide in _FLOATS[2:]:
+        return narrow in _FLOATS[: _FLOATS.index(wide)]
+    return wide in _INTEGERS and narrow in (torch.bool, *_INTEGERS[: _INTEGERS.index(wide)])
+
+
+_SCALING = (
+    "a product or quotient with a number depends on one element alone, is rounded once, and with 1 not at all"
+)
 
 
 def _scaled(name: str, target: Any) -> Rule:
-    def rule(values: Values, result: Any, x: Value, number: Any) -> Result:
-        if x.pieces is None or not isinstance(number, (int, float)):
+    def rule(values: Values, result: Any, x: Any, number: Any) -> Result:
+        if isinstance(x, Value) and isinstance(number, Value):
+            return _combined(values, "product", x, number) if name == "mul" else None
+        if not isinstance(x, Value) or x.pieces is None or not isinstance(number, (int, float)):
             return None
+        if number == 1 and result.dtype == x.dtype:
+            return x
         key = (name, x.dtype, result.dtype, freeze(number), number)
-        return _lifted(values, x, result.dtype, key, lambda element: target(element, number))
+
+        def apply(element: torch.Tensor) -> torch.Tensor | None:
+            is_zero = element.item() == 0 and number != 0 and math.isfinite(number)
+            # CUDA divides by multiplying.
+            return target(element, number) if is_zero or result.device.type == "cpu" else None
+
+        return _lifted(values, x, result.dtype, key, apply)
 
     return rule
 
 
-_SCALING = "a product or quotient with a number depends on one element alone, and is rounded once"
-axiom("scaling", _SCALING, aten.div.Scalar)(_scaled("div", aten.div.Scalar))
-axiom("scaling", _SCALING, aten.mul.Scalar)(_scaled("mul", aten.mul.Scalar))
+axiom("scaling", _SCALING, aten.div.Scalar, aten.div.Tensor)(_scaled("div", aten.div.Scalar))
+axiom("scaling", _SCALING, aten.mul.Scalar, aten.mul.Tensor)(_scaled("mul", aten.mul.Scalar))
+
+
+@axiom(
+    "negation",
+    "a negative depends on one element alone, and is the number again if negated",
+    aten.neg.default,
+)
+def _negated(values: Values, result: Any, x: Value) -> Result:
+    if x.pieces is None or x.dtype is None or x.dtype == torch.bool:
+        return None
+    return _lifted(values, x, x.dtype, ("neg", x.dtype), torch.neg, ("neg", x.dtype))
 
 
 def _lifted(
@@ -105,9 +161,13 @@ def _lifted(
     x: Value,
     dtype: torch.dtype,
     key: tuple[Any, ...],
-    apply: Callable[[torch.Tensor], torch.Tensor],
+    apply: Callable[[torch.Tensor], torch.Tensor | None],
+    undone: tuple[Any, ...] | None = None,
 ) -> Value:
-    """Applies to each source what is applied to each element; to a constant at once."""
+    """Applies to each source what is applied to each element; to a constant at once.
+
+    It takes back what a source that begins with ``undone`` did.
+    """
     assert x.pieces is not None
     assert x.shape is not None
     of: dict[int, int] = {}
@@ -115,19 +175,33 @@ def _lifted(
         if piece.source in of:
             continue
         made_of = values.key(piece.source)
-        if made_of[0] == "constant" and made_of[3] is not None:
-            with outside_tracing():
-                element = apply(torch.full((), made_of[3], dtype=made_of[1], device="cpu")).item()
+        # Of a constant whose bytes are read in another dtype nothing is known.
+        element = _of_constant(made_of, x.dtype, apply)
+        if element is not None:
             of[piece.source] = constant(values, dtype, element)
+        elif undone is not None and made_of[:-1] == undone:
+            of[piece.source] = made_of[-1]
         else:
             of[piece.source] = values.source((*key, piece.source), values.numel(piece.source))
     pieces = tuple(sorted(piece._replace(source=of[piece.source]) for piece in x.pieces))
     return values.moved(dtype, x.shape, pieces)
 
 
+def _of_constant(
+    key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Any:
+    """Returns what an operator makes of a constant; None where another device may make another of it."""
+    if key[0] != "constant" or key[1] != dtype or key[3] is None:
+        return None
+    with outside_tracing():
+        made = apply(torch.full((), key[3], dtype=key[1], device="cpu"))
+        return None if made is None else made.item()
+
+
 @axiom(
     "sums",
-    "a sum of two elements depends on these alone, so it commutes with what moves both alike",
+    "a sum or product of two elements depends on these alone, in any order, so it commutes with what moves both "
+    "alike; a difference is the sum with a negative",
     aten.add.Tensor,
 )
 def _add(values: Values, result: Any, x: Any, y: Any, **kwargs: Any) -> Result:
@@ -136,16 +210,30 @@ def _add(values: Values, result: Any, x: Any, y: Any, **kwargs: Any) -> Result:
     return add(values, x, y)
 
 
+@axiom("sums", AXIOMS["sums"], aten.sub.Tensor)
+def _subtract(values: Values, result: Any, x: Any, y: Any, **kwargs: Any) -> Result:
+    if kwargs or not (isinstance(x, Value) and isinstance(y, Value)):
+        return None
+    negative = _negated(values, result, y)
+    return add(values, x, negative) if isinstance(negative, Value) else None
+
+
 def add(values: Values, x: Value, y: Value) -> Value | None:
     """Returns the sum of two tensors of one shape and dtype; None where they are not."""
+    return _combined(values, "sum", x, y)
+
+
+def _combined(values: Values, name: str, x: Value, y: Value) -> Value | None:
     if x.dtype is None or x.dtype != y.dtype or x.shape is None or x.shape != y.shape:
         return None
     if x.pieces is not None and y.pieces is not None and len(x.pieces) == len(y.pieces) == 1:
         (a,), (b,) = x.pieces, y.pieces
         if a[:2] == b[:2] and a.offset == b.offset and values.numel(a.source) == values.numel(b.source):
-            source = values.source(("sum", x.dtype, a.source, b.source), values.numel(a.source))
+            sources = sorted((a.source, b.source))
+            source = values.source((name, x.dtype, *sources), values.numel(a.source))
             return values.moved(x.dtype, x.shape, (a._replace(source=source),))
-    return values.tensor(x.dtype, x.shape, values.source(("sum of tensors", x.number, y.number), x.numel))
+    key = (f"{name} of tensors", *sorted((x.number, y.number)))
+    return values.tensor(x.dtype, x.shape, values.source(key, x.numel))
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------

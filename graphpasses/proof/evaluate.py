@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphpasses._torch import pytree
-from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
-from graphpasses._torch.schemas import bind_named, draws, given_arguments, is_seeded
-from graphpasses._torch.tracing import outside_tracing
+from graphpasses._torch.auto_functionalized import WrittenView, read_functionalized_call
+from graphpasses._torch.schemas import draws
 from graphpasses.analysis.effects import (
+    Effects,
     is_elementwise_on_lists,
     names_written,
     operator_effects,
 )
-from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
+from graphpasses.graph.constants import read_constants
 from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective
-from graphpasses.graph.train_graph import InputKind, OutputKind
+from graphpasses.graph.train_graph import InputKind, OutputKind, Stage
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.proof import movement
-from graphpasses.proof.axioms import RULES
-from graphpasses.proof.evaluated import Collective, Evaluated, Result
+from graphpasses.proof.calls import Calls, is_function, views
+from graphpasses.proof.core.axioms import RULES
+from graphpasses.proof.core.evaluated import Collective, Evaluated, Result
+from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.memory import Held, evaluated
+from graphpasses.proof.core.values import Value, Values, geometry
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
-from graphpasses.proof.facts import Facts
-from graphpasses.proof.memory import Memory, evaluated, warning_of
-from graphpasses.proof.values import Value, Values, geometry
+
+__all__ = ["Evaluation", "evaluate"]
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 # By name: torch has these operators where its module of them was imported.
@@ -40,26 +42,34 @@ OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tens
 
 
 def evaluate(
-    graph: TrainGraph, values: Values, facts: Facts, given: Mapping[str, Result] | None = None
+    graph: TrainGraph,
+    values: Values,
+    facts: Facts,
+    given: Mapping[str, Result] | None = None,
+    constants: Mapping[str, Hashable] | None = None,
 ) -> Evaluated:
     """Evaluates a graph of ATen operators.
 
-    Two graphs that share ``values`` can be compared. ``given`` has the values of gradients that are inputs, by FQN.
+    Two graphs that share ``values`` can be compared. ``given`` has the values of inputs that are known, by name;
+    ``constants`` say what constants held before a pass could write them.
     """
-    return Evaluation(graph, values, facts, given).run()
+    return Evaluation(graph, values, facts, given, constants).run()
 
 
-class Evaluation(Memory):
+class Evaluation(Calls):
     """Evaluates a graph of ATen operators, node by node; see :func:`evaluate`."""
 
     def __init__(
-        self, graph: TrainGraph, values: Values, facts: Facts, given: Mapping[str, Result] | None = None
+        self,
+        graph: TrainGraph,
+        values: Values,
+        facts: Facts,
+        given: Mapping[str, Result] | None = None,
+        constants: Mapping[str, Hashable] | None = None,
     ) -> None:
         super().__init__(graph, values, facts)
+        self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
-        self._random = values.source(("random state",))
-        self._hidden = values.source(("hidden state",))
-        self._inputs: dict[fx.Node, str] = {}
         self._exchanges = Exchanges(facts)
         self._brought: dict[fx.Node, Result] = {}
 
@@ -70,11 +80,10 @@ class Evaluation(Memory):
             fqn = graph.identity.canonical(item.fqn) if item.is_state else item.fqn
             state = f" {item.state}" if item.state else ""
             self._inputs[node] = f"{item.kind.value} {fqn}{state}{f' ({item.attr})' if item.attr else ''}"
-            if item.kind is InputKind.GRADIENT:
-                self._done.values[node] = self._given[fqn]
+            name = f"gradient {fqn}" if item.kind is InputKind.GRADIENT else self._inputs[node]
+            if name in self._given:
+                self._done.values[node] = self._given[name]
         for node in graph.graph.nodes:
-            if node.op != "output":
-                self._place(node)
             self._look_for_freed(node)
             if node.op == "output":
                 break
@@ -108,7 +117,9 @@ class Evaluation(Memory):
             done.outputs[name] = self._read(node) if isinstance(node, fx.Node) else None
             if isinstance(node, fx.Node):
                 done.nodes[name] = node
-        for root, memory in self._held.items():
+        if graph.stage is Stage.STEP:
+            done.shares = self._sharing(done.nodes)
+        for (root, _), memory in self._held.items():
             if root.op in ("placeholder", "get_attr") and memory.value is not None:
                 name = self._inputs.get(root, f"the attribute {root.target}")
                 done.written[name] = memory.value
@@ -123,12 +134,12 @@ class Evaluation(Memory):
             given = self._done.values.get(node)
             return self.opaque(node, fake, ("input", self._inputs[node])) if given is None else given
         if node.op == "get_attr":
-            return self.opaque(node, fake, ("attribute", _attribute(node)))
+            return self._constant(node, fake)
         if node.target is operator.getitem:
             source, index = node.args
             of = self._done.values[source]  # type: ignore[index]
             if isinstance(of, list) and isinstance(index, int):
-                return of[index]
+                return of[index]  # what its memory holds since is read where this is
         if is_collective(node):
             return self._launch(node)
         if node.target == WAIT and node.args[0] in self._waiting:
@@ -141,21 +152,22 @@ class Evaluation(Memory):
             return self._offloaded(node)
         effects = operator_effects(node)
         if not effects.writes and effects.group is None and node.target in RULES:
-            found = self._moved(node, fake)
+            found = self._moved(node, fake, node.target)
             if found is not None:
                 return found
         if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
             return self._random_state(node, fake)
         call = read_functionalized_call(node)
         if call is not None and all(
-            isinstance(each, WrittenView) and each.view is None for each in _views(call)
+            isinstance(each, WrittenView) and each.view is None for each in views(call)
         ):
             return self._functionalized(node, call)
-        if is_elementwise_on_lists(node.target):
+        if is_elementwise_on_lists(node.target) and not self._overlaps(node, names_written(node)):
             return self._each(node, fake)
-        key: Hashable = self._after_others(
-            draws(node), effects.has_hidden_state and not _is_function(node.target), self._key(node)
-        )
+        key: Hashable = self._key(node)
+        if overlaps := self._overlaps(node, names_written(node)) if effects.writes else ():
+            key = (*key, "overlapping", overlaps)  # type: ignore[misc]
+        key = self._after_others(draws(node), self._has_state(node, effects), key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
             inputs, splits = node.args
@@ -165,6 +177,22 @@ class Evaluation(Memory):
             return self._written(node, effects.writes, key, result)
         return result
 
+    def _constant(self, node: fx.Node, fake: Any) -> Result:
+        """Returns what a constant holds; another that lies in its memory may have been written."""
+        value = self.opaque(node, fake, ("attribute", self._constants[str(node.target)]))
+        places = self._facts.places[node]
+        for root in self._beside((node, None)) if places[0] is not None else ():
+            held = self._held.get(root)
+            if held is not None and held.value is not None and isinstance(value, Value):
+                key = ("written beside", self._numbers(value, None), held.value.number)
+                written: Any = self.opaque(node, fake, key)
+                self._held[node, None] = Held(node, places[0].view, written)
+        return value
+
+    def _has_state(self, node: fx.Node, effects: Effects) -> bool:
+        """Whether what a call returns may follow from more than its arguments."""
+        return effects.has_hidden_state and not is_function(node.target)
+
     def _offloaded(self, node: fx.Node) -> Result:
         """Returns the value of an activation that is moved to the CPU or back; the wait frees its old memory."""
         self._done.axioms.add(movement.OFFLOADED)
@@ -172,114 +200,16 @@ class Evaluation(Memory):
         value = self._read(copied)
         freed = node.args[1] if len(node.args) > 1 else node.kwargs.get("keepalive")
         if isinstance(freed, fx.Node) and freed in others:
-            self._freed[self._roots[freed]] = node
+            self._freed.update(dict.fromkeys(self._roots(freed), node))
         return value
 
     def _size(self, node: fx.Node, fake: Any) -> Result:
         """Returns the value of a size; what a collective brings has one as soon as it is launched."""
         of, *dim = node.args
         value = self._brought[of] if of in self._brought else self._read(of)  # type: ignore[index, arg-type]
-        given = self._numbers(value, self._facts.geometries[of])  # type: ignore[index]
+        given = self._numbers(value, self._facts.layout(of))  # type: ignore[arg-type]
         key = (fake,) if type(fake) is int else (str(node.target), given, *dim)
         return self.opaque(node, fake, ("size", *key))
-
-    def _after_others(self, is_drawn: bool, has_hidden_state: bool, key: Hashable) -> Hashable:
-        """Returns what a call depends on that may draw random numbers, or have a state of its own."""
-        if is_drawn:
-            key = ("drawn", key, self._random)
-            self._random = self._table.source(("random state after", key))
-        elif has_hidden_state:
-            key = ("hidden", key, self._hidden)
-            self._hidden = self._table.source(("hidden state after", key))
-        return key
-
-    def _functionalized(self, node: fx.Node, call: FunctionalizedCall) -> list[Any]:
-        """Evaluates a call that writes copies as the one that writes in place; it returns the copies, too."""
-        written = [view.base for view in _views(call)]
-        values = {name: _written_bases(view, call.bases) for name, view in call.writes.items()}
-        args, kwargs = bind_named(call.op, {**call.reads, **values})
-        key = self._after_others(
-            is_seeded(call.op), not _is_function(call.op), self._call(call.op, args, kwargs)
-        )
-        fakes = list(self._facts[node])
-        results = [
-            self.opaque(node, fake, key, index if call.num_results > 1 else None)
-            for index, fake in enumerate(fakes[: call.num_results])
-        ]
-        for index, fake in enumerate(fakes[call.num_results :]):
-            number = max(place for place, base in enumerate(written) if base == index)
-            results.append(self.opaque(node, fake, ("written", number, key)))
-        if str(call.op) == BOUNDS_CHECK:
-            count = args[warning_of(call.op)]
-            self._note_count(self._read(count), results[call.num_results + call.bases.index(count)])
-        return results
-
-    def _written(self, node: fx.Node, writes: tuple[fx.Node, ...], key: Hashable, result: Result) -> Result:
-        """Evaluates an operator that writes arguments."""
-        first = node.args[0] if node.args else None
-        if len(writes) == 1 and writes[0] is first and self._facts.alias[node] is not None:
-            if node.target == torch.ops.aten.copy_.default and (copied := self._copied(node)) is not None:
-                result = copied
-            if node.target == torch.ops.aten.add_.Tensor and (total := self._added(node)) is not None:
-                result = total
-            self._write(first, result, node)
-            return result
-        for index, each in enumerate(writes):
-            written = self.opaque(each, self._facts[each], ("written", index, key))
-            if str(node.target) == BOUNDS_CHECK and each is node.args[warning_of(node.target)]:
-                self._note_count(self._read(each), written)
-            self._write(each, written, node)
-        return result
-
-    def _each(self, node: fx.Node, fakes: Any) -> list[Any]:
-        """Evaluates an operator on lists of tensors: on each element as if that were alone."""
-        self._done.axioms.add("lists")
-        results: list[Any] = []
-        written = names_written(node)
-        given = list(given_arguments(node))
-        length = max(len(value) for _, value in given if isinstance(value, (list, tuple)))
-        for index in range(length):
-
-            def element(value: Any, index: int = index) -> Any:
-                return value[index] if isinstance(value, (list, tuple)) and value else value
-
-            kwargs = {name: element(value) for name, value in node.kwargs.items()}
-            key = self._call(node.target, tuple(map(element, node.args)), kwargs)
-            if isinstance(fakes, (list, tuple)):
-                results.append(self.opaque(node, fakes[index], key))
-            for given_to, value in given:
-                if given_to.name in written and isinstance(target := element(value), fx.Node):
-                    self._write(
-                        target,
-                        self.opaque(target, self._facts[target], ("written", given_to.name, key)),
-                        node,
-                    )
-        return results
-
-    def _note_count(self, old: Result, new: Result) -> None:
-        """Notes what a bounds check writes over a count of bad ids: to further checks it is where that began."""
-        if isinstance(old, Value) and isinstance(new, Value):
-            self._counts[new.number] = self._counts.get(old.number, old.number)
-
-    def _moved(self, node: fx.Node, fake: Any) -> Result:
-        name, rule = RULES[node.target]
-        if node.target in movement.IDENTITIES and isinstance(x := self._read(argument(node)), Value):
-            self._done.axioms.add(name)
-            return x
-        if (seen := self._facts.geometries[node]) is None or None in seen:  # sizes or strides depend on data
-            return None
-        args = evaluated(node.args, self._read)
-        kwargs = evaluated(node.kwargs, self._read)
-        if node.target == torch.ops.aten.constant_pad_nd.default:
-            kwargs["origin"] = origin_of_padding(node, self._inputs)
-        if any(
-            isinstance(each, Value) and each.pieces is None for each in pytree.tree_leaves((args, kwargs))
-        ):
-            return None
-        found = rule(self._table, fake, *args, **kwargs)
-        if found is not None:
-            self._done.axioms.add(name)
-        return found
 
     def _launch(self, node: fx.Node) -> Value:
         sent = self._read(node.all_input_nodes[0])
@@ -341,45 +271,3 @@ class Evaluation(Memory):
             if key[0] == "state read" and state.pieces[0].offset == 0:
                 self._random = key[1]
         return None
-
-
-def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | None:
-    """Returns the input of which a padded tensor is a part: other ranks' parts may be larger."""
-    while node not in inputs:
-        if node.op != "call_function" or len(node.all_input_nodes) != 1 or node.target not in RULES:
-            return None
-        node = node.all_input_nodes[0]
-    return inputs[node]
-
-
-def _is_function(target: Any) -> bool:
-    """Whether the results of an operator of FBGEMM that may have a state follow from its arguments."""
-    return str(target) == BOUNDS_CHECK or TRACED_LOOKUP.fullmatch(str(target)) is not None
-
-
-def _views(call: FunctionalizedCall) -> list[Any]:
-    """Returns which bases a call writes, argument by argument."""
-    found: list[Any] = []
-    for view in call.writes.values():
-        found += view if isinstance(view, list) else [view] * (view is not None)
-    return found
-
-
-def _written_bases(view: Any, bases: Sequence[fx.Node]) -> Any:
-    """Returns the bases in place of what says which of them an argument is."""
-    if isinstance(view, list):
-        return [_written_bases(each, bases) for each in view]
-    return None if view is None else bases[view.base]
-
-
-def _attribute(node: fx.Node) -> Hashable:
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    if isinstance(value, fx.GraphModule):
-        return str(value.code)
-    if type(value) is not torch.Tensor or value.numel() > 1024:
-        return id(value)
-    with outside_tracing():
-        data = value.flatten().view(torch.uint8).tolist()  # of a constant
-    return value.dtype, value.device, value.shape, value.stride(), tuple(data)

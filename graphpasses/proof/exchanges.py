@@ -14,9 +14,9 @@ from torch import fx
 
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.ops.pack_all_to_all import packed_dtype
-from graphpasses.proof.axioms import AXIOMS
-from graphpasses.proof.evaluated import Argument
-from graphpasses.proof.facts import Facts
+from graphpasses.proof.core.axioms import AXIOMS
+from graphpasses.proof.core.evaluated import Argument
+from graphpasses.proof.core.facts import Facts
 
 AXIOM = "packed all-to-alls"
 AXIOMS[AXIOM] = (

@@ -9,8 +9,9 @@ from torch import fx
 
 from graphpasses.graph import ALL_TO_ALL, argument
 from graphpasses.graph.certificate import Launch
-from graphpasses.proof.evaluated import Collective, Evaluated
-from graphpasses.proof.values import Value, Values
+from graphpasses.proof.core.evaluated import Collective, Evaluated
+from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.elements import BINARY, UNARY
 
 
 def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[Launch, ...]:
@@ -61,11 +62,11 @@ def _sources(values: Values, value: Value) -> Iterator[int]:
         if source is None:
             continue
         key = values.key(source)
-        if key[0] in ("cast", "div", "mul", "remote", "bytes"):
+        if key[0] in (*UNARY, "remote", "bytes"):
             pending.insert(0, key[-1])
-        elif key[0] == "sum":
+        elif key[0] in BINARY:
             pending = [key[2], key[3], *pending]
-        elif key[0] == "sum of tensors":
+        elif key[0].endswith(" of tensors"):
             for number in key[1:]:
                 yield from _sources(values, values[number])
         elif key[0] != "constant":

@@ -19,8 +19,8 @@ from graphpasses.graph import DynamoGraph, argument
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
-from graphpasses.proof.axioms import AXIOMS
-from graphpasses.proof.memory import evaluated
+from graphpasses.proof.core.axioms import AXIOMS
+from graphpasses.proof.core.memory import evaluated
 
 AXIOM = "fused lookups"
 AXIOMS[AXIOM] = (

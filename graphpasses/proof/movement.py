@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from graphpasses.graph import WAIT
-from graphpasses.proof.axioms import AXIOMS, Result, axiom
+from graphpasses.proof.core.axioms import AXIOMS, Result, axiom
+from graphpasses.proof.core.values import Piece, Pieces, Value, Values
 from graphpasses.proof.elements import constant, filled
-from graphpasses.proof.pieces import Piece, Pieces, concatenated, expanded, joined, permuted, sliced
-from graphpasses.proof.values import Value, Values
+from graphpasses.proof.pieces import concatenated, expanded, joined, permuted, sliced
 
 aten = torch.ops.aten
 

@@ -12,18 +12,9 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from graphpasses.proof.core.values import Piece, Pieces, merged, whole
 
-class Piece(NamedTuple):
-    """A box of elements of a tensor, and where they come from."""
-
-    start: int  # number of its first element
-    # ``(size, step in the tensor, step in the source)`` of the box, longest steps in the tensor first.
-    dims: tuple[tuple[int, int, int], ...]
-    source: int  # the source's number
-    offset: int  # which element of the source the first one is
-
-
-Pieces = tuple[Piece, ...]
+__all__ = ["concatenated", "expanded", "joined", "permuted", "sliced", "whole"]
 
 
 class _Box(NamedTuple):
@@ -34,21 +25,6 @@ class _Box(NamedTuple):
     dims: tuple[tuple[int, int, int, int], ...]
     source: int  # as in :class:`Piece`
     offset: int  # as in :class:`Piece`
-
-
-def whole(source: int, numel: int) -> Pieces:
-    """Returns the map of a tensor that is a source.
-
-    Example:
-        >>> whole(7, 6)
-        (Piece(start=0, dims=((6, 1, 1),), source=7, offset=0),)
-    """
-    return (Piece(0, _merged(((numel, 1, 1),)), source, 0),) if numel else ()
-
-
-def repeated(source: int, numel: int) -> Pieces:
-    """Returns the map of a tensor whose elements are all the one element of a source."""
-    return (Piece(0, _merged(((numel, 1, 0),)), source, 0),) if numel else ()
 
 
 def sliced(
@@ -142,7 +118,7 @@ def joined(pieces: Iterable[Piece]) -> Pieces:
         >>> joined([Piece(4, ((2, 1, 1),), 7, 4), Piece(0, ((4, 1, 1),), 7, 0)])
         (Piece(start=0, dims=((6, 1, 1),), source=7, offset=0),)
     """
-    found = [piece._replace(dims=_merged(piece.dims)) for piece in sorted(pieces)]
+    found = [piece._replace(dims=merged(piece.dims)) for piece in sorted(pieces)]
     # First what lies side by side, then what repeats.
     for combine in (_continue, _stack):
         while len(found) > 1:
@@ -155,17 +131,6 @@ def joined(pieces: Iterable[Piece]) -> Pieces:
             if len(shorter) == len(found):
                 break
             found = shorter
-    return tuple(found)
-
-
-def _merged(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Leaves out dims of size one and joins those that go on where the next inner one ends."""
-    found: list[tuple[int, int, int]] = []
-    for size, step, source in sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: -dim[1]):
-        if found and found[-1][1:] == (size * step, size * source):
-            found[-1] = (found[-1][0] * size, step, source)
-        else:
-            found.append((size, step, source))
     return tuple(found)
 
 
@@ -182,17 +147,17 @@ def _continue(one: Piece, two: Piece) -> Piece | None:
             size, step, source = one.dims[index]
             if (gap, moved) == (size * step, size * source):
                 longer = (size + two.dims[index][0], step, source)
-                return one._replace(dims=_merged((*one.dims[:index], longer, *one.dims[index + 1 :])))
+                return one._replace(dims=merged((*one.dims[:index], longer, *one.dims[index + 1 :])))
     elif len(one.dims) == len(two.dims) + 1:  # the second is one row more
         for index, (size, step, source) in enumerate(one.dims):
             others = (one.dims[:index], one.dims[index + 1 :])
             if (*others[0], *others[1]) == two.dims and (gap, moved) == (size * step, size * source):
-                return one._replace(dims=_merged((*others[0], (size + 1, step, source), *others[1])))
+                return one._replace(dims=merged((*others[0], (size + 1, step, source), *others[1])))
     elif len(one.dims) + 1 == len(two.dims):  # the first is one row
         for index, (size, step, source) in enumerate(two.dims):
             others = (two.dims[:index], two.dims[index + 1 :])
             if (*others[0], *others[1]) == one.dims and (gap, moved) == (step, source):
-                return one._replace(dims=_merged((*others[0], (size + 1, step, source), *others[1])))
+                return one._replace(dims=merged((*others[0], (size + 1, step, source), *others[1])))
     return None
 
 
@@ -202,7 +167,7 @@ def _stack(one: Piece, two: Piece) -> Piece | None:
         return None
     gap, moved = two.start - one.start, two.offset - one.offset
     if one.dims == two.dims:
-        return one._replace(dims=_merged(((2, gap, moved), *one.dims)))
+        return one._replace(dims=merged(((2, gap, moved), *one.dims)))
     return _continue(one, two)
 
 
@@ -320,4 +285,4 @@ def _flat(boxes: Iterable[_Box], strides: Sequence[int]) -> Iterator[Piece]:
     for box in boxes:
         start = sum(index * stride for index, stride in zip(box.corner, strides, strict=True))
         dims = ((size, step * strides[dim], source) for size, dim, step, source in box.dims)
-        yield Piece(start, _merged(dims), box.source, box.offset)
+        yield Piece(start, merged(dims), box.source, box.offset)

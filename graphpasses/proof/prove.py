@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
@@ -15,22 +16,29 @@ from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph
 from graphpasses.graph.certificate import Certificate
-from graphpasses.proof import axioms, eager_gradients
+from graphpasses.proof import eager_gradients
+from graphpasses.proof.core import axioms
+from graphpasses.proof.core.evaluated import Evaluated
+from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
 from graphpasses.proof.eager_gradients import EagerGradients
 from graphpasses.proof.evaluate import evaluate
-from graphpasses.proof.evaluated import Evaluated
-from graphpasses.proof.facts import Facts
 from graphpasses.proof.launches import launches_of
 from graphpasses.proof.torch_calls import evaluate_torch_calls
-from graphpasses.proof.values import Value, Values
+from graphpasses.text import some
 
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology
 
 AXIOMS = {
     **axioms.AXIOMS,
-    "operators": "an operator's result depends on its arguments' values, shapes, dtypes and strides, and no more",
+    "operators": (
+        "an operator's result depends on its arguments' values, shapes, dtypes, devices and strides, on how far each "
+        "begins behind a multiple of 64 bytes unless it computes element by element, and on no more; one that draws "
+        "random numbers is tagged so"
+    ),
     "eager's place": eager_gradients.AXIOM,
     "eager's order": eager_gradients.TOPOLOGY_AXIOM,
     "lists": "an operator on lists of tensors does with each element what it does with that alone",
@@ -63,8 +71,11 @@ def prove(
         What is proved, what could not be followed, and what was taken for granted.
 
     Raises:
-        ProofError: the loss, a gradient or something that the step writes is computed otherwise. It names the first
-            such value, and the smallest part in which the graphs differ.
+        ProofError: the rewritten step *changes* the loss, a gradient or something that the step writes: it is lost,
+            or both were run on random inputs, and parted. Or it *is not proved to keep* it: it is computed otherwise,
+            in a way that no rule knows, and that cannot be run here (it is too large, or needs other ranks). The
+            error names the first such value, the smallest part in which the graphs differ, and the inputs. What is
+            computed otherwise, but alike on these inputs, is no error: it is not proved.
 
     Example:
         >>> model = nn.Linear(4, 1)
@@ -98,17 +109,19 @@ def prove_as(
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
     values = Values()
     if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
-        one, two = evaluate_torch_calls(before, values), evaluate_torch_calls(after, values)
+        _refuse_other_inputs(subject, before, after)
+        one = evaluate_torch_calls(before, values, after.copied_constants)
+        two = evaluate_torch_calls(after, values)
     else:
         facts = Facts(before.graph)
-        one = evaluate(before, values, facts)
+        one = evaluate(before, values, facts, constants=after.copied_constants)
         two = evaluate(after, values, Facts(after.graph, facts))
         for graph, found in ((before, one), (after, two)):
-            found.written |= _updates(graph, values, two)
+            found.written |= _updates(graph, values, two, found.written)
     _refuse_chance(subject, one, two)
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
-    names = {"operators", *one.axioms, *two.axioms, *proof.axioms_of_layout}
+    names = {"operators", "NaNs", *one.axioms, *two.axioms, *proof.axioms_of_layout}
     return Certificate(
         tuple(proof.proved),
         tuple(proof.unproved),
@@ -118,10 +131,12 @@ def prove_as(
     )
 
 
-def _updates(graph: TrainGraph, values: Values, two: Evaluated) -> dict[str, Value]:
+def _updates(
+    graph: TrainGraph, values: Values, two: Evaluated, written: Mapping[str, Value]
+) -> dict[str, Value]:
     """Returns what a step's update writes that is not in its own graph, of the gradients of the rewritten step.
 
-    That these are eager's is proved beside it.
+    That these are eager's is proved beside it. The step has ``written`` some of what the update reads.
     """
     update = graph.update
     if update is None or update.is_in_step:
@@ -130,8 +145,16 @@ def _updates(graph: TrainGraph, values: Values, two: Evaluated) -> dict[str, Val
     if any(two.outputs.get(name) is None for name in names.values()):  # which is told by itself
         return {}
     graph = replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
-    given = {fqn: two.outputs[name] for fqn, name in names.items()}
+    given = {f"gradient {fqn}": two.outputs[name] for fqn, name in names.items()} | {**written}
     return evaluate(graph, values, Facts(update.module.graph), given).written
+
+
+def _refuse_other_inputs(subject: str, before: DynamoGraph, after: DynamoGraph) -> None:
+    """Raises if an input is another tensor than before: lookups are known by where their tables lie."""
+    known = dict(zip((node.name for node in before.placeholders), before.live, strict=True))
+    for node, given in zip(after.placeholders, after.live, strict=True):
+        if node.name in known and known[node.name] is not given:
+            raise ProofError(f"{subject} is not proved to keep anything: input {node.name} is another one")
 
 
 def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:
@@ -161,6 +184,10 @@ class _Proof:
         self._may_scale = is_planned
         self._eager = self._eager_gradients(layout, topology)
         self._uses_layout = False
+        modules = [each.module for each in (before, after, before.update, after.update) if each is not None]
+        common = one.made.keys() & two.made.keys()
+        self._runs = Runs(values, [module.graph for module in modules], common)
+        self._refused: list[tuple[str, Difference]] = []
         self.proved: list[str] = []
         self.unproved: list[tuple[str, str]] = []
         self._found: list[tuple[str, Difference]] = []
@@ -208,18 +235,34 @@ class _Proof:
                 self.unproved.append((name, "numbers are drawn for other values"))  # which the outputs tell
             else:
                 found = Difference(None, None, "other numbers are drawn, or the state is put back otherwise")
-                self._found.append((name, found))
-        if not self._found:
+                trial = self._runs.compare_states(self._one.random_state, self._two.random_state)
+                self._judge(name, found, trial)
+        if not self._found and not self._refused:
             return
         order = {node: index for index, node in enumerate(self._after.graph.nodes)}
-        name, first = min(self._found, key=lambda each: order.get(each[1].after, len(order)))
-        others = [other for other, _ in self._found if other != name]
+        candidates = self._found or self._refused
+        name, first = min(candidates, key=lambda each: order.get(each[1].after, len(order)))
+        others = [other for other, _ in (*self._found, *self._refused) if other != name]
         more = (
             f" (and {len(others)} others: {', '.join(others[:3])}{', …' if len(others) > 3 else ''})"
             if others
             else ""
         )
-        raise ProofError(f"{self._subject} changes {name}{more}: {first}")
+        verb = "changes" if self._found else "is not proved to keep"
+        raise ProofError(f"{self._subject} {verb} {name}{more}: {first}")
+
+    def _judge(self, name: str, found: Difference, trial: Trial) -> None:
+        """Notes what was found to be computed otherwise, by what running it has shown."""
+        if trial.parts:
+            self._found.append((name, replace_fields(found, shown=trial.parts)))
+        elif trial.reason:
+            self._refused.append(
+                (name, replace_fields(found, shown=f"it cannot be run here: {trial.reason}"))
+            )
+        else:
+            self.unproved.append(
+                (name, f"no rule says that it is the same, as it is on random inputs: {found}")
+            )
 
     def _compare_uses(self) -> None:
         """Compares in which order autograd adds gradients, of values that both graphs have."""
@@ -241,9 +284,15 @@ class _Proof:
                         (f"the gradient of {nodes[0].name}", f"{reason}: lookups update a table")
                     )
                     continue
-                self._found.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
+                self._refused.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
+        shared = self._two.shares.get(name, frozenset()) - self._one.shares.get(name, frozenset())
+        if shared and two is not None:  # who writes one of them would change both
+            self.unproved.append(
+                (name, f"it lies in the memory of {some(sorted(shared), limit=3)}, as it did not")
+            )
+            return
         if one is two and not self._lost_another(name):
             self.proved.append(name)
             return
@@ -279,11 +328,14 @@ class _Proof:
         found = find_difference(self._values, self._one, self._two, one, two)
         if reason is not None and self._is_reduction(found):
             found = Difference(found.before, found.after, reason)
+        trial = Trial() if reason is not None else self._runs.compare(one, two)
         unknown = found.unknown or self._two.unknown or self._rests_on_others(found)
-        if unknown:
+        if unknown and not trial.parts:
             self.unproved.append((name, f"no rule looks into {unknown}: {found}"))
-        else:
+        elif reason is not None:  # it is not where eager has it
             self._found.append((name, found))
+        else:
+            self._judge(name, found, trial)
 
     def _lost_another(self, name: str) -> bool:
         """Whether another output of the same gradient, of a tied parameter, is lost: this one must have the total."""

@@ -8,7 +8,7 @@ is read by the same calls, in one order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,41 +20,29 @@ from graphpasses.analysis.dependencies import grad_modes
 from graphpasses.analysis.effects import has_gradient, torch_call_effects
 from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
-from graphpasses.graph.nodes import memories
+from graphpasses.proof.core.evaluated import Evaluated, Result
+from graphpasses.proof.core.facts import Facts
+from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.evaluate import Evaluation
-from graphpasses.proof.evaluated import Evaluated, Result
-from graphpasses.proof.facts import Facts, geometries
 from graphpasses.proof.lookups import AXIOM as FUSED
 from graphpasses.proof.lookups import Lookups
-from graphpasses.proof.values import Value, Values
 
 aten = torch.ops.aten
 
 
-def evaluate_torch_calls(graph: DynamoGraph, values: Values) -> Evaluated:
-    """Evaluates a graph that Dynamo traced; its ``uses`` say in which order gradients are added."""
-    return _Evaluation(graph, values, _DynamoFacts(graph.graph)).run()
+def evaluate_torch_calls(
+    graph: DynamoGraph, values: Values, constants: Mapping[str, Hashable] | None = None
+) -> Evaluated:
+    """Evaluates a graph that Dynamo traced; its ``uses`` say in which order gradients are added.
 
-
-class _DynamoFacts(Facts):
-    """The fake values that Dynamo, or a pass, gave the nodes; calls have no schemas by which to compute them."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self.values = {node: node.meta.get("val") for node in graph.nodes}
-        self.geometries = {node: geometries(value) for node, value in self.values.items()}
-        self.alias = {node: self._shared(node) for node in graph.nodes}
-        self.by_name = {node.name: node for node in graph.nodes}
-
-    def _shared(self, node: fx.Node) -> fx.Node | None:
-        if node.op not in ("call_function", "call_method"):
-            return None
-        own = memories(self.values[node])
-        return next((each for each in node.all_input_nodes if own & memories(self.values[each])), None)
+    ``constants`` say what constants held before a pass could write them.
+    """
+    return _Evaluation(graph, values, Facts(graph.graph), constants=constants).run()
 
 
 class _Evaluation(Evaluation):
-    def __init__(self, graph: DynamoGraph, values: Values, facts: Facts) -> None:
-        super().__init__(graph, values, facts)
+    def __init__(self, graph: DynamoGraph, values: Values, facts: Facts, **given: Any) -> None:
+        super().__init__(graph, values, facts, **given)
         self._modes = grad_modes(graph.graph)
         self._reached = reached_outputs(graph.graph)
         self._context = values.source(("context",))
@@ -90,14 +78,20 @@ class _Evaluation(Evaluation):
         if node.target == aten.clone.default and not node.kwargs:
             return self._read(argument(node))
         if node in self._lookups:  # it writes its tables in backward
-            return self.opaque(node, self._facts[node], (*self._lookups.key(node, self._argument), *mode))
-        parts = self._lookups.parts(node, self._argument)
+            return self.opaque(
+                node,
+                self._facts[node],
+                (*self._lookups.key(node, self._anywhere), *mode),
+            )
+        parts = self._lookups.parts(node, self._anywhere)
         if parts is not None:
             self._done.axioms.add(FUSED)
             fakes = self._facts[node]
             return [self.opaque(node, fake, (*key, *mode)) for key, fake in zip(parts, fakes, strict=True)]
         effects = torch_call_effects(node)
-        key: Hashable = (*self._key(node), *mode)
+        written = [each.name for each in effects.writes]
+        overlaps = self._overlaps(node, written) if written else ()
+        key: Hashable = (*self._key(node), *mode, *(("overlapping", overlaps) if overlaps else ()))
         if effects.changes_context:
             self._context = self._table.source(("context after", key))
         if effects.has_hidden_state:

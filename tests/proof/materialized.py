@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses.proof.values import Value, Values
+from graphpasses.proof.core.values import Value, Values
 
 
 def materialized(values: Values, value: Value, inputs: dict[str, Tensor]) -> Tensor:
@@ -42,11 +42,17 @@ def _data(values: Values, source: int, inputs: dict[str, Tensor]) -> Tensor:
         case "div" | "mul":
             function = torch.div if key[0] == "div" else torch.mul
             return function(_data(values, key[5], inputs), key[4])
-        case "sum":
-            return _data(values, key[2], inputs) + _data(values, key[3], inputs)
-        case "sum of tensors":
-            summands = [materialized(values, values[number], inputs) for number in key[1:]]
-            return (summands[0] + summands[1]).reshape(-1)
+        case "neg":
+            return -_data(values, key[2], inputs)
+        case "sum" | "product":
+            return _combined(key[0], *(_data(values, source, inputs) for source in key[2:]))
+        case "sum of tensors" | "product of tensors":
+            operands = [materialized(values, values[number], inputs) for number in key[1:]]
+            return _combined(key[0], *operands).reshape(-1)
         case "bytes":
             return _data(values, key[2], inputs).contiguous().view(torch.uint8)
     raise AssertionError(key)
+
+
+def _combined(name: str, x: Tensor, y: Tensor) -> Tensor:
+    return x + y if name.startswith("sum") else x * y

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphpasses.proof.core.evaluated import Argument
+from graphpasses.proof.core.values import Values
 from graphpasses.proof.difference import are_drawn_alike
-from graphpasses.proof.evaluated import Argument
-from graphpasses.proof.values import Values
 
 
 def states(*draws: list[Any]) -> tuple[Values, list[int]]:

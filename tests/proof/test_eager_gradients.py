@@ -81,7 +81,7 @@ def test_another_place_is_right_where_nccl_adds_alike() -> None:
         gp.prove(step, rewritten, topology=in_a_node)
 
 
-def test_uses_added_in_another_order_are_not_autograds(simple: CapturedStep) -> None:
+def test_other_uses_added_are_not_autograds(simple: CapturedStep) -> None:
     eager = sharded()
     plan, layout = gp.BucketPlan.from_fully_shard(eager), gp.eager_layout(eager)
     rewritten = gp.default_pipeline(plan, expected_layout=layout).run(simple)
@@ -91,6 +91,8 @@ def test_uses_added_in_another_order_are_not_autograds(simple: CapturedStep) -> 
         if tuple(node.meta["val"].shape) == (10, 6) and len(node.all_input_nodes) == 2
     )
     total.args = (total.args[1], total.args[0])
+    assert gp.prove(simple, rewritten, layout=layout)  # of two summands the order is none
+    total.args = (total.args[0], total.args[0])
     with pytest.raises(
         ProofError, match="what is reduced is not autograd's sum of its uses, in order of arrival"
     ):

@@ -72,6 +72,12 @@ def loss_times_zero(graph: TrainGraph) -> None:
         graph.set_output(0, graph.emit(aten.mul.Scalar, (loss, 0), like=loss))
 
 
+def loss_plus_one(graph: TrainGraph) -> None:
+    loss = graph.output_values[0]
+    with graph.graph.inserting_after(loss):
+        graph.set_output(0, graph.emit(aten.add.Scalar, (loss, 1), like=loss))
+
+
 def zeros_reduced(graph: TrainGraph) -> None:
     (reduce, *_) = calls(graph, REDUCE_SCATTER)
     sent = reduce.args[0]
@@ -251,7 +257,7 @@ def test_what_may_round_is_taken_as_it_is(step: CapturedStep) -> None:
     assert report.certificate
     assert report.proof.startswith("from what 'rounds' made, which may round: ")
     with pytest.raises(ProofError, match=r"^pass 'wrong' changes the loss"):  # what comes after it is proved
-        Pipeline((Rounds(loss_times_zero), Wrong(loss_times_zero))).run(step)
+        Pipeline((Rounds(loss_times_zero), Wrong(loss_plus_one))).run(step)
     with pytest.raises(
         ProofError, match=r"^prove=True: pass 'rounds' may round; without it, or with prove=None, "
     ):

@@ -59,11 +59,41 @@ def test_a_changed_update(change: Callable[[fx.Graph], None]) -> None:
     assert "parameter weight" in prove(step, step.copy()).proved  # the pass did not reach the captured one
 
 
+def test_a_parameter_written_before_its_update() -> None:
+    step = updating()
+    for number, answer in ((0.0, True), (1.0, False)):
+        other = step.copy()
+        name, node = next(iter(other.parameter_placeholders()))
+        with other.graph.inserting_before(other.graph.output_node()):
+            other.emit(aten.mul_.Tensor, (node, 1.0 + number), like=other.output_values[0])
+        if answer:
+            assert prove(step, other)
+        else:
+            assert f"parameter {name}" in refused(step, other)
+
+
 def test_a_lost_update() -> None:
     step = updating()
     other = step.copy()
     other.update = None
     assert "it is lost" in refused(step, other)
+
+
+# ---- memory of gradients -------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_lies_in_the_batch() -> None:
+    step = capture_train_step(lambda model, x: (model.weight * x).sum(), nn.Linear(4, 2), X, check=False)
+    (index,) = step.gradient_slots()["weight"]
+    gradient, batch = step.output_values[index], step.placeholders[-1]
+    copied, shared = step.copy(), step.copy()
+    for other, target in ((copied, aten.clone.default), (shared, aten.alias.default)):
+        with other.graph.inserting_before(other.graph.output_node()):
+            read = next(node for node in other.graph.nodes if node.name == batch.name)
+            other.set_output(index, other.emit(target, (read,), like=gradient))
+    certificate = prove(copied, shared)
+    assert "memory of" in dict(certificate.unproved)["the gradient of 'weight'"]
+    assert prove(shared, copied)
 
 
 # ---- totals --------------------------------------------------------------------------------------------
@@ -88,7 +118,7 @@ def test_one_of_two_gradients_of_a_tied_parameter_is_lost() -> None:
 
 
 def padded(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return (1 / nn.functional.pad(model(x), (1, 1))).sum() + torch.zeros(3).sum()
+    return (1 / nn.functional.pad(model(x), (1, 1))).sum() + (1 / torch.zeros(3)).sum()
 
 
 @pytest.mark.parametrize("target", [aten.constant_pad_nd.default, aten.zeros.default])

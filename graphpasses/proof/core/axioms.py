@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from graphpasses.proof.values import Value
+from graphpasses.proof.core.values import Value
 
 Result = Value | list[Value] | None
 Rule = Callable[..., Result]

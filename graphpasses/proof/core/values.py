@@ -3,15 +3,65 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from graphpasses.proof.pieces import Pieces, repeated, whole
+__all__ = [
+    "Geometry",
+    "Piece",
+    "Pieces",
+    "Value",
+    "Values",
+    "fills_alike",
+    "geometry",
+    "merged",
+    "repeated",
+    "whole",
+]
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+class Piece(NamedTuple):
+    """A box of elements of a tensor, and where they come from."""
+
+    start: int  # number of its first element
+    # ``(size, step in the tensor, step in the source)`` of the box, longest steps in the tensor first.
+    dims: tuple[tuple[int, int, int], ...]
+    source: int  # the source's number
+    offset: int  # which element of the source the first one is
+
+
+Pieces = tuple[Piece, ...]
+
+
+def whole(source: int, numel: int) -> Pieces:
+    """Returns the map of a tensor that is a source.
+
+    Example:
+        >>> whole(7, 6)
+        (Piece(start=0, dims=((6, 1, 1),), source=7, offset=0),)
+    """
+    return (Piece(0, merged(((numel, 1, 1),)), source, 0),) if numel else ()
+
+
+def repeated(source: int, numel: int) -> Pieces:
+    """Returns the map of a tensor whose elements are all the one element of a source."""
+    return (Piece(0, merged(((numel, 1, 0),)), source, 0),) if numel else ()
+
+
+def merged(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Leaves out dims of size one and joins those that go on where the next inner one ends."""
+    found: list[tuple[int, int, int]] = []
+    for size, step, source in sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: -dim[1]):
+        if found and found[-1][1:] == (size * step, size * source):
+            found[-1] = (found[-1][0] * size, step, source)
+        else:
+            found.append((size, step, source))
+    return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)

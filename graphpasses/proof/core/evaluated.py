@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
-from graphpasses.proof.values import Value
+from graphpasses.proof.core.values import Value
+
+__all__ = ["Argument", "Collective", "Evaluated", "Layout", "Result"]
 
 Result = Any  # a Value, a list of such, or None
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory, as far as the bits that an operator makes of it may depend on that.
+
+    Args:
+        strides: of its dims; text where they depend on data.
+        device: where it is.
+        offset: how many bytes behind a multiple of ``ALIGNMENT`` it begins, after an empty name; in memory from
+            outside how many behind its beginning, after the input's name. None where it makes no difference.
+    """
+
+    strides: tuple[Any, ...]
+    device: torch.device
+    offset: tuple[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +36,7 @@ class Argument:
     """A tensor, or another value of a node, that an operator reads."""
 
     number: int
-    strides: tuple[int, ...] | None  # of the tensor; None where they do not matter, or depend on data
+    layout: Layout | None  # of the tensor; None where it makes no difference, and of another value
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,8 @@ class Evaluated:
     # By what people call them: the loss, the gradient of a parameter, what is written into a buffer; of a
     # tied parameter each output that has one.
     outputs: dict[str, Value | None] = field(default_factory=dict)
+    # By the names of outputs, the others, and the tensors from outside, in whose bytes they lie, too.
+    shares: dict[str, frozenset[str]] = field(default_factory=dict)
     # By what people call them: the tensors from outside that the graph writes.
     written: dict[str, Value] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)  # the launches, in order

@@ -1,0 +1,59 @@
+"""What the constants of a graph hold, as data that no pass can reach."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.tracing import outside_tracing
+
+__all__ = ["attribute", "constant_bits", "read_constants"]
+
+_MAX_BYTES = 1 << 28  # larger ones are known by what they are: to read them takes seconds
+
+
+def attribute(node: fx.Node) -> Any:
+    """Returns what a ``get_attr`` node reads of its module."""
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
+def read_constants(graph: fx.Graph) -> dict[str, Hashable]:
+    """Returns, by the names of a graph's attributes, what they hold now.
+
+    Example:
+        >>> class Module(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.constant = torch.ones(2)
+        ...
+        ...     def forward(self, x):
+        ...         return x + self.constant
+        >>> module = fx.symbolic_trace(Module())
+        >>> before = read_constants(module.graph)
+        >>> module.constant.add_(1)
+        tensor([2., 2.])
+        >>> before == read_constants(module.graph)
+        False
+    """
+    return {str(node.target): constant_bits(attribute(node)) for node in graph.find_nodes(op="get_attr")}
+
+
+def constant_bits(value: Any) -> Hashable:
+    """Returns a key of what a constant holds: equal keys are equal bits, of a graph equal calls and constants."""
+    if isinstance(value, fx.GraphModule):
+        return str(value.code), tuple(read_constants(value.graph).items())
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not is_plain or is_fake(value) or value.is_meta or value.nbytes > _MAX_BYTES:
+        return id(value)
+    with outside_tracing():
+        data = value.detach().resolve_conj().resolve_neg().contiguous().cpu().view(-1).view(torch.uint8)
+        digest = hashlib.sha256(data.numpy()).hexdigest()
+    return value.dtype, value.device, tuple(value.shape), value.stride(), digest

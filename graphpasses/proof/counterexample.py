@@ -1,0 +1,376 @@
+"""Run what two graphs compute on random inputs, on the CPU: two values differ only where that shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses._torch.group_ranks import named_group_ranks
+from graphpasses._torch.schemas import schemas
+from graphpasses._torch.tracing import outside_tracing
+from graphpasses.analysis.effects import is_elementwise_on_lists
+from graphpasses.graph.constants import attribute, constant_bits
+from graphpasses.proof.core.evaluated import Argument, Layout
+from graphpasses.proof.core.values import Value, Values
+
+__all__ = ["Runs", "Trial"]
+
+MAX_ELEMENTS = 1 << 22
+MAX_TERMS = 20_000
+SEEDS = (0, 1)
+_REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, AttributeError)
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda each: each.sum(0),
+    "avg": lambda each: each.sum(0) / each.shape[0],
+    "max": lambda each: each.amax(0),
+    "min": lambda each: each.amin(0),
+    "product": lambda each: each.prod(0),
+}
+
+Request = tuple[str, Any, int]
+"""``("value" | "source" | "call", its number or key, rank)``: of other ranks than this all have the same inputs."""
+
+Steps = Generator[Request, Any, Any]
+
+
+class _CannotRunError(RuntimeError):
+    """A term that has no meaning on the CPU of one rank, or is too large."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What running two values has shown: where they part, or why they cannot be run; neither if they are alike."""
+
+    parts: str = ""
+    reason: str = ""
+
+
+class Runs:
+    """Runs terms of values of graphs, each once for each seed.
+
+    An operator that cannot be run here has random results if both graphs call it: their sources are ``common``.
+    """
+
+    def __init__(self, values: Values, graphs: Iterable[fx.Graph], common: Container[int]) -> None:
+        nodes = [node for graph in graphs for node in graph.nodes]
+        constants = [attribute(node) for node in nodes if node.op == "get_attr"]
+        tensors = {constant_bits(each): each for each in constants if isinstance(each, torch.Tensor)}
+        functions = {id(node.target): node.target for node in nodes if node.op == "call_function"}
+        self._runs = [_Run(values, tensors, functions, common, seed) for seed in SEEDS]
+
+    def compare(self, one: Value, two: Value) -> Trial:
+        """Returns what two values are on random inputs."""
+        return self._compare(("value", one.number, 0), ("value", two.number, 0))
+
+    def compare_states(self, one: int, two: int) -> Trial:
+        """Returns what two states of the generator of random numbers are, which are sources."""
+        return self._compare(("source", one, 0), ("source", two, 0))
+
+    def _compare(self, one: Request, two: Request) -> Trial:
+        for run in self._runs:
+            try:
+                x, y = run(one), run(two)
+            except _CannotRunError as error:
+                return Trial(reason=str(error))
+            if parts := _where_unlike(x, y):
+                others = f" and results of {', '.join(run.stood_in)}" if run.stood_in else ""
+                return Trial(f"on random inputs{others} of seed {run.seed} {parts}")
+        return Trial()
+
+
+def _where_unlike(x: Any, y: Any) -> str:
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return "" if x == y else f"{x} becomes {y}"
+    if (x.dtype, x.shape) != (y.dtype, y.shape):
+        return (
+            f"a tensor of {x.dtype} and shape {tuple(x.shape)} becomes one of {y.dtype} and {tuple(y.shape)}"
+        )
+    with outside_tracing():
+        flat = [each.resolve_conj().reshape(-1, 1).contiguous() for each in (x, y)]
+        bits = [each.view(torch.uint8).view(each.shape[0], -1) for each in flat]
+        unlike = (bits[0] != bits[1]).any(1) & ~(flat[0].isnan() & flat[1].isnan()).view(-1)
+        if not unlike.any():
+            return ""
+        index = int(unlike.nonzero()[0])
+        return f"element {index} is {flat[0][index].item()!r} before and {flat[1][index].item()!r} after"
+
+
+class _Run:
+    def __init__(
+        self,
+        values: Values,
+        constants: Mapping[Hashable, torch.Tensor],
+        functions: Mapping[int, Callable[..., Any]],
+        common: Container[int],
+        seed: int,
+    ) -> None:
+        self.seed = seed
+        self.stood_in: dict[str, None] = {}  # the operators that have random results
+        self._common = common
+        self._values = values
+        self._constants = constants
+        self._functions = functions
+        self._known: dict[Request, Any] = {}
+        self._num_elements = 0
+
+    def __call__(self, request: Request) -> Any:
+        """Returns what a request asks for, after all that it needs; terms may be deeper than Python's stack."""
+        state = torch.get_rng_state()
+        with outside_tracing(), torch.no_grad():
+            try:
+                return self._run(request)
+            finally:
+                torch.set_rng_state(state)
+
+    def _run(self, request: Request) -> Any:
+        pending = [(request, self._steps(request))]
+        answer: Any = None
+        while pending and request not in self._known:
+            asked, steps = pending[-1]
+            try:
+                needed = steps.send(answer)
+            except StopIteration as done:
+                pending.pop()
+                answer = self._known[asked] = self._counted(done.value)
+                continue
+            except _REFUSALS as error:
+                failed = _CannotRunError(f"{_named(asked)}: {str(error).splitlines()[0]}")
+                failed.__cause__ = error
+                if asked[0] != "call":
+                    raise failed from error
+                pending.pop()
+                answer = self._known[asked] = failed
+                continue
+            answer = self._known.get(needed)
+            if needed not in self._known:
+                pending.append((needed, self._steps(needed)))
+        return self._known[request]
+
+    def _counted(self, made: Any) -> Any:
+        self._num_elements += made.numel() if isinstance(made, torch.Tensor) else 1
+        if self._num_elements > MAX_ELEMENTS or len(self._known) > MAX_TERMS:
+            raise _CannotRunError("it is too large")
+        return made
+
+    def _steps(self, request: Request) -> Steps:
+        kind, what, rank = request
+        make: Any = {"value": self._value, "source": self._source, "call": self._call}[kind]
+        return make(what, rank)  # type: ignore[no-any-return]
+
+    def _value(self, number: int, rank: int) -> Steps:
+        value = self._values[number]
+        if value.pieces is None:
+            return (yield "source", value.source, rank)
+        self._counted(None)
+        if value.numel > MAX_ELEMENTS:
+            raise _CannotRunError("it is too large")
+        result = torch.empty(value.numel, dtype=value.dtype)
+        for piece in value.pieces:
+            data = yield "source", piece.source, rank
+            sizes, places, reads = zip(*piece.dims, strict=True) if piece.dims else ((), (), ())
+            part = torch.as_strided(data.view(value.dtype), sizes, reads, piece.offset)
+            torch.as_strided(result, sizes, places, piece.start).copy_(part)
+        return result.reshape(value.shape or ())
+
+    def _source(self, source: int, rank: int) -> Steps:
+        key = self._values.key(source)
+        match key:
+            case ["constant", dtype, text, number]:
+                return torch.full((1,), float(text) if number is None else number, dtype=dtype)
+            case ["padding", _, dtype, [text, number], *_]:
+                fill = float(text) if number is None else number
+                return torch.full((self._values.numel(source),), fill, dtype=dtype)
+            case ["cast", given, dtype, of]:
+                return (yield "source", of, rank).view(given).to(dtype)
+            case ["div" | "mul" as name, given, dtype, _, number, of]:
+                data = (yield "source", of, rank).view(given)
+                return (data / number if name == "div" else data * number).to(dtype)
+            case ["neg", given, of]:
+                return -(yield "source", of, rank).view(given)
+            case ["sum" | "product" as name, given, one, two]:
+                x, y = (yield "source", one, rank).view(given), (yield "source", two, rank).view(given)
+                return x + y if name == "sum" else x * y
+            case ["sum of tensors" | "product of tensors" as name, one, two]:
+                x, y = (yield "value", one, rank), (yield "value", two, rank)
+                return (x + y if name.startswith("sum") else x * y).reshape(-1)
+            case ["bytes", _, of]:
+                return (yield "source", of, rank).contiguous().view(torch.uint8)
+            case ["remote", _, of]:
+                num_ranks = self._values.numel(source) // self._values.numel(of)
+                return torch.cat((yield from self._of_ranks("source", of, num_ranks)))
+            case ["random state"]:
+                return torch.Generator().manual_seed(self.seed + rank).get_state()
+            case ["random state after", call]:
+                done = yield "call", call, rank
+                if isinstance(done, Exception):
+                    raise done
+                return done[2]
+            case ["result", ["input", name], _, dtype, _, shape]:
+                return self._input((name, rank), dtype, math.prod(shape))
+            case ["result", ["attribute", bits], *_] if bits in self._constants:
+                return self._constants[bits].detach().cpu().reshape(-1)
+            case ["result", ["input", _], None, None]:
+                return 0.375 + self.seed + rank
+            case ["result", call, part, *kind]:
+                is_written = call[0] == "written" and len(call) == 3
+                done = yield "call", call[2] if is_written else call, rank
+                if isinstance(done, Exception):
+                    return self._stand_in(source, done, kind, rank)
+                # Of one element of lists, one tensor is written.
+                made = done[1][call[1] if type(call[1]) is int else 0] if is_written else done[0]
+                made = made if part is None else made[part]
+                return made.reshape(-1) if isinstance(made, torch.Tensor) else made
+        raise _CannotRunError(f"{key[0]} has no value on one rank")
+
+    def _stand_in(self, source: int, error: Exception, kind: Any, rank: int) -> torch.Tensor:
+        """Returns random numbers for what cannot be run, if both graphs have it."""
+        if source not in self._common or len(kind) != 3:
+            raise error
+        self.stood_in[str(error).partition(":")[0]] = None
+        dtype, _, shape = kind
+        return self._input(("stand-in", source, rank), dtype, math.prod(shape))
+
+    def _of_ranks(self, kind: str, what: Any, num_ranks: int) -> Steps:
+        own, other = (yield kind, what, 0), (yield kind, what, 1)
+        return [own, *[other] * (num_ranks - 1)]
+
+    def _input(self, name: Hashable, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        if numel > MAX_ELEMENTS:
+            raise _CannotRunError("it is too large")
+        generator = torch.Generator().manual_seed(hash_of(f"{name} {self.seed}"))
+        if not dtype.is_floating_point and not dtype.is_complex:
+            return torch.randint(0, 2, (numel,), generator=generator).to(dtype)
+        # Of the second seed only positive ones: logarithms, roots and variances take them.
+        draw = torch.randn if self.seed == 0 else torch.rand
+        return draw(numel, generator=generator).to(dtype)
+
+    # ---- calls: what they return, what they write, and the state of random numbers after them -------------
+
+    def _call(self, key: Any, rank: int) -> Steps:
+        match key:
+            case ["drawn", call, state]:
+                return (yield from self._operator(call, rank, (yield "source", state, rank)))
+            case ["call", *_]:
+                return (yield from self._operator(key, rank, None))
+            case ["collective", str(name), args, _]:
+                return (yield from self._collective(name, args, rank)), [], None
+            case ["part of memory", number, held, seen, None]:
+                data = yield "value", number, rank
+                return _view(_buffer(data, held), seen).clone(), [], None
+            case ["written in part", old, held, seen, new]:
+                buffer = _buffer((yield "value", old, rank), held)
+                _view(buffer, seen).copy_((yield "value", new, rank))
+                return _view(buffer, held).clone(), [], None
+        raise _CannotRunError(f"{key[0]} has no value on one rank")
+
+    def _operator(self, key: Any, rank: int, state: torch.Tensor | None) -> Steps:
+        _, name, args, kwargs, *overlaps = key
+        if overlaps:
+            raise _CannotRunError(f"what {name} writes overlaps with what it reads")
+        given = yield from self._thawed(args, rank)
+        named = {}
+        for keyword, value in kwargs:
+            named[keyword] = yield from self._thawed(value, rank)
+        if isinstance(name, tuple):
+            return self._functions[name[1]](*given, **named), [], None
+        namespace, packet, overload = name.split(".")
+        target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        (schema,) = schemas(target)
+        written: list[torch.Tensor] = []
+        is_on_lists = is_elementwise_on_lists(target)
+        for index, argument in enumerate(schema.arguments):
+            where: Any = given if index < len(given) else named
+            at: Any = index if index < len(given) else argument.name
+            if index >= len(given) and argument.name not in named:
+                continue
+            if argument.is_write and isinstance(where[at], torch.Tensor):
+                where[at] = where[at].clone()
+                written.append(where[at])
+            if is_on_lists and str(argument.type).startswith("List") and not isinstance(where[at], list):
+                where[at] = [where[at]]
+        if state is not None:
+            torch.set_rng_state(state)
+        result = target(*given, **named)
+        if is_on_lists and isinstance(result, (list, tuple)):
+            result = result[0]
+        return result, written, torch.get_rng_state()
+
+    def _collective(self, name: str, args: Any, rank: int) -> Steps:
+        operator = name.split(".")[1]
+        if operator == "all_reduce":
+            num_ranks = len(named_group_ranks(args[-1][1]))
+        elif operator in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+            num_ranks = args[-2][1]
+        else:
+            raise _CannotRunError(f"{name} needs other ranks")
+        sent = yield from self._of_ranks("value", args[0][1].number, num_ranks)
+        if operator == "all_gather_into_tensor":
+            return torch.cat(sent)
+        total = _REDUCTIONS[args[1][1]](torch.stack(sent)).to(sent[0].dtype)
+        return total if operator == "all_reduce" else total.chunk(num_ranks)[min(rank, num_ranks - 1)]
+
+    def _thawed(self, frozen: Any, rank: int) -> Steps:
+        """Returns an argument of which :func:`freeze` made a key."""
+        if len(frozen) != 2 or not isinstance(frozen[0], type):
+            found = []
+            for each in frozen:
+                found.append((yield from self._thawed(each, rank)))
+            return found
+        kind, value = frozen
+        if kind is Argument:
+            made = yield "value", value.number, rank
+            return _laid_out(made, value.layout) if isinstance(made, torch.Tensor) else made
+        if kind is float:
+            return float.fromhex(value)
+        return torch.device("cpu") if kind is torch.device else value
+
+
+def _named(request: Request) -> str:
+    key = request[1]
+    while isinstance(key, tuple) and key and key[0] in ("drawn", "call"):
+        key = key[1]
+    return key if isinstance(key, str) else request[0]
+
+
+def hash_of(text: str) -> int:
+    """Returns a number of 32 bits that is the same in each process."""
+    number = 0
+    for byte in text.encode():
+        number = (number * 31 + byte) % (1 << 32)
+    return number
+
+
+def _laid_out(data: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+    """Returns a tensor with the strides, and behind the aligned address, that an operator saw."""
+    if layout is None or not all(type(each) is int for each in layout.strides):
+        return data
+    offset = layout.offset[1] // data.element_size() if layout.offset and type(layout.offset[1]) is int else 0
+    last = sum((size - 1) * stride for size, stride in zip(data.shape, layout.strides, strict=True))
+    if data.numel() == 0 or last > MAX_ELEMENTS:
+        return data
+    memory = torch.zeros(offset + last + 1, dtype=data.dtype)
+    apart = tuple(slice(None) if stride else 0 for stride in layout.strides)  # what is expanded is there once
+    view = memory.as_strided(data.shape, layout.strides, offset)
+    view[apart].copy_(data[apart])
+    return view
+
+
+def _buffer(data: torch.Tensor, held: Any) -> torch.Tensor:
+    """Returns bytes in which a tensor lies as it is held."""
+    shape, strides, offset, dtype, *_ = held
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    buffer = torch.zeros((last + 1) * dtype.itemsize, dtype=torch.uint8)
+    _view(buffer, held).copy_(data)
+    return buffer
+
+
+def _view(buffer: torch.Tensor, view: Any) -> torch.Tensor:
+    shape, strides, offset, dtype, *marks = view
+    if any(marks):
+        raise _CannotRunError("it is conjugated in memory")
+    return buffer.view(dtype).as_strided(shape, strides, offset)

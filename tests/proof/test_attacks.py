@@ -1,0 +1,303 @@
+"""Wrong rewrites that look right: none is called proved; beside each a near miss, which is.
+
+Each case makes the loss of a captured step in three ways. ``before`` and ``wrong`` part on real tensors, or on some
+device, which is why ``wrong`` is never proved; ``right`` has the bits of ``before``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from graphpasses.capture import capture_train_step
+from graphpasses.errors import ProofError
+from graphpasses.graph import CapturedStep
+from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+from tests.proof.code import Code, Make, X, answer, capture_model
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def captured() -> CapturedStep:
+    return capture_model()
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    before: Make
+    wrong: Make
+    right: Make
+
+
+# ---- memory -------------------------------------------------------------------------------------------------------
+
+
+def read_before_write(view: str, *sizes: Any) -> tuple[Make, Make, Make]:
+    """A read of a base stands before, or behind, a write to what an operator makes of it; or reads a copy."""
+
+    def make(order: str) -> Make:
+        def function(code: Code) -> fx.Node:
+            base = code.mul_Tensor(code.x, code.x)
+            other = getattr(code, view)(base, *sizes)
+            read = code.tanh_default(base) if order == "before" else None
+            copy = code.clone_default(base) if order == "copy" else None
+            for each in [code.item(other, 0)] if "split" in view or "unbind" in view else [other]:
+                code.add__Tensor(each, 1)
+            return read or code.tanh_default(copy or base)
+
+        return function
+
+    return make("before"), make("behind"), make("copy")
+
+
+def list_moved(behind: bool, copied: bool = False) -> Make:
+    def function(code: Code) -> fx.Node:
+        base = code.mul_Tensor(code.x, code.x)
+        parts = code.split_Tensor(code.clone_default(base) if copied else base, 4)
+        whole = None if behind else code.cat_default(parts)
+        code.add__Tensor(base, 1)
+        return whole or code.cat_default(parts)
+
+    return function
+
+
+def written(protects: bool, function: str, start: int, is_used: bool = True) -> Make:
+    """Writes a part of a buffer by another part, of which a clone may protect it."""
+
+    def make(code: Code) -> fx.Node:
+        target = code.slice_Tensor(code.buffer, 0, 0, 16, 2)
+        source = code.slice_Tensor(code.buffer, 0, start, start + 8)
+        getattr(code, function)(target, code.clone_default(source) if protects else source)
+        return code.sum_default(code.x)
+
+    return make
+
+
+def same_written(protects: bool) -> Make:
+    def make(code: Code) -> fx.Node:
+        base = code.mul_Tensor(code.x, code.x)
+        return code.add__Tensor(base, code.clone_default(base) if protects else base)
+
+    return make
+
+
+def matmul_in_place(protects: bool, twice: bool = False) -> Make:
+    def make(code: Code) -> fx.Node:
+        base = code.mul_Tensor(code.x, code.x)
+        given = code.clone_default(base) if protects else base
+        if twice:
+            given = code.clone_default(given)
+        return code.addmm__default(base, given, code.clone_default(base))
+
+    return make
+
+
+def foreach_overlaps(protects: bool, twice: bool = False) -> Make:
+    def make(code: Code) -> fx.Node:
+        base = code.mul_Tensor(code.x, code.x)
+        flat = code.view_default(base, [64])
+        targets = [code.slice_Tensor(flat, 0, 0, 8), code.slice_Tensor(flat, 0, 8, 16)]
+        sources = [code.slice_Tensor(flat, 0, 24, 32), code.slice_Tensor(flat, 0, 4, 12)]
+        for _ in range(protects + twice):
+            sources = [code.clone_default(each) for each in sources]
+        code.call(aten._foreach_add_.List, targets, sources)
+        return code.tanh_default(base)
+
+    return make
+
+
+def conjugate(wrong: bool, twice: bool = False) -> Make:
+    def make(code: Code) -> fx.Node:
+        base = code._to_copy_default(code.x, dtype=torch.complex64)
+        base = code.mul_Tensor(base, 1j)
+        view = base if wrong else code._conj_default(base)
+        if twice:
+            view = code.view_default(view, [8, 8])
+        code.add__Tensor(view, 1j)
+        return code.abs_default(base)
+
+    return make
+
+
+def constant_twice(second: bool, first: bool = True) -> Make:
+    def make(code: Code) -> fx.Node:
+        one, two = code.constant(), code.constant()
+        read = code.tanh_default(two) if first else None
+        code.add__Tensor(one, 1.0)
+        code.add__Tensor(one, -1.0)
+        code.add__Tensor(one, 1.0)
+        return read or code.tanh_default(code.constant() if second else two)
+
+    return make
+
+
+# ---- where in its memory an operand lies --------------------------------------------------------------------------
+
+
+def at_offset(offset: int, function: str = "mm", copies: int = 1) -> Make:
+    def make(code: Code) -> fx.Node:
+        packed = code.constant_pad_nd_default(
+            code.view_default(code.mul_Tensor(code.x, code.x), [64]), [offset, 32]
+        )
+        part = code.slice_Tensor(packed, 0, offset, offset + 64)
+        operand = code.view_default(part, [8, 8])
+        if not offset:
+            operand = code.view_default(code.mul_Tensor(code.x, code.x), [8, 8])
+        for _ in range(copies if offset else 0):
+            operand = code.clone_default(operand) if copies else operand
+        if function == "mm":
+            return code.mm_default(operand, code.weight)
+        return code.tanh_default(operand)
+
+    return make
+
+
+def input_offset(copies: int, function: str = "mm_default") -> Make:
+    def make(code: Code) -> fx.Node:
+        x = code.x
+        for _ in range(copies):
+            x = code.clone_default(x)
+        return getattr(code, function)(x, x)
+
+    return make
+
+
+# ---- constants ----------------------------------------------------------------------------------------------------
+
+
+def reinterpreted(is_one: bool) -> Make:
+    def make(code: Code) -> fx.Node:
+        ones = code.ones_default([8], dtype=torch.float32)
+        if is_one:
+            return code._to_copy_default(code.ones_default([8], dtype=torch.int32), dtype=torch.float32)
+        some = code.view_dtype(code.view_dtype(ones, torch.uint8), torch.int32)
+        return code._to_copy_default(some, dtype=torch.float32)
+
+    return make
+
+
+def reinterpreted_back(code: Code) -> fx.Node:
+    back = code.view_dtype(
+        code.view_dtype(code.ones_default([8], dtype=torch.int32), torch.uint8), torch.int32
+    )
+    return code._to_copy_default(back, dtype=torch.float32)
+
+
+def lapping(one: bool) -> Make:
+    """Multiplies elements that lie on each other: once for each, or for the last."""
+
+    def make(code: Code) -> fx.Node:
+        base = code.view_default(code.mul_Tensor(code.x, code.x), [64])
+        view = code.unfold_default(base, 0, 2, 1)
+        if one:
+            code.mul__Tensor(view, 3.0)
+        else:
+            code.copy__default(view, code.mul_Tensor(view, 3.0))
+        return code.tanh_default(base)
+
+    return make
+
+
+def drawn(copied: bool) -> Make:
+    def make(code: Code) -> fx.Node:
+        base = code.mul_Tensor(code.x, code.x)
+        copy = code.clone_default(base) if copied else code._unsafe_view_default(base, [8, 8])
+        code.uniform__default(copy)
+        return code.tanh_default(base)
+
+    return make
+
+
+CASES = [
+    Case("elements lie on each other", lapping(True), lapping(False), lapping(True)),
+    Case("a copy is filled with random numbers", drawn(True), drawn(False), drawn(True)),
+    *(
+        Case(f"{view} shares memory", *read_before_write(view, *sizes))
+        for view, sizes in {
+            "_unsafe_view_default": ([64],),
+            "reshape_default": ([64],),
+            "view_dtype": (torch.float32,),
+            "alias_default": (),
+            "as_strided_default": ([4], [1], 3),
+            "diagonal_default": (),
+            "unsafe_split_Tensor": (4,),
+            "split_Tensor": (4,),
+            "unbind_int": (),
+            "contiguous_default": (),
+            "squeeze_default": (),
+        }.items()
+    ),
+    Case("a list is read behind a write", list_moved(False), list_moved(True), list_moved(False, True)),
+    *(
+        Case(
+            f"{name} of overlapping memory",
+            written(True, name, 0),
+            written(False, name, 0),
+            written(True, name, 0),
+        )
+        for name in ("copy__default", "add__Tensor", "mul__Tensor")
+    ),
+    Case("an operand is written", matmul_in_place(True), matmul_in_place(False), matmul_in_place(True, True)),
+    Case("lists overlap", foreach_overlaps(True), foreach_overlaps(False), foreach_overlaps(True, True)),
+    Case("conj shares memory", conjugate(False), conjugate(True), conjugate(False, True)),
+    Case(
+        "a constant is read twice", constant_twice(False), constant_twice(True, False), constant_twice(False)
+    ),
+    Case("an operand at another offset", at_offset(0), at_offset(1, copies=0), at_offset(1)),
+    Case("an input is where it is", input_offset(0), input_offset(1), input_offset(0)),
+    Case("a copy of an input", input_offset(1), input_offset(0), input_offset(2)),
+    Case("a constant in another dtype", reinterpreted(True), reinterpreted(False), reinterpreted_back),
+]
+
+
+# Right ones in which nothing protects what needs no protection.
+UNPROTECTED: dict[str, tuple[Make, Make]] = {
+    "a source beside the target": (written(True, "copy__default", 32), written(False, "copy__default", 32)),
+    "an element by itself": (same_written(True), same_written(False)),
+    "element by element, an offset is nothing": (at_offset(0, "tanh"), at_offset(1, "tanh", 0)),
+    "of an input, too": (input_offset(0, "mul_Tensor"), input_offset(1, "mul_Tensor")),
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_attack(captured: CapturedStep, case: Case) -> None:
+    assert answer(captured, case.before, case.before) == "proved"
+    assert answer(captured, case.before, case.right) == "proved"
+    assert answer(captured, case.before, case.wrong) != "proved"
+
+
+@pytest.mark.parametrize("name", UNPROTECTED)
+def test_nothing_to_protect(captured: CapturedStep, name: str) -> None:
+    assert answer(captured, *UNPROTECTED[name]) == "proved"
+
+
+@dataclass(frozen=True)
+class WritesConstant(GraphPass):
+    """Writes a constant that the rewritten step shares with the captured one."""
+
+    name = "writes-constant"
+    numerics = Numerics.BITWISE
+
+    by: float
+
+    def rewrite(self, graph: Any) -> int:
+        (node,) = graph.graph.find_nodes(op="get_attr")
+        getattr(graph.module, node.target).mul_(self.by)
+        return 1
+
+
+@pytest.mark.parametrize("size", [2, 2000])
+def test_a_constant_that_a_pass_writes(size: int) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).sum() + torch.tensor([2.0] * size).sum()
+
+    step = capture_train_step(loss_fn, nn.Linear(8, 8), X, check=False)
+    assert Pipeline((WritesConstant(1.0),)).run(step, prove=True).report is not None
+    with pytest.raises(ProofError):
+        Pipeline((WritesConstant(2.0),)).run(step, prove=True)

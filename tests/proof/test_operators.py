@@ -1,0 +1,137 @@
+"""What is said of operators: on this machine's kernels, with vectors at every offset, on all kinds of numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphpasses.proof.core.operators import is_element_by_element, is_free_of_offset, name_of
+from graphpasses.proof.spelling import plain_call
+from tests.proof.numbers import FLOATS, random_bits, same_but_nans
+
+aten = torch.ops.aten
+SIZE = 71  # several vectors, and a tail
+OFFSETS = range(17)
+SLOW = ("polynomial", "zeta")  # they count to a number that they are given: random ones take years
+
+
+def operators_tagged(tag: torch.Tag) -> list[Any]:
+    """Returns ATen's operators that have a tag and write nothing."""
+    packets = [getattr(aten, name) for name in dir(aten) if not name.startswith("__")]
+    overloads = [
+        getattr(packet, name)
+        for packet in packets
+        if hasattr(packet, "overloads")
+        for name in packet.overloads()
+    ]
+    return [
+        each
+        for each in overloads
+        if tag in each.tags and not each._schema.is_mutable and not any(name in str(each) for name in SLOW)
+    ]
+
+
+def calls(target: Any, x: Tensor, y: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yields arguments for an operator of one or two tensors, or of a tensor and a number."""
+    needed = [str(each.type) for each in target._schema.arguments if not each.has_default_value()]
+    match needed:
+        case ["Tensor"]:
+            yield (x,)
+        case ["Tensor", "Tensor"]:
+            yield x, y
+        case ["Tensor", "number"]:
+            yield x, 3
+        case ["Tensor", "int"] | ["Tensor", "Optional[List[int]]"] | ["Tensor", "List[int]"]:
+            yield x, 0 if needed[1] == "int" else [0]
+
+
+def result(target: Any, args: tuple[Any, ...]) -> Any:
+    try:
+        return target(*args)
+    except (RuntimeError, NotImplementedError):  # not of this dtype
+        return None
+
+
+def parts(values: list[Tensor], offset: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns a part of each tensor, and a copy that begins at an aligned address."""
+    here = [each[offset : offset + SIZE] for each in values]
+    return here, [each.clone() for each in here]
+
+
+def unlike(target: Any, dtype: torch.dtype) -> list[int]:
+    """Returns the offsets at which an operator makes something else of the same elements."""
+    values = [random_bits((SIZE + max(OFFSETS),), dtype, seed) for seed in (0, 1)]
+    found = []
+    for offset in OFFSETS:
+        here, copies = parts(values, offset)
+        for one, two in zip(calls(target, *here), calls(target, *copies), strict=True):
+            a, b = result(target, one), result(target, two)
+            if isinstance(a, Tensor) and not same_but_nans(a, b):
+                found.append(offset)
+    return found
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("tag", [torch.Tag.pointwise, torch.Tag.reduction], ids=str)
+def test_offsets_make_no_difference(tag: torch.Tag, dtype: torch.dtype) -> None:
+    targets = [each for each in operators_tagged(tag) if is_free_of_offset(each, "cpu")]
+    assert len(targets) > 30
+    assert {str(target): found for target in targets if (found := unlike(target, dtype))} == {}
+
+
+def test_offsets_make_a_difference() -> None:
+    """Control: a product of matrices may choose its kernel by the address."""
+    assert not is_free_of_offset(aten.mm.default, "cpu")
+    assert not is_free_of_offset(aten.sum.default, "cuda")
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randn(4096 + 16, generator=generator, dtype=torch.float64)
+    found = [
+        not torch.equal(torch.dot(a, a), torch.dot(a.clone(), a.clone()))
+        for offset in range(16)
+        for a in [packed[offset : offset + 4093]]
+    ]
+    assert not all(found)
+
+
+def test_calls_that_mean_the_same_are_one() -> None:
+    one = plain_call(aten.add.Tensor, ("x", "y"), {}, (2, 3))
+    assert plain_call(aten.add.Tensor, ("x", "y"), {"alpha": 1}, (2, 3)) == one
+    assert plain_call(aten.add.Tensor, ("x", "y"), {"alpha": 2}, (2, 3)) != one
+    sums = [
+        plain_call(aten.sum.dim_IntList, args, kwargs, (2, 3))
+        for args, kwargs in [
+            (("x", [-1]), {}),
+            (("x", [1]), {}),
+            (("x",), {"dim": [1]}),
+            (("x", [1], False), {"dtype": None}),
+        ]
+    ]
+    assert all(a == b for a, b in itertools.pairwise(sums))
+    assert plain_call(aten.sum.dim_IntList, ("x", [0]), {}, (2, 3)) not in sums
+    assert plain_call(aten.unsqueeze.default, ("x", -1), {}, (2, 3)) == (("x", -1), {})  # 2, not 1
+
+
+def test_defaults_in_the_middle_stay() -> None:
+    assert plain_call(aten.slice.Tensor, ("x", 0, None, 3), {}, None) == (("x", 0, None, 3), {})
+    assert plain_call(aten.slice.Tensor, ("x",), {"end": 3}, None) == (("x", 0, None, 3), {})
+
+
+def test_scale_of_attention() -> None:
+    target = aten.scaled_dot_product_attention.default
+    assert plain_call(target, ("q", "k", "v"), {}, (1, 2, 3, 16)) == plain_call(
+        target, ("q", "k", "v"), {"scale": 0.25}, (1, 2, 3, 16)
+    )
+    assert plain_call(target, ("q", "k", "v"), {}, (1, 2, 3, 64)) != plain_call(
+        target, ("q", "k", "v"), {"scale": 0.25}, (1, 2, 3, 64)
+    )
+
+
+def test_names_of_what_writes_in_place() -> None:
+    assert name_of(aten.mul_.Tensor) == name_of(aten.mul.Tensor)
+    assert name_of(aten.addmm_.default) != name_of(aten.addmm.default)  # it writes at its operand's address
+    assert is_element_by_element(aten.mul_.Tensor)
