@@ -1,0 +1,113 @@
+"""Command line: ``python -m experiments.attack --help``."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from rich.table import Table
+
+from experiments.attack.case import Case, shrink
+from experiments.attack.judge import ANSWERS, Answer, Attacked, Finding
+from experiments.attack.program import Program, random_program
+from graphpasses.terminal import make_console
+
+NUM_OF_A_KIND = 4  # rewrites of a graph: capturing it costs as much as some of them
+NUM_SHRUNK = 3  # disagreements of one kind
+
+
+def main(
+    what: tyro.conf.Positional[Literal["random", "right"]] = "random",
+    minutes: float = 1.0,
+    seed: int = 0,
+    num_graphs: int | None = None,
+    out: Path | None = None,
+) -> int:
+    """Rewrites random training steps at random, and compares what the proof says with a run, bit for bit.
+
+    Exit code 0 if the proof was never wrong, else 1.
+
+    Args:
+        what: random rewrites, or the table of common ones that are right.
+        minutes: so long.
+        seed: decides the programs and the rewrites.
+        num_graphs: so many programs at most.
+        out: folder for the scripts that show where the proof was wrong.
+    """
+    torch.set_num_threads(1)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # calls that cannot run
+    console = make_console()
+    counts: defaultdict[str, Counter[Answer]] = defaultdict(Counter)
+    shrunk: Counter[tuple[str, Answer]] = Counter()
+    seen: set[tuple[str, Answer]] = set()
+    start, done = time.monotonic(), 0
+    for index in range(sys.maxsize if num_graphs is None else num_graphs):
+        if time.monotonic() - start > 60 * minutes:
+            break
+        done = index + 1
+        for program, kind, name, finding in _attack(random.Random(f"{seed} {index}")):
+            counts[kind][finding.answer] += 1
+            key = name, finding.answer
+            if not finding.is_disagreement or key in seen or shrunk[kind, finding.answer] >= NUM_SHRUNK:
+                continue
+            seen.add(key)
+            shrunk[kind, finding.answer] += 1
+            script = shrink(Case(program, name), finding.answer).script()
+            console.print(script, markup=False)
+            if out is not None:
+                out.mkdir(parents=True, exist_ok=True)
+                (out / f"{finding.answer.replace(' ', '_')}_{len(seen)}.py").write_text(script)
+    seconds = time.monotonic() - start
+    console.print(make_table(counts))
+    total = sum(counts.values(), Counter[Answer]())
+    console.print(
+        f"{total.total()} rewrites of {done} programs: {total['unsound']} unsound, "
+        f"{total['false refusal']} false refusals; {seconds:.0f} s, {done / seconds:.1f} programs a second"
+    )
+    return int(any(total[answer] for answer in ("unsound", "false refusal", "fails")))
+
+
+def _attack(rng: random.Random) -> Iterator[tuple[Program, str, str, Finding]]:
+    """Yields of a random program some rewrites of each kind: kind, class, and what came of it."""
+    program = random_program(rng, rng.randint(2, 9))
+    step = program.capture()
+    if step is None:
+        return
+    attacked = Attacked(step)
+    kinds = defaultdict(list)
+    for rewrite in attacked.rewrites:
+        kinds[rewrite.kind].append(rewrite)
+    for kind, rewrites in kinds.items():
+        for rewrite in rng.sample(rewrites, min(NUM_OF_A_KIND, len(rewrites))):
+            finding = attacked.judge(rewrite)
+            if finding is not None:
+                yield program, kind, attacked.class_of(rewrite), finding
+
+
+def make_table(counts: defaultdict[str, Counter[Answer]]) -> Table:
+    """Returns the table: for each kind of rewrite, how often the proof said what, and was wrong.
+
+    Args:
+        counts: by kind, of each answer.
+    """
+    table = Table("kind", title="Random rewrites of random steps, and what the proof says")
+    for answer in ANSWERS:
+        table.add_column(answer, justify="right")
+    for kind, found in counts.items():
+        table.add_row(kind, *(str(found[answer]) for answer in ANSWERS))
+    table.add_section()
+    total = sum(counts.values(), Counter[Answer]())
+    table.add_row("all", *(str(total[answer]) for answer in ANSWERS))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))
