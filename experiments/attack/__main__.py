@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,12 +17,15 @@ import tyro
 from rich.table import Table
 
 from experiments.attack.case import Case, shrink
-from experiments.attack.judge import ANSWERS, Answer, Attacked, Finding
-from experiments.attack.program import Program, random_program
+from experiments.attack.judge import ANSWERS, Answer, Attacked, Finding, class_of, rewritten
+from experiments.attack.program import random_program
+from experiments.attack.rewrites import Rewrite, rewrites_of
+from graphpasses.graph import TrainGraph
 from graphpasses.terminal import make_console
 
 NUM_OF_A_KIND = 4  # rewrites of a graph: capturing it costs as much as some of them
 NUM_SHRUNK = 3  # disagreements of one kind
+SHARE_TWICE = 0.3  # of rewrites that are proved, after which comes another
 
 
 def main(
@@ -47,20 +51,20 @@ def main(
     console = make_console()
     counts: defaultdict[str, Counter[Answer]] = defaultdict(Counter)
     shrunk: Counter[tuple[str, Answer]] = Counter()
-    seen: set[tuple[str, Answer]] = set()
+    seen: set[tuple[tuple[str, ...], Answer]] = set()
     start, done = time.monotonic(), 0
     for index in range(sys.maxsize if num_graphs is None else num_graphs):
         if time.monotonic() - start > 60 * minutes:
             break
         done = index + 1
-        for program, kind, name, finding in _attack(random.Random(f"{seed} {index}")):
+        for kind, case, finding in _attack(random.Random(f"{seed} {index}")):
             counts[kind][finding.answer] += 1
-            key = name, finding.answer
+            key = case.rewrites, finding.answer
             if not finding.is_disagreement or key in seen or shrunk[kind, finding.answer] >= NUM_SHRUNK:
                 continue
             seen.add(key)
             shrunk[kind, finding.answer] += 1
-            script = shrink(Case(program, name), finding.answer).script()
+            script = shrink(case, finding.answer).script()
             console.print(script, markup=False)
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)
@@ -75,21 +79,34 @@ def main(
     return int(any(total[answer] for answer in ("unsound", "false refusal", "fails")))
 
 
-def _attack(rng: random.Random) -> Iterator[tuple[Program, str, str, Finding]]:
-    """Yields of a random program some rewrites of each kind: kind, class, and what came of it."""
-    program = random_program(rng, rng.randint(2, 9))
+def _attack(rng: random.Random) -> Iterator[tuple[str, Case, Finding]]:
+    """Yields of a random program some rewrites of each kind, and what came of them."""
+    program = random_program(rng, rng.randint(1, 6))
     step = program.capture()
     if step is None:
         return
     attacked = Attacked(step)
-    kinds = defaultdict(list)
-    for rewrite in attacked.rewrites:
-        kinds[rewrite.kind].append(rewrite)
-    for kind, rewrites in kinds.items():
+    for kind, rewrites in _by_kind(step).items():
         for rewrite in rng.sample(rewrites, min(NUM_OF_A_KIND, len(rewrites))):
-            finding = attacked.judge(rewrite)
-            if finding is not None:
-                yield program, kind, attacked.class_of(rewrite), finding
+            mutant = rewritten(step, rewrite)
+            if mutant is None:
+                continue
+            case = Case(program.lines, (class_of(step, rewrite),), program.optimizer)
+            finding = attacked.judge(mutant, is_right=rewrite.is_right)
+            yield kind, case, finding
+            if finding.answer != "proved" or rng.random() > SHARE_TWICE:
+                continue
+            other = rng.choice(rng.choice(list(_by_kind(mutant).values())))
+            if (twice := rewritten(mutant, other)) is not None:
+                case = replace(case, rewrites=(*case.rewrites, class_of(mutant, other)))
+                yield "two", case, attacked.judge(twice, is_right=rewrite.is_right and other.is_right)
+
+
+def _by_kind(graph: TrainGraph) -> dict[str, list[Rewrite]]:
+    kinds: dict[str, list[Rewrite]] = {}
+    for rewrite in rewrites_of(graph):
+        kinds.setdefault(rewrite.kind, []).append(rewrite)
+    return kinds
 
 
 def make_table(counts: defaultdict[str, Counter[Answer]]) -> Table:

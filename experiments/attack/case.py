@@ -1,4 +1,4 @@
-"""A program and a class of rewrites of it: what the proof got wrong, in as few lines as can be."""
+"""A program and rewrites of it: what the proof got wrong, in as few lines as can be."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from experiments.attack.judge import Attacked, Finding
+from experiments.attack.judge import Attacked, Finding, class_of, rewritten
 from experiments.attack.program import Program
-from experiments.attack.rewrites import Rewrite
+from experiments.attack.rewrites import rewrites_of
+from graphpasses.graph import TrainGraph
 
 __all__ = ["Case", "shrink"]
 
@@ -22,30 +23,44 @@ class Case:
     """A program, and what is done to its step.
 
     Args:
-        program: the step's model.
-        rewrite: the class of the rewrites, as :meth:`Attacked.class_of` says.
+        lines: the program's.
+        rewrites: the classes of the rewrites, one after the other, as :func:`class_of` says.
+        optimizer: whether the program's step has one.
     """
 
-    program: Program
-    rewrite: str
+    lines: tuple[str, ...]
+    rewrites: tuple[str, ...]
+    optimizer: bool = False
 
-    def findings(self) -> Iterator[tuple[Attacked, Rewrite, Finding]]:
-        """Yields what comes of each rewrite of the class; nothing where the program is none."""
+    @property
+    def program(self) -> Program:
+        """The program."""
+        return Program(self.lines, self.optimizer)
+
+    def findings(self) -> Iterator[tuple[TrainGraph, TrainGraph, Finding]]:
+        """Yields the step, each rewritten one, and what the proof says; nothing where the program is none."""
         step = self.program.capture()
         if step is None:
             return
         attacked = Attacked(step)
-        chosen = (each for each in attacked.rewrites if attacked.class_of(each) == self.rewrite)
-        for rewrite in islice(chosen, _SITES):
-            finding = attacked.judge(rewrite)
-            if finding is not None:
-                yield attacked, rewrite, finding
+        for mutant, is_right in self._mutants(step, self.rewrites):
+            yield step, mutant, attacked.judge(mutant, is_right=is_right)
 
-    def disagreement(self, answer: str = "") -> tuple[Attacked, Rewrite, Finding] | None:
-        """Returns the first rewrite of which the proof is wrong; None if there is none.
+    def _mutants(self, graph: TrainGraph, classes: tuple[str, ...]) -> Iterator[tuple[TrainGraph, bool]]:
+        if not classes:
+            yield graph, True
+            return
+        chosen = (each for each in rewrites_of(graph) if class_of(graph, each) == classes[0])
+        for rewrite in islice(chosen, _SITES):
+            mutant = rewritten(graph, rewrite)
+            for last, is_right in self._mutants(mutant, classes[1:]) if mutant is not None else ():
+                yield last, is_right and rewrite.is_right
+
+    def disagreement(self, answer: str = "") -> tuple[TrainGraph, TrainGraph, Finding] | None:
+        """Returns the first rewritten step of which the proof is wrong; None if there is none.
 
         Args:
-            answer: of this kind alone.
+            answer: wrong in this way alone.
         """
         for found in self.findings():
             if found[2].is_disagreement and answer in ("", found[2].answer):
@@ -53,55 +68,48 @@ class Case:
         return None
 
     def script(self) -> str:
-        """Returns a Python script that shows the disagreement: the model, what becomes of its graph, and a check."""
+        """Returns a Python script that says what the proof got wrong; run, it ends with 1 if that is still so."""
         found = self.disagreement()
-        if found is None:
-            return f"# {self.rewrite}: proof and run agree\n{self.program.source}"
-        attacked, rewrite, finding = found
-        mutant = attacked.step.copy()
-        rewrite.rewrite(mutant)
-        one, two = (str(graph.graph).splitlines() for graph in (attacked.step, mutant))
-        changed = [
-            line for line in difflib.unified_diff(one, two, n=0, lineterm="") if line[:2] in ("- ", "+ ")
-        ]
-        says = "".join(f"# {line}\n" for line in (*finding.text.splitlines(), *changed))
-        lines = "".join(f"    {line!r},\n" for line in self.program.lines)
+        text = "proof and run agree"
+        if found is not None:
+            one, two = (str(graph.graph).splitlines() for graph in found[:2])
+            changed = [line for line in difflib.unified_diff(one, two, n=0) if line[:2] in ("- ", "+ ")]
+            text = "\n# ".join([found[2].answer, *found[2].text.splitlines(), *changed])
         return (
-            f"# {finding.answer} | {self.rewrite}\n{says}\n"
-            f"from experiments.attack.case import Case\nfrom experiments.attack.program import Program\n\n"
-            f"LINES = (\n{lines})\n"
-            f"print(Case(Program(LINES, {self.program.optimizer}), {self.rewrite!r}).script())\n"
+            f"# {text}\n#\n# {self.program.source.replace(chr(10), chr(10) + '# ').rstrip('# ')}\n"
+            f"import sys\n\nfrom experiments.attack.case import Case\n\n"
+            f"CASE = {self!r}\nsys.exit(CASE.disagreement() is not None)\n"
         )
 
 
 def shrink(case: Case, answer: str) -> Case:
-    """Deletes statements as long as the proof is wrong.
+    """Deletes rewrites and statements as long as the proof is wrong.
 
     Args:
         case: of which the proof is wrong.
         answer: how.
     """
     while True:
-        smaller = (replace(case, program=program) for program in _smaller(case.program))
-        found = next((each for each in smaller if each.disagreement(answer)), None)
+        found = next((each for each in _smaller(case) if each.disagreement(answer)), None)
         if found is None:
             return case
         case = found
 
 
-def _smaller(program: Program) -> Iterator[Program]:
-    if program.optimizer:
-        yield replace(program, optimizer=False)
-    lines = program.lines
+def _smaller(case: Case) -> Iterator[Case]:
+    for index in range(len(case.rewrites) if len(case.rewrites) > 1 else 0):
+        yield replace(case, rewrites=case.rewrites[:index] + case.rewrites[index + 1 :])
+    if case.optimizer:
+        yield replace(case, optimizer=False)
+    lines = case.lines
     for index in reversed(range(len(lines) - 1)):
-        rest = lines[:index], lines[index + 1 :]
-        yield replace(program, lines=rest[0] + rest[1])
+        before, after = lines[:index], lines[index + 1 :]
+        yield replace(case, lines=before + after)
         name, _, value = lines[index].partition(" = ")
         for operand in dict.fromkeys(re.findall(r"\ba\d+\b|\bself\.\w+\b|\bx\b", value)):
-            later = tuple(re.sub(rf"\b{name}\b", operand, line) for line in rest[1])
-            yield replace(program, lines=rest[0] + later)
+            later = tuple(re.sub(rf"\b{re.escape(name)}\b", operand, line) for line in after)
+            yield replace(case, lines=before + later)
     terms = lines[-1].removeprefix("return ").split(" + ")
     for index in range(len(terms) if len(terms) > 1 else 0):
-        yield replace(
-            program, lines=(*lines[:-1], f"return {' + '.join(terms[:index] + terms[index + 1 :])}")
-        )
+        rest = " + ".join(terms[:index] + terms[index + 1 :])
+        yield replace(case, lines=(*lines[:-1], f"return {rest}"))

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal
 
-from torch import fx
-
-from experiments.attack.rewrites import Rewrite, rewrites_of
+from experiments.attack.rewrites import Rewrite
 from experiments.attack.running import FLAVOURS, Bits, run
 from graphpasses.errors import GraphPassesError
 from graphpasses.graph import TrainGraph
 from graphpasses.proof.prove import prove
 
-__all__ = ["ANSWERS", "Answer", "Attacked", "Finding"]
+__all__ = ["ANSWERS", "Answer", "Attacked", "Finding", "class_of", "rewritten"]
 
-Answer = Literal["proved", "refused", "not proved", "payload", "fails", "unsound", "false refusal"]
+Answer = Literal["proved", "refused", "not proved", "payload", "raises", "unsound", "false refusal", "fails"]
 ANSWERS: tuple[Answer, ...] = (
     "proved",
     "refused",
     "not proved",
     "payload",  # proved, and payloads of NaNs differ, no other bits
-    "fails",  # the proof itself fails
+    "raises",  # proved, and it runs to an error where the step runs, which nobody overlooks
     "unsound",  # proved, and bits differ
     "false refusal",  # the proof says that bits differ of a rewrite that is right, and on no input they do
+    "fails",  # the proof itself fails
 )
 
 
@@ -48,6 +46,35 @@ class Finding:
         return self.answer in ("unsound", "false refusal", "fails")
 
 
+def rewritten(graph: TrainGraph, rewrite: Rewrite) -> TrainGraph | None:
+    """Returns a rewritten copy of a graph; None if the rewrite makes calls that cannot run.
+
+    Args:
+        graph: a captured step, or a rewritten one.
+        rewrite: of it.
+    """
+    mutant = graph.copy()
+    try:
+        rewrite.rewrite(mutant)
+        mutant.graph.lint()
+    except Exception:  # a random call may be malformed in any way
+        return None
+    return mutant
+
+
+def class_of(graph: TrainGraph, rewrite: Rewrite) -> str:
+    """Returns what a rewrite does, with operators in the place of nodes.
+
+    Args:
+        graph: the step.
+        rewrite: of it.
+    """
+    nodes = [*graph.graph.nodes, *(graph.update.module.graph.nodes if graph.update is not None else ())]
+    names = {node.name: str(node.target) if node.op == "call_function" else node.op for node in nodes}
+    text = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), rewrite.text)
+    return f"{rewrite.kind}: {text}"
+
+
 @dataclass
 class Attacked:
     """A captured step that is rewritten.
@@ -59,41 +86,7 @@ class Attacked:
     step: TrainGraph
     _expected: dict[str, Mapping[str, Bits]] = field(default_factory=dict)
 
-    @cached_property
-    def rewrites(self) -> list[Rewrite]:
-        """All rewrites of the step, always in one order."""
-        return list(rewrites_of(self.step))
-
-    def class_of(self, rewrite: Rewrite) -> str:
-        """Returns what a rewrite does, with operators in the place of nodes; two of one class are of one kind.
-
-        Args:
-            rewrite: of ``step``.
-        """
-        names = {node.name: node.name if node.op == "output" else str(node.target) for node in self._nodes()}
-        text = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), rewrite.text)
-        return f"{rewrite.kind}: {re.sub(r'arg[0-9]+_1', 'input', text)}"
-
-    def _nodes(self) -> Iterator[fx.Node]:
-        yield from self.step.graph.nodes
-        if self.step.update is not None:
-            yield from self.step.update.module.graph.nodes
-
-    def judge(self, rewrite: Rewrite) -> Finding | None:
-        """Returns what came of a rewrite; None if it makes no graph whose calls can run.
-
-        Args:
-            rewrite: of ``step``.
-        """
-        mutant = self.step.copy()
-        try:
-            rewrite.rewrite(mutant)
-            mutant.graph.lint()
-        except Exception:  # noqa: BLE001 - a random call may be malformed in any way
-            return None
-        return self.compare(mutant, is_right=rewrite.is_right)
-
-    def compare(self, mutant: TrainGraph, *, is_right: bool) -> Finding:
+    def judge(self, mutant: TrainGraph, *, is_right: bool) -> Finding:
         """Returns what the proof and a run say of a rewritten step.
 
         Args:
@@ -103,39 +96,31 @@ class Attacked:
         try:
             certificate = prove(self.step, mutant)
         except GraphPassesError as error:
-            if is_right and not self._difference(mutant, ()).partition("payload")[0]:
-                return Finding("false refusal", str(error))
-            return Finding("refused", str(error))
-        except Exception as error:  # noqa: BLE001 - the proof's own mistake, which the table counts
+            is_false = is_right and self._difference(mutant, ())[0] in ("proved", "payload")
+            return Finding("false refusal" if is_false else "refused", str(error))
+        except Exception as error:  # the proof's own mistake, which the table counts
             return Finding("fails", f"{type(error).__name__}: {error}")
-        unproved = [name for name, _ in certificate.unproved]
-        found = "" if "the graph" in unproved else self._difference(mutant, unproved)
-        if found and not found.startswith("payload"):
-            return Finding("unsound", found)
-        if unproved:
+        unproved = dict(certificate.unproved)
+        answer, text = self._difference(mutant, unproved) if "the graph" not in unproved else ("proved", "")
+        if unproved and answer != "unsound":
             return Finding("not proved", ": ".join(certificate.unproved[0]))
-        return Finding("payload" if found else "proved", found)
+        return Finding(answer, text)
 
-    def _difference(self, mutant: TrainGraph, unproved: Collection[str]) -> str:
-        """Returns the first of what was proved that differs, or differs in payloads of NaNs; or nothing."""
-        payload = ""
+    def _difference(self, mutant: TrainGraph, unproved: Collection[str]) -> tuple[Answer, str]:
+        """Returns the first of what was proved that differs, or differs in payloads of NaNs alone."""
+        found: tuple[Answer, str] = "proved", ""
         for flavour in FLAVOURS:
             if flavour not in self._expected:
-                try:
-                    self._expected[flavour] = run(self.step, flavour)
-                except RuntimeError:  # bernoulli of a NaN
-                    self._expected[flavour] = {}
-            if not (expected := self._expected[flavour]):
+                self._expected[flavour] = run(self.step, flavour)
+            one, two = self._expected[flavour], run(mutant, flavour)
+            if "error" in one:  # e.g. a probability that is NaN
                 continue
-            try:
-                found = run(mutant, flavour)
-            except (RuntimeError, IndexError, KeyError) as error:  # of a call on real tensors
-                return f"it fails: {' '.join(str(error).split())[:150]}"
-            for name in {**expected, **found}:
-                one, two = expected.get(name), found.get(name)
-                if one == two or name.partition(", ")[2] in unproved:
+            if "error" in two:
+                return "raises", str(two["error"])
+            for name in {**one, **two}:
+                if one.get(name) == two.get(name) or name.partition(", ")[2] in unproved:
                     continue
-                if one is None or two is None or one[0] != two[0]:
-                    return f"{name}, with {flavour} inputs"
-                payload = f"payload of {name}"
-        return payload
+                if name not in one or name not in two or one[name][0] != two[name][0]:
+                    return "unsound", f"{name}, with {flavour} inputs"
+                found = "payload", name
+        return found

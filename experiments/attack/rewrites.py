@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +16,53 @@ from graphpasses._torch.schemas import draws, schemas, writes_arguments
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.nodes import freeze, storages
 from graphpasses.passes import DeduplicateShared, UpdateInBackward
-from graphpasses.passes.runner import GraphPass
 
 __all__ = ["Rewrite", "rewrites_of"]
 
 aten = torch.ops.aten
-Emit = Callable[..., fx.Node]
+
+IDENTITIES = {
+    True: """
+        neg(neg(x))
+        mul.Tensor(x, 1.0)
+        div.Tensor(x, 1)
+        sub.Tensor(x, 0.0)
+        add.Tensor(x, -0.0)
+        maximum(x, x)
+        _to_copy(_to_copy(x, dtype=float64), dtype=dtype)
+        view.dtype(view.dtype(x, bits), dtype)
+        clone(x)
+        alias(x)
+        view(x, shape)
+        _unsafe_view(x, shape)
+        reshape(reshape(x, [-1]), shape)
+        squeeze.dim(unsqueeze(x, 0), 0)
+        cat([x])
+        select.int(stack([x]), 0, 0)
+        flip(flip(x, [0]), [0])
+        """,
+    False: """
+        add.Tensor(x, 0.0)
+        mul.Tensor(mul.Tensor(x, 2.0), 0.5)
+        mul.Tensor(mul.Tensor(x, 0.5), 2.0)
+        div.Tensor(mul.Tensor(x, 0.1), 0.1)
+        add.Tensor(x, mul.Tensor(x, 0.0))
+        where.self(eq.Tensor(x, x), x, zeros_like(x))
+        abs(x)
+        sum.dim_IntList(unsqueeze(x, 0), [0])
+        _to_copy(_to_copy(x, dtype=float32), dtype=dtype)
+        _to_copy(_to_copy(x, dtype=float16), dtype=dtype)
+        slice.Tensor(constant_pad_nd(x, [0, 1]), -1, 0, shape[-1])
+        view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3, 3 + numel), shape)
+        """,
+}
+"""Calls that give a float tensor back: all bits of it, and almost."""
+
+_COPIES = ("clone", "view", "_unsafe_view", "reshape", "alias", "detach", "_to_copy")
+_VIEWS = ("clone(view(x, shape))", "view(x, shape)", "_unsafe_view(x, shape)", "reshape(x, shape)")
+_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default)
+_LISTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+_CREATES = (aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.default)
 
 
 @dataclass(frozen=True)
@@ -36,114 +76,11 @@ class Rewrite(Edit):
     is_right: bool = False
 
 
-def _bits_of(dtype: torch.dtype) -> torch.dtype:
-    return {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[dtype.itemsize]
-
-
-def _packed(emit: Emit, x: fx.Node) -> fx.Node:
-    value = x.meta["val"]
-    front = emit(aten.zeros.default, [3], dtype=value.dtype)
-    buffer = emit(aten.cat.default, [front, emit(aten.reshape.default, x, [-1])])
-    part = emit(aten.slice.Tensor, buffer, 0, 3, 3 + value.numel())
-    return emit(aten.view.default, part, list(value.shape))
-
-
-def _through(dtype: torch.dtype) -> Callable[[Emit, fx.Node], fx.Node]:
-    return lambda emit, x: emit(
-        aten._to_copy.default, emit(aten._to_copy.default, x, dtype=dtype), dtype=x.meta["val"].dtype
-    )
-
-
-IDENTITIES: dict[str, tuple[bool, Callable[[Emit, fx.Node], fx.Node]]] = {
-    "neg(neg(x))": (True, lambda emit, x: emit(aten.neg.default, emit(aten.neg.default, x))),
-    "x * 1.0": (True, lambda emit, x: emit(aten.mul.Tensor, x, 1.0)),
-    "x / 1": (True, lambda emit, x: emit(aten.div.Tensor, x, 1)),
-    "x - 0.0": (True, lambda emit, x: emit(aten.sub.Tensor, x, 0.0)),
-    "x + -0.0": (True, lambda emit, x: emit(aten.add.Tensor, x, -0.0)),
-    "x + 0.0": (False, lambda emit, x: emit(aten.add.Tensor, x, 0.0)),
-    "x * 2 * 0.5": (False, lambda emit, x: emit(aten.mul.Tensor, emit(aten.mul.Tensor, x, 2.0), 0.5)),
-    "x * 0.5 * 2": (False, lambda emit, x: emit(aten.mul.Tensor, emit(aten.mul.Tensor, x, 0.5), 2.0)),
-    "x * 0.1 / 0.1": (False, lambda emit, x: emit(aten.div.Tensor, emit(aten.mul.Tensor, x, 0.1), 0.1)),
-    "through fp64": (True, _through(torch.float64)),
-    "through fp32": (False, _through(torch.float32)),
-    "through bf16": (False, _through(torch.bfloat16)),
-    "through its bits": (
-        True,
-        lambda emit, x: emit(
-            aten.view.dtype,
-            emit(aten.view.dtype, x, _bits_of(x.meta["val"].dtype)),
-            x.meta["val"].dtype,
-        ),
-    ),
-    "clone": (True, lambda emit, x: emit(aten.clone.default, x)),
-    "alias": (True, lambda emit, x: emit(aten.alias.default, x)),
-    "_unsafe_view": (True, lambda emit, x: emit(aten._unsafe_view.default, x, list(x.meta["val"].shape))),
-    "view": (True, lambda emit, x: emit(aten.view.default, x, list(x.meta["val"].shape))),
-    "flat and back": (
-        True,
-        lambda emit, x: emit(
-            aten.reshape.default, emit(aten.reshape.default, x, [-1]), list(x.meta["val"].shape)
-        ),
-    ),
-    "unsqueeze, squeeze": (
-        True,
-        lambda emit, x: emit(aten.squeeze.dim, emit(aten.unsqueeze.default, x, 0), 0),
-    ),
-    "cat of one": (True, lambda emit, x: emit(aten.cat.default, [x])),
-    "stack, select": (True, lambda emit, x: emit(aten.select.int, emit(aten.stack.default, [x]), 0, 0)),
-    "pad, slice": (
-        False,
-        lambda emit, x: emit(
-            aten.slice.Tensor, emit(aten.constant_pad_nd.default, x, [0, 1]), -1, 0, x.meta["val"].shape[-1]
-        ),
-    ),
-    "packed at an odd offset": (False, _packed),
-    "x + 0 * x": (False, lambda emit, x: emit(aten.add.Tensor, x, emit(aten.mul.Tensor, x, 0.0))),
-    "where(x == x, x, 0)": (
-        False,
-        lambda emit, x: emit(
-            aten.where.self, emit(aten.eq.Tensor, x, x), x, emit(aten.zeros_like.default, x)
-        ),
-    ),
-    "maximum(x, x)": (True, lambda emit, x: emit(aten.maximum.default, x, x)),
-    "abs": (False, lambda emit, x: emit(aten.abs.default, x)),
-    "sum of one": (
-        False,
-        lambda emit, x: emit(aten.sum.dim_IntList, emit(aten.unsqueeze.default, x, 0), [0]),
-    ),
-    "flip twice": (
-        True,
-        lambda emit, x: emit(aten.flip.default, emit(aten.flip.default, x, [0]), [0]),
-    ),
-}
-"""What gives a float tensor back, or almost: whether all bits, and the calls."""
-
-_VIEWS = {
-    "clone": lambda emit, x, shape: emit(aten.clone.default, emit(aten.view.default, x, shape)),
-    "view": lambda emit, x, shape: emit(aten.view.default, x, shape),
-    "_unsafe_view": lambda emit, x, shape: emit(aten._unsafe_view.default, x, shape),
-    "reshape": lambda emit, x, shape: emit(aten.reshape.default, x, shape),
-}
-_COPIES = (
-    aten.clone.default,
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.alias.default,
-    aten.detach.default,
-    aten._to_copy.default,
-)
-_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default)
-_LISTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
-_CREATES = (aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.default)
-
-
 class _Facts:
     """What decides whether a rewrite is right."""
 
     def __init__(self, graph: TrainGraph) -> None:
-        self.nodes = list(graph.graph.nodes)
-        self.position = {node: index for index, node in enumerate(self.nodes)}
+        self.position = {node: index for index, node in enumerate(graph.graph.nodes)}
         self.writes = {node for node in calls(graph) if writes_arguments(node.target)}
         self.written = {
             each for node in self.writes for arg in node.all_input_nodes for each in storages(arg)
@@ -158,25 +95,47 @@ class _Facts:
         return self.is_pure(node) and all(self.written.isdisjoint(storages(each)) for each in near)
 
 
-def _emit_before(copy: Copy, place: fx.Node, like: fx.Node) -> Emit:
-    def emit(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with copy.graph.graph.inserting_before(place):
-            return copy.graph.emit(target, args, kwargs, like=like)
+class _Calls(dict[str, Any]):
+    """The names of expressions: operators of ATen, which make calls before a node, and facts about a value."""
 
-    return emit
+    def __init__(self, copy: Copy, place: fx.Node, x: fx.Node, like: Tensor) -> None:
+        bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[like.dtype.itemsize]
+        super().__init__(x=x, shape=list(like.shape), dtype=like.dtype, numel=like.numel(), bits=bits)
+        super().update(float64=torch.float64, float32=torch.float32, float16=torch.float16)
+        self._copy, self._place = copy, place
+
+    def __missing__(self, name: str) -> _Operator:
+        return _Operator(self, getattr(aten, name))
+
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        with self._copy.graph.graph.inserting_before(self._place):
+            return self._copy.graph.emit(target, args, kwargs, like=self._place)
 
 
-def _instead(node: fx.Node, make: Callable[[Emit, fx.Node], fx.Node]) -> Callable[[Copy], None]:
-    """Puts what is made of a value in the place of the value, for all that read it."""
+@dataclass(frozen=True)
+class _Operator:
+    calls: _Calls
+    packet: Any
 
-    def apply(copy: Copy) -> None:
-        kept = copy[node]
-        users = list(kept.users)
-        value = make(_emit_before(copy, kept.next, kept), kept)
-        for user in users:
-            user.replace_input_with(kept, value)
+    def __getattr__(self, overload: str) -> _Operator:
+        return _Operator(self.calls, getattr(self.packet, overload))
 
-    return apply
+    def __call__(self, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.calls.emit(getattr(self.packet, "default", self.packet), args, kwargs)
+
+
+def _emit(copy: Copy, place: fx.Node, expression: str, x: fx.Node, like: Tensor) -> fx.Node:
+    node: fx.Node = eval(expression, {}, _Calls(copy, place, x, like))
+    return node
+
+
+def _rewrite(kind: str, text: str, apply: Any, *args: Any, is_right: bool = False) -> Rewrite:
+    return Rewrite(kind, text, lambda copy: apply(copy, *args), is_right=is_right)
+
+
+def _replace(copy: Copy, node: fx.Node, value: fx.Node) -> None:
+    copy[node].replace_all_uses_with(value)
+    copy.graph.graph.erase_node(copy[node])
 
 
 def _is_float(node: fx.Node) -> bool:
@@ -186,63 +145,61 @@ def _is_float(node: fx.Node) -> bool:
 
 def identities(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """A value passes through calls that give it back, or almost."""
+
+    def insert(copy: Copy, node: fx.Node, expression: str) -> None:
+        users = list(copy[node].users)
+        value = _emit(copy, copy[node].next, expression, copy[node], node.meta["val"])
+        for user in users:
+            user.replace_input_with(copy[node], value)
+
     for node in calls(graph):
         if not _is_float(node) or not node.users:
             continue
         value = node.meta["val"]
         is_plain = facts.is_calm(node) and value.is_contiguous() and value.storage_offset() == 0
-        for name, (is_right, make) in IDENTITIES.items():
-            right = is_right and is_plain or name == "alias"
-            yield Rewrite("identity", f"{node}: {name}", _instead(node, make), is_right=right)
+        for is_right, text in IDENTITIES.items():
+            for line in text.strip().splitlines():
+                right = is_right and is_plain
+                yield _rewrite(
+                    "identity", f"{node}: {line.strip()}", insert, node, line.strip(), is_right=right
+                )
 
 
 def other_copies(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """A copy becomes a view, a view a copy, or another kind of it; or it is taken out."""
+
+    def become(copy: Copy, node: fx.Node, source: fx.Node, expression: str) -> None:
+        _replace(copy, node, _emit(copy, copy[node], expression, copy[source], node.meta["val"]))
+
     for node in calls(graph):
-        if node.target not in _COPIES or not isinstance(node.meta.get("val"), Tensor):
+        if str(node.target).split(".")[1:2] not in [[name] for name in _COPIES]:
             continue
-        (source, *_), shape = node.all_input_nodes, list(node.meta["val"].shape)
-
-        def remove(copy: Copy, node: fx.Node = node, source: fx.Node = source) -> None:
-            copy[node].replace_all_uses_with(copy[source])
-            copy.graph.graph.erase_node(copy[node])
-
-        before, after = source.meta["val"], node.meta["val"]
-        if (before.shape, before.dtype) == (after.shape, after.dtype):
-            yield Rewrite("copy", f"{node} is removed", remove)
-        for name, make in _VIEWS.items():
-
-            def become(
-                copy: Copy,
-                node: fx.Node = node,
-                source: fx.Node = source,
-                make: Any = make,
-                shape: Any = shape,
-            ) -> None:
-                value = make(_emit_before(copy, copy[node], copy[node]), copy[source], shape)
-                copy[node].replace_all_uses_with(value)
-                copy.graph.graph.erase_node(copy[node])
-
-            if before.dtype == after.dtype:
-                yield Rewrite("copy", f"{node} becomes {name}", become)
+        source = node.all_input_nodes[0]
+        if source.meta["val"].dtype == node.meta["val"].dtype:
+            for expression in _VIEWS:
+                yield _rewrite("copy", f"{node} becomes {expression}", become, node, source, expression)
+            if source.meta["val"].shape == node.meta["val"].shape:
+                yield _rewrite("copy", f"{node} is removed", become, node, source, "x")
+        elif source.target == node.target == aten._to_copy.default:
+            skipped = source.all_input_nodes[0]
+            expression = "_to_copy(x, dtype=dtype)"
+            yield _rewrite("copy", f"{node} skips {source}", become, node, skipped, expression)
 
 
 def moves(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """A call is done sooner or later."""
 
-    def put(node: fx.Node, place: fx.Node) -> Callable[[Copy], None]:
-        return lambda copy: copy[place].prepend(copy[node])
+    def put(copy: Copy, node: fx.Node, place: fx.Node) -> None:
+        copy[place].prepend(copy[node])
 
-    output = facts.nodes[-1]
+    nodes = list(graph.graph.nodes)
     for node in calls(graph):
         here = facts.position[node]
-        first = 1 + max((facts.position[each] for each in node.all_input_nodes), default=-1)
-        first = max(first, len(graph.inputs))
-        last = min((facts.position[each] for each in node.users), default=facts.position[output])
-        places = {first, last, (first + here) // 2, (here + 1 + last) // 2} - {here, here + 1}
-        for place in sorted(places):
-            text = f"{node} is done before {facts.nodes[place]}"
-            yield Rewrite("move", text, put(node, facts.nodes[place]), is_right=facts.is_calm(node))
+        first = max([len(graph.inputs), *(facts.position[each] + 1 for each in node.all_input_nodes)])
+        last = min([len(nodes) - 1, *(facts.position[each] for each in node.users)])
+        for place in sorted({first, last, (first + here) // 2, (here + 1 + last) // 2} - {here, here + 1}):
+            text = f"{node} is done before {nodes[place]}"
+            yield _rewrite("move", text, put, node, nodes[place], is_right=facts.is_calm(node))
 
 
 def spellings(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
@@ -273,12 +230,8 @@ def spellings(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
             yield _rewrite("spelling", f"arguments of {node} by name", by_name, node, is_right=True)
 
 
-def _rewrite(kind: str, text: str, apply: Any, *args: Any, is_right: bool = False) -> Rewrite:
-    return Rewrite(kind, text, lambda copy: apply(copy, *args), is_right=is_right)
-
-
-def dead_code(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
-    """A call that nothing reads is erased, or made."""
+def common_calls(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
+    """A call that nothing reads is made, or erased; two equal calls become one; one becomes one for each reader."""
 
     def erase(copy: Copy, node: fx.Node) -> None:
         copy.graph.graph.erase_node(copy[node])
@@ -287,92 +240,81 @@ def dead_code(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
         with copy.graph.graph.inserting_after(copy[node]):
             copy.graph.emit_copy(copy[node], {})
 
-    for node in calls(graph):
-        if not node.users:
-            yield _rewrite("dead code", f"{node} is erased", erase, node, is_right=facts.is_pure(node))
-        yield _rewrite("dead code", f"{node} twice", again, node, is_right=facts.is_pure(node))
-
-
-def common_calls(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
-    """Two equal calls become one; one becomes one for each reader."""
-
     def merge(copy: Copy, one: fx.Node, other: fx.Node) -> None:
         copy.graph.merge(copy[other], copy[one])
 
     def recompute(copy: Copy, node: fx.Node, reader: fx.Node) -> None:
         with copy.graph.graph.inserting_before(copy[reader]):
-            again = copy.graph.emit_copy(copy[node], {})
-        copy[reader].replace_input_with(copy[node], again)
+            copy[reader].replace_input_with(copy[node], copy.graph.emit_copy(copy[node], {}))
 
     seen: dict[Any, fx.Node] = {}
     for node in calls(graph):
-        key = node.target, freeze(node.args), freeze(node.kwargs)
-        one = seen.setdefault(key, node)
-        calm = facts.is_calm(node)
+        calm, pure = facts.is_calm(node), facts.is_pure(node)
+        if not node.users:
+            yield _rewrite("dead code", f"{node} is erased", erase, node, is_right=pure)
+        yield _rewrite("dead code", f"{node} twice", again, node, is_right=pure)
+        one = seen.setdefault((node.target, freeze(node.args), freeze(node.kwargs)), node)
         if one is not node:
             yield _rewrite("common calls", f"{node} is {one}", merge, one, node, is_right=calm)
         for reader in list(node.users)[1:]:
-            text = f"{reader} reads its own {node}"
-            yield _rewrite("common calls", text, recompute, node, reader, is_right=calm)
+            yield _rewrite("common calls", f"{reader} has a {node}", recompute, node, reader, is_right=calm)
 
 
 def in_place(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """A call writes its argument instead of a new tensor; or the other way round."""
 
     def become(copy: Copy, node: fx.Node, target: Any) -> None:
-        new = _emit_before(copy, copy[node], copy[node])(target, *copy[node].args, **copy[node].kwargs)
-        copy[node].replace_all_uses_with(new)
-        copy.graph.graph.erase_node(copy[node])
+        with copy.graph.graph.inserting_before(copy[node]):
+            new = copy.graph.emit(target, copy[node].args, copy[node].kwargs, like=copy[node])
+        _replace(copy, node, new)
 
     for node in calls(graph):
         name, _, overload = str(node.target).removeprefix("aten.").partition(".")
         other = name.removesuffix("_") if name.endswith("_") else f"{name}_"
-        target = getattr(getattr(aten, other, None), overload or "default", None)
-        if target is None or torch.Tag.inplace_view in target.tags:  # would change the fake value's shape
-            continue
-        if node.args and isinstance(node.args[0], fx.Node):
+        target = getattr(getattr(aten, other, None), overload, None)
+        if target is not None and torch.Tag.inplace_view not in target.tags:  # which changes the fake value
             yield _rewrite("in place", f"{node} is {other}", become, node, target)
 
 
 def lists(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """Parts that are joined again: the whole, or the list itself is read."""
 
-    def whole(copy: Copy, node: fx.Node, source: fx.Node) -> None:
-        copy[node].replace_all_uses_with(copy[source])
-        copy.graph.graph.erase_node(copy[node])
-
     def as_list(copy: Copy, node: fx.Node, split: fx.Node) -> None:
         copy[node].args = (copy[split], *copy[node].args[1:])
 
     for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
-        parts: Sequence[Any] = node.args[0]
-        splits = {each.args[0] for each in parts if isinstance(each, fx.Node) and each.args}
-        split = next(iter(splits)) if len(splits) == 1 else None
-        if not isinstance(split, fx.Node) or split.target not in _LISTS:
-            continue
-        yield _rewrite("lists", f"{node} reads the list {split}", as_list, node, split)
-        source = split.all_input_nodes[0]
-        if source.meta["val"].shape == node.meta["val"].shape:
-            yield _rewrite("lists", f"{node} is {source}", whole, node, source)
+        sources = {each.args[0] for each in node.all_input_nodes if each.args}
+        split = sources.pop() if len(sources) == 1 else None
+        if isinstance(split, fx.Node) and split.target in _LISTS:
+            whole = split.all_input_nodes[0]
+            yield _rewrite("lists", f"{node} reads the list {split}", as_list, node, split)
+            yield Rewrite(
+                "lists",
+                f"{node} is {whole}",
+                lambda copy, node=node, whole=whole: _replace(copy, node, copy[whole]),
+            )
 
 
 def constants(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
-    """A zero changes its sign; a constant that the step holds is written; what follows from constants is ones."""
+    """A zero changes its sign; a constant that the step holds is written; what follows from constants is one."""
 
     def negate(copy: Copy, node: fx.Node, index: int) -> None:
-        args = list(copy[node].args)
-        args[index] = -0.0 if str(args[index]) != "-0.0" else 0.0
-        copy[node].args = tuple(args)
+        copy[node].args = (
+            *node.args[:index],
+            -0.0 if str(node.args[index]) != "-0.0" else 0.0,
+            *node.args[index + 1 :],
+        )
+        copy[node].args = fx.node.map_arg(copy[node].args, lambda each: copy.nodes[each.name])
 
-    def fill(copy: Copy, node: fx.Node, value: float) -> None:
-        fake = node.meta["val"]
-        emit = _emit_before(copy, copy[node], copy[node])
-        new = emit(aten.full.default, list(fake.shape), value, dtype=fake.dtype)
-        copy[node].replace_all_uses_with(new)
-        copy.graph.graph.erase_node(copy[node])
+    def become(copy: Copy, node: fx.Node, value: float) -> None:
+        _replace(
+            copy,
+            node,
+            _emit(copy, copy[node], f"full(shape, {value}, dtype=dtype)", copy[node], node.meta["val"]),
+        )
 
     def write(copy: Copy, node: fx.Node) -> None:
-        _emit_before(copy, copy.graph.graph.output_node(), copy[node])(aten.add_.Tensor, copy[node], 1)
+        _emit(copy, copy.graph.graph.output_node(), "add_.Tensor(x, 1)", copy[node], node.meta["val"])
 
     known: set[fx.Node] = set()
     for node in graph.graph.nodes:
@@ -384,19 +326,7 @@ def constants(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
         if node.target in _CREATES or (node.all_input_nodes and known.issuperset(node.all_input_nodes)):
             known.add(node)
             for value in (0.0, -0.0, 1.0) if _is_float(node) else ():
-                yield _rewrite("constants", f"{node} is {value}", fill, node, value)
-
-
-def casts(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
-    """Of two casts one is taken out."""
-
-    def skip(copy: Copy, node: fx.Node, source: fx.Node) -> None:
-        copy[node].replace_input_with(copy[node].all_input_nodes[0], copy[source])
-
-    for node in graph.graph.find_nodes(op="call_function", target=aten._to_copy.default):
-        first = node.all_input_nodes[0]
-        if first.target == aten._to_copy.default:
-            yield _rewrite("cast", f"{node} skips {first}", skip, node, first.all_input_nodes[0])
+                yield _rewrite("constants", f"{node} is {value}", become, node, value)
 
 
 def lost(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
@@ -412,48 +342,34 @@ def lost(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
 
 def updates(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """The optimizer's update is rewritten."""
-    if graph.update is None:
-        return
 
-    def within(edit: Edit) -> Callable[[Copy], None]:
-        return lambda copy: edit.rewrite(_update_of(copy.graph))
+    def update_of(graph: TrainGraph) -> TrainGraph:
+        assert graph.update is not None
+        return replace(graph, module=graph.update.module, inputs=graph.update.inputs, outputs=(), update=None)
 
-    for edit in rewrites_of(_update_of(graph)):
-        yield Rewrite("update", f"update: {edit.kind}, {edit.text}", within(edit), is_right=edit.is_right)
-
-
-def _update_of(graph: TrainGraph) -> TrainGraph:
-    assert graph.update is not None
-    module, inputs = graph.update.module, graph.update.inputs
-    return replace(graph, module=module, inputs=inputs, outputs=(), update=None)
+    for edit in rewrites_of(update_of(graph)) if graph.update is not None else ():
+        text = f"{edit.kind}, {edit.text}"
+        yield Rewrite(
+            "update",
+            text,
+            lambda copy, edit=edit: edit.rewrite(update_of(copy.graph)),
+            is_right=edit.is_right,
+        )
 
 
 def passes(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """The passes that need no other rank."""
-
-    def run(copy: Copy, each: GraphPass) -> None:
-        each.rewrite(copy.graph)
-
     if graph.outputs:
-        yield _rewrite("passes", "deduplicate-shared", run, DeduplicateShared(), is_right=True)
+        yield Rewrite("passes", "merge", lambda copy: DeduplicateShared().rewrite(copy.graph), is_right=True)
     if graph.update is not None:
-        yield _rewrite("passes", "update-in-backward", run, UpdateInBackward(), is_right=True)
+        yield Rewrite(
+            "passes", "update early", lambda copy: UpdateInBackward().rewrite(copy.graph), is_right=True
+        )
 
 
 _MAKERS = (
-    identities,
-    other_copies,
-    moves,
-    spellings,
-    dead_code,
-    common_calls,
-    in_place,
-    lists,
-    constants,
-    casts,
-    lost,
-    updates,
-    passes,
+    *(identities, other_copies, moves, spellings, common_calls, in_place),
+    *(lists, constants, lost, updates, passes),
 )
 
 
@@ -466,6 +382,6 @@ def rewrites_of(graph: TrainGraph) -> Iterator[Rewrite]:
     facts = _Facts(graph)
     for make in _MAKERS:
         yield from make(graph, facts)
-    mutants = itertools.chain.from_iterable(mutator(graph) for mutator in (*VALUE_MUTATORS, *EFFECT_MUTATORS))
-    for edit in mutants:
-        yield Rewrite(edit.kind, edit.text, edit.apply)
+    for mutator in (*VALUE_MUTATORS, *EFFECT_MUTATORS):
+        for edit in mutator(graph):
+            yield Rewrite(edit.kind, edit.text, edit.apply)

@@ -47,25 +47,33 @@ def run(graph: TrainGraph, flavour: str) -> Mapping[str, Bits]:
         flavour: of its random inputs, which are the same in all graphs that have them.
 
     Returns:
-        What each step leaves: outputs, inputs, written or not, and random numbers, by the names that proofs give.
+        What each step leaves: outputs, inputs, written or not, and random numbers, by the names that proofs give; or
+        an "error".
     """
+    try:
+        with torch.no_grad():
+            return dict(_run(graph, flavour))
+    except (RuntimeError, IndexError) as error:  # of a call on real tensors
+        return {"error": (" ".join(str(error).split())[:150], None)}
+
+
+def _run(graph: TrainGraph, flavour: str) -> Iterator[tuple[str, Bits]]:
     given: dict[str, Any] = {}
-    left: dict[str, Bits] = {}
     step, update = _Run(graph.module), graph.update
     later = None if update is None or update.is_in_step else _Run(update.module)
     for number in range(2):
-        torch.manual_seed(number)
-        with torch.no_grad():
-            outputs = step.run(*_values(graph, graph.inputs, graph.module, given, flavour))
-            named = dict(_named(graph, outputs))
-            if later is not None and update is not None:
-                gradients = {f"gradient {fqn}": named[f"the gradient of {fqn!r}"] for fqn in update.gradients}
-                held = given | gradients
-                later.run(*_values(graph, update.inputs, update.module, held, flavour))
-                given |= {name: value for name, value in held.items() if name not in gradients}
-        everything = {**named, **given, "the state of random numbers after the step": torch.get_rng_state()}
-        left |= {f"step {number}, {name}": _bits(value) for name, value in everything.items()}
-    return left
+        torch.default_generator.manual_seed(number)
+        outputs = dict(_named(graph, step.run(*_values(graph, graph.inputs, graph.module, given, flavour))))
+        if later is not None and update is not None:
+            gradients = {
+                f"gradient {fqn}": outputs.get(f"the gradient of {fqn!r}") for fqn in update.gradients
+            }
+            if None not in gradients.values():
+                given |= gradients
+                later.run(*_values(graph, update.inputs, update.module, given, flavour))
+                given = {name: value for name, value in given.items() if name not in gradients}
+        left = {**outputs, **given, "the state of random numbers after the step": torch.get_rng_state()}
+        yield from ((f"step {number}, {name}", _bits(value)) for name, value in left.items())
 
 
 def _values(
