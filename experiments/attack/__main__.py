@@ -14,12 +14,14 @@ from typing import Literal
 
 import torch
 import tyro
+from rich.console import Console
 from rich.table import Table
 
 from experiments.attack.case import Case, shrink
 from experiments.attack.judge import ANSWERS, Answer, Attacked, Finding, class_of, rewritten
 from experiments.attack.program import random_program
 from experiments.attack.rewrites import Rewrite, rewrites_of
+from experiments.attack.right_rewrites import judge_right_rewrites
 from graphpasses.graph import TrainGraph
 from graphpasses.terminal import make_console
 
@@ -49,6 +51,8 @@ def main(
     torch.set_num_threads(1)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # calls that cannot run
     console = make_console()
+    if what == "right":
+        return _right(console)
     counts: defaultdict[str, Counter[Answer]] = defaultdict(Counter)
     shrunk: Counter[tuple[str, Answer]] = Counter()
     seen: set[tuple[tuple[str, ...], Answer]] = set()
@@ -77,6 +81,19 @@ def main(
         f"{total['false refusal']} false refusals; {seconds:.0f} s, {done / seconds:.1f} programs a second"
     )
     return int(any(total[answer] for answer in ("unsound", "false refusal", "fails")))
+
+
+def _right(console: Console) -> int:
+    table = Table("rewrite", "proof", "it says", title="Common rewrites that keep all bits")
+    counts: Counter[Answer] = Counter()
+    for name, finding in judge_right_rewrites():
+        counts[finding.answer] += 1
+        table.add_row(name, finding.answer, finding.text.partition("\n")[0])
+    console.print(table)
+    console.print(
+        f"of {counts.total()}: {', '.join(f'{count} {answer}' for answer, count in counts.items())}"
+    )
+    return int(counts["proved"] + counts["payload"] + counts["not proved"] < counts.total())
 
 
 def _attack(rng: random.Random) -> Iterator[tuple[str, Case, Finding]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from graphpasses.graph import TrainGraph
 from graphpasses.graph.nodes import freeze, storages
 from graphpasses.passes import DeduplicateShared, UpdateInBackward
 
-__all__ = ["Rewrite", "rewrites_of"]
+__all__ = ["Rewrite", "emit", "rewrites_of"]
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ IDENTITIES = {
         sub.Tensor(x, 0.0)
         add.Tensor(x, -0.0)
         maximum(x, x)
-        _to_copy(_to_copy(x, dtype=float64), dtype=dtype)
+        to(to(x, dtype=f64), dtype=dtype)
         view.dtype(view.dtype(x, bits), dtype)
         clone(x)
         alias(x)
@@ -50,17 +51,18 @@ IDENTITIES = {
         where.self(eq.Tensor(x, x), x, zeros_like(x))
         abs(x)
         sum.dim_IntList(unsqueeze(x, 0), [0])
-        _to_copy(_to_copy(x, dtype=float32), dtype=dtype)
-        _to_copy(_to_copy(x, dtype=float16), dtype=dtype)
+        to(to(x, dtype=f32), dtype=dtype)
+        to(to(x, dtype=f16), dtype=dtype)
         slice.Tensor(constant_pad_nd(x, [0, 1]), -1, 0, shape[-1])
         view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3, 3 + numel), shape)
         """,
 }
 """Calls that give a float tensor back: all bits of it, and almost."""
 
+_SHORT = {"to": "_to_copy", "attention": "_scaled_dot_product_flash_attention_for_cpu"}
 _COPIES = ("clone", "view", "_unsafe_view", "reshape", "alias", "detach", "_to_copy")
 _VIEWS = ("clone(view(x, shape))", "view(x, shape)", "_unsafe_view(x, shape)", "reshape(x, shape)")
-_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor, aten.maximum.default, aten.minimum.default)
+_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)  # not maximum: of zeros it may return the second
 _LISTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 _CREATES = (aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.default)
 
@@ -96,16 +98,17 @@ class _Facts:
 
 
 class _Calls(dict[str, Any]):
-    """The names of expressions: operators of ATen, which make calls before a node, and facts about a value."""
+    """The names of expressions: values, facts about one, and operators of ATen, which make calls before a node."""
 
-    def __init__(self, copy: Copy, place: fx.Node, x: fx.Node, like: Tensor) -> None:
+    def __init__(self, copy: Copy, place: fx.Node, like: Tensor, values: Mapping[str, fx.Node]) -> None:
         bits = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[like.dtype.itemsize]
-        super().__init__(x=x, shape=list(like.shape), dtype=like.dtype, numel=like.numel(), bits=bits)
-        super().update(float64=torch.float64, float32=torch.float32, float16=torch.float16)
+        facts = {"shape": list(like.shape), "dtype": like.dtype, "numel": like.numel(), "bits": bits}
+        dtypes = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+        super().__init__(**values, **facts, **dtypes, getitem=_Operator(self, operator.getitem))
         self._copy, self._place = copy, place
 
     def __missing__(self, name: str) -> _Operator:
-        return _Operator(self, getattr(aten, name))
+        return _Operator(self, getattr(aten, _SHORT.get(name, name)))
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         with self._copy.graph.graph.inserting_before(self._place):
@@ -124,8 +127,20 @@ class _Operator:
         return self.calls.emit(getattr(self.packet, "default", self.packet), args, kwargs)
 
 
-def _emit(copy: Copy, place: fx.Node, expression: str, x: fx.Node, like: Tensor) -> fx.Node:
-    node: fx.Node = eval(expression, {}, _Calls(copy, place, x, like))
+def emit(copy: Copy, place: fx.Node, text: str, like: Tensor, **values: fx.Node) -> fx.Node:
+    """Makes the calls of statements, before a node; the last of them is an expression, whose value is returned.
+
+    Args:
+        copy: in which the calls are made.
+        place: before it.
+        text: statements, between semicolons, on operators of ATen, as ``add.Tensor(x, neg(x))``.
+        like: whose ``shape``, ``dtype``, ``numel`` and dtype of ``bits`` the text reads.
+        values: what else the text reads.
+    """
+    names = _Calls(copy, place, like, values)
+    *statements, last = text.split("; ")
+    exec("\n".join(statements), {}, names)
+    node: fx.Node = eval(last, {}, names)
     return node
 
 
@@ -148,7 +163,7 @@ def identities(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
 
     def insert(copy: Copy, node: fx.Node, expression: str) -> None:
         users = list(copy[node].users)
-        value = _emit(copy, copy[node].next, expression, copy[node], node.meta["val"])
+        value = emit(copy, copy[node].next, expression, node.meta["val"], x=copy[node])
         for user in users:
             user.replace_input_with(copy[node], value)
 
@@ -169,7 +184,7 @@ def other_copies(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """A copy becomes a view, a view a copy, or another kind of it; or it is taken out."""
 
     def become(copy: Copy, node: fx.Node, source: fx.Node, expression: str) -> None:
-        _replace(copy, node, _emit(copy, copy[node], expression, copy[source], node.meta["val"]))
+        _replace(copy, node, emit(copy, copy[node], expression, node.meta["val"], x=copy[source]))
 
     for node in calls(graph):
         if str(node.target).split(".")[1:2] not in [[name] for name in _COPIES]:
@@ -182,7 +197,7 @@ def other_copies(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
                 yield _rewrite("copy", f"{node} is removed", become, node, source, "x")
         elif source.target == node.target == aten._to_copy.default:
             skipped = source.all_input_nodes[0]
-            expression = "_to_copy(x, dtype=dtype)"
+            expression = "to(x, dtype=dtype)"
             yield _rewrite("copy", f"{node} skips {source}", become, node, skipped, expression)
 
 
@@ -299,22 +314,16 @@ def constants(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """A zero changes its sign; a constant that the step holds is written; what follows from constants is one."""
 
     def negate(copy: Copy, node: fx.Node, index: int) -> None:
-        copy[node].args = (
-            *node.args[:index],
-            -0.0 if str(node.args[index]) != "-0.0" else 0.0,
-            *node.args[index + 1 :],
-        )
-        copy[node].args = fx.node.map_arg(copy[node].args, lambda each: copy.nodes[each.name])
+        args = list(copy[node].args)
+        args[index] = 0.0 if str(args[index]) == "-0.0" else -0.0
+        copy[node].args = tuple(args)
 
     def become(copy: Copy, node: fx.Node, value: float) -> None:
-        _replace(
-            copy,
-            node,
-            _emit(copy, copy[node], f"full(shape, {value}, dtype=dtype)", copy[node], node.meta["val"]),
-        )
+        text = f"full(shape, {value}, dtype=dtype)"
+        _replace(copy, node, emit(copy, copy[node], text, node.meta["val"]))
 
     def write(copy: Copy, node: fx.Node) -> None:
-        _emit(copy, copy.graph.graph.output_node(), "add_.Tensor(x, 1)", copy[node], node.meta["val"])
+        emit(copy, copy.graph.graph.output_node(), "add_.Tensor(x, 1)", node.meta["val"], x=copy[node])
 
     known: set[fx.Node] = set()
     for node in graph.graph.nodes:
