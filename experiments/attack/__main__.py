@@ -26,7 +26,6 @@ from graphpasses.graph import TrainGraph
 from graphpasses.terminal import make_console
 
 NUM_OF_A_KIND = 4  # rewrites of a graph: capturing it costs as much as some of them
-NUM_SHRUNK = 3  # disagreements of one kind
 SHARE_TWICE = 0.3  # of rewrites that are proved, after which comes another
 
 
@@ -35,6 +34,7 @@ def main(
     minutes: float = 1.0,
     seed: int = 0,
     num_graphs: int | None = None,
+    num_shrunk: int = 3,
     out: Path | None = None,
 ) -> int:
     """Rewrites random training steps at random, and compares what the proof says with a run, bit for bit.
@@ -46,6 +46,7 @@ def main(
         minutes: so long.
         seed: decides the programs and the rewrites.
         num_graphs: so many programs at most.
+        num_shrunk: of each kind of rewrite so many disagreements are shrunk and printed.
         out: folder for the scripts that show where the proof was wrong.
     """
     torch.set_num_threads(1)
@@ -64,7 +65,7 @@ def main(
         for kind, case, finding in _attack(random.Random(f"{seed} {index}")):
             counts[kind][finding.answer] += 1
             key = case.rewrites, finding.answer
-            if not finding.is_disagreement or key in seen or shrunk[kind, finding.answer] >= NUM_SHRUNK:
+            if not finding.is_disagreement or key in seen or shrunk[kind, finding.answer] >= num_shrunk:
                 continue
             seen.add(key)
             shrunk[kind, finding.answer] += 1

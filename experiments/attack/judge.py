@@ -72,7 +72,7 @@ def class_of(graph: TrainGraph, rewrite: Rewrite) -> str:
     is_of_step = rewrite.kind != "update" or graph.update is None
     nodes = (graph.graph if is_of_step else graph.update.module.graph).nodes
     names = {node.name: str(node.target) if node.op == "call_function" else node.op for node in nodes}
-    text = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), rewrite.text)
+    text = re.sub(r"\b\w+\b(?![.(])", lambda found: names.get(found[0], found[0]), rewrite.text)
     return f"{rewrite.kind}: {text}"
 
 

@@ -1,0 +1,52 @@
+"""What the attack found once, each in as few statements as can be; no proof may be wrong of it again."""
+
+from __future__ import annotations
+
+from experiments.attack.case import Case
+
+__all__ = ["CORPUS"]
+
+_END = "return self.u.square().sum()"
+_PACKED = "view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3, 3 + numel), shape)"
+
+CORPUS: dict[Case, str] = {
+    Case(
+        ("a0 = self.b.clone()", "self.b.add_(1.0)", "self.k0[:16].copy_(a0)", _END),
+        ("copy: aten.clone.default becomes _unsafe_view(x, shape)",),
+    ): "memory comes from schemas, and that of _unsafe_view says nothing",
+    Case(
+        ("self.b[::2].copy_(self.b[:8].clone())", _END),
+        ("copy: aten.clone.default is removed",),
+    ): "overlapping memory",
+    Case(
+        ("self.b[::2].add_(self.b[:8].clone())", _END),
+        ("copy: aten.clone.default is removed",),
+    ): "overlapping memory",
+    Case(
+        ("a0 = self.c * 2.0", "a1 = torch.mv(a0, self.b[:8])", "self.k0[:8].copy_(a1)", _END),
+        (f"identity: aten.mul.Tensor: {_PACKED}",),
+    ): "offsets in memory are not compared",
+    Case(
+        ("a0 = torch.cat(self.b.split(3, 0), 0)", "self.b.add_(1.0)", "self.k0[:16].copy_(a0)", _END),
+        (
+            "lists: aten.cat.default reads the list aten.split.Tensor",
+            "move: aten.cat.default is done before aten.slice.Tensor",
+        ),
+    ): "a list has no memory",
+    Case(
+        (_END,), ("write: aten.mul.Scalar is copied into placeholder",), optimizer=True
+    ): "the update reads what the step wrote",
+    Case((_END,), ("spelling: defaults of aten.sum.default",)): "defaults are not spelled out",
+    Case((_END,), ("spelling: arguments of aten.mul.Scalar by name",)): "rules read arguments by place",
+    Case((_END,), ("identity: aten.mul.Scalar: sub.Tensor(x, 0.0)",)): "no rule for it",
+    Case(
+        ("a0 = torch.ones(4).view(torch.int32).float()", "self.k0[:4].copy_(a0)", _END),
+        ("constants: aten._to_copy.default is 1.0",),
+    ): "",
+    Case(
+        ("a0 = torch.tensor([1.0, -0.0, 3.0, 0.5])", "self.k0[:4].copy_(a0)", _END),
+        ("constants: get_attr is written",),
+    ): "",
+    Case(("return (self.v + self.w).sum()",), ("lost: output 1, of w, is lost",)): "",
+}
+"""By case, why the proof is still wrong of it; empty where it is not."""
