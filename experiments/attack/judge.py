@@ -114,10 +114,12 @@ class Attacked:
             if flavour not in self._expected:
                 self._expected[flavour] = run(self.step, flavour)
             one, two = self._expected[flavour], run(mutant, flavour)
+            if "error" in one and flavour == "normal":
+                raise RuntimeError(f"the step does not run: {one['error'][0]}")
             if "error" in one:  # e.g. a probability that is NaN
                 continue
             if "error" in two:
-                return "raises", str(two["error"])
+                return "raises", str(two["error"][0])
             for name in {**one, **two}:
                 if one.get(name) == two.get(name) or name.partition(", ")[2] in unproved:
                     continue

@@ -148,7 +148,7 @@ def random_program(rng: random.Random, num_statements: int) -> Program:
     for name, value in STATE.items():
         setattr(scope["self"], name, eval(value, scope))
     scope["x"], scope["i"] = _batch()
-    kinds = list(STATEMENTS)
+    kinds = [*STATEMENTS, "writes", "writes", "views"]
     favoured = rng.choices(kinds, k=3)  # programs are of different kinds
     lines: list[str] = []
     values: list[str] = []

@@ -57,8 +57,8 @@ squeezed | squeeze.dim(unsqueeze(p, 0), 0) | p
 slice of all | slice.Tensor(p, 0, 0, 9223372036854775807) | p
 slice of a slice | cat([slice.Tensor(slice.Tensor(p, 0, 2, 8), 0, 1, 5), half])
   | cat([slice.Tensor(p, 0, 3, 7), half])
-select or slice | expand(select.int(p, 0, 3), shape)
-  | expand(squeeze.dim(slice.Tensor(p, 0, 3, 4), 0), shape)
+select or slice | cat([expand(select.int(p, 0, 3), shape)])
+  | cat([expand(squeeze.dim(slice.Tensor(p, 0, 3, 4), 0), shape)])
 alias | alias(p) | p
 detach | detach(p) | p
 expand to its own shape | expand(p, shape) | p
@@ -70,7 +70,7 @@ slice of a join | slice.Tensor(cat([p, q]), 0, 8, 16) | q
 split or slice | cat([getitem(split.Tensor(p, 4), 1), half]) | cat([slice.Tensor(p, 0, 4, 8), half])
 split by sizes | cat([getitem(split_with_sizes(p, [4, 4]), 0), half])
   | cat([getitem(split.Tensor(p, 4), 0), half])
-unbind or select | expand(getitem(unbind.int(p), 2), shape) | expand(select.int(p, 0, 2), shape)
+unbind or select | cat([expand(getitem(unbind.int(p), 2), shape)]) | cat([expand(select.int(p, 0, 2), shape)])
 join of joins | slice.Tensor(cat([cat([p, q]), p]), 0, 8, 16) | slice.Tensor(cat([p, q, p]), 0, 8, 16)
 stack, select | select.int(stack([p, q]), 0, 1) | q
 padded, cut | cat([slice.Tensor(constant_pad_nd(p, [0, 2]), 1, 0, 8)]) | p
@@ -89,7 +89,7 @@ written in parts | r = zeros_like(p); copy_(slice.Tensor(r, 0, 0, 4), half); cop
 ones | mul.Tensor(p, full(shape, 1.0)) | mul.Tensor(p, ones(shape))
 alpha spelled out | add.Tensor(p, q, alpha=1) | add.Tensor(p, q)
 dim by name, from behind | getitem(sort(p, dim=1), 0) | getitem(sort(p, -1), 0)
-scale spelled out | view(getitem(attention(heads, heads, heads, scale=8**-0.5), 0), shape)
+scale spelled out | view(getitem(attention(heads, heads, heads, scale=1 / 8**0.5), 0), shape)
   | view(getitem(attention(heads, heads, heads), 0), shape)
 """
 """Name, statements before, statements after: on ``p``, ``q``, ``h`` and what is made of them below."""
