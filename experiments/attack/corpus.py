@@ -7,7 +7,7 @@ from experiments.attack.case import Case
 __all__ = ["CORPUS"]
 
 _END = "return self.u.square().sum()"
-_PACKED = "view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3, 3 + numel), shape)"
+_PACKED = "view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3, 3 + numel(x)), shape)"
 
 CORPUS: dict[Case, str] = {
     Case(

@@ -24,7 +24,7 @@ STATE = {
     "u": "nn.Parameter(torch.randn(32))",
     "h": "nn.Parameter(torch.randn(4, 8).bfloat16())",
     "g": "nn.Parameter(torch.randn(2, 3, 4).half())",
-    "d": "nn.Parameter(torch.randn(8, 3).double())",
+    "d": "nn.Parameter(torch.randn(3, 8).double().t())",
     "b": "nn.Buffer(torch.zeros(16))",
     "c": "nn.Buffer(torch.ones(8, 8))",
     "z": "nn.Buffer(torch.zeros(4, 8, dtype=torch.bfloat16))",
@@ -86,7 +86,7 @@ STATEMENTS = {
 }
 """By kind: ``{x}``, ``{y}`` are values, ``{s}`` state, ``{c}`` a number, ``{k}`` a small integer, ``{d}`` a dim."""
 
-_CONSTANTS = ("0.0", "-0.0", "1.0", "2.0", "0.5", "0.1", "3", "-1.0", "1e-40", "1e30")
+_CONSTANTS = ("0.0", "-0.0", "1.0", "2.0", "0.5", "0.1", "3", "-1.0", "1e-40", "1e30", "float('nan')")
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -163,7 +163,7 @@ def random_program(rng: random.Random, num_statements: int) -> Program:
         except Exception:
             continue
         if kind != "writes":
-            if not isinstance(scope[new], Tensor) or not 0 < scope[new].numel() <= 256:
+            if not isinstance(scope[new], Tensor) or scope[new].numel() > 256:
                 continue
             values.append(new)
         lines.append(line)

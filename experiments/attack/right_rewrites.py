@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from experiments.attack.expressions import emit
 from experiments.attack.judge import Attacked, Finding
 from experiments.attack.program import Program
-from experiments.attack.rewrites import emit
 from experiments.mutants.edits import Copy
 from graphpasses.graph import TrainGraph
 
@@ -109,7 +109,7 @@ def _with(step: TrainGraph, text: str) -> TrainGraph:
     graph = step.copy()
     nodes = {node.name: node for node in graph.graph.nodes}
     values = {"p": nodes["mul"], "q": nodes["mul_1"], "h": nodes["_to_copy"]}
-    made, copy, like = nodes["mul_2"], Copy(graph, nodes), nodes["mul"].meta["val"]
+    made, copy, like = nodes["mul_2"], Copy(graph, nodes), nodes["mul"]
     for name, of in {"half": "slice.Tensor(q, 0, 0, 4)", "heads": "view(p, [1, 1, 8, 8])"}.items():
         values[name] = emit(copy, made, of, like, **values)
     made.replace_all_uses_with(emit(copy, made, text, like, **values))
