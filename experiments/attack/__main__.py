@@ -22,7 +22,6 @@ from experiments.attack.judge import ANSWERS, Answer, Attacked, Finding, class_o
 from experiments.attack.program import random_program
 from experiments.attack.rewrites import Rewrite, rewrites_of
 from experiments.attack.right_rewrites import judge_right_rewrites
-from experiments.attack.running import run
 from graphpasses.graph import TrainGraph
 from graphpasses.terminal import make_console
 
@@ -102,9 +101,12 @@ def _right(console: Console) -> int:
 def _attack(rng: random.Random) -> Iterator[tuple[str, Case, Finding]]:
     """Yields of a random program some rewrites of each kind, and what came of them."""
     program = random_program(rng, rng.randint(1, 6))
-    step = program.capture()
-    if step is None or "error" in run(step, "normal"):
-        return
+    with program.captured() as step:
+        if step is not None:
+            yield from _attack_step(rng, Case(program.lines, (), program.optimizer), step)
+
+
+def _attack_step(rng: random.Random, case: Case, step: TrainGraph) -> Iterator[tuple[str, Case, Finding]]:
     attacked = Attacked(step)
     for kind, rewrites in _by_kind(step).items():
         count = NUM_OF_A_KIND * (3 if kind in NEARLY_RIGHT else 1)
@@ -112,15 +114,15 @@ def _attack(rng: random.Random) -> Iterator[tuple[str, Case, Finding]]:
             mutant = rewritten(step, rewrite)
             if mutant is None:
                 continue
-            case = Case(program.lines, (class_of(step, rewrite),), program.optimizer)
+            once = replace(case, rewrites=(class_of(step, rewrite),))
             finding = attacked.judge(mutant, is_right=rewrite.is_right)
-            yield kind, case, finding
+            yield kind, once, finding
             if finding.answer != "proved" or rng.random() > SHARE_TWICE:
                 continue
             other = rng.choice(rng.choice(list(_by_kind(mutant).values())))
-            if (twice := rewritten(mutant, other)) is not None:
-                case = replace(case, rewrites=(*case.rewrites, class_of(mutant, other)))
-                yield "two", case, attacked.judge(twice, is_right=rewrite.is_right and other.is_right)
+            if (last := rewritten(mutant, other)) is not None:
+                twice = replace(case, rewrites=(*once.rewrites, class_of(mutant, other)))
+                yield "two", twice, attacked.judge(last, is_right=rewrite.is_right and other.is_right)
 
 
 def _by_kind(graph: TrainGraph) -> dict[str, list[Rewrite]]:

@@ -11,7 +11,6 @@ from itertools import islice
 from experiments.attack.judge import Attacked, Finding, class_of, rewritten
 from experiments.attack.program import Program
 from experiments.attack.rewrites import rewrites_of
-from experiments.attack.running import run
 from graphpasses.graph import TrainGraph
 
 __all__ = ["Case", "shrink"]
@@ -40,12 +39,10 @@ class Case:
 
     def findings(self) -> Iterator[tuple[TrainGraph, TrainGraph, Finding]]:
         """Yields the step, each rewritten one, and what the proof says; nothing where the program is none."""
-        step = self.program.capture()
-        if step is None or "error" in run(step, "normal"):
-            return
-        attacked = Attacked(step)
-        for mutant, is_right in self._mutants(step, self.rewrites):
-            yield step, mutant, attacked.judge(mutant, is_right=is_right)
+        with self.program.captured() as step:
+            attacked = None if step is None else Attacked(step)
+            for mutant, is_right in () if step is None else self._mutants(step, self.rewrites):
+                yield step, mutant, attacked.judge(mutant, is_right=is_right)
 
     def _mutants(self, graph: TrainGraph, classes: tuple[str, ...]) -> Iterator[tuple[TrainGraph, bool]]:
         if not classes:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 from experiments.attack.rewrites import Rewrite
-from experiments.attack.running import FLAVOURS, Bits, run
+from experiments.attack.running import FLAVOURS, Bits, error_of, run
 from graphpasses.errors import GraphPassesError
 from graphpasses.graph import TrainGraph
 from graphpasses.proof.prove import prove
@@ -85,7 +85,7 @@ class Attacked:
     """
 
     step: TrainGraph
-    _expected: dict[str, Mapping[str, Bits]] = field(default_factory=dict)
+    _expected: dict[str, Bits] = field(default_factory=dict)
 
     def judge(self, mutant: TrainGraph, *, is_right: bool) -> Finding:
         """Returns what the proof and a run say of a rewritten step.
@@ -114,16 +114,16 @@ class Attacked:
             if flavour not in self._expected:
                 self._expected[flavour] = run(self.step, flavour)
             one, two = self._expected[flavour], run(mutant, flavour)
-            if "error" in one and flavour == "normal":
-                raise RuntimeError(f"the step does not run: {one['error'][0]}")
-            if "error" in one:  # e.g. a probability that is NaN
+            if error := error_of(one):  # e.g. a probability that is NaN
+                if flavour == "normal":
+                    raise RuntimeError(f"the step does not run: {error}")
                 continue
-            if "error" in two:
-                return "raises", str(two["error"][0])
+            if error := error_of(two):
+                return "raises", error
             for name in {**one, **two}:
-                if one.get(name) == two.get(name) or name.partition(", ")[2] in unproved:
+                if one.get(name) == two.get(name) or name[0] in unproved:
                     continue
                 if name not in one or name not in two or one[name][0] != two[name][0]:
-                    return "unsound", f"{name}, with {flavour} inputs"
-                found = "payload", name
+                    return "unsound", ", ".join(name)
+                found = "payload", ", ".join(name)
         return found

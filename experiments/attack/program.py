@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpasses as gp
+from experiments.attack.running import error_of, run
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.graph import CapturedStep
 
 __all__ = ["Program", "random_program"]
@@ -80,12 +83,19 @@ STATEMENTS = {
     "random": """
         F.dropout({x}) | torch.rand_like({x}) | {x} + torch.randn_like({x}) | torch.rand(8)
         torch.bernoulli({x}.detach().sigmoid()) | {x}.detach().clone().uniform_()""",
+    "collectives": """
+        c10d.wait_tensor(c10d.all_reduce({x}.detach(), "sum", "0"))
+        c10d.wait_tensor(c10d.all_reduce({x}.detach(), "avg", "0"))
+        c10d.wait_tensor(c10d.all_gather_into_tensor({x}.detach(), 2, "0"))
+        c10d.wait_tensor(c10d.reduce_scatter_tensor({x}.detach(), "sum", 2, "0"))
+        c10d.wait_tensor(c10d.all_to_all_single({x}.detach(), [4, 4], [4, 4], "0"))""",
     "lookups": """
         F.embedding(i, {x}) | F.embedding(i, self.w) | {x}[i] | {x}.index_select(0, i)
         {x}.index_add(0, i, {y}) | {x}.index_put((i,), {y}) | {x}.gather(0, i[:, None])""",
 }
 """By kind: ``{x}``, ``{y}`` are values, ``{s}`` state, ``{c}`` a number, ``{k}`` a small integer, ``{d}`` a dim."""
 
+_SCOPE = {"torch": torch, "nn": nn, "F": F, "c10d": torch.ops._c10d_functional}
 _CONSTANTS = ("0.0", "-0.0", "1.0", "2.0", "0.5", "0.1", "3", "-1.0", "1e-40", "1e30", "float('nan')")
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -114,16 +124,25 @@ class Program:
             f"    def forward(self, x, i):{body}\n"
         )
 
-    def capture(self) -> CapturedStep | None:
-        """Captures the step; None if the program does not run, or a capture refuses it."""
-        scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
+    @contextmanager
+    def captured(self) -> Iterator[CapturedStep | None]:
+        """Captures the step, on two ranks if it has collectives; None if it does not run, or cannot be captured.
+
+        In the block there is the process group.
+        """
+        with fake_process_group(2) if any("c10d." in line for line in self.lines) else nullcontext():
+            step = self._capture()
+            yield None if step is None or error_of(run(step, "normal")) else step
+
+    def _capture(self) -> CapturedStep | None:
+        scope = dict(_SCOPE)
         try:
             exec(compile(self.source, "<program>", "exec"), scope)
             torch.manual_seed(0)
             model = scope["Model"]()
             adam = torch.optim.AdamW(model.parameters()) if self.optimizer else None
             return gp.capture_train_step(_loss, model, *_batch(), optimizer=adam, check=False)
-        except Exception:
+        except Exception:  # of a random program anything may be wrong
             return None
 
 
@@ -143,12 +162,19 @@ def random_program(rng: random.Random, num_statements: int) -> Program:
         rng: decides.
         num_statements: so many, beside those that keep values in buffers, and the loss.
     """
-    scope: dict[str, Any] = {"torch": torch, "F": F, "nn": nn, "self": SimpleNamespace()}
+    with fake_process_group(2):
+        return _random_program(rng, num_statements)
+
+
+def _random_program(rng: random.Random, num_statements: int) -> Program:
+    scope: dict[str, Any] = {**_SCOPE, "self": SimpleNamespace()}
     torch.manual_seed(0)
     for name, value in STATE.items():
         setattr(scope["self"], name, eval(value, scope))
     scope["x"], scope["i"] = _batch()
     kinds = [*STATEMENTS, "writes", "writes", "views"]
+    if rng.random() < 0.8:  # two ranks take longer
+        kinds.remove("collectives")
     favoured = rng.choices(kinds, k=3)  # programs are of different kinds
     lines: list[str] = []
     values: list[str] = []

@@ -321,4 +321,5 @@ def rewrites_of(graph: TrainGraph) -> Iterator[Rewrite]:
         yield from make(graph, facts)
     for mutator in (*VALUE_MUTATORS, *EFFECT_MUTATORS):
         for edit in mutator(graph):
-            yield Rewrite(edit.kind, edit.text, edit.apply)
+            if edit.rank is None:
+                yield Rewrite(edit.kind, edit.text, edit.apply)

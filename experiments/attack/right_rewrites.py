@@ -97,11 +97,11 @@ scale spelled out | view(getitem(attention(heads, heads, heads, scale=1 / 8**0.5
 
 def judge_right_rewrites() -> Iterator[tuple[str, Finding]]:
     """Yields what the proof says of each rewrite, and whether a run agrees."""
-    step = PROGRAM.capture()
-    assert step is not None
-    for row in RIGHT.replace("\n  |", " |").strip().splitlines():
-        name, before, after = row.split(" | ")
-        yield name, Attacked(_with(step, before)).judge(_with(step, after), is_right=True)
+    with PROGRAM.captured() as step:
+        assert step is not None
+        for row in RIGHT.replace("\n  |", " |").strip().splitlines():
+            name, before, after = row.split(" | ")
+            yield name, Attacked(_with(step, before)).judge(_with(step, after), is_right=True)
 
 
 def _with(step: TrainGraph, text: str) -> TrainGraph:

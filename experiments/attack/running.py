@@ -1,4 +1,4 @@
-"""Run a step on real tensors, twice, and keep all bits that it leaves."""
+"""Run a step on real tensors, and keep all bits that it leaves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
 from experiments.mutants.running import copy_value
-from graphpasses.graph import GraphInput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph import GraphInput, InputKind, OutputKind, TrainGraph, find_collectives
+from graphpasses.simulate import Topology, run_cluster
 
-__all__ = ["FLAVOURS", "Bits", "run"]
+__all__ = ["FLAVOURS", "Bits", "error_of", "run"]
 
 FLAVOURS = ("normal", "special", "signs", "wide")
 """Kinds of random inputs: of size one; some NaN, infinite, subnormal or huge; zeros and ones; of all sizes."""
@@ -22,8 +24,17 @@ FLAVOURS = ("normal", "special", "signs", "wide")
 _SPECIAL = (0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-40, -1e-45, 3e38, 6e4, 1e-7, 1.0)
 _SIGNS = (0.0, -0.0, 1.0, -1.0, 0.5, 3.0, 1e-40)
 
-Bits = tuple[object, object]
-"""What a value is if all NaNs are one; and with their payloads."""
+Bits = Mapping[tuple[str, str], tuple[object, object]]
+"""By the name that proofs give a value, and by what ran: the value if all NaNs are one; and with their payloads."""
+
+
+def error_of(bits: Bits) -> str:
+    """Returns what ended a run; empty if nothing did.
+
+    Args:
+        bits: what it left.
+    """
+    return next((text for name, text in bits if name == "error"), "")
 
 
 class _Run(fx.Interpreter):
@@ -39,57 +50,52 @@ class _Run(fx.Interpreter):
         return self._constants[target]
 
 
-def run(graph: TrainGraph, flavour: str) -> Mapping[str, Bits]:
-    """Runs a step of one rank; with normal inputs two, one after the other: a constant may have been written.
+def run(graph: TrainGraph, flavour: str) -> Bits:
+    """Runs a step, on two ranks if it has collectives; with normal inputs twice: a constant may have been written.
 
     Args:
         graph: a captured step.
         flavour: of its random inputs, which are the same in all graphs that have them.
 
     Returns:
-        What each step leaves: outputs, inputs, written or not, and random numbers, by the names that proofs give; or
-        an "error".
+        What each step leaves: outputs, inputs, written or not, and random numbers; or nothing but an "error".
     """
     try:
-        with torch.no_grad():
-            return dict(_run(graph, flavour))
+        if not find_collectives(graph.graph):
+            return dict(_run(graph, flavour, 0))
+        ranks = run_cluster(lambda: dict(_run(graph, flavour, dist.get_rank())), Topology(2, gpus_per_node=2))
+        return {key: value for rank in ranks for key, value in rank.items()}
     except (RuntimeError, IndexError) as error:  # of a call on real tensors
-        return {"error": (" ".join(str(error).split())[:150], None)}
+        return {("error", " ".join(str(error).split())[:150]): (None, None)}
 
 
-def _run(graph: TrainGraph, flavour: str) -> Iterator[tuple[str, Bits]]:
+def _run(
+    graph: TrainGraph, flavour: str, rank: int
+) -> Iterator[tuple[tuple[str, str], tuple[object, object]]]:
     given: dict[str, Any] = {}
     step, update = _Run(graph.module), graph.update
     later = None if update is None or update.is_in_step else _Run(update.module)
+
+    def values(inputs: Sequence[GraphInput], module: fx.GraphModule) -> Iterator[Any]:
+        for item, node in zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True):
+            fqn = graph.identity.canonical(item.fqn) if item.is_state else item.fqn
+            name = f"{item.kind.value} {fqn}{f' {item.state}' if item.state else ''}"
+            if name not in given:
+                given[name] = _value(f"{name} {rank}", item, node.meta.get("val"), flavour)
+            yield given[name]
+
     for number in range(2 if flavour == "normal" else 1):
-        torch.default_generator.manual_seed(number)
-        outputs = dict(_named(graph, step.run(*_values(graph, graph.inputs, graph.module, given, flavour))))
-        if later is not None and update is not None:
-            gradients = {
-                f"gradient {fqn}": outputs.get(f"the gradient of {fqn!r}") for fqn in update.gradients
-            }
-            if None not in gradients.values():
-                given |= gradients
-                later.run(*_values(graph, update.inputs, update.module, given, flavour))
-                given = {name: value for name, value in given.items() if name not in gradients}
+        torch.manual_seed(number)
+        with torch.no_grad():
+            outputs = dict(_named(graph, step.run(*values(graph.inputs, graph.module))))
+            if later is not None and update is not None:
+                named = {fqn: outputs.get(f"the gradient of {fqn!r}") for fqn in update.gradients}
+                if None not in named.values():
+                    given |= {f"gradient {fqn}": gradient for fqn, gradient in named.items()}
+                    later.run(*values(update.inputs, update.module))
         left = {**outputs, **given, "the state of random numbers after the step": torch.get_rng_state()}
-        yield from ((f"step {number}, {name}", _bits(value)) for name, value in left.items())
-
-
-def _values(
-    graph: TrainGraph,
-    inputs: Sequence[GraphInput],
-    module: fx.GraphModule,
-    given: dict[str, Any],
-    flavour: str,
-) -> Iterator[Any]:
-    """Yields the values of inputs, and keeps them in ``given``."""
-    for item, node in zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True):
-        fqn = graph.identity.canonical(item.fqn) if item.is_state else item.fqn
-        name = f"{item.kind.value} {fqn}{f' {item.state}' if item.state else ''}"
-        if name not in given:
-            given[name] = _value(name, item, node.meta.get("val"), flavour)
-        yield given[name]
+        for name, value in left.items():
+            yield (name, f"step {number} of rank {rank}, {flavour} inputs"), _bits(value)
 
 
 def _value(name: str, item: GraphInput, fake: Any, flavour: str) -> Any:
@@ -130,7 +136,7 @@ def _named(graph: TrainGraph, outputs: Sequence[Any]) -> Iterator[tuple[str, Any
         yield name if counts[name] == 1 else f"{name} ({counts[name]})", value
 
 
-def _bits(value: Any) -> Bits:
+def _bits(value: Any) -> tuple[object, object]:
     if not isinstance(value, Tensor):
         return value, value
     flat = value.detach().clone(memory_format=torch.contiguous_format).reshape(-1)

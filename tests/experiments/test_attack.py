@@ -40,7 +40,7 @@ def test_a_proof_that_believes_everything_is_told_and_shrunk(monkeypatch: pytest
     shrunk = shrink(wrong, "unsound")
     assert shrunk == Case((lines[0], *lines[2:]), wrong.rewrites[:1])
     script = shrunk.script()
-    assert script.startswith("# unsound\n# step 0, buffer k0, with normal inputs\n# -    %exp")
+    assert script.startswith("# unsound\n# buffer k0, step 0 of rank 0, normal inputs\n# -    %exp")
     assert "#         a0 = self.b.exp()\n" in script
     assert eval(script.partition("CASE = ")[2].partition("\n")[0]) == shrunk
 
