@@ -63,7 +63,7 @@ def main(
         if time.monotonic() - start > 60 * minutes:
             break
         done = index + 1
-        for kind, case, finding in _attack(random.Random(f"{seed} {index}")):
+        for kind, case, finding in list(_attack(random.Random(f"{seed} {index}"))):
             counts[kind][finding.answer] += 1
             key = case.rewrites, finding.answer
             if not finding.is_disagreement or key in seen or shrunk[kind, finding.answer] >= num_shrunk:

@@ -36,6 +36,10 @@ CORPUS: dict[Case, str] = {
     Case(
         (_END,), ("write: aten.mul.Scalar is copied into placeholder",), optimizer=True
     ): "the update reads what the step wrote",
+    Case(
+        ("self.b.unfold(0, 2, 1).mul_(2.0)", _END),
+        ("in place: aten.mul_.Tensor is mul(…): copy_(a, new)",),
+    ): "memory that overlaps with itself",
     Case((_END,), ("spelling: defaults of aten.sum.default",)): "defaults are not spelled out",
     Case((_END,), ("spelling: arguments of aten.mul.Scalar by name",)): "rules read arguments by place",
     Case((_END,), ("identity: aten.mul.Scalar: sub.Tensor(x, 0.0)",)): "no rule for it",

@@ -62,6 +62,8 @@ STATEMENTS = {
         {x}[:4].mul_({x}[4:]) | {x}.t().add_({y}) | {s}.add_({x}.detach().reshape(-1)[:16])
         {s}.copy_({x}.detach()) | {s}.mul_({c}) | {s}[{k}:5].copy_({s}[:3].clone()) | {s}.zero_()
         {s}[{k}:8].copy_({x}.detach().reshape(-1)[:3]) | {s}.add_({s}.clone()) | {s}.lerp_({x}.detach(), 0.5)
+        {x}.unfold(0, 2, 1).mul_({c}) | {x}.as_strided((3, 4), (2, 1), {k}).add_({y}) | {s}.clamp_(max={c})
+        {s}.view(-1).unfold(0, 2, 1).add_({c}) | {s}.view(torch.uint8)[{k}].copy_({s}.view(torch.uint8)[3])
         {s}[::2].copy_({s}[:8].clone()) | {s}[1:].add_({s}[:-1].clone()) | {s}.view(-1)[{k}:].mul_({c})""",
     "reductions": """
         {x}.sum() | {x}.sum({d}) | {x}.mean({d}) | {x}.amax({d}) | {x}.cumsum({d}) | {x}.softmax({d})
@@ -75,7 +77,8 @@ STATEMENTS = {
         F.linear({x}[None], {y}) | F.linear({x}, self.w)""",
     "casts": """
         {x}.to(torch.{t}) | {x}.float() | {x}.double() | {x}.bfloat16().float() | {x}.to(torch.{t}) + {c}
-        {x}.to(torch.{t}).to(torch.{t}) | {x}.long() | {x}.to(torch.{t}, copy=True) | {x}.half()""",
+        {x}.to(torch.{t}).to(torch.{t}) | {x}.long() | {x}.to(torch.uint8) | {x}.to(torch.int32) | {x}.half()
+        {x}.to(torch.{t}, copy=True)""",
     "constants": """
         torch.zeros(8) | torch.ones(8, 8) | torch.full((8,), {c}) | torch.tensor([1.0, -0.0, 3.0, 0.5])
         torch.zeros_like({x}) | torch.ones(4).view(torch.int32) | torch.full_like({x}, {c}) | torch.eye(8)

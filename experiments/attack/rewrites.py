@@ -205,20 +205,22 @@ def common_calls(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
 
 
 def in_place(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
-    """A call writes its argument instead of a new tensor; or the other way round."""
+    """A call writes its argument instead of a new tensor; or a new one, which may then be copied."""
 
-    def become(copy: Copy, node: fx.Node, target: Any) -> None:
+    def become(copy: Copy, node: fx.Node, target: Any, text: str) -> None:
         with copy.graph.graph.inserting_before(copy[node]):
             new = copy.graph.emit(target, copy[node].args, copy[node].kwargs, like=copy[node])
-        copy[node].replace_all_uses_with(new)
+        copy[node].replace_all_uses_with(emit(copy, copy[node], text, node, a=copy[node].args[0], new=new))
         _erase(copy, node)
 
     for node in calls(graph):
         name, _, overload = str(node.target).removeprefix("aten.").partition(".")
         other = name.removesuffix("_") if name.endswith("_") else f"{name}_"
         target = getattr(getattr(aten, other, None), overload, None)
-        if target is not None and torch.Tag.inplace_view not in target.tags:  # which changes the fake value
-            yield _rewrite("in place", f"{node} is {other}(…)", become, node, target)
+        if target is None or torch.Tag.inplace_view in target.tags:  # which changes the fake value
+            continue
+        for text in ("new", "copy_(a, new)") if name.endswith("_") else ("new",):
+            yield _rewrite("in place", f"{node} is {other}(…): {text}", become, node, target, text)
 
 
 def lists(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
