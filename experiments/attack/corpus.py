@@ -12,15 +12,15 @@ _PACKED = "view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3
 CORPUS: dict[Case, str] = {
     Case(
         ("a0 = self.b.clone()", "self.b.add_(1.0)", "self.k0[:16].copy_(a0)", _END),
-        ("copy: aten.clone.default becomes _unsafe_view(x, shape)",),
+        ("law: aten.clone.default is _unsafe_view(a, shape)",),
     ): "memory comes from schemas, and that of _unsafe_view says nothing",
     Case(
         ("self.b[::2].copy_(self.b[:8].clone())", _END),
-        ("copy: aten.clone.default is removed",),
+        ("law: aten.clone.default is a",),
     ): "overlapping memory",
     Case(
         ("self.b[::2].add_(self.b[:8].clone())", _END),
-        ("copy: aten.clone.default is removed",),
+        ("law: aten.clone.default is a",),
     ): "overlapping memory",
     Case(
         ("a0 = self.c * 2.0", "a1 = torch.mv(a0, self.b[:8])", "self.k0[:8].copy_(a1)", _END),
@@ -29,7 +29,7 @@ CORPUS: dict[Case, str] = {
     Case(
         ("a0 = torch.cat(self.b.split(3, 0), 0)", "self.b.add_(1.0)", "self.k0[:16].copy_(a0)", _END),
         (
-            "lists: aten.cat.default reads the list aten.split.Tensor",
+            "law: aten.cat.default is cat(a[0].args[0], b)",
             "move: aten.cat.default is done before aten.slice.Tensor",
         ),
     ): "a list has no memory",
@@ -38,7 +38,7 @@ CORPUS: dict[Case, str] = {
     ): "the update reads what the step wrote",
     Case(
         ("self.b.unfold(0, 2, 1).mul_(2.0)", _END),
-        ("in place: aten.mul_.Tensor is mul(…): copy_(a, new)",),
+        ("in place: aten.mul_.Tensor is mul(...): copy_(a, new)",),
     ): "memory that overlaps with itself",
     Case((_END,), ("spelling: defaults of aten.sum.default",)): "defaults are not spelled out",
     Case((_END,), ("spelling: arguments of aten.mul.Scalar by name",)): "rules read arguments by place",

@@ -12,7 +12,7 @@ from torch import fx
 
 from experiments.mutants.edits import Copy
 
-__all__ = ["COPIES", "ELSEWHERE", "IDENTITIES", "LAWS", "emit"]
+__all__ = ["ELSEWHERE", "IDENTITIES", "LAWS", "emit"]
 
 IDENTITIES = {
     True: """
@@ -71,10 +71,16 @@ mm: t(mm(t(b), t(a))) | mm(clone(a), b) | mm(a, t(clone(t(b))))
 mm: select.int(bmm(unsqueeze(a, 0), unsqueeze(b, 0)), 0, 0)
 addmm: add.Tensor(mm(b, c), a) | add.Tensor(a, mm(b, c))
 bmm: unsqueeze(mm(squeeze.dim(a, 0), squeeze.dim(b, 0)), 0) | bmm(clone(a), b)
+clone: a | view(a, shape) | _unsafe_view(a, shape) | reshape(a, shape) | alias(a) | clone(clone(a))
+view: a | clone(view(a, shape)) | _unsafe_view(a, shape) | reshape(a, shape) | clone(_unsafe_view(a, shape))
+_unsafe_view: view(a, shape) | clone(view(a, shape)) | reshape(a, shape)
+detach: a | clone(a) | _unsafe_view(a, shape)
+slice.Tensor: clone(slice.Tensor(a, b, c, d)) | a
+_to_copy: a | to(a.args[0], dtype=dtype) | alias(a)
 _to_copy: to(to(a, dtype=f64), dtype=dtype) | to(to(a, dtype=f32), dtype=dtype) | to(to(a, dtype=bf16), dtype=dtype)
 t: transpose.int(a, 1, 0) | permute(a, [1, 0]) | clone(t(a)) | t(clone(a))
 expand: clone(expand(a, shape)) | add.Tensor(a, zeros(shape, dtype=dtype)) | mul.Tensor(a, ones(shape, dtype=dtype))
-cat: cat([clone(each) for each in a], b) | cat(a[::-1], b)
+cat: cat([clone(each) for each in a], b) | cat(a[::-1], b) | cat(a[0].args[0], b) | a[0].args[0].args[0]
 ones_like: full(shape, 1.0, dtype=dtype) | add.Tensor(zeros_like(a), 1) | div.Tensor(a, a)
 neg: mul.Tensor(a, -1.0) | sub.Tensor(zeros_like(a), a) | rsub.Scalar(a, 0) | rsub.Scalar(a, -0.0)
 """
@@ -91,9 +97,6 @@ to(call(lambda x: to(x, dtype=f64)), dtype=dtype)
 call(clone)
 """
 """A call on its arguments moved, cut, joined or cast; what it returns is put back."""
-
-COPIES = ("clone(view(x, shape))", "view(x, shape)", "_unsafe_view(x, shape)", "reshape(x, shape)")
-"""Copies and views."""
 
 _SHORT = {"to": "_to_copy", "attention": "_scaled_dot_product_flash_attention_for_cpu"}
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}

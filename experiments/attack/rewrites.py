@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from experiments.attack.expressions import COPIES, ELSEWHERE, IDENTITIES, LAWS, emit
+from experiments.attack.expressions import ELSEWHERE, IDENTITIES, LAWS, emit
 from experiments.mutants.edits import Copy, Edit, calls
 from experiments.mutants.effect_mutators import EFFECT_MUTATORS
 from experiments.mutants.mutators import VALUE_MUTATORS
@@ -22,9 +22,6 @@ __all__ = ["Rewrite", "rewrites_of"]
 
 aten = torch.ops.aten
 
-_COPIES = ("clone", "view", "_unsafe_view", "reshape", "alias", "detach", "_to_copy")
-_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)  # not maximum: of two zeros it may return the second
-_LISTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 _CREATES = (aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.default)
 
 
@@ -115,24 +112,6 @@ def laws(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
                 yield _rewrite("elsewhere", f"{node} is {text}", become, node, text)
 
 
-def other_copies(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
-    """A copy becomes a view, a view a copy, or another kind of it; or it is taken out."""
-
-    def become(copy: Copy, node: fx.Node, text: str, source: fx.Node) -> None:
-        _become(copy, node, text, x=source)
-
-    for node in calls(graph):
-        if str(node.target).split(".")[1:2] not in [[name] for name in _COPIES]:
-            continue
-        source = node.all_input_nodes[0]
-        if source.meta["val"].dtype == node.meta["val"].dtype:
-            for text in (*COPIES, "x") if source.meta["val"].shape == node.meta["val"].shape else COPIES:
-                yield _rewrite("copy", f"{node} becomes {text}", become, node, text, source)
-        elif source.target == node.target == aten._to_copy.default:
-            text = "to(x, dtype=dtype)"
-            yield _rewrite("copy", f"{node} skips {source}", become, node, text, source.all_input_nodes[0])
-
-
 def moves(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """A call is done sooner or later."""
 
@@ -150,10 +129,7 @@ def moves(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
 
 
 def spellings(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
-    """A call says the same in other words: operands commuted, defaults spelled out, arguments by name."""
-
-    def commute(copy: Copy, node: fx.Node) -> None:
-        copy[node].args = copy[node].args[1::-1]
+    """A call says the same in other words: defaults spelled out, arguments by name."""
 
     def spell_out(copy: Copy, node: fx.Node) -> None:
         missing = [each for each in arguments(node)[len(node.args) :] if each.name not in node.kwargs]
@@ -170,8 +146,6 @@ def spellings(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
 
     for node in calls(graph):
         if len(schemas(node.target)) == 1:
-            if node.target in _COMMUTATIVE and not node.kwargs and isinstance(node.args[1], fx.Node):
-                yield _rewrite("spelling", f"{node} commuted", commute, node, is_right=True)
             yield _rewrite("spelling", f"defaults of {node}", spell_out, node, is_right=True)
             if len(node.args) > 1:
                 yield _rewrite("spelling", f"arguments of {node} by name", by_name, node, is_right=True)
@@ -220,25 +194,7 @@ def in_place(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
         if target is None or torch.Tag.inplace_view in target.tags:  # which changes the fake value
             continue
         for text in ("new", "copy_(a, new)") if name.endswith("_") else ("new",):
-            yield _rewrite("in place", f"{node} is {other}(…): {text}", become, node, target, text)
-
-
-def lists(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
-    """Parts that are joined again: the whole, or the list itself is read."""
-
-    def as_list(copy: Copy, node: fx.Node, split: fx.Node) -> None:
-        copy[node].args = (copy[split], *copy[node].args[1:])
-
-    def as_whole(copy: Copy, node: fx.Node, whole: fx.Node) -> None:
-        _become(copy, node, "x", x=whole)
-
-    for node in graph.graph.find_nodes(op="call_function", target=aten.cat.default):
-        sources = {each.args[0] for each in node.all_input_nodes if each.args}
-        split = sources.pop() if len(sources) == 1 else None
-        if isinstance(split, fx.Node) and split.target in _LISTS:
-            yield _rewrite("lists", f"{node} reads the list {split}", as_list, node, split)
-            whole = split.all_input_nodes[0]
-            yield _rewrite("lists", f"{node} is {whole}", as_whole, node, whole)
+            yield _rewrite("in place", f"{node} is {other}(...): {text}", become, node, target, text)
 
 
 def constants(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
@@ -306,10 +262,7 @@ def passes(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
         yield Rewrite("passes", "update", lambda copy: UpdateInBackward().rewrite(copy.graph), is_right=True)
 
 
-_MAKERS = (
-    *(identities, laws, other_copies, moves, spellings, common_calls, in_place),
-    *(lists, constants, lost, updates, passes),
-)
+_MAKERS = (identities, laws, moves, spellings, common_calls, in_place, constants, lost, updates, passes)
 
 
 def rewrites_of(graph: TrainGraph) -> Iterator[Rewrite]:
