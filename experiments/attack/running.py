@@ -93,6 +93,7 @@ def _run(
                 if None not in named.values():
                     given |= {f"gradient {fqn}": gradient for fqn, gradient in named.items()}
                     later.run(*values(update.inputs, update.module))
+                    given = {name: given[name] for name in given if not name.startswith("gradient ")}
         left = {**outputs, **given, "the state of random numbers after the step": torch.get_rng_state()}
         for name, value in left.items():
             yield (name, f"step {number} of rank {rank}, {flavour} inputs"), _bits(value)
