@@ -13,8 +13,6 @@ from experiments.attack.program import Program
 from experiments.attack.rewrites import rewrites_of
 from graphpasses.graph import TrainGraph
 
-__all__ = ["Case", "shrink"]
-
 _SITES = 12  # of a class that a graph is searched for: most programs have one or two
 
 
@@ -40,8 +38,10 @@ class Case:
     def findings(self) -> Iterator[tuple[TrainGraph, TrainGraph, Finding]]:
         """Yields the step, each rewritten one, and what the proof says; nothing where the program is none."""
         with self.program.captured() as step:
-            attacked = None if step is None else Attacked(step)
-            for mutant, is_right in () if step is None else self._mutants(step, self.rewrites):
+            if step is None:
+                return
+            attacked = Attacked(step)
+            for mutant, is_right in self._mutants(step, self.rewrites):
                 yield step, mutant, attacked.judge(mutant, is_right=is_right)
 
     def _mutants(self, graph: TrainGraph, classes: tuple[str, ...]) -> Iterator[tuple[TrainGraph, bool]]:

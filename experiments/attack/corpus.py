@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from experiments.attack.case import Case
 
-__all__ = ["CORPUS"]
-
 _END = "return self.u.square().sum()"
 _PACKED = "view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3, 3 + numel(x)), shape)"
 

@@ -12,8 +12,6 @@ from torch import fx
 
 from experiments.mutants.edits import Copy
 
-__all__ = ["ELSEWHERE", "IDENTITIES", "LAWS", "emit"]
-
 IDENTITIES = {
     True: """
         neg(neg(x))

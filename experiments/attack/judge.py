@@ -13,8 +13,6 @@ from graphpasses.errors import GraphPassesError
 from graphpasses.graph import TrainGraph
 from graphpasses.proof.prove import prove
 
-__all__ = ["ANSWERS", "Answer", "Attacked", "Finding", "class_of", "rewritten"]
-
 Answer = Literal["proved", "refused", "not proved", "payload", "raises", "unsound", "false refusal", "fails"]
 ANSWERS: tuple[Answer, ...] = (
     "proved",
@@ -69,8 +67,8 @@ def class_of(graph: TrainGraph, rewrite: Rewrite) -> str:
         graph: the step.
         rewrite: of it.
     """
-    is_of_step = rewrite.kind != "update" or graph.update is None
-    nodes = (graph.graph if is_of_step else graph.update.module.graph).nodes
+    update = graph.update if rewrite.kind == "update" else None
+    nodes = (graph.graph if update is None else update.module.graph).nodes
     names = {node.name: str(node.target) if node.op == "call_function" else node.op for node in nodes}
     text = re.sub(r"\b\w+\b(?![.(])", lambda found: names.get(found[0], found[0]), rewrite.text)
     return f"{rewrite.kind}: {text}"

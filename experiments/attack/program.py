@@ -19,8 +19,6 @@ from experiments.attack.running import error_of, run
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.graph import CapturedStep
 
-__all__ = ["Program", "random_program"]
-
 STATE = {
     "w": "nn.Parameter(torch.randn(8, 8))",
     "v": "self.w",

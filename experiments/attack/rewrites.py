@@ -18,8 +18,6 @@ from graphpasses.graph import TrainGraph
 from graphpasses.graph.nodes import freeze, storages
 from graphpasses.passes import DeduplicateShared, UpdateInBackward
 
-__all__ = ["Rewrite", "rewrites_of"]
-
 aten = torch.ops.aten
 
 _CREATES = (aten.zeros.default, aten.ones.default, aten.full.default, aten.arange.default)

@@ -10,8 +10,6 @@ from experiments.attack.program import Program
 from experiments.mutants.edits import Copy
 from graphpasses.graph import TrainGraph
 
-__all__ = ["RIGHT", "judge_right_rewrites"]
-
 PROGRAM = Program(
     (
         "p = x * 0.5",

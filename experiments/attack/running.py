@@ -16,8 +16,6 @@ from experiments.mutants.running import copy_value
 from graphpasses.graph import GraphInput, InputKind, OutputKind, TrainGraph, find_collectives
 from graphpasses.simulate import Topology, run_cluster
 
-__all__ = ["FLAVOURS", "Bits", "error_of", "run"]
-
 FLAVOURS = ("normal", "special", "signs", "wide")
 """Kinds of random inputs: of size one; some NaN, infinite, subnormal or huge; zeros and ones; of all sizes."""
 
@@ -80,6 +78,8 @@ def _run(
         for item, node in zip(inputs, module.graph.find_nodes(op="placeholder"), strict=True):
             fqn = graph.identity.canonical(item.fqn) if item.is_state else item.fqn
             name = f"{item.kind.value} {fqn}{f' {item.state}' if item.state else ''}"
+            if name not in given and item.kind is InputKind.HYPERPARAMETER and update is not None:
+                (given[name],) = update.values([item], {})
             if name not in given:
                 given[name] = _value(f"{name} {rank}", item, node.meta.get("val"), flavour)
             yield given[name]
@@ -100,8 +100,6 @@ def _run(
 
 
 def _value(name: str, item: GraphInput, fake: Any, flavour: str) -> Any:
-    if item.kind is InputKind.LEARNING_RATE and not isinstance(fake, Tensor):
-        return 0.01
     if not isinstance(fake, Tensor):
         return fake
     value = _random_value(name, tuple(fake.shape), fake.dtype, flavour)
