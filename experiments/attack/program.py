@@ -136,11 +136,11 @@ class Program:
             yield None if step is None or error_of(run(step, "normal")) else step
 
     def _capture(self) -> CapturedStep | None:
-        scope = dict(_SCOPE)
+        scope: dict[str, Any] = dict(_SCOPE)
         try:
             exec(compile(self.source, "<program>", "exec"), scope)
             torch.manual_seed(0)
-            model = scope["Model"]()
+            model: nn.Module = scope["Model"]()
             adam = torch.optim.AdamW(model.parameters()) if self.optimizer else None
             return gp.capture_train_step(_loss, model, *_batch(), optimizer=adam, check=False)
         except Exception:  # of a random program anything may be wrong

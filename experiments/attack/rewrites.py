@@ -61,7 +61,7 @@ def _erase(copy: Copy, node: fx.Node) -> None:
     copy.graph.graph.erase_node(copy[node])
 
 
-def _become(copy: Copy, node: fx.Node, text: str, **values: fx.Node) -> None:
+def _become(copy: Copy, node: fx.Node, text: str, **values: Any) -> None:
     """Puts the value of an expression in the place of a call."""
     given = {name: fx.node.map_arg(value, copy.__getitem__) for name, value in values.items()}
     copy[node].replace_all_uses_with(emit(copy, copy[node], text, node, **given))
@@ -105,7 +105,7 @@ def laws(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
             for text in texts.split(" | ") if operator == name else ():
                 yield _rewrite("law", f"{node} is {text}", become, node, text)
         values = [each.meta.get("val") for each in (node, *node.all_input_nodes)]
-        if all(isinstance(each, Tensor) and each.shape == values[0].shape for each in values):
+        if all(isinstance(each, Tensor) and each.shape == node.meta["val"].shape for each in values):
             for text in ELSEWHERE.strip().splitlines():
                 yield _rewrite("elsewhere", f"{node} is {text}", become, node, text)
 
@@ -198,7 +198,7 @@ def in_place(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
 def constants(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """A number changes its sign of zero or its type, a constant is written, what follows from constants is one."""
 
-    def give(copy: Copy, node: fx.Node, index: int, value: object) -> None:
+    def give(copy: Copy, node: fx.Node, index: int, value: Any) -> None:
         copy[node].args = (*copy[node].args[:index], value, *copy[node].args[index + 1 :])
 
     def write(copy: Copy, node: fx.Node) -> None:
