@@ -14,7 +14,7 @@ from experiments.mutants.edits import Copy, Edit, calls
 from experiments.mutants.effect_mutators import EFFECT_MUTATORS
 from experiments.mutants.mutators import VALUE_MUTATORS
 from graphpasses._torch.schemas import draws, schemas, writes_arguments
-from graphpasses.graph import TrainGraph
+from graphpasses.graph import TrainGraph, is_collective
 from graphpasses.graph.nodes import freeze, storages
 from graphpasses.passes import DeduplicateShared, UpdateInBackward
 
@@ -45,7 +45,10 @@ class _Facts:
         }
 
     def is_pure(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and node not in self.writes and not draws(node)
+        is_sent = any(
+            map(is_collective, (node, *node.all_input_nodes))
+        )  # and not there before it is waited for
+        return node.op == "call_function" and node not in self.writes and not draws(node) and not is_sent
 
     def is_calm(self, node: fx.Node) -> bool:
         """Whether a call is a function of its inputs, and nothing that it reads or returns is ever written."""
