@@ -58,12 +58,13 @@ def main(
     counts: defaultdict[str, Counter[Answer]] = defaultdict(Counter)
     shrunk: Counter[tuple[str, Answer]] = Counter()
     seen: set[tuple[tuple[str, ...], Answer]] = set()
-    start, done = time.monotonic(), 0
+    start, done, refused = time.monotonic(), 0, 0
     for index in range(sys.maxsize if num_graphs is None else num_graphs):
         if time.monotonic() - start > 60 * minutes:
             break
-        done = index + 1
-        for kind, case, finding in list(_attack(random.Random(f"{seed} {index}"))):
+        found = list(_attack(random.Random(f"{seed} {index}")))
+        done, refused = done + 1, refused + (not found)
+        for kind, case, finding in found:
             counts[kind][finding.answer] += 1
             key = case.rewrites, finding.answer
             if not finding.is_disagreement or key in seen or shrunk[kind, finding.answer] >= num_shrunk:
@@ -79,7 +80,7 @@ def main(
     console.print(make_table(counts))
     total = sum(counts.values(), Counter[Answer]())
     console.print(
-        f"{total.total()} rewrites of {done} programs: {total['unsound']} unsound, "
+        f"{total.total()} rewrites of {done} programs, {refused} not captured: {total['unsound']} unsound, "
         f"{total['false refusal']} false refusals; {seconds:.0f} s, {done / seconds:.1f} programs a second"
     )
     return int(any(total[answer] for answer in ("unsound", "false refusal", "fails")))

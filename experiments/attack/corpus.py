@@ -38,6 +38,11 @@ CORPUS: dict[Case, str] = {
         ("self.b.unfold(0, 2, 1).mul_(2.0)", _END),
         ("in place: aten.mul_.Tensor is mul(...): copy_(a, new)",),
     ): "memory that overlaps with itself",
+    Case((_END,), ("law: aten.ones_like.default is div.Tensor(a, a)",), optimizer=True): "",
+    Case((_END,), ("update: write, aten.add_.Tensor is written by aten.zero_.default",), optimizer=True): "",
+    Case(
+        ("a0 = self.c.clone()", "a0.copy_(x)", _END), ("spelling: arguments of aten.copy_.default by name",)
+    ): "rules read arguments by place",
     Case((_END,), ("spelling: defaults of aten.sum.default",)): "defaults are not spelled out",
     Case((_END,), ("spelling: arguments of aten.mul.Scalar by name",)): "rules read arguments by place",
     Case((_END,), ("identity: aten.mul.Scalar: sub.Tensor(x, 0.0)",)): "no rule for it",

@@ -58,7 +58,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         outs.append(capsys.readouterr().out.rpartition(";")[0])
     assert outs[0] == outs[1]
     assert "│ identity " in outs[0]
-    assert " of 1 programs: " in outs[0]
+    assert " of 1 programs, 0 not captured: " in outs[0]
 
 
 @pytest.mark.slow
