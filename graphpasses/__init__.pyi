@@ -1,3 +1,6 @@
+from graphpasses import parity as parity
+from graphpasses import passes as passes
+from graphpasses import simulate as simulate
 from graphpasses.capture.compile_report import CompileReport as CompileReport
 from graphpasses.capture.simple_fsdp import simple_fsdp as simple_fsdp
 from graphpasses.capture.torch_compile import compile as compile

@@ -16,7 +16,8 @@ from typing import Any
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose stub lists its public names.
 
-    Beside ``file``, the package's ``__file__``, lies a stub of lines ``from module import name as name``.
+    Beside ``file``, the package's ``__file__``, lies a stub of lines ``from module import name as name``; a subpackage
+    comes from the package itself.
 
     Example:
         >>> import graphpasses
@@ -33,6 +34,8 @@ def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable
     def get(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if module_of[name] == package:
+            return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(module_of[name]), name)
 
     return get, lambda: sorted([*vars(importlib.import_module(package)), *module_of]), sorted(module_of)
