@@ -141,6 +141,25 @@ def test_a_gradient_that_the_step_does_not_have() -> None:
         )
 
 
+def test_only_some_have_waited_in_the_dtype_of_reduction() -> None:
+    def loss(model: nn.Module, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return model(x, both).square().mean()
+
+    with fake_process_group(2):
+        model = fully_shard(Halves(), mesh=dist.init_device_mesh("cpu", (2,)), mp_policy=MIXED)
+        step = capture_train_step(loss, model, X, True)
+        model.set_requires_gradient_sync(False)
+        loss(model, X, False).backward()
+        model.set_requires_gradient_sync(True)
+        assert refused(lambda: step(X, True)) == (
+            "gradients of some parameters of an FSDP2 group wait in the dtype of its reduction, and none of others "
+            "(torch.float32 of 'one.weight', torch.bfloat16 of 'other.weight'): FSDP2 refuses to reduce them "
+            "together. Let all microbatches of a step train the same parameters"
+        )
+        with pytest.raises(AssertionError, match="uniform gradient dtype"):  # eager
+            loss(model, X, True).backward()
+
+
 NOWHERE = (
     "step.accumulate leaves gradients where FSDP2 keeps them, and fully_shard was not applied to the model; capture "
     "without optimizer=, call the step for each microbatch, and update after the last"
