@@ -213,10 +213,15 @@ class CutSteps(Generic[S]):
                 raise CaptureError(self._why_apart(place))
         kept = {fqn for fqn in self._trained if {fqn, self.accumulators.group_of(fqn)} & set(waiting.kept)}
         if self._is_updating and kept and (reduced := sorted(self._trained - kept)):
+            is_held = all(fqn in self.accumulators.parameters for fqn in reduced)
+            why = (
+                "is not. Set it for the whole model"
+                if is_held
+                else "is in no FSDP2 group, and cannot wait there"
+            )
             raise CaptureError(
                 f"the gradient of {min(kept)!r} is to wait (set_requires_gradient_sync(False)), and that of "
-                f"{reduced[0]!r} is not, and the step updates both. Set it for the whole model, or capture without "
-                "optimizer="
+                f"{reduced[0]!r} {why}: the step updates both. Or capture without optimizer="
             )
         self._check_dtypes(self._cuts, dict(waiting.pending))
         return self._cuts

@@ -6,7 +6,9 @@ import traceback
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import AgreementError
@@ -28,11 +30,18 @@ HYBRID_STEPS = [
 ]
 UPDATED = {"updates": True, "clip_norm": 0.5}
 
+
+def decides(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    loss = next_token_loss(model, tokens, labels)
+    return loss * 2 if tokens.sum() % 2 else loss
+
+
 TRAININGS: dict[str, Accumulation] = {
     "unreduced_dtype": Accumulation(CASES["resharded"], STEPS, check_every=4),
     "reduced_dtype": Accumulation(CASES["fp32_reduce"], STEPS, check_every=4),
     "clipped": Accumulation(CASES["fp32_reduce"], STEPS, **UPDATED),  # type: ignore[arg-type]
     "stays_unsharded": Accumulation(CASES["fp32_reduce"], STEPS, reshards=False, updates=True),
+    "captured_again": Accumulation(CASES["fp32"], STEPS, updates=True, loss_fn=decides),
     "recomputed": Accumulation(CASES["recomputed"], STEPS),
     "unused": Accumulation(CASES["unused"], STEPS),
     "shard_1": Accumulation(CASES["shard_1"], STEPS),

@@ -107,11 +107,22 @@ def test_half_a_step_is_not_updated() -> None:
         step = capture_train_step(loss_fn, model, X, optimizer=torch.optim.SGD(model.parameters()))
         model.set_requires_gradient_sync(False, recurse=False)
         assert refused(lambda: step(X)) == (
-            "the gradient of '2.bias' is to wait (set_requires_gradient_sync(False)), and that of '0.bias' is not, "
-            "and the step updates both. Set it for the whole model, or capture without optimizer="
+            "the gradient of '2.bias' is to wait (set_requires_gradient_sync(False)), and that of '0.bias' is not. "
+            "Set it for the whole model: the step updates both. Or capture without optimizer="
         )
         capture_train_step(loss_fn, model, X)(X)
         assert pending_gradients(model).keys() == {"2.weight", "2.bias"}
+
+
+def test_a_parameter_that_fsdp2_ignores_is_not_updated_by_half() -> None:
+    with fake_process_group(2):
+        model = build()
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)), ignored_params=set(model[2].parameters()))
+        step = capture_train_step(loss_fn, model, X, optimizer=torch.optim.SGD(model.parameters()))
+        assert refused(lambda: step.accumulate(X)) == (
+            "the gradient of '0.bias' is to wait (set_requires_gradient_sync(False)), and that of '2.bias' is in no "
+            "FSDP2 group, and cannot wait there: the step updates both. Or capture without optimizer="
+        )
 
 
 class Halves(nn.Module):
