@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -94,6 +95,12 @@ class Cuts:
     inputs: tuple[GraphInput, ...] = ()
     outputs: tuple[GraphOutput, ...] = ()
     update: Update | None = None  # as it was captured
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes in which the step computes what may wait, by place."""
+        values = {node.name: node.meta["val"] for node in self.module.graph.nodes if "val" in node.meta}
+        return {place: values[name].dtype for place, name in self.marks.names.items()}
 
     def graph_for(self, waiting: Waiting) -> CutGraph:
         """Returns the graph of a call in which gradients wait, or have waited."""
@@ -204,14 +211,36 @@ class CutSteps(Generic[S]):
         for place in (*filter(_is_group, waiting.kept), *pending):
             if place not in marks.names or (place in marks.late and place in pending):
                 raise CaptureError(self._why_apart(place))
-        reduced = sorted(self._trained - set(waiting.kept))
-        if self._is_updating and waiting.kept and reduced and not any(map(_is_group, waiting.kept)):
-            raise CaptureError(
-                f"the gradient of {waiting.kept[0]!r} is to wait (set_requires_gradient_sync(False)), and that of "
-                f"{reduced[0]!r} is not, and the step updates both. Set it for the whole model, or capture without "
-                "optimizer="
+        kept = {fqn for fqn in self._trained if {fqn, self.accumulators.group_of(fqn)} & set(waiting.kept)}
+        if self._is_updating and kept and (reduced := sorted(self._trained - kept)):
+            is_held = all(fqn in self.accumulators.parameters for fqn in reduced)
+            why = (
+                "is not. Set it for the whole model"
+                if is_held
+                else "is in no FSDP2 group, and cannot wait there"
             )
+            raise CaptureError(
+                f"the gradient of {min(kept)!r} is to wait (set_requires_gradient_sync(False)), and that of "
+                f"{reduced[0]!r} {why}: the step updates both. Or capture without optimizer="
+            )
+        self._check_dtypes(self._cuts, dict(waiting.pending))
         return self._cuts
+
+    def _check_dtypes(self, cuts: Cuts, pending: Mapping[str, torch.dtype]) -> None:
+        """Raises where FSDP2 does: a group's gradients have one dtype, also if only some have waited."""
+        of_group: dict[str, dict[torch.dtype, str]] = {}
+        for fqn, dtype in {**cuts.dtypes, **pending}.items():
+            if not _is_group(fqn):
+                of_group.setdefault(self.accumulators.group_of(fqn), {}).setdefault(dtype, fqn)
+        for place in pending:
+            dtypes = of_group.get(self.accumulators.group_of(place), {})
+            if len(dtypes) > 1:
+                found = ", ".join(f"{dtype} of {fqn!r}" for dtype, fqn in dtypes.items())
+                raise CaptureError(
+                    f"gradients of some parameters of an FSDP2 group wait in the dtype of its reduction, and none of "
+                    f"others ({found}): FSDP2 refuses to reduce them together. Let all microbatches of a step train "
+                    "the same parameters"
+                )
 
     def _why_apart(self, place: str) -> str:
         if place not in self._places:

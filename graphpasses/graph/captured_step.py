@@ -171,9 +171,9 @@ class CapturedStep(TrainGraph):
         check_leaves(leaves, self.batch_leaves, self.varying)
         fresh = self.batch_structure.fresh(batch)
         step = self._cache.fitting(tuple(fresh), partial(self._value, leaves=leaves))
-        step = step.cut_steps.fitting(step, waiting)
         if step is not self:
             tensors = step.snapshot.check(self.model)
+        step = step.cut_steps.fitting(step, waiting)
         parameters = step.snapshot.structure.named(tensors, step.parameters)
         is_updatable = step.update is None or step.update.check(parameters)
         loss = step.run_unchecked(tensors, leaves, pending, is_updatable=is_updatable)

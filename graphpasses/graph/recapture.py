@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import torch
 from torch import fx, nn
 
+from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import CaptureError
 from graphpasses.graph.guards import NO_DECISION, Guards
 from graphpasses.graph.pass_report import PipelineReport
@@ -108,8 +109,9 @@ class GuardedCache(Generic[S]):
             self._consensus.all_ranks([False])
             raise
         self._meet()
-        for rewrite in first.rewrites:
-            step = rewrite(step)
+        with accumulation_set_aside(first.model):  # passes read how FSDP2 reduces
+            for rewrite in first.rewrites:
+                step = rewrite(step)
         self.check_launches(step)
         return step
 

@@ -161,6 +161,11 @@ def check_optimizer(optimizer: Optimizer) -> None:
         graphpasses.errors.CaptureError: the update of RMSprop is not captured, that of AdamW, Adam, ...
     """
     kind = type(optimizer)
+    if isinstance(optimizer, (list, tuple)):
+        raise CaptureError(
+            f"optimizer= is a {kind.__name__} of {len(optimizer)}, and takes one optimizer; capture without it, and "
+            "call the step() of each after the captured step"
+        )
     if (
         kind not in CAPTURED_OPTIMIZERS
         and (kind.__module__.partition(".")[0], kind.__name__) != _CAPTURED_OF_TORCHREC

@@ -61,6 +61,13 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
             "is; capture without optimizer=, and call optimizer.step() after the step"
         ),
     ),
+    "several": (
+        lambda model: [SGD(model[0].parameters()), SGD(model[3].parameters())],
+        (
+            "optimizer= is a list of 2, and takes one optimizer; capture without it, and call the step() of each "
+            "after the captured step"
+        ),
+    ),
     "hook": (
         hooked,
         (

@@ -107,11 +107,22 @@ def test_half_a_step_is_not_updated() -> None:
         step = capture_train_step(loss_fn, model, X, optimizer=torch.optim.SGD(model.parameters()))
         model.set_requires_gradient_sync(False, recurse=False)
         assert refused(lambda: step(X)) == (
-            "the gradient of '2.bias' is to wait (set_requires_gradient_sync(False)), and that of '0.bias' is not, "
-            "and the step updates both. Set it for the whole model, or capture without optimizer="
+            "the gradient of '2.bias' is to wait (set_requires_gradient_sync(False)), and that of '0.bias' is not. "
+            "Set it for the whole model: the step updates both. Or capture without optimizer="
         )
         capture_train_step(loss_fn, model, X)(X)
         assert pending_gradients(model).keys() == {"2.weight", "2.bias"}
+
+
+def test_a_parameter_that_fsdp2_ignores_is_not_updated_by_half() -> None:
+    with fake_process_group(2):
+        model = build()
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)), ignored_params=set(model[2].parameters()))
+        step = capture_train_step(loss_fn, model, X, optimizer=torch.optim.SGD(model.parameters()))
+        assert refused(lambda: step.accumulate(X)) == (
+            "the gradient of '0.bias' is to wait (set_requires_gradient_sync(False)), and that of '2.bias' is in no "
+            "FSDP2 group, and cannot wait there: the step updates both. Or capture without optimizer="
+        )
 
 
 class Halves(nn.Module):
@@ -139,6 +150,25 @@ def test_a_gradient_that_the_step_does_not_have() -> None:
             "FSDP2 holds a gradient of 'other.weight' that waits to be reduced, and the captured step computes none "
             "with which eager would reduce it. Run the last microbatch eagerly"
         )
+
+
+def test_only_some_have_waited_in_the_dtype_of_reduction() -> None:
+    def loss(model: nn.Module, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return model(x, both).square().mean()
+
+    with fake_process_group(2):
+        model = fully_shard(Halves(), mesh=dist.init_device_mesh("cpu", (2,)), mp_policy=MIXED)
+        step = capture_train_step(loss, model, X, True)
+        model.set_requires_gradient_sync(False)
+        loss(model, X, False).backward()
+        model.set_requires_gradient_sync(True)
+        assert refused(lambda: step(X, True)) == (
+            "gradients of some parameters of an FSDP2 group wait in the dtype of its reduction, and none of others "
+            "(torch.float32 of 'one.weight', torch.bfloat16 of 'other.weight'): FSDP2 refuses to reduce them "
+            "together. Let all microbatches of a step train the same parameters"
+        )
+        with pytest.raises(AssertionError, match="uniform gradient dtype"):  # eager
+            loss(model, X, True).backward()
 
 
 NOWHERE = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +34,8 @@ class Accumulation:
         clip_norm: None does not clip.
         reshards: whether eager frees unsharded parameters after each microbatch.
         drops: whether the captured side leaves out each first microbatch, so that it must differ.
+        check_every: how often the captured side is compared with eager by itself.
+        loss_fn: of both.
     """
 
     case: Case
@@ -43,6 +45,7 @@ class Accumulation:
     reshards: bool = True
     drops: bool = False
     check_every: int | None = None
+    loss_fn: Callable[..., torch.Tensor] = next_token_loss
 
 
 def settle(model: nn.Module, reduced: str, *, reshards: bool) -> None:
@@ -64,7 +67,7 @@ def train(how: Accumulation) -> list[str]:
     eager, model = (shard_eagerly(case, each) for each in models)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=True) for each in (eager, model)]
     options = {"optimizer": optimizers[1], "clip_norm": how.clip_norm} if how.updates else {}
-    step = capture_train_step(next_token_loss, model, *case.batch(0), check_every=how.check_every, **options)
+    step = capture_train_step(how.loss_fn, model, *case.batch(0), check_every=how.check_every, **options)
     step = default_pipeline().run(step)
     different: list[str] = []
     seed = 0
@@ -72,12 +75,12 @@ def train(how: Accumulation) -> list[str]:
         for place, (reduced, by) in enumerate(micros):
             batch = case.batch(seed := seed + 10)
             settle(eager, reduced, reshards=how.reshards)
-            expected = run_eagerly(eager, batch)
+            expected = run_eagerly(how, eager, batch)
             if how.drops and place == 0 and len(micros) > 1:
                 continue
             settle(model, "all" if by == "accumulate" else reduced, reshards=how.reshards)
             if by == "eager":
-                loss = run_eagerly(model, batch)
+                loss = run_eagerly(how, model, batch)
             else:
                 loss = step.accumulate(*batch) if by == "accumulate" else step(*batch)
             different += [] if same_bits(loss, expected) else [f"loss {index}.{place}"]
@@ -93,7 +96,7 @@ def train(how: Accumulation) -> list[str]:
     return different
 
 
-def run_eagerly(model: nn.Module, batch: Batch) -> torch.Tensor:
-    loss = next_token_loss(model, *batch)
+def run_eagerly(how: Accumulation, model: nn.Module, batch: Batch) -> torch.Tensor:
+    loss = how.loss_fn(model, *batch)
     loss.backward()
     return loss.detach()
