@@ -125,7 +125,12 @@ def trace_step(
             ):
                 raise CaptureError(_CALLED_BACKWARD)
             check_loss(loss, list(named))
-            with nested_backward_refused(), reads.running(), record:
+            around_backward = (
+                nested_backward_refused(),
+                torch.autograd.set_multithreading_enabled(False),  # calls are seen in this thread alone
+                reads.running(),
+            )
+            with _all(around_backward), record:
                 gradients = _differentiate(
                     model, loss, list(dict.fromkeys(named.values())), reductions.reduced
                 )
