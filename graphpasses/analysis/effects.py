@@ -32,7 +32,7 @@ from graphpasses._torch.schemas import (
 )
 from graphpasses.graph import WAIT
 from graphpasses.graph.constants import attribute
-from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, storages
+from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, reach, storages
 
 __all__ = [
     "UNKNOWN_GROUP",

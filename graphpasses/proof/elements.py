@@ -14,8 +14,6 @@ from graphpasses.graph.nodes import freeze
 from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
 from graphpasses.proof.core.values import Piece, Value, Values
 
-__all__ = ["BINARY", "UNARY", "add", "cast", "constant", "filled"]
-
 aten = torch.ops.aten
 
 # ---- constants ----------------------------------------------------------------------------------------------------
