@@ -221,7 +221,7 @@ class EagerGradients:
 
 def _divides(key: Any) -> bool:
     """Whether a source is a quotient; one by a power of two is known as a product."""
-    return key[0] == "div" or (key[0] == "mul" and 0 < key[4] < 1)
+    return key[0] == "div" or bool(key[0] == "mul" and 0 < key[4] < 1)
 
 
 class _Reduction:
