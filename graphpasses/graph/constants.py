@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Hashable
 from typing import Any
 
@@ -12,17 +13,12 @@ from torch import fx
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.tracing import outside_tracing
 
-__all__ = ["attribute", "constant_bits", "read_constants"]
-
 _MAX_BYTES = 1 << 28  # larger ones are known by what they are: to read them takes seconds
 
 
 def attribute(node: fx.Node) -> Any:
     """Returns what a ``get_attr`` node reads of its module."""
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
 def read_constants(graph: fx.Graph) -> dict[str, Hashable]:

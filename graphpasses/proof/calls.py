@@ -24,8 +24,6 @@ from graphpasses.proof.core.operators import Call, out_of_place
 from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.spelling import plain_call
 
-__all__ = ["Calls", "is_function", "views"]
-
 
 class Calls(Memory):
     """Evaluates calls of operators that do not communicate."""

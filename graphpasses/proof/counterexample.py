@@ -18,8 +18,6 @@ from graphpasses.graph.constants import attribute, constant_bits
 from graphpasses.proof.core.evaluated import Argument, Layout
 from graphpasses.proof.core.values import Value, Values
 
-__all__ = ["Runs", "Trial"]
-
 MAX_ELEMENTS = 1 << 22
 MAX_TERMS = 20_000
 SEEDS = (0, 1)

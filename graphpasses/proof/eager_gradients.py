@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -192,7 +192,7 @@ class EagerGradients:
         return tuple(sorted(each._replace(source=self._unscaled_source(each.source)) for each in pieces))
 
     def _unscaled_source(self, source: int) -> int:
-        while self._may_scale and self._values.key(source)[0] == "div":
+        while self._may_scale and _divides(self._values.key(source)):
             source = self._values.key(source)[-1]
             self.is_scaled = True
         return source
@@ -217,6 +217,11 @@ class EagerGradients:
         assert isinstance(sent, Argument)
         op, group = args[1][1], args[-1][1]
         return _Reduction(_NAMES[operator], self._values[sent.number], op, str(group), piece.offset)
+
+
+def _divides(key: Any) -> bool:
+    """Whether a source is a quotient; one by a power of two is known as a product."""
+    return key[0] == "div" or bool(key[0] == "mul" and 0 < key[4] < 1)
 
 
 class _Reduction:

@@ -14,8 +14,6 @@ from graphpasses.graph.nodes import freeze
 from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
 from graphpasses.proof.core.values import Piece, Value, Values
 
-__all__ = ["BINARY", "UNARY", "add", "cast", "constant", "filled"]
-
 aten = torch.ops.aten
 
 # ---- constants ----------------------------------------------------------------------------------------------------
@@ -101,6 +99,9 @@ def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
             made if torch.equal(made.to(element.dtype), element) else None
         )  # devices round alike, but to integers
 
+    keys = [values.key(piece.source)[:2] for piece in x.pieces or ()]
+    if x.dtype in _FLOATS and dtype in _FLOATS and keys and set(keys) == {("neg", x.dtype)}:
+        return _negative(values, cast(values, _negative(values, x), dtype))
     undone = ("cast", dtype, x.dtype) if _holds_all(x.dtype, dtype) else None
     return _lifted(values, x, dtype, ("cast", x.dtype, dtype), apply, undone)
 
@@ -129,6 +130,14 @@ def _scaled(name: str, target: Any) -> Rule:
             return None
         if number == 1 and result.dtype == x.dtype:
             return x
+        if name == "mul" and number == -1 and result.dtype == x.dtype:
+            return _negated(values, result, x)
+        if name == "div" and _is_power_of_two(number):
+            return _scaled("mul", aten.mul.Scalar)(values, result, x, 1 / number)
+        if x.dtype in _FLOATS and type(number) is int and abs(number) < 1 << 24:
+            number = float(number)
+        if name == "mul" and result.dtype == x.dtype and (whole := _unscaled(values, x, number)):
+            return rule(values, result, *whole)
         key = (name, x.dtype, result.dtype, freeze(number), number)
 
         def apply(element: torch.Tensor) -> torch.Tensor | None:
@@ -141,6 +150,24 @@ def _scaled(name: str, target: Any) -> Rule:
     return rule
 
 
+def _is_power_of_two(number: float, *, at_least: float = 2.0**-100) -> bool:
+    return at_least <= abs(number) <= 2.0**100 and math.frexp(abs(number))[0] == 0.5
+
+
+def _unscaled(values: Values, x: Value, number: float) -> tuple[Value, float] | None:
+    """Returns of what, and by what, a multiple of a tensor is one, if both factors are 2, 4, 8, …; else None."""
+    assert x.pieces is not None
+    assert x.shape is not None
+    keys = [values.key(piece.source) for piece in x.pieces]
+    factors = {key[4] for key in keys if key[:3] == ("mul", x.dtype, x.dtype)}
+    if not (len(factors) == 1 and all(key[:3] == ("mul", x.dtype, x.dtype) for key in keys)):
+        return None
+    if not all(each > 0 and _is_power_of_two(each, at_least=1.0) for each in (number, *factors)):
+        return None
+    pieces = tuple(sorted(piece._replace(source=values.key(piece.source)[-1]) for piece in x.pieces))
+    return values.moved(x.dtype, x.shape, pieces), number * factors.pop()
+
+
 axiom("scaling", _SCALING, aten.div.Scalar, aten.div.Tensor)(_scaled("div", aten.div.Scalar))
 axiom("scaling", _SCALING, aten.mul.Scalar, aten.mul.Tensor)(_scaled("mul", aten.mul.Scalar))
 
@@ -151,8 +178,11 @@ axiom("scaling", _SCALING, aten.mul.Scalar, aten.mul.Tensor)(_scaled("mul", aten
     aten.neg.default,
 )
 def _negated(values: Values, result: Any, x: Value) -> Result:
-    if x.pieces is None or x.dtype is None or x.dtype == torch.bool:
-        return None
+    return None if x.pieces is None or x.dtype in (None, torch.bool) else _negative(values, x)
+
+
+def _negative(values: Values, x: Value) -> Value:
+    assert x.dtype is not None
     return _lifted(values, x, x.dtype, ("neg", x.dtype), torch.neg, ("neg", x.dtype))
 
 
@@ -205,22 +235,38 @@ def _of_constant(
     aten.add.Tensor,
 )
 def _add(values: Values, result: Any, x: Any, y: Any, **kwargs: Any) -> Result:
-    if kwargs or not (isinstance(x, Value) and isinstance(y, Value)):
+    if kwargs or not isinstance(x, Value):
         return None
-    return add(values, x, y)
+    if isinstance(y, Value):
+        return add(values, x, y)
+    return x if _is_zero(y, -1.0) and result.dtype == x.dtype in _FLOATS else None
 
 
 @axiom("sums", AXIOMS["sums"], aten.sub.Tensor)
 def _subtract(values: Values, result: Any, x: Any, y: Any, **kwargs: Any) -> Result:
-    if kwargs or not (isinstance(x, Value) and isinstance(y, Value)):
+    if kwargs or not isinstance(x, Value):
         return None
+    if not isinstance(y, Value):
+        return x if _is_zero(y, 1.0) and result.dtype == x.dtype in _FLOATS else None
     negative = _negated(values, result, y)
     return add(values, x, negative) if isinstance(negative, Value) else None
 
 
+def _is_zero(number: Any, sign: float) -> bool:
+    return type(number) is float and number == 0 and math.copysign(1.0, number) == sign
+
+
 def add(values: Values, x: Value, y: Value) -> Value | None:
     """Returns the sum of two tensors of one shape and dtype; None where they are not."""
+    if x is y and x.dtype in _FLOATS and x.pieces is not None:
+        return _twice(values, x)
     return _combined(values, "sum", x, y)
+
+
+def _twice(values: Values, x: Value) -> Value | None:
+    fake = torch.empty(0, dtype=x.dtype, device="meta")  # of which its dtype is read, and its device
+    found = _scaled("mul", aten.mul.Scalar)(values, fake, x, 2.0)
+    return found if isinstance(found, Value) else None
 
 
 def _combined(values: Values, name: str, x: Value, y: Value) -> Value | None:

@@ -34,8 +34,6 @@ from graphpasses.proof.core.values import Value, Values, geometry
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
 
-__all__ = ["Evaluation", "evaluate"]
-
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})

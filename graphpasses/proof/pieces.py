@@ -12,9 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from graphpasses.proof.core.values import Piece, Pieces, merged, whole
-
-__all__ = ["concatenated", "expanded", "joined", "permuted", "sliced", "whole"]
+from graphpasses.proof.core.values import Piece, Pieces, merged
 
 
 class _Box(NamedTuple):

@@ -11,8 +11,6 @@ from typing import Any
 from graphpasses._torch.schemas import is_operator, schemas
 from graphpasses.proof.core.operators import Call
 
-__all__ = ["plain_call"]
-
 # These count the dims of their first operand; ``unsqueeze`` and ``stack`` count those of their result.
 _COUNT_DIMS = re.compile(
     r"_(log_)?softmax|a(ll|ny|max|min)|arg(max|min|sort)|cum(max|min|prod|sum)|gather|glu|index_(add|copy|select)"

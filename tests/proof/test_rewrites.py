@@ -66,6 +66,16 @@ RIGHT: dict[str, tuple[Make, Make]] = {
     ),
     "times 1.0": (lambda c: c.tanh_default(c.x), lambda c: c.tanh_default(c.mul_Tensor(c.x, 1.0))),
     "by 1": (lambda c: c.tanh_default(c.x), lambda c: c.tanh_default(c.div_Tensor(c.x, 1))),
+    "halves": (lambda c: c.mul_Tensor(c.x, 0.5), lambda c: c.div_Tensor(c.x, 2)),
+    "twice": (lambda c: c.add_Tensor(c.x, c.x), lambda c: c.mul_Tensor(c.x, 2)),
+    "twice twice": (lambda c: c.mul_Tensor(c.mul_Tensor(c.x, 2.0), 2.0), lambda c: c.mul_Tensor(c.x, 4.0)),
+    "minus zero": (lambda c: c.tanh_default(c.x), lambda c: c.tanh_default(c.sub_Tensor(c.x, 0.0))),
+    "plus minus zero": (lambda c: c.tanh_default(c.x), lambda c: c.tanh_default(c.add_Tensor(c.x, -0.0))),
+    "times minus one": (lambda c: c.neg_default(c.x), lambda c: c.mul_Tensor(c.x, -1.0)),
+    "a negative cast": (
+        lambda c: half(c),
+        lambda c: c.neg_default(back(c, c.neg_default(c.x), torch.bfloat16)),
+    ),
     "negated twice": (
         lambda c: c.tanh_default(c.x),
         lambda c: c.tanh_default(c.neg_default(c.neg_default(c.x))),
@@ -117,6 +127,8 @@ NOT_PROVED: dict[str, tuple[Make, Make]] = {
     ),
 }
 DIFFERENT: dict[str, tuple[Make, Make]] = {
+    "plus zero": (lambda c: c.mul_Tensor(c.x, -0.0), lambda c: c.add_Tensor(c.mul_Tensor(c.x, -0.0), 0.0)),
+    "thirds": (lambda c: c.div_Tensor(c.x, 3.0), lambda c: c.mul_Tensor(c.x, 1 / 3)),
     "to bfloat16 and back": (
         lambda c: c.tanh_default(c.x),
         lambda c: c.tanh_default(back(c, half(c), torch.float32)),

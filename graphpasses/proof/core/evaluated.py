@@ -11,8 +11,6 @@ from torch import fx
 
 from graphpasses.proof.core.values import Value
 
-__all__ = ["Argument", "Collective", "Evaluated", "Layout", "Result"]
-
 Result = Any  # a Value, a list of such, or None
 
 

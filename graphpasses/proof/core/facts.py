@@ -21,8 +21,6 @@ from graphpasses.proof.core.evaluated import Layout
 from graphpasses.proof.core.operators import is_free_of_offset
 from graphpasses.proof.core.values import geometry
 
-__all__ = ["ALIGNMENT", "Facts", "Leaf", "Place", "geometries", "leaves"]
-
 ALIGNMENT = 64
 """At a multiple of so many bytes begins what torch allocates, and no kernel asks for more."""
 
@@ -65,7 +63,7 @@ class Facts:
         self.places: dict[fx.Node, Any] = {}
         self.by_name: dict[str, fx.Node] = {}
         self._outside: dict[Hashable, list[Leaf]] = {}
-        self._origins: dict[fx.Node, list[_Origin]] = {}
+        self.origins: dict[fx.Node, list[_Origin]] = {}
         self._memories: dict[int, list[StorageWeakRef]] = {}
         self._layouts: dict[tuple[fx.Node, bool], Any] = {}
         self.beside: dict[Leaf, list[Leaf]] = {}
@@ -80,7 +78,7 @@ class Facts:
                 self.values[node] = self.given(node)
             elif isinstance(original, fx.Node) and self._is_same(node, original, known):
                 self.values[node] = self.given(node)
-                self._origins[node] = known._origins.get(original, [])
+                self.origins[node] = known.origins.get(original, [])
             else:
                 self.values[node] = self._computed(node)
             self.geometries[node] = geometries(self.values[node])
@@ -168,9 +166,9 @@ class Facts:
         if node.op in ("placeholder", "get_attr"):
             self.places[node] = [self._place_outside(node, fake, index) for fake, index in leaves(value)]
             return
-        origins = self._origins.get(node)
+        origins = self.origins.get(node)
         if origins is None:
-            origins = self._origins[node] = self._origins_of(node)
+            origins = self.origins[node] = self._origins_of(node)
         inputs = node.all_input_nodes
         places: list[Place | None] = []
         for (fake, index), origin in zip(leaves(self.values[node]), origins, strict=True):

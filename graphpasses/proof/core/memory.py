@@ -21,8 +21,6 @@ from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import COMMUTATIVE, Call, is_element_by_element, name_of
 from graphpasses.proof.core.values import Geometry, Value, Values, fills_alike, geometry
 
-__all__ = ["Held", "Memory", "evaluated", "warning_of"]
-
 
 @dataclass
 class Held:

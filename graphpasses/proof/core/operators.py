@@ -12,15 +12,6 @@ from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.proof.core.axioms import RULES
 
-__all__ = [
-    "COMMUTATIVE",
-    "Call",
-    "is_element_by_element",
-    "is_free_of_offset",
-    "name_of",
-    "out_of_place",
-]
-
 aten = torch.ops.aten
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

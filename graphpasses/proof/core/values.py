@@ -9,19 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "Geometry",
-    "Piece",
-    "Pieces",
-    "Value",
-    "Values",
-    "fills_alike",
-    "geometry",
-    "merged",
-    "repeated",
-    "whole",
-]
-
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 
 

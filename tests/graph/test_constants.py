@@ -1,0 +1,41 @@
+"""What constants hold is read as data, so that what is written to them shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx, nn
+
+from graphpasses.graph.constants import constant_bits, read_constants
+
+
+class Module(nn.Module):
+    def __init__(self, constant: torch.Tensor) -> None:
+        super().__init__()
+        self.constant = constant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.constant
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_write_shows(dtype: torch.dtype) -> None:
+    graph = fx.symbolic_trace(Module(constant := torch.zeros(3, 2, dtype=dtype).t())).graph
+    before = read_constants(graph)
+    assert read_constants(graph) == before
+    constant[1, 1] = True
+    assert read_constants(graph) != before
+
+
+def test_bits_count() -> None:
+    zero = torch.zeros(2)
+    assert constant_bits(zero) == constant_bits(torch.zeros(2))
+    assert constant_bits(zero) != constant_bits(-zero)
+    assert constant_bits(zero) != constant_bits(zero.int())
+    assert constant_bits(zero.expand(2, 2)) != constant_bits(torch.zeros(2, 2))  # strides
+
+
+def test_a_graph_is_its_calls_and_constants() -> None:
+    one, two, other = (fx.symbolic_trace(Module(torch.full((1,), number))) for number in (1.0, 1.0, 2.0))
+    assert constant_bits(one) == constant_bits(two)
+    assert constant_bits(one) != constant_bits(other)
