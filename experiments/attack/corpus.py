@@ -7,53 +7,56 @@ from experiments.attack.case import Case
 _END = "return self.u.square().sum()"
 _PACKED = "view(slice.Tensor(cat([zeros([3], dtype=dtype), view(x, [-1])]), 0, 3, 3 + numel(x)), shape)"
 
-CORPUS: dict[Case, str] = {
+CORPUS = (
+    # Memory that a schema says nothing of.
     Case(
         ("a0 = self.b.clone()", "self.b.add_(1.0)", "self.k0[:16].copy_(a0)", _END),
         ("law: aten.clone.default is _unsafe_view(a, shape)",),
-    ): "memory comes from schemas, and that of _unsafe_view says nothing",
+    ),
+    # Memory that overlaps, with other and with itself.
+    Case(("self.b[::2].copy_(self.b[:8].clone())", _END), ("law: aten.clone.default is a",)),
+    Case(("self.b[::2].add_(self.b[:8].clone())", _END), ("law: aten.clone.default is a",)),
     Case(
-        ("self.b[::2].copy_(self.b[:8].clone())", _END),
-        ("law: aten.clone.default is a",),
-    ): "overlapping memory",
-    Case(
-        ("self.b[::2].add_(self.b[:8].clone())", _END),
-        ("law: aten.clone.default is a",),
-    ): "overlapping memory",
+        ("self.b.unfold(0, 2, 1).mul_(2.0)", _END), ("in place: aten.mul_.Tensor is mul(...): copy_(a, new)",)
+    ),
+    # An operand at an odd offset.
     Case(
         ("a0 = self.c * 2.0", "a1 = torch.mv(a0, self.b[:8])", "self.k0[:8].copy_(a1)", _END),
         (f"identity: aten.mul.Tensor: {_PACKED}",),
-    ): "offsets in memory are not compared",
+    ),
+    # A list that is read after a write.
     Case(
         ("a0 = torch.cat(self.b.split(3, 0), 0)", "self.b.add_(1.0)", "self.k0[:16].copy_(a0)", _END),
         (
             "law: aten.cat.default is cat(a[0].args[0], b)",
             "move: aten.cat.default is done before aten.slice.Tensor",
         ),
-    ): "a list has no memory",
-    Case(
-        (_END,), ("write: aten.mul.Scalar is copied into placeholder",), optimizer=True
-    ): "the update reads what the step wrote",
-    Case(
-        ("self.b.unfold(0, 2, 1).mul_(2.0)", _END),
-        ("in place: aten.mul_.Tensor is mul(...): copy_(a, new)",),
-    ): "memory that overlaps with itself",
-    Case((_END,), ("law: aten.ones_like.default is div.Tensor(a, a)",), optimizer=True): "",
-    Case((_END,), ("update: write, aten.add_.Tensor is written by aten.zero_.default",), optimizer=True): "",
-    Case(
-        ("a0 = self.c.clone()", "a0.copy_(x)", _END), ("spelling: arguments of aten.copy_.default by name",)
-    ): "rules read arguments by place",
-    Case((_END,), ("spelling: defaults of aten.sum.default",)): "defaults are not spelled out",
-    Case((_END,), ("spelling: arguments of aten.mul.Scalar by name",)): "rules read arguments by place",
-    Case((_END,), ("identity: aten.mul.Scalar: sub.Tensor(x, 0.0)",)): "no rule for it",
+    ),
+    # A constant whose bytes are read in another dtype; one that is written.
     Case(
         ("a0 = torch.ones(4).view(torch.int32).float()", "self.k0[:4].copy_(a0)", _END),
         ("constants: aten._to_copy.default is 1.0",),
-    ): "",
+    ),
     Case(
         ("a0 = torch.tensor([1.0, -0.0, 3.0, 0.5])", "self.k0[:4].copy_(a0)", _END),
         ("constants: get_attr is written",),
-    ): "",
-    Case(("return (self.v + self.w).sum()",), ("lost: output 1, of w, is lost",)): "",
+    ),
+    # The update reads what the step wrote; a part of a total is lost; an update that divides by zero.
+    Case((_END,), ("write: aten.mul.Scalar is copied into placeholder",), optimizer=True),
+    Case(("return (self.v + self.w).sum()",), ("lost: output 1, of w, is lost",)),
+    Case((_END,), ("law: aten.ones_like.default is div.Tensor(a, a)",), optimizer=True),
+    Case((_END,), ("update: write, aten.add_.Tensor is written by aten.zero_.default",), optimizer=True),
+    # Right, in other words.
+    Case((_END,), ("spelling: defaults of aten.sum.default",)),
+    Case((_END,), ("spelling: arguments of aten.mul.Scalar by name",)),
+    Case((_END,), ("identity: aten.mul.Scalar: sub.Tensor(x, 0.0)",)),
+    Case(
+        ("a0 = self.c.clone()", "a0.copy_(x)", _END), ("spelling: arguments of aten.copy_.default by name",)
+    ),
+)
+
+OPEN = {
+    CORPUS[10]: "a parameter counts as proved where its gradient is not",
+    CORPUS[11]: "the search for a counterexample divides by zero",
 }
-"""By case, why the proof is still wrong of it; empty where it is not."""
+"""Of what the proof is still wrong, and how."""

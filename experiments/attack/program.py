@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import graphpasses as gp
 from experiments.attack.running import error_of, run
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.errors import GraphPassesError
 from graphpasses.graph import CapturedStep
 
 STATE = {
@@ -140,10 +141,14 @@ class Program:
         try:
             exec(compile(self.source, "<program>", "exec"), scope)
             torch.manual_seed(0)
-            model: nn.Module = scope["Model"]()
-            adam = torch.optim.AdamW(model.parameters()) if self.optimizer else None
+            scope["Model"]()(*_batch()).backward()
+        except Exception:  # of a program from which statements were deleted anything may be wrong
+            return None
+        model: nn.Module = scope["Model"]()
+        adam = torch.optim.AdamW(model.parameters()) if self.optimizer else None
+        try:
             return gp.capture_train_step(_loss, model, *_batch(), optimizer=adam, check=False)
-        except Exception:  # of a random program anything may be wrong
+        except (GraphPassesError, RuntimeError):  # what runs need not be traced
             return None
 
 

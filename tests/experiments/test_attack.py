@@ -9,17 +9,15 @@ import pytest
 from experiments.attack import __main__ as command
 from experiments.attack import judge
 from experiments.attack.case import Case, shrink
-from experiments.attack.corpus import CORPUS
+from experiments.attack.corpus import CORPUS, OPEN
 from experiments.attack.program import random_program
 from experiments.attack.right_rewrites import judge_right_rewrites
 from graphpasses.graph.certificate import Certificate
 
 
 def params() -> list[object]:
-    return [
-        pytest.param(case, marks=pytest.mark.xfail(strict=True, reason=reason) if reason else ())
-        for case, reason in CORPUS.items()
-    ]
+    marks = {case: pytest.mark.xfail(strict=True, reason=reason) for case, reason in OPEN.items()}
+    return [pytest.param(case, marks=marks.get(case, ())) for case in CORPUS]
 
 
 @pytest.mark.parametrize("case", params(), ids=lambda case: case.rewrites[-1])
@@ -66,12 +64,11 @@ def test_right_rewrites() -> None:
     answers = [finding.answer for _, finding in judge_right_rewrites()]
     assert len(answers) == 60
     assert not {"refused", "unsound", "raises"} & {*answers}  # all are right, as runs say
-    assert answers.count("proved") >= 34
+    assert "false refusal" not in answers
+    assert answers.count("proved") >= 47
 
 
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="the proof knows few laws of arithmetic")
-def test_no_right_rewrite_is_called_different() -> None:
-    answers = [finding.answer for _, finding in judge_right_rewrites()]
-    assert "false refusal" not in answers
-    assert answers.count("proved") >= 50
+def test_fifty_right_rewrites_are_proved() -> None:
+    assert [finding.answer for _, finding in judge_right_rewrites()].count("proved") >= 50
