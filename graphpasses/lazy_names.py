@@ -16,8 +16,8 @@ from typing import Any
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose stub lists its public names.
 
-    Beside ``file``, the package's ``__file__``, lies a stub of lines ``from module import name as name``; a subpackage
-    comes from the package itself.
+    Beside ``file``, the package's ``__file__``, lies a stub of lines ``from module import name as name``; a
+    subpackage comes from the package itself.
 
     Example:
         >>> import graphpasses
