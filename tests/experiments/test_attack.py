@@ -65,10 +65,4 @@ def test_right_rewrites() -> None:
     assert len(answers) == 60
     assert not {"refused", "unsound", "raises"} & {*answers}  # all are right, as runs say
     assert "false refusal" not in answers
-    assert answers.count("proved") >= 47
-
-
-@pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="the proof knows few laws of arithmetic")
-def test_fifty_right_rewrites_are_proved() -> None:
-    assert [finding.answer for _, finding in judge_right_rewrites()].count("proved") >= 50
+    assert answers.count("proved") >= 50
