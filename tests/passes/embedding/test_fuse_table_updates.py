@@ -18,6 +18,7 @@ from tests.helpers.tables import tables  # noqa: F401  # loads TorchRec without 
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from graphpasses import Pipeline, capture_train_step
+from graphpasses.errors import CaptureError
 from graphpasses.fsdp import BucketPlan
 from graphpasses.graph import CapturedStep
 from graphpasses.passes import FuseTableUpdates, default_pipeline
@@ -178,6 +179,18 @@ def test_a_table_that_is_looked_up_twice_is_updated_once() -> None:
         optimizers[1].step()
         optimizers[1].zero_grad()
     torch.testing.assert_close(model.rows.weight, eager.rows.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_a_number_that_a_fused_update_has_built_in_may_not_change() -> None:
+    model = Tables()
+    optimizer = Adagrad(model.parameters(), lr=0.1)
+    step = fuse(capture_train_step(square, model, distinct_ids(0), optimizer=optimizer))
+    for rate in (0.1, 0.05):  # the learning rate is read
+        optimizer.param_groups[0]["lr"] = rate
+        step(distinct_ids(1))
+    optimizer.param_groups[0]["eps"] = 1e-6
+    with pytest.raises(CaptureError, match=r"^'eps' of the optimizer's group 0 was 1e-10 when the step was"):
+        step(distinct_ids(1))
 
 
 def test_a_second_run_changes_nothing() -> None:
