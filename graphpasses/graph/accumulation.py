@@ -178,7 +178,7 @@ class CutSteps(Generic[S]):
             tuple(sorted(self._places & self.accumulators.kept)),
             tuple((place, gradient.dtype) for place, gradient in pending.items()),
         )
-        if waiting not in self._agreed:
+        if self.accumulators.groups and waiting not in self._agreed:
             RankConsensus.of_model(self._model).check_waiting(str(waiting))
             self._agreed.add(waiting)
         return waiting, pending
