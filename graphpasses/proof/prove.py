@@ -290,14 +290,13 @@ class _Proof:
                 self._refused.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
-        shared = self._two.shares.get(name, frozenset()) - self._one.shares.get(name, frozenset())
-        if shared and two is not None:  # who writes one of them would change both
-            self.unproved.append(
-                (name, f"it lies in the memory of {some(sorted(shared), limit=3)}, as it did not")
-            )
-            return
         if one is two and not self._lost_another(name):
-            self.proved.append(name)
+            shared = self._two.shares.get(name, frozenset()) - self._one.shares.get(name, frozenset())
+            if shared:  # who writes one of them would change both
+                its = some(sorted(shared), limit=3)
+                self.unproved.append((name, f"it lies in the memory of {its}, as it did not"))
+            else:
+                self.proved.append(name)
             return
         reason = self._unlike_eager(name, two)
         if one is two and reason != "":
