@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from graphpasses.proof.difference import Difference, are_drawn_alike, find_diffe
 from graphpasses.proof.eager_gradients import EagerGradients
 from graphpasses.proof.evaluate import evaluate
 from graphpasses.proof.launches import launches_of
-from graphpasses.proof.torch_calls import evaluate_torch_calls
+from graphpasses.proof.torch_calls import evaluate_torch_calls, other_input
 from graphpasses.text import some
 
 if TYPE_CHECKING:
@@ -108,8 +108,10 @@ def prove_as(
         reason = f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
     values = Values()
+    updated: set[str] = set()
     if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
-        _refuse_other_inputs(subject, before, after)
+        if other := other_input(before, after):
+            raise ProofError(f"{subject} is not proved to keep anything: input {other} is another one")
         one = evaluate_torch_calls(before, values, after.copied_constants)
         two = evaluate_torch_calls(after, values)
     else:
@@ -117,10 +119,12 @@ def prove_as(
         one = evaluate(before, values, facts, constants=after.copied_constants)
         two = evaluate(after, values, Facts(after.graph, facts))
         for graph, found in ((before, one), (after, two)):
-            found.written |= _updates(graph, values, two, found.written)
+            updated |= (updates := _updates(graph, values, two, found.written)).keys()
+            found.written |= updates
     _refuse_chance(subject, one, two)
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
+    proof.leave_open(updated)
     names = {"operators", "NaNs", *one.axioms, *two.axioms, *proof.axioms_of_layout}
     return Certificate(
         tuple(proof.proved),
@@ -147,14 +151,6 @@ def _updates(
     graph = replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
     given = {f"gradient {fqn}": two.outputs[name] for fqn, name in names.items()} | {**written}
     return evaluate(graph, values, Facts(update.module.graph), given).written
-
-
-def _refuse_other_inputs(subject: str, before: DynamoGraph, after: DynamoGraph) -> None:
-    """Raises if an input is another tensor than before: lookups are known by where their tables lie."""
-    known = dict(zip((node.name for node in before.placeholders), before.live, strict=True))
-    for node, given in zip(after.placeholders, after.live, strict=True):
-        if node.name in known and known[node.name] is not given:
-            raise ProofError(f"{subject} is not proved to keep anything: input {node.name} is another one")
 
 
 def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:
@@ -251,6 +247,13 @@ class _Proof:
         verb = "changes" if self._found else "is not proved to keep"
         raise ProofError(f"{self._subject} {verb} {name}{more}: {first}")
 
+    def leave_open(self, updated: Container[str]) -> None:
+        """Takes back what was proved of gradients that are not."""
+        if any(name.startswith("the gradient of ") for name, _ in self.unproved):
+            reason = "it is made of gradients, of which some are not proved"
+            self.unproved += [(name, reason) for name in self.proved if name in updated]
+            self.proved = [name for name in self.proved if name not in updated]
+
     def _judge(self, name: str, found: Difference, trial: Trial) -> None:
         """Notes what was found to be computed otherwise, by what running it has shown."""
         if trial.parts:
@@ -287,14 +290,13 @@ class _Proof:
                 self._refused.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
-        shared = self._two.shares.get(name, frozenset()) - self._one.shares.get(name, frozenset())
-        if shared and two is not None:  # who writes one of them would change both
-            self.unproved.append(
-                (name, f"it lies in the memory of {some(sorted(shared), limit=3)}, as it did not")
-            )
-            return
         if one is two and not self._lost_another(name):
-            self.proved.append(name)
+            shared = self._two.shares.get(name, frozenset()) - self._one.shares.get(name, frozenset())
+            if shared:  # who writes one of them would change both
+                its = some(sorted(shared), limit=3)
+                self.unproved.append((name, f"it lies in the memory of {its}, as it did not"))
+            else:
+                self.proved.append(name)
             return
         reason = self._unlike_eager(name, two)
         if one is two and reason != "":

@@ -40,6 +40,13 @@ def evaluate_torch_calls(
     return _Evaluation(graph, values, Facts(graph.graph), constants=constants).run()
 
 
+def other_input(before: DynamoGraph, after: DynamoGraph) -> str:
+    """Returns an input that is another tensor than before, or nothing: lookups are known by their tables' places."""
+    known = dict(zip((node.name for node in before.placeholders), before.live, strict=True))
+    names = zip((node.name for node in after.placeholders), after.live, strict=True)
+    return next((name for name, given in names if name in known and known[name] is not given), "")
+
+
 class _Evaluation(Evaluation):
     def __init__(self, graph: DynamoGraph, values: Values, facts: Facts, **given: Any) -> None:
         super().__init__(graph, values, facts, **given)

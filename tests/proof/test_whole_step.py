@@ -59,6 +59,19 @@ def test_a_changed_update(change: Callable[[fx.Graph], None]) -> None:
     assert "parameter weight" in prove(step, step.copy()).proved  # the pass did not reach the captured one
 
 
+def test_an_update_by_a_gradient_that_is_not_proved() -> None:
+    step = updating()
+    other = step.copy()
+    (index,) = other.gradient_slots()["weight"]
+    gradient = other.output_values[index]
+    with other.graph.inserting_before(other.graph.output_node()):
+        same = other.emit(aten.maximum.default, (gradient, gradient), like=gradient)  # which no rule knows
+    other.set_output(index, same)
+    certificate = prove(step, other)
+    assert {"the gradient of 'weight'", "parameter weight"} <= dict(certificate.unproved).keys()
+    assert certificate.proved[0] == "the loss"
+
+
 def test_a_parameter_written_before_its_update() -> None:
     step = updating()
     for number, answer in ((0.0, True), (1.0, False)):
