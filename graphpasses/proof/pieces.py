@@ -33,6 +33,7 @@ def sliced(
     Each cut is ``(first index, index after the last)``. None if a piece cannot be cut so.
 
     Example:
+        >>> from graphpasses.proof.core.values import whole
         >>> sliced(whole(7, 6), (2, 3), 1, [(0, 1), (1, 3)])
         ... # doctest: +NORMALIZE_WHITESPACE
         [(Piece(start=0, dims=((2, 1, 3),), source=7, offset=0),),
@@ -59,6 +60,7 @@ def permuted(pieces: Pieces, shape: Sequence[int], order: Sequence[int]) -> Piec
     ``order`` has the old dim at each place.
 
     Example:
+        >>> from graphpasses.proof.core.values import whole
         >>> permuted(whole(7, 6), (2, 3), (1, 0))
         (Piece(start=0, dims=((3, 2, 1), (2, 1, 3)), source=7, offset=0),)
     """

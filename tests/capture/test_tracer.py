@@ -127,6 +127,7 @@ from graphpasses._torch.fake_process_group import fake_process_group
 
 with fake_process_group(1):
     mesh = dist.init_device_mesh("cpu", (1,))
+    torch.manual_seed(0)  # else all of the ReLU may be zero, and the control with it
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     for module in (model[0], model):
         fully_shard(module, mesh=mesh)

@@ -63,7 +63,7 @@ def test_correct_passes_leave_the_same_bits(hybrid: Pair) -> None:
 
 def test_same_and_other_bits(hybrid: Pair, judged_edit: Callable[..., Judged]) -> None:
     loss = hybrid.after.output_values[0]
-    for factor, result in ((1.0, "same bits"), (0.5, "other bits")):
+    for factor, result, verdict in ((1.0, "same bits", ""), (0.5, "other bits", "changes the loss")):
 
         def scale(copy: Copy, factor: float = factor) -> None:
             copy.graph.set_output(0, copy.after(copy[loss], aten.mul.Tensor, copy[loss], factor))
@@ -71,7 +71,8 @@ def test_same_and_other_bits(hybrid: Pair, judged_edit: Callable[..., Judged]) -
         judged = judged_edit(scale)
         assert judged.result == result
         assert not judged.verdicts["verify"].rejected
-        assert "changes the loss" in judged.verdicts["prove"].rejected
+        rejected = judged.verdicts["prove"].rejected
+        assert verdict in rejected if verdict else not rejected
         assert not judged.is_missed
 
 
