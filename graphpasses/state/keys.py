@@ -90,10 +90,9 @@ def key_of(value: Any) -> Key:
 
 
 def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
-    if isinstance(value, PLAIN):
-        kind: Any = next(
-            each for each in PLAIN if isinstance(value, each)
-        )  # a subclass may say anything of itself
+    own: Any = type(value)
+    kind = _plain_kind(own)
+    if kind is not None:
         return Key(type(value), str(value) if kind is torch.device else kind.__repr__(value))
     if isinstance(value, MethodType):  # a new object at each read
         return Key(object, (id(value.__func__), id(value.__self__)), _name(value))
@@ -125,6 +124,12 @@ def _key(value: Any, left: list[int], inside: tuple[int, ...]) -> Key:
         return Key(object, (id(value), len(value)), f"a {type(value).__name__} of {len(value)}")
     held = (id(each) for each in (torch_state(value) or {}).values() if isinstance(each, torch.Tensor))
     return Key(object, (id(value), *held), _name(value))
+
+
+@functools.cache
+def _plain_kind(kind: type) -> Any:
+    """Returns the plain class that a class is, whose text counts: a subclass may say anything of itself."""
+    return next((each for each in PLAIN if issubclass(kind, each)), None)
 
 
 def _name(value: Any) -> str:

@@ -6,6 +6,7 @@ model, or a function that tells a setting. :data:`_KINDS` says how each kind is 
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import deque
@@ -127,15 +128,19 @@ def read(owner: Any, name: Any) -> Any:
         >>> read({"a": 1}, "a"), read(Asked(torch.get_default_dtype), "the default dtype")
         (1, torch.float32)
     """
-    for kind, reads, _ in _KINDS:
-        if isinstance(owner, kind):
-            return reads(owner, name)
-    raise AssertionError
+    kind: Any = type(owner)
+    return _row_of(kind)[1](owner, name)
 
 
 def write(owner: Any, name: Any, value: Any) -> None:
     """Gives an owner a value under a name, or takes the name away where the value is :data:`MISSING`."""
-    next(row[2] for row in _KINDS if isinstance(owner, row[0]))(owner, name, value)
+    kind: Any = type(owner)
+    _row_of(kind)[2](owner, name, value)
+
+
+@functools.cache
+def _row_of(kind: type) -> _Row:
+    return next(row for row in _KINDS if issubclass(kind, row[0]))
 
 
 @dataclass(eq=False, slots=True)
@@ -276,7 +281,8 @@ class Owner:
                 slot for slot in self.slots.values() if slot.value is MISSING or changes_in_place(slot.value)
             )
             names = [slot.name for slot in there]
-            reads = next(row[1] for row in _KINDS if isinstance(owner, row[0]))
+            kind: Any = type(owner)
+            reads = _row_of(kind)[1]
             if reads is _read_attribute and len(names) > 1 and all(map(str.isidentifier, names)):
                 self._getter = attrgetter(*names)
             else:
