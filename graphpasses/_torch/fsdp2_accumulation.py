@@ -24,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses.errors import CaptureError
 
@@ -124,7 +125,7 @@ class Accumulators:
                 f"of the captured step {self._placements[place]}: they are not added as they are. Run the "
                 "microbatches eagerly"
             )
-        return _part(gradient)
+        return local_part(gradient)
 
     def _group(self, place: str) -> FSDPParamGroup:
         return self.groups[int(place.removeprefix("group "))]
@@ -138,10 +139,6 @@ def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
     total: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
     leaf = getattr(parameter, "_unsharded_param", None)
     return total if total is not None or leaf is None else leaf.grad
-
-
-def _part(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
 
 
 def _clear(parameter: FSDPParam) -> None:
@@ -211,7 +208,7 @@ def _restored(groups: Iterable[FSDPParamGroup], *, copied: bool) -> Iterator[Non
             if hasattr(parameter, "_unsharded_param"):
                 before.append((parameter._unsharded_param, "grad", parameter._unsharded_param.grad))
     values: Mapping[int, torch.Tensor] = {
-        index: _part(value).clone()
+        index: local_part(value).clone()
         for index, (*_, value) in enumerate(before)
         if copied and value is not None
     }
@@ -221,5 +218,5 @@ def _restored(groups: Iterable[FSDPParamGroup], *, copied: bool) -> Iterator[Non
         with torch.no_grad():
             for index, (owner, name, value) in enumerate(before):
                 if value is not None and index in values:
-                    _part(value).copy_(values[index])
+                    local_part(value).copy_(values[index])
                 setattr(owner, name, value)

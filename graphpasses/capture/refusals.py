@@ -121,9 +121,8 @@ def ragged_sizes_refused() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "is not tracked with proxy" not in str(
-            error
-        ):  # as the tracer says of a size that no operator gave
+        # As the tracer says of a size that no operator gave.
+        if "is not tracked with proxy" not in str(error):
             raise
         raise CaptureError(
             "loss_fn makes tensors of ragged sizes, as torch.nested's jagged layout, and a graph has no input for "

@@ -21,7 +21,7 @@ from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
-from graphpasses.graph.nodes import eliminate_dead_code, fake_value
+from graphpasses.graph.nodes import eliminate_dead_code, fake_value, reach
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.update import Update
 from graphpasses.identity import IdentityMap
@@ -109,7 +109,7 @@ class Cuts:
         marks = {place: nodes[name] for place, name in self.marks.names.items()}
         values: list[Any] = list(graph.output_node().args[0])  # type: ignore[arg-type]
         kept = {place: marks[place] for place in waiting.kept if place in marks}
-        behind = _readers(kept.values())
+        behind = reach(kept.values(), lambda node: node.users)
         values = [None if value in behind else value for value in values]
         outputs = [*self.outputs, *(GraphOutput(OutputKind.VALUE, place) for place in kept)]
         graph.output_node().args = ([*values, *(mark.args[0] for mark in kept.values())],)
@@ -256,17 +256,6 @@ class CutSteps(Generic[S]):
 
 def _is_group(place: str) -> bool:
     return place.startswith("group ")
-
-
-def _readers(nodes: Iterable[fx.Node]) -> set[Any]:
-    """Returns all that is computed of the values of nodes, and these."""
-    found: set[Any] = set()
-    pending = [*nodes]
-    while pending:
-        if (node := pending.pop()) not in found:
-            found.add(node)
-            pending += node.users
-    return found
 
 
 def _total(graph: fx.Graph, mark: fx.Node, dtype: torch.dtype, *, is_last: bool) -> fx.Node:

@@ -136,15 +136,16 @@ class Halves(nn.Module):
         return self.one(self.other(x)) if both else self.one(x)
 
 
-def test_a_gradient_that_the_step_does_not_have() -> None:
-    def loss(model: nn.Module, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return model(x, both).square().mean()
+def loss_of_halves(model: nn.Module, x: torch.Tensor, both: bool) -> torch.Tensor:
+    return model(x, both).square().mean()
 
+
+def test_a_gradient_that_the_step_does_not_have() -> None:
     with fake_process_group(2):
         model = fully_shard(Halves(), mesh=dist.init_device_mesh("cpu", (2,)))
-        step = capture_train_step(loss, model, X, False)
+        step = capture_train_step(loss_of_halves, model, X, False)
         model.set_requires_gradient_sync(False)
-        loss(model, X, True).backward()
+        loss_of_halves(model, X, True).backward()
         model.set_requires_gradient_sync(True)
         assert refused(lambda: step(X, False)) == (
             "FSDP2 holds a gradient of 'other.weight' that waits to be reduced, and the captured step computes none "
@@ -153,14 +154,11 @@ def test_a_gradient_that_the_step_does_not_have() -> None:
 
 
 def test_only_some_have_waited_in_the_dtype_of_reduction() -> None:
-    def loss(model: nn.Module, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return model(x, both).square().mean()
-
     with fake_process_group(2):
         model = fully_shard(Halves(), mesh=dist.init_device_mesh("cpu", (2,)), mp_policy=MIXED)
-        step = capture_train_step(loss, model, X, True)
+        step = capture_train_step(loss_of_halves, model, X, True)
         model.set_requires_gradient_sync(False)
-        loss(model, X, False).backward()
+        loss_of_halves(model, X, False).backward()
         model.set_requires_gradient_sync(True)
         assert refused(lambda: step(X, True)) == (
             "gradients of some parameters of an FSDP2 group wait in the dtype of its reduction, and none of others "
@@ -168,7 +166,7 @@ def test_only_some_have_waited_in_the_dtype_of_reduction() -> None:
             "together. Let all microbatches of a step train the same parameters"
         )
         with pytest.raises(AssertionError, match="uniform gradient dtype"):  # eager
-            loss(model, X, True).backward()
+            loss_of_halves(model, X, True).backward()
 
 
 NOWHERE = (

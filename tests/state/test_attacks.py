@@ -25,6 +25,7 @@ from torch.nn import functional
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.identity import same_bits
+from tests.helpers.changes import refuses
 
 X = torch.linspace(-1.0, 1.0, 12).view(3, 4)
 
@@ -228,18 +229,6 @@ def values_restored() -> Iterator[None]:
 
 def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).mean()
-
-
-def refuses(model: nn.Module, loss_fn: Callable[..., torch.Tensor], change: Callable[[], object]) -> str:
-    """Returns the message by which a step refuses what changes what eager computes."""
-    step = capture_train_step(loss_fn, model, X, check=False)
-    before = loss_fn(model, X).detach()
-    assert same_bits(step(X), before)
-    change()
-    assert not same_bits(loss_fn(model, X).detach(), before)
-    with pytest.raises(CaptureError) as error:
-        step(X)
-    return str(error.value)
 
 
 @pytest.mark.parametrize("name", HELD)

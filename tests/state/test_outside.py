@@ -55,12 +55,6 @@ def set_scale(value: float) -> None:
     SCALE = value
 
 
-@pytest.fixture(autouse=True)
-def scale_restored() -> Any:
-    yield
-    set_scale(1.0)
-
-
 NAMED = SimpleNamespace(power=2, of=SimpleNamespace(power=2))
 TRAINER, SETTINGS, TARGETS = Trainer(), {"weights": [1.0, 2.0]}, [torch.zeros(3, 4)]
 CRITERION = nn.SmoothL1Loss(beta=1.0)

@@ -32,12 +32,6 @@ def set_scale(value: float) -> None:
     SCALE = value
 
 
-@pytest.fixture(autouse=True)
-def scale_restored() -> Any:
-    yield
-    set_scale(1.0)
-
-
 class Warmup:
     def __init__(self) -> None:
         self.beta = 1.0

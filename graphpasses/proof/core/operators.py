@@ -38,20 +38,16 @@ _LIST_REDUCTIONS = ("aten._foreach_norm", "aten._foreach_powsum", "aten._foreach
 
 
 @functools.cache
-def _is_element_by_element(target: Any) -> bool:
-    if not is_operator(target):
-        return False
-    is_on_lists = is_elementwise_on_lists(target) and not str(target).startswith(_LIST_REDUCTIONS)
-    return is_on_lists or torch.Tag.pointwise in target.tags or target in _COPIES or target in RULES
-
-
 def is_element_by_element(target: Any) -> bool:
     """Whether each element of a result is copied, or computed, from one element of each operand.
 
     Then it makes no difference where in its memory an operand begins: kernels load vectors from any address, and what
     they compute of an element (but for the payload of a NaN) is the same in a vector and in its tail.
     """
-    return _is_element_by_element(target)
+    if not is_operator(target):
+        return False
+    is_on_lists = is_elementwise_on_lists(target) and not str(target).startswith(_LIST_REDUCTIONS)
+    return is_on_lists or torch.Tag.pointwise in target.tags or target in _COPIES or target in RULES
 
 
 def is_free_of_offset(target: Any, device: str) -> bool:
