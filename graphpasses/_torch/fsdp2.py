@@ -96,6 +96,16 @@ def reshard(groups: Iterable[FSDPParamGroup]) -> None:
         group._to_sharded()  # type: ignore[no-untyped-call]
 
 
+def named_sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yields what ``model.named_parameters()`` does when no parameter is unsharded, as after a forward alone."""
+    sharded: dict[int, nn.Parameter] = {}
+    for parameter in (each for group in fsdp_groups(model) for each in group.fsdp_params):
+        now = parameter._module_info.module._parameters[parameter._module_info.param_name]
+        sharded[id(now)] = parameter.sharded_param
+    for name, now in model.named_parameters():
+        yield name, sharded.get(id(now), now)
+
+
 def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
     """Returns a parameter whose shard changed since it was unsharded: eager's next forward reads what it was before.
 

@@ -158,8 +158,9 @@ def other_models_refused(model: nn.Module) -> Iterator[None]:
             return original(state, module, *args)
         state._training_state = TrainingState.IDLE  # as it was before the call
         raise CaptureError(
-            f"loss_fn runs a {type(module).__name__} that fully_shard sharded and that is no part of the model. Make "
-            "it a submodule of the model, or compute its outputs before the step and give them in the batch"
+            f"loss_fn runs a {type(module).__name__} that fully_shard sharded and that is no part of the model. Name "
+            "it: capture_train_step(..., others=(teacher,)), or compute its outputs before the step and give them in "
+            "the batch"
         )
 
     with mock.patch.object(FSDPState, "_root_pre_forward", root_pre_forward):

@@ -25,6 +25,7 @@ from graphpasses._torch.storage import freed_memory_returned
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, same_bits
 from graphpasses.state.live_state import live_state_restored
 
@@ -162,7 +163,7 @@ def _eager(
     def run(record: AbstractContextManager[Any]) -> torch.Tensor:
         batch = make_batch()
         with record:
-            loss = loss_fn(model, *batch)
+            loss = loss_fn(first_model(model), *batch)
             loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
         return loss.detach()
 

@@ -17,6 +17,7 @@ from graphpasses.capture.oracle import Results, is_comparable, run_step
 from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.several_models import first_model
 from graphpasses.identity import same_bits
 
 
@@ -56,7 +57,7 @@ def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, bat
 
 def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequence[Any]) -> torch.Tensor:
     with torch.enable_grad():
-        loss = loss_fn(step.model, *step.batch_structure.fresh(batch))
+        loss = loss_fn(first_model(step.model), *step.batch_structure.fresh(batch))
         loss.backward()  # type: ignore[no-untyped-call]
     if step.update is not None and not step.waits:
         step.update.run_eagerly()

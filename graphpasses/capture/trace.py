@@ -36,6 +36,7 @@ from graphpasses.graph.accumulation import Marks
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
+from graphpasses.graph.several_models import first_model
 from graphpasses.identity import IdentityMap, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.live_state import live_state_restored
@@ -116,7 +117,7 @@ def trace_step(
         )
         with _all(around_step), communication_traced(model) as reductions:
             with _all(around_forward), record:
-                loss = loss_fn(model, *structure.build(args))
+                loss = loss_fn(first_model(model), *structure.build(args))
             if _state_names(model) != names:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
             if reductions.reduced or any(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
+from graphpasses.graph.several_models import with_others
 from graphpasses.state.kept_tensors import new_objects_together, refuse_kept_tensors
 from graphpasses.state.settings import check_unsharded
 from graphpasses.state.snapshot import Snapshot
@@ -42,6 +43,7 @@ def capture_train_step(
     loss_fn: Callable[..., torch.Tensor],
     model: nn.Module,
     *batch: Any,
+    others: Sequence[nn.Module] = (),
     optimizer: Optimizer | None = None,
     clip_norm: float | None = None,
     dynamic_shapes: Any = None,
@@ -63,6 +65,9 @@ def capture_train_step(
             tuples, mappings and dataclasses of them; ``loss_fn`` gets them as the types they are. Shapes, dtypes and
             plain values are fixed by the capture. But the numbers of ids and of samples of TorchRec's types may vary,
             as may dim 0 of a tensor beside them that has as many elements as they have samples.
+        others: models that ``loss_fn`` runs beside ``model``, as a frozen teacher, or a GAN's other network, sharded
+            or not. The step reads their live tensors, gathers them in buckets of their own, and fills the gradients
+            that they require, as eager does. Messages call tensors ``model.…`` and ``others.0.…`` then.
         optimizer: AdamW, Adam, SGD or Adagrad: the step ends with its step, and with ``optimizer.zero_grad()``. It
             reads hyperparameters and state when it runs: schedulers, ``load_state_dict`` and eager steps in between
             are followed. A step in which the optimizer makes its state is its own.
@@ -104,6 +109,7 @@ def capture_train_step(
     """
     if check_every not in (None, "sparse") and not (type(check_every) is int and check_every > 0):
         raise CaptureError(f'check_every is {check_every!r}; give a number of calls, "sparse", or None')
+    model = with_others(model, others)
     if check:  # without it one rank may capture for others, which wait for its step
         RankConsensus.of_model(model).check_update(optimizer, clip_norm)
     capture = partial(

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from graphpasses._torch.fsdp2 import named_sharded_parameters
 from graphpasses.identity import unwrapped_name
 from graphpasses.parity._lanes import MASK, lanes_of_each
 from graphpasses.parity._local_part import LocalPart, local_part
@@ -170,12 +171,12 @@ def gradient_hashes(
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Returns what :func:`weight_hashes` hashes, under the names that checkpoints have."""
-    return _as_in_checkpoints((*model.named_parameters(), *model.named_buffers()))
+    return _as_in_checkpoints((*named_sharded_parameters(model), *model.named_buffers()))
 
 
 def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Returns what :func:`gradient_hashes` hashes, under the names that checkpoints have."""
-    return _as_in_checkpoints((name, parameter.grad) for name, parameter in model.named_parameters())
+    return _as_in_checkpoints((name, parameter.grad) for name, parameter in named_sharded_parameters(model))
 
 
 def _as_in_checkpoints(named: Iterable[tuple[str, T]]) -> dict[str, T]:

@@ -13,6 +13,7 @@ from graphpasses._torch.group_ranks import gathered
 from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses.graph import CapturedStep
+from graphpasses.graph.several_models import first_model
 from graphpasses.parity.first_difference import differing, first_difference, first_of_ranks
 from graphpasses.parity.location import Location
 from graphpasses.parity.operators import OperatorStep
@@ -48,7 +49,7 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
     """
 
     def eager() -> Tensor:
-        loss = loss_fn(step.model, *batch)
+        loss = loss_fn(first_model(step.model), *batch)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

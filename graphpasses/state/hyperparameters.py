@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -31,6 +33,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+@functools.cache
+def _counts(kind: Any) -> frozenset[str]:
+    """Returns the hyperparameters that an optimizer declares as integers: it loops by them."""
+    parameters = inspect.signature(kind).parameters.values()
+    return frozenset(each.name for each in parameters if each.annotation in (int, "int"))
+
+
 def as_input(value: Any) -> Any:
     """Returns what a graph reads of a number, or of the tensor in its place."""
     return value if isinstance(value, torch.Tensor) else float(value)
@@ -46,10 +55,12 @@ def numbers_of(optimizer: Optimizer) -> dict[Number, Any]:
         >>> numbers_of(optimizer)[0, "betas[1]"]
         0.999
     """
+    counts = _counts(type(optimizer))
     return {
         (index, name): value
         for index, group in enumerate(optimizer.param_groups)
         for hyperparameter in optimizer.defaults
+        if hyperparameter not in counts
         for name, value in _parts(hyperparameter, group.get(hyperparameter))
         if is_number(value) or isinstance(value, torch.Tensor)
     }
@@ -73,7 +84,11 @@ def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[s
 
 def kinds_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
     """Returns by name of a hyperparameter what an update has built in of it: whether it is a number, or its value."""
-    return {name: _kind(group.get(name)) for name in optimizer.defaults}
+    counts = _counts(type(optimizer))
+    return {
+        name: repr(group.get(name)) if name in counts else _kind(group.get(name))
+        for name in optimizer.defaults
+    }
 
 
 def _kind(value: Any) -> str:

@@ -233,8 +233,9 @@ def test_another_fsdp2_model_in_loss_fn() -> None:
 
         for _ in range(2):
             assert refused(lambda: capture_train_step(loss_fn, model, *token_batch())) == (
-                "loss_fn runs a FSDPLanguageModel that fully_shard sharded and that is no part of the model. Make it "
-                "a submodule of the model, or compute its outputs before the step and give them in the batch"
+                "loss_fn runs a FSDPLanguageModel that fully_shard sharded and that is no part of the model. Name "
+                "it: capture_train_step(..., others=(teacher,)), or compute its outputs before the step and give "
+                "them in the batch"
             )
         teacher(token_batch()[0])
         model(token_batch()[0])

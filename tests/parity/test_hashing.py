@@ -6,7 +6,9 @@ import random
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import UnsupportedError
 from graphpasses.parity import _lanes
 from graphpasses.parity.hashing import gradient_hashes, tensor_hash, tensor_hashes, weight_hash, weight_hashes
@@ -223,6 +225,17 @@ def test_model_hash_ignores_registration_order_but_not_names() -> None:
     assert weight_hash(a) == weight_hash(b)
     b.x, b.y = y, x
     assert weight_hash(a) != weight_hash(b)
+
+
+def test_parameters_that_a_forward_left_unsharded_are_hashed_as_they_are_trained() -> None:
+    with fake_process_group(2):
+        model = nn.Linear(4, 4)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        before = weight_hash(model)
+        with torch.no_grad():
+            model(torch.ones(2, 4))
+        assert model.weight.dtype == torch.bfloat16
+        assert weight_hash(model) == before
 
 
 def test_missing_gradients_are_none() -> None:

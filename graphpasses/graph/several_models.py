@@ -1,0 +1,42 @@
+"""Several models whose modules one step runs: a teacher, a reference policy, a GAN's other network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from graphpasses.errors import CaptureError
+
+
+class SeveralModels(nn.Module):
+    """A model, and others that its loss runs, as one: all their tensors are inputs of the step.
+
+    Args:
+        model: the first, which ``loss_fn`` is called with; its names begin with ``model.``
+        others: the others; their names begin with ``others.0.``, ``others.1.``, ...
+    """
+
+    def __init__(self, model: nn.Module, others: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.model = model
+        self.others = nn.ModuleList(others)
+
+
+def with_others(model: nn.Module, others: Sequence[nn.Module]) -> nn.Module:
+    """Returns a model and others as one, or the model alone where there are none.
+
+    Raises:
+        CaptureError: ``others`` is no sequence of modules.
+    """
+    if isinstance(others, nn.Module) or not all(isinstance(other, nn.Module) for other in others):
+        raise CaptureError(
+            f"others is {type(others).__name__}; give a tuple of the models that loss_fn runs beside the first, as "
+            "others=(teacher,)"
+        )
+    return SeveralModels(model, others) if others else model
+
+
+def first_model(model: nn.Module) -> nn.Module:
+    """Returns the model that ``loss_fn`` is called with."""
+    return model.model if isinstance(model, SeveralModels) else model

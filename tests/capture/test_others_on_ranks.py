@@ -1,0 +1,151 @@
+"""Losses that run a second model: a frozen teacher, a reference policy, a GAN's other network; against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from graphpasses import capture_train_step, default_pipeline
+from graphpasses.errors import CaptureError
+from graphpasses.parity.hashing import weight_hash
+from graphpasses.parity.launch import run_ranks
+
+NUM_STEPS = 3
+
+
+def network(seed: int, *, out: int = 8, is_sharded: bool = True) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, out))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if is_sharded:
+        fully_shard(model[0], mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    return model
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(
+    is_captured: bool, turns: list[tuple[Callable[..., torch.Tensor], nn.Module, nn.Module, Any]]
+) -> list[Any]:
+    """Takes turns: each loss is of a model, and runs another; returns losses, and hashes of all weights."""
+    steps: list[Any] = []
+    optimizers = {model: adam(model) for _, model, _, _ in turns}
+    found: list[Any] = []
+    for _ in range(NUM_STEPS):
+        for index, (loss_fn, model, other, make) in enumerate(turns):
+            batch = make()
+            if not is_captured:
+                loss = loss_fn(model, *batch)
+                loss.backward()
+                optimizers[model].step()
+                optimizers[model].zero_grad()
+            else:
+                if len(steps) == index:
+                    step = capture_train_step(
+                        loss_fn, model, *batch, others=(other,), optimizer=optimizers[model]
+                    )
+                    steps.append(default_pipeline().run(step))
+                loss = steps[index](*batch)
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+            found.append(loss.item())
+    return [found, *(weight_hash(each) for _, model, other, _ in turns for each in (model, other))]
+
+
+def distil(is_captured: bool, *, is_sharded: bool = True, teacher_seed: int = 1) -> list[Any]:
+    student, teacher = network(0), network(1, is_sharded=is_sharded).requires_grad_(False)
+    if teacher_seed != 1:
+        teacher.load_state_dict(network(teacher_seed, is_sharded=is_sharded).state_dict())
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = teacher(x).float().log_softmax(-1)
+        return F.kl_div(model(x).log_softmax(-1), target, log_target=True, reduction="batchmean")
+
+    return train(is_captured, [(loss_fn, student, teacher, lambda: (torch.randn(4, 8),))])
+
+
+def prefer(is_captured: bool) -> list[Any]:
+    """Direct preference optimization: the policy's log-probabilities are compared with those of where it began."""
+    policy, reference = network(0), network(0).requires_grad_(False)
+
+    def log_probability(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return model(x).log_softmax(-1).gather(-1, y[:, None]).squeeze(-1)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            chosen, rejected = log_probability(reference, x, y).chunk(2)
+        ours, theirs = log_probability(model, x, y).chunk(2)
+        return -F.logsigmoid(0.1 * ((ours - chosen) - (theirs - rejected))).mean()
+
+    return train(
+        is_captured, [(loss_fn, policy, reference, lambda: (torch.randn(8, 8), torch.randint(8, (8,))))]
+    )
+
+
+def compete(is_captured: bool) -> list[Any]:
+    """Two steps over the same two networks; each fills gradients of the other one, too, as eager does."""
+    generator, critic = network(0), network(1, out=1)
+
+    def of_critic(critic: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (F.softplus(-critic(x)) + F.softplus(critic(generator(x.flip(0)).detach()))).float().mean()
+
+    def of_generator(generator: nn.Module, z: torch.Tensor) -> torch.Tensor:
+        return F.softplus(-critic(generator(z))).float().mean()
+
+    def make() -> tuple[torch.Tensor]:
+        return (torch.randn(4, 8),)
+
+    return train(is_captured, [(of_critic, critic, generator, make), (of_generator, generator, critic, make)])
+
+
+CASES: dict[str, Callable[[bool], list[Any]]] = {
+    "teacher": distil,
+    "teacher on every rank": lambda is_captured: distil(is_captured, is_sharded=False),
+    "reference policy": prefer,
+    "GAN": compete,
+}
+
+
+def train_all() -> dict[str, tuple[list[Any], list[Any]]]:
+    """Runs on every rank."""
+    found = {name: (case(False), case(True)) for name, case in CASES.items()}
+    return found | {"another teacher": (distil(False), distil(True, teacher_seed=2))}
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[dict[str, tuple[list[Any], list[Any]]]]:
+    return run_ranks(train_all, 2)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CASES)
+def test_another_model_in_the_loss(name: str, trained: list[dict[str, tuple[list[Any], list[Any]]]]) -> None:
+    for rank in trained:
+        eager, captured = rank[name]
+        assert captured == eager
+
+
+@pytest.mark.multiprocess
+def test_the_other_model_counts(trained: list[dict[str, tuple[list[Any], list[Any]]]]) -> None:
+    for rank in trained:
+        eager, captured = rank["another teacher"]
+        assert captured != eager
+
+
+def test_others_that_are_no_tuple_of_models() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(
+        CaptureError, match=r"others is Linear; give a tuple of the models .* others=\(teacher,\)"
+    ):
+        capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2), others=nn.Linear(2, 2))
