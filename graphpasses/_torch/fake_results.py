@@ -39,6 +39,11 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
     """Calls an operator on fake tensors, as under their mode; the quick way knows the keyword ``dtype`` alone."""
     device = _common_device(args) if target in _BY_META_KERNEL and kwargs.keys() <= {"dtype"} else None
     if device is None:
+        if isinstance(
+            target, torch._ops.OpOverload
+        ):  # no shape depends on a float, but some formulas ask for zero
+            args = tuple(map(_without_symbol, args))
+            kwargs = {name: _without_symbol(value) for name, value in kwargs.items()}
         with mode:
             return target(*args, **kwargs)
     with in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
@@ -46,6 +51,10 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
     if isinstance(result, torch.Tensor):
         return FakeTensor(mode, result, device)
     return [FakeTensor(mode, each, device) for each in result]
+
+
+def _without_symbol(value: Any) -> Any:
+    return 0.5 if isinstance(value, torch.SymFloat) else value
 
 
 def _common_device(args: tuple[Any, ...]) -> torch.device | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -51,10 +52,11 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def shadow_of(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer with the same attributes, without hooks; the caller gives it groups and state.
+    """Returns an optimizer with the same attributes, without hooks, and without groups and state.
 
     The optimizer's own ``__init__`` would ask its parameters for what fake ones do not have.
     """
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+    shadow.param_groups, shadow.state = [], defaultdict(dict)
     return shadow

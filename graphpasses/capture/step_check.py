@@ -71,7 +71,7 @@ def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.T
         results = run_step(step.model, run) | _tensors(step, batch)
         if step.update is not None:
             for fqn, parameter in step.model.named_parameters():
-                for name, value in step.update.optimizer.state.get(parameter, {}).items():
+                for name, value in step.update.optimizers.state_of(parameter).items():
                     if isinstance(value, torch.Tensor):
                         results[f"optimizer state {name!r} of {fqn!r}"] = value
         return {name: _local(value).clone() for name, value in results.items() if value is not None}
@@ -80,10 +80,10 @@ def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.T
 @contextmanager
 def _put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
     """Puts back what is written in place: tensors, an optimizer's state, and the states of generators."""
-    optimizer = None if step.update is None else step.update.optimizer
-    state = {} if optimizer is None else {each: dict(values) for each, values in optimizer.state.items()}
+    optimizers = () if step.update is None else step.update.optimizers.each
+    states = [{each: dict(values) for each, values in optimizer.state.items()} for optimizer in optimizers]
     tensors = [*_tensors(step, batch).values(), *(each.grad for each in step.model.parameters())]
-    tensors += [value for values in state.values() for value in values.values()]
+    tensors += [value for state in states for values in state.values() for value in values.values()]
     before = [(local, local.clone()) for local in map(_local, tensors) if isinstance(local, torch.Tensor)]
     generators = [(each, each.get_state()) for each in _constants(step) if isinstance(each, torch.Generator)]
     try:
@@ -95,7 +95,7 @@ def _put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
                     tensor.copy_(value)
         for generator, drawn in generators:
             generator.set_state(drawn)
-        if optimizer is not None:
+        for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.state.clear()
             optimizer.state.update(state)
 

@@ -35,6 +35,7 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
 from graphpasses.state.kept_tensors import new_objects_together, refuse_kept_tensors
+from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.settings import check_unsharded
 from graphpasses.state.snapshot import Snapshot
 
@@ -44,7 +45,7 @@ def capture_train_step(
     model: nn.Module,
     *batch: Any,
     others: Sequence[nn.Module] = (),
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     clip_norm: float | None = None,
     dynamic_shapes: Any = None,
     check: bool = True,
@@ -68,9 +69,10 @@ def capture_train_step(
         others: models that ``loss_fn`` runs beside ``model``, as a frozen teacher, or a GAN's other network, sharded
             or not. The step reads their live tensors, gathers them in buckets of their own, and fills the gradients
             that they require, as eager does. Messages call tensors ``model.…`` and ``others.0.…`` then.
-        optimizer: AdamW, Adam, SGD or Adagrad: the step ends with its step, and with ``optimizer.zero_grad()``. It
-            reads hyperparameters and state when it runs: schedulers, ``load_state_dict`` and eager steps in between
-            are followed. A step in which the optimizer makes its state is its own.
+        optimizer: one of ``torch.optim``, or a tuple of several over disjoint parameters, as Muon and AdamW: the step
+            ends with the step of each, and with ``zero_grad()``. It reads hyperparameters and state when it runs:
+            schedulers, ``load_state_dict`` and eager steps in between are followed. A step in which the optimizer
+            makes its state is its own.
         clip_norm: largest norm of all gradients together, which are clipped to it before the optimizer's step as
             :func:`torch.nn.utils.clip_grad_norm_` does; None does not clip.
         dynamic_shapes: dims of the batch that may vary, as :func:`torch.export.export` takes them: an entry for each
@@ -109,13 +111,13 @@ def capture_train_step(
     """
     if check_every not in (None, "sparse") and not (type(check_every) is int and check_every > 0):
         raise CaptureError(f'check_every is {check_every!r}; give a number of calls, "sparse", or None')
-    model = with_others(model, others)
+    model, optimizers = with_others(model, others), Optimizers.of(optimizer)
     if check:  # without it one rank may capture for others, which wait for its step
-        RankConsensus.of_model(model).check_update(optimizer, clip_norm)
+        RankConsensus.of_model(model).check_update(optimizers, clip_norm)
     capture = partial(
         _capture_alone,
         loss_fn,
-        optimizer=optimizer,
+        optimizers=optimizers,
         clip_norm=clip_norm,
         dynamic_shapes=dynamic_shapes,
         check=check,
@@ -137,7 +139,7 @@ def _capture(
     loss_fn: Callable[..., torch.Tensor],
     model: nn.Module,
     *batch: Any,
-    optimizer: Optimizer | None,
+    optimizers: Optimizers | None,
     clip_norm: float | None,
     dynamic_shapes: Any,
     check: bool,
@@ -175,7 +177,7 @@ def _capture(
     refuse_step(step, trace.random_calls)
     if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
         step.note(note)
-    source = find_update(step, optimizer, clip_norm)
+    source = find_update(step, optimizers, clip_norm)
     update = None if source is None else trace_update(step, source)
     traced_everywhere()
     # Compare

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.optim import Optimizer
 
+from graphpasses._torch.decisions import UNDECIDED
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.module_answers import answers_as_in_eager
 from graphpasses._torch.optimizers import lists_take_fakes
@@ -20,11 +20,12 @@ from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep, GraphInput, InputKind, get_state
 from graphpasses.graph.update import Update
-from graphpasses.state.optimizer import OptimizerFacts, check_optimizer
+from graphpasses.state.optimizer import OptimizerFacts
+from graphpasses.state.optimizers import Optimizers
 
 
 def find_update(
-    step: CapturedStep, optimizer: Optimizer | None, clip_norm: float | None
+    step: CapturedStep, optimizers: Optimizers | None, clip_norm: float | None
 ) -> UpdateSource | None:
     """Returns what is to be traced of the optimizer's step after ``step``; None if there is no optimizer.
 
@@ -33,15 +34,15 @@ def find_update(
     """
     if clip_norm is not None and not (type(clip_norm) in (int, float) and clip_norm > 0):
         raise CaptureError(f"clip_norm is {clip_norm!r}; give a number greater than zero, or None")
-    if optimizer is None:
+    if optimizers is None:
         if clip_norm is not None:
             raise CaptureError(
                 "clip_norm clips gradients for an optimizer's step; give optimizer=, too, or clip after the step"
             )
         return None
-    check_optimizer(optimizer)
+    optimizers.check()
     names = {get_state(step.model, fqn): fqn for fqn, *_ in step.identity.parameters}
-    groups = [[names.get(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = [[names.get(parameter) for parameter in group["params"]] for _, group in optimizers.groups]
     trained = [fqn for fqn in names.values() if fqn not in step.without_gradient]
     updated = [[fqn for fqn in group if fqn in trained] for group in groups]
     if not any(updated):
@@ -51,32 +52,37 @@ def find_update(
         )
     held = {fqn for group in updated for fqn in group}
     given = [fqn for fqn in trained if clip_norm is not None or fqn in held]
-    return UpdateSource(optimizer, updated, {fqn: get_state(step.model, fqn) for fqn in given}, clip_norm)
+    return UpdateSource(optimizers, updated, {fqn: get_state(step.model, fqn) for fqn in given}, clip_norm)
 
 
 def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
-    """Traces clipping and an optimizer's own step; nothing of the optimizer changes.
+    """Traces clipping and the optimizers' own steps; nothing of the optimizers changes.
 
     State that the optimizer has not made yet is traced as it will be, made on fake tensors.
 
     Raises:
         CaptureError: see :func:`capture_train_step`.
     """
-    optimizer = source.optimizer
+    optimizers = source.optimizers
     try:
         with answers_as_in_eager(), lists_take_fakes():
             _check_shapes(source)
             state = source.state()
-            numbers = TracedNumbers(optimizer)
+            numbers = TracedNumbers(optimizers)
             module, inputs = _trace(source, state, numbers)
     except CaptureError:
         raise
+    except UNDECIDED as error:
+        raise CaptureError(
+            f"{optimizers.name} decides by a value that it keeps, as a count of steps, and a captured update does "
+            "the same at each call; capture without optimizer=, and call optimizer.step() after the step"
+        ) from error
     except Exception as error:
         raise CaptureError(
-            f"the step of {type(optimizer).__name__} fails while it is traced: {type(error).__name__}: {error}"
+            f"the step of {optimizers.name} fails while it is traced: {type(error).__name__}: {error}"
         ) from error
     names = {get_state(step.model, fqn): fqn for fqn, *_ in step.identity.parameters}
-    facts = OptimizerFacts.of(optimizer, names, state, numbers.decisions)
+    facts = OptimizerFacts.of(optimizers, names, state, numbers.decisions)
     return Update(
         module,
         inputs,
@@ -88,12 +94,11 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
 
 
 def _check_shapes(source: UpdateSource) -> None:
-    by_row = type(source.optimizer).__name__ == "RowWiseAdagrad"
     for fqn, values in source.live_state().items():
         shape = source.parameters[fqn].shape
-        expected = (shape[0], 1) if by_row else shape
+        expected = shape, (*shape[:1], 1)  # row-wise optimizers keep a value for each row
         for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != expected:
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape not in expected:
                 raise CaptureError(
                     f"state {name!r} of {fqn!r} in the optimizer has shape {list(value.shape)}, the parameter "
                     f"{list(shape)}: it is the state of another model. Load that of this one"

@@ -11,23 +11,23 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch.optim import Optimizer
 
 from graphpasses._torch.decisions import as_function, decided_by_values, floats_stay_open
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.state.hyperparameters import Number, NumberDecision, numbers_of
+from graphpasses.state.optimizers import Optimizers
 
 
 class TracedNumbers:
-    """The numbers of an optimizer's groups, and tensors in their places, while its step is traced.
+    """The numbers of optimizers' groups, and tensors in their places, while its step is traced.
 
     Steps compute with numbers in Python: there each is a number that a tensor holds, which is traced. A fused kernel
     takes numbers, which a trace keeps as they are: there each is a number by which it is found again. An optimizer
     that compares a number is answered with its value, and the answer is a decision.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.values = numbers_of(optimizer)
+    def __init__(self, optimizers: Optimizers) -> None:
+        self.values = numbers_of(optimizers)
         self._symbols: dict[sympy.Symbol, Number] = {}
         self._decided: list[NumberDecision] = []
         self._marks: dict[Number, _Mark] = {}
@@ -35,7 +35,7 @@ class TracedNumbers:
         for number, value in self.values.items():
             if isinstance(value, torch.Tensor):
                 self._tensors[number] = value
-            elif optimizer.param_groups[number[0]].get("fused"):
+            elif optimizers.groups[number[0]][1].get("fused"):
                 self._marks[number] = _Mark.of(
                     len(self._marks), _decides(number, value, self._decided.append)
                 )

@@ -61,7 +61,7 @@ def check_update(update: Update, source: UpdateSource) -> None:
 
 def _other_numbers(update: Update) -> dict[Number, Any]:
     """Returns half of each number, where the optimizer does with it what it does with the number."""
-    numbers = numbers_of(update.optimizer)
+    numbers = numbers_of(update.optimizers)
     other = {number: value * 0.5 for number, value in numbers.items()}
     for decision in update.facts.decisions:
         if not decision.holds(other):
@@ -73,7 +73,7 @@ def _copies_before(part: UpdateSource, whole: UpdateSource) -> tuple[_Tensors, S
     """Returns the same at each call: copies of a part's parameters, and of their state."""
     state = {fqn: _copies(values) for fqn, values in part.live_state().items()}
     if not all(state.values()):
-        numbers = numbers_of(part.optimizer)
+        numbers = numbers_of(part.optimizers)
         state = _own_step(part, _copies(part.parameters), _random(whole, part.parameters), state, numbers)
     return _copies(part.parameters), state
 

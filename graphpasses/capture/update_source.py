@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.optimizers import shadow_of
 from graphpasses.state.hyperparameters import Number, numbers_of, with_numbers
+from graphpasses.state.optimizers import Optimizers
 
 State: TypeAlias = dict[str, dict[str, Any]]
 """What an optimizer keeps: by FQN of a parameter, and by name."""
@@ -23,7 +22,7 @@ State: TypeAlias = dict[str, dict[str, Any]]
 class UpdateSource:
     """What is traced."""
 
-    optimizer: Optimizer
+    optimizers: Optimizers
     groups: Sequence[Sequence[str]]  # by group, the FQNs of the parameters that it updates
     parameters: Mapping[str, torch.Tensor]  # by FQN, those that have gradients, in the order of the model
     clip_norm: float | None  # the norm to which all gradients together are clipped; None if they are not
@@ -41,17 +40,17 @@ class UpdateSource:
         of the optimizer's.
         """
         self.clip(parameters, gradients)
-        shadow = shadow_of(self.optimizer)
-        shadow.param_groups = [
-            {
-                **with_numbers(group, {name: value for (i, name), value in numbers.items() if i == index}),
-                "params": [parameters[fqn] for fqn in fqns],
-            }
-            for index, (group, fqns) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True))
-        ]
-        shadow.state = defaultdict(dict, {parameters[fqn]: dict(values) for fqn, values in state.items()})
-        shadow.step()
-        return {fqn: dict(shadow.state.get(parameters[fqn], {})) for group in self.groups for fqn in group}
+        shadows = {optimizer: shadow_of(optimizer) for optimizer in self.optimizers.each}
+        for index, ((optimizer, group), fqns) in enumerate(
+            zip(self.optimizers.groups, self.groups, strict=True)
+        ):
+            shadow, of_group = shadows[optimizer], {n: v for (i, n), v in numbers.items() if i == index}
+            given = with_numbers(group, of_group) | {"params": [parameters[fqn] for fqn in fqns]}
+            shadow.param_groups.append(given)
+            shadow.state.update({parameters[fqn]: dict(state[fqn]) for fqn in fqns if fqn in state})
+        both = Optimizers(tuple(shadows.values()))
+        both.step()
+        return {fqn: dict(both.state_of(parameters[fqn])) for group in self.groups for fqn in group}
 
     def clip(self, parameters: Mapping[str, torch.Tensor], gradients: Mapping[str, torch.Tensor]) -> None:
         """Gives parameters their gradients, both by FQN, and clips these in place."""
@@ -81,7 +80,7 @@ class UpdateSource:
     def live_state(self) -> State:
         """Returns the state that the optimizer has now, of each parameter that it updates."""
         return {
-            fqn: dict(self.optimizer.state.get(self.parameters[fqn]) or {})
+            fqn: dict(self.optimizers.state_of(self.parameters[fqn]))
             for group in self.groups
             for fqn in group
         }
@@ -102,7 +101,7 @@ class UpdateSource:
         given = {fqn: {name: fake(value) for name, value in values.items()} for fqn, values in live.items()}
         with mode:
             gradients = {fqn: torch.empty_like(parameter) for fqn, parameter in parameters.items()}
-            numbers = {number: fake(value) for number, value in numbers_of(self.optimizer).items()}
+            numbers = {number: fake(value) for number, value in numbers_of(self.optimizers).items()}
             made = self.step(parameters, gradients, given, numbers)
         return {
             fqn: live[fqn] or {name: like(value) for name, value in values.items()}

@@ -281,7 +281,7 @@ class CapturedStep(TrainGraph):
             values += update.values(self.inputs[len(values) :], parameters)
             loss = self._accumulate(self._updating_module(*values), tensors)
             if update.is_in_step:
-                update.finish()
+                update.optimizers.finish()
             else:
                 update.run(parameters)
             return loss

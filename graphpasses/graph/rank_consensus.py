@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fake_mode import is_fake
@@ -19,6 +18,7 @@ from graphpasses._torch.group_ranks import gathered, mesh_group_names, named_gro
 from graphpasses.errors import AgreementError
 from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
+from graphpasses.state.optimizers import Optimizers
 
 
 class RankConsensus:
@@ -78,15 +78,13 @@ class RankConsensus:
                 found or "other ranks launch different collectives; their messages say which"
             )
 
-    def check_update(self, optimizer: Optimizer | None, clip_norm: float | None) -> None:
+    def check_update(self, optimizers: Optimizers | None, clip_norm: float | None) -> None:
         """Raises on all ranks if they were given optimizers of different classes, or other norms to clip to.
 
         Ranks that share a group with two that differ name both.
         """
         what = "capture one step with different {}"
-        self._check_same(
-            what.format("optimizer"), repr(None if optimizer is None else type(optimizer).__name__)
-        )
+        self._check_same(what.format("optimizer"), repr(None if optimizers is None else optimizers.name))
         self._check_same(what.format("clip_norm"), repr(clip_norm))
 
     def check_waiting(self, waiting: str) -> None:

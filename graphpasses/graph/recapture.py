@@ -72,7 +72,7 @@ class GuardedCache(Generic[S]):
         """
         if not self._is_checked:
             update = self.steps[0].update
-            given = (None, None) if update is None else (update.optimizer, update.clip_norm)
+            given = (None, None) if update is None else (update.optimizers, update.clip_norm)
             self._consensus.check_update(*given)
             self.check_launches(self.steps[0])
             self._is_checked = True

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.optim import Optimizer
 
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
-from graphpasses._torch.optimizers import note_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, InputKind
 from graphpasses.state.hyperparameters import Number, as_input, numbers_of
 from graphpasses.state.optimizer import OptimizerFacts
+from graphpasses.state.optimizers import Optimizers
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,9 +36,9 @@ class Update:
     in_step: frozenset[str] = frozenset()  # FQNs of the parameters that the step's own graph updates
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The live optimizer."""
-        return self.facts.optimizer
+    def optimizers(self) -> Optimizers:
+        """The live optimizers."""
+        return self.facts.optimizers
 
     @property
     def gradients(self) -> list[str]:
@@ -92,27 +91,20 @@ class Update:
 
     def values(self, inputs: Sequence[GraphInput], parameters: Mapping[str, torch.Tensor]) -> list[Any]:
         """Returns what inputs carry now."""
-        numbers = numbers_of(self.optimizer)
+        numbers = numbers_of(self.optimizers)
         return [self._value(item, parameters, numbers) for item in inputs]
 
     def run(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Clips the gradients of the live model and updates its parameters; their gradients are gone then."""
         self.module(*self.values(self.inputs, parameters))
-        self.finish()
+        self.optimizers.finish()
 
     def run_eagerly(self) -> None:
         """Does the same by torch's own functions: in its first step an optimizer makes its state."""
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
-        self.optimizer.step()
-        self.finish()
-
-    def finish(self) -> None:
-        """Leaves the optimizer as after its own step, and its gradients as after ``zero_grad``."""
-        note_step(self.optimizer)
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        self.optimizers.step()
+        self.optimizers.finish()
 
     def _value(
         self, item: GraphInput, parameters: Mapping[str, torch.Tensor], numbers: Mapping[Number, Any]
@@ -123,5 +115,5 @@ class Update:
         if item.kind is InputKind.GRADIENT:
             value = value.grad
         elif item.kind is InputKind.OPTIMIZER_STATE:
-            value = self.optimizer.state[value][item.state]
+            value = self.optimizers.state_of(value)[item.state]
         return getattr(value, item.attr) if item.attr else value

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim import Optimizer
 
+from graphpasses.state.optimizers import Optimizers
+
 Number: TypeAlias = tuple[int, str]
 """Names a number: the index of its group, and e.g. ``"lr"`` or ``"betas[0]"``."""
 
@@ -33,8 +35,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _counts(optimizer: Optimizer) -> frozenset[str]:
+    kind: Any = type(optimizer)
+    return _integers(kind)
+
+
 @functools.cache
-def _counts(kind: Any) -> frozenset[str]:
+def _integers(kind: type[Optimizer]) -> frozenset[str]:
     """Returns the hyperparameters that an optimizer declares as integers: it loops by them."""
     parameters = inspect.signature(kind).parameters.values()
     return frozenset(each.name for each in parameters if each.annotation in (int, "int"))
@@ -45,22 +52,21 @@ def as_input(value: Any) -> Any:
     return value if isinstance(value, torch.Tensor) else float(value)
 
 
-def numbers_of(optimizer: Optimizer) -> dict[Number, Any]:
+def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
     """Returns the numbers of all groups, and the tensors that take their places, by name.
 
     What a group holds that is no hyperparameter of the optimizer, as schedulers keep there, is not among them.
 
     Example:
         >>> optimizer = torch.optim.Adam([torch.ones(1, requires_grad=True)], lr=0.1)
-        >>> numbers_of(optimizer)[0, "betas[1]"]
+        >>> numbers_of(Optimizers((optimizer,)))[0, "betas[1]"]
         0.999
     """
-    counts = _counts(type(optimizer))
     return {
         (index, name): value
-        for index, group in enumerate(optimizer.param_groups)
+        for index, (optimizer, group) in enumerate(optimizers.groups)
         for hyperparameter in optimizer.defaults
-        if hyperparameter not in counts
+        if hyperparameter not in _counts(optimizer)
         for name, value in _parts(hyperparameter, group.get(hyperparameter))
         if is_number(value) or isinstance(value, torch.Tensor)
     }
@@ -84,7 +90,7 @@ def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[s
 
 def kinds_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
     """Returns by name of a hyperparameter what an update has built in of it: whether it is a number, or its value."""
-    counts = _counts(type(optimizer))
+    counts = _counts(optimizer)
     return {
         name: repr(group.get(name)) if name in counts else _kind(group.get(name))
         for name in optimizer.defaults

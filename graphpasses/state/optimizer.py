@@ -8,34 +8,23 @@ from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
-from graphpasses._torch.optimizers import runs_hooks
 from graphpasses.errors import CaptureError
 from graphpasses.state.hyperparameters import Number, NumberDecision, kinds_of, numbers_of
+from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.slots import AGAIN
-
-CAPTURED_OPTIMIZERS: tuple[type[Optimizer], ...] = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-)
-
-# By package and class: TorchRec need not be there.
-_CAPTURED_OF_TORCHREC = "torchrec", "RowWiseAdagrad"
 
 _Facts: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerFacts:
-    """Facts about an optimizer that the graph of its update has built in.
+    """Facts about optimizers that the graph of their update has built in.
 
     Numbers among the hyperparameters, and the state's values, are no such facts: the update reads them when it runs.
 
     Args:
-        optimizer: the live optimizer.
+        optimizers: the live optimizers.
         groups: by group, the names of its parameters: FQNs, or e.g. ``"parameter 0 of group 1"`` of one that the
             model does not have.
         hyperparameters: by group, what is built in of each: that it is a number, or its value.
@@ -44,7 +33,7 @@ class OptimizerFacts:
         state: by FQN of each parameter that is updated, and by name: a tensor's facts, or a value.
     """
 
-    optimizer: Optimizer
+    optimizers: Optimizers
     groups: tuple[tuple[str, ...], ...]
     hyperparameters: tuple[Mapping[str, str], ...]
     numbers: Mapping[Number, Any]
@@ -54,24 +43,24 @@ class OptimizerFacts:
     @classmethod
     def of(
         cls,
-        optimizer: Optimizer,
+        optimizers: Optimizers,
         names: Mapping[torch.Tensor, str],
         state: Mapping[str, Mapping[str, object]],
         decisions: Sequence[NumberDecision] = (),
     ) -> OptimizerFacts:
-        """Reads an optimizer; ``names`` are the FQNs of the model's parameters, ``state`` is by FQN and name."""
+        """Reads optimizers; ``names`` are the FQNs of the model's parameters, ``state`` is by FQN and name."""
         return cls(
-            optimizer,
-            tuple(tuple(_names(group, index, names)) for index, group in enumerate(optimizer.param_groups)),
-            tuple(kinds_of(optimizer, group) for group in optimizer.param_groups),
-            numbers_of(optimizer),
+            optimizers,
+            tuple(tuple(_names(group, index, names)) for index, (_, group) in enumerate(optimizers.groups)),
+            tuple(kinds_of(optimizer, group) for optimizer, group in optimizers.groups),
+            numbers_of(optimizers),
             tuple(decisions),
             {fqn: {name: _facts(value) for name, value in values.items()} for fqn, values in state.items()},
         )
 
     def fixed(self, groups: Collection[int]) -> OptimizerFacts:
         """Returns facts for a graph that has built in what the numbers of some groups are now, but for their lr."""
-        numbers = numbers_of(self.optimizer)
+        numbers = numbers_of(self.optimizers)
 
         def fixed(number: Number) -> NumberDecision:
             return NumberDecision((number,), lambda now: repr(now[number]) == repr(numbers[number]))
@@ -89,18 +78,18 @@ class OptimizerFacts:
             CaptureError: it names what changed: hooks, groups, their parameters and hyperparameters, the names,
                 shapes, dtypes or devices of state; or a parameter has a gradient already.
         """
-        check_optimizer(self.optimizer)
+        self.optimizers.check()
         names = {parameter: fqn for fqn, parameter in parameters.items()}
         self._check_groups(names)
         is_complete = True
         for fqn, before in self.state.items():
-            state = self.optimizer.state.get(parameters[fqn]) or {}
+            state = self.optimizers.state_of(parameters[fqn])
             now = {name: _facts(value) for name, value in state.items()}
             if not now and before:
                 is_complete = False
             elif now != before:
                 raise CaptureError(_changed_state(fqn, before, now))
-        for group, known in zip(self.optimizer.param_groups, self.groups, strict=True):
+        for (_, group), known in zip(self.optimizers.groups, self.groups, strict=True):
             for parameter, name in zip(group["params"], known, strict=True):
                 if parameter.grad is not None:
                     raise CaptureError(
@@ -110,24 +99,24 @@ class OptimizerFacts:
         return is_complete
 
     def _check_groups(self, names: Mapping[torch.Tensor, str]) -> None:
-        groups = self.optimizer.param_groups
+        groups = self.optimizers.groups
         if len(groups) != len(self.groups):
             raise CaptureError(
                 f"the optimizer had {len(self.groups)} parameter groups when the step was captured, and has "
                 f"{len(groups)} now; {AGAIN}"
             )
-        for index, (group, known, before) in enumerate(
+        for index, ((optimizer, group), known, before) in enumerate(
             zip(groups, self.groups, self.hyperparameters, strict=True)
         ):
             if tuple(_names(group, index, names)) != known:
                 raise CaptureError(
-                    f"group {index} of the optimizer held other parameters when the step was captured; {AGAIN}"
+                    f"{self.optimizers.group_name(index)} held other parameters when the step was captured; {AGAIN}"
                 )
-            now = kinds_of(self.optimizer, group)
+            now = kinds_of(optimizer, group)
             for name in {**before, **now}:
                 if before.get(name) != now.get(name):
                     raise CaptureError(
-                        f"{name!r} of the optimizer's group {index} was {before.get(name)} when the step was "
+                        f"{name!r} of {self.optimizers.group_name(index)} was {before.get(name)} when the step was "
                         f"captured, and is {now.get(name)} now; only numbers may change. {AGAIN[0].upper()}"
                         f"{AGAIN[1:]}"
                     )
@@ -135,71 +124,17 @@ class OptimizerFacts:
 
     def _check_decisions(self) -> None:
         """Raises where a number is another, by which the update was decided to be what it is."""
-        now = numbers_of(self.optimizer)
+        now = numbers_of(self.optimizers)
         for decision in self.decisions:
             if decision.holds(now):
                 continue
             changed = [each for each in decision.numbers if repr(now[each]) != repr(self.numbers[each])]
             index, name = number = (changed or decision.numbers)[0]
+            where, optimizer = self.optimizers.group_name(index), type(self.optimizers.groups[index][0])
             raise CaptureError(
-                f"{name!r} of the optimizer's group {index} was {self.numbers[number]} when the step was captured, "
-                f"and is {now[number]} now: {type(self.optimizer).__name__} decides by it, and does something else "
-                f"than was captured; {AGAIN}"
+                f"{name!r} of {where} was {self.numbers[number]} when the step was captured, and is {now[number]} "
+                f"now: {optimizer.__name__} decides by it, and does something else than was captured; {AGAIN}"
             )
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raises if the update of an optimizer is not, or cannot be, captured.
-
-    Raises:
-        CaptureError: it is of another class than those that are captured, has hooks, or has options that let it
-            compute otherwise.
-
-    Example:
-        >>> check_optimizer(torch.optim.RMSprop([torch.ones(1, requires_grad=True)]))
-        Traceback (most recent call last):
-        graphpasses.errors.CaptureError: the update of RMSprop is not captured, that of AdamW, Adam, ...
-    """
-    kind = type(optimizer)
-    if isinstance(optimizer, (list, tuple)):
-        raise CaptureError(
-            f"optimizer= is a {kind.__name__} of {len(optimizer)}, and takes one optimizer; capture without it, and "
-            "call the step() of each after the captured step"
-        )
-    if (
-        kind not in CAPTURED_OPTIMIZERS
-        and (kind.__module__.partition(".")[0], kind.__name__) != _CAPTURED_OF_TORCHREC
-    ):
-        known = ", ".join(each.__name__ for each in CAPTURED_OPTIMIZERS)
-        base = next((each for each in CAPTURED_OPTIMIZERS if isinstance(optimizer, each)), None)
-        what = f"{kind.__name__}, a subclass of {base.__name__}," if base else kind.__name__
-        raise CaptureError(
-            f"the update of {what} is not captured, that of {known} and TorchRec's RowWiseAdagrad is; capture "
-            "without optimizer=, and call "
-            "optimizer.step() after the step"
-        )
-    if runs_hooks(optimizer):
-        raise CaptureError(
-            "a hook runs before or after the optimizer's steps, or its step was replaced; a captured step runs "
-            "neither. Remove it, and do what it does before or after the captured step"
-        )
-    if (
-        getattr(optimizer, "grad_scale", None) is not None
-        or getattr(optimizer, "found_inf", None) is not None
-    ):
-        raise CaptureError("a GradScaler steps the optimizer; a captured step does not scale gradients back")
-    for index, group in enumerate(optimizer.param_groups):
-        for name in ("differentiable", "capturable"):
-            if group.get(name):
-                raise CaptureError(
-                    f"group {index} of the optimizer has {name}=True, which a captured step does not follow; leave "
-                    "it at False"
-                )
-        for name, value in group.items():
-            if name in optimizer.defaults and name != "lr" and _holds_tensor(value):
-                raise CaptureError(
-                    f"{name!r} of the optimizer's group {index} holds a tensor; only lr may be one. Give numbers"
-                )
 
 
 def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, str]) -> Iterator[str]:
@@ -232,12 +167,6 @@ def _changed_state(fqn: str, before: Mapping[str, _Facts], now: Mapping[str, _Fa
         f"state {name!r} of {fqn!r} in the optimizer was {had} when the step was captured, and is {has} now; load "
         "the state of this model and optimizer, or capture the step again"
     )
-
-
-def _holds_tensor(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensor, value))
-    return isinstance(value, torch.Tensor)
 
 
 def _quoted(name: str) -> str:

@@ -237,3 +237,52 @@ def test_the_check_copies_one_parameter_after_the_other(monkeypatch: pytest.Monk
     # The state, which is not there yet, is made twice: for the traced update, and for the optimizer's own.
     shapes = [[tuple(each.shape)] for each in model.parameters()]
     assert lists == [*shapes, *(shape for shape in shapes for _ in range(2))]
+
+
+OTHERS = [torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RMSprop, torch.optim.Rprop]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers_of_torch(kind: Callable[..., Optimizer]) -> None:
+    models = build(), build()
+    optimizers = [kind(model.parameters()) for model in models]
+    step = capture_train_step(loss_fn, models[1], batch(0), optimizer=optimizers[1])
+    for index in range(3):
+        loss = eagerly(models[0], optimizers[0], batch(index), None)
+        assert same_bits(step(batch(index)), loss)
+        assert equal_weights(*models)
+        assert equal_state(*optimizers)
+
+
+def muon_and_adamw(model: nn.Module) -> tuple[Optimizer, Optimizer]:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    return torch.optim.Muon(matrices, lr=1e-2), AdamW(vectors, lr=1e-3)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_several_optimizers(clip_norm: float | None) -> None:
+    models = build(), build()
+    one, other = (muon_and_adamw(model) for model in models)
+    step = Pipeline((UpdateInBackward(),)).run(
+        capture_train_step(loss_fn, models[1], batch(0), optimizer=other, clip_norm=clip_norm)
+    )
+    for index in range(4):
+        for optimizer in (*one, *other):
+            optimizer.param_groups[0]["lr"] *= 0.9
+        loss = loss_fn(models[0], batch(index))
+        loss.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(models[0].parameters(), clip_norm)
+        for optimizer in one:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same_bits(step(batch(index)), loss.detach())
+        assert equal_weights(*models)
+        assert all(map(equal_state, one, other))
+    step.check(batch(0))
+    other[1].param_groups[0]["amsgrad"] = True
+    with pytest.raises(
+        CaptureError, match=r"^'amsgrad' of group 0 of AdamW was False when the step was captured"
+    ):
+        step(batch(0))

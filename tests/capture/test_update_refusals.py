@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim import SGD, AdamW, Optimizer, RMSprop
+from torch.optim import LBFGS, SGD, AdamW, Optimizer, RAdam
 
 from graphpasses.errors import CaptureError, FidelityError
 from tests.capture.test_update import X, build, capture, equal_weights
@@ -38,34 +38,36 @@ def of_another_state(model: nn.Module) -> Optimizer:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "other_class": (
-        lambda model: RMSprop(model.parameters()),
+    "closure": (
+        lambda model: LBFGS(model.parameters()),
         (
-            "the update of RMSprop is not captured, that of AdamW, Adam, SGD, Adagrad and TorchRec's RowWiseAdagrad "
-            "is; capture without optimizer=, and call optimizer.step() after the step"
+            "the step of LBFGS calls a closure, which runs the model again; capture without optimizer=, and let the "
+            "closure call the captured step"
+        ),
+    ),
+    "decides_by_state": (
+        lambda model: RAdam(model.parameters()),
+        (
+            "RAdam decides by a value that it keeps, as a count of steps, and a captured update does the same at "
+            "each call; capture without optimizer=, and call optimizer.step() after the step"
         ),
     ),
     "subclass": (
         lambda model: MySGD(model.parameters()),
         (
-            "the update of MySGD, a subclass of SGD, is not captured, that of AdamW, Adam, SGD, "
-            "Adagrad and TorchRec's RowWiseAdagrad "
+            "the update of MySGD is not captured, that of torch's own optimizers and of TorchRec's RowWiseAdagrad "
             "is; capture without optimizer=, and call optimizer.step() after the step"
         ),
     ),
     "no_optimizer": (
         lambda model: model.parameters(),
-        (
-            "the update of generator is not captured, that of AdamW, Adam, SGD, Adagrad and TorchRec's "
-            "RowWiseAdagrad "
-            "is; capture without optimizer=, and call optimizer.step() after the step"
-        ),
+        "optimizer= is a generator; give a torch.optim.Optimizer, or a tuple of them",
     ),
-    "several": (
-        lambda model: [SGD(model[0].parameters()), SGD(model[3].parameters())],
+    "both_hold_one": (
+        lambda model: (SGD(model[0].parameters()), AdamW(model.parameters())),
         (
-            "optimizer= is a list of 2, and takes one optimizer; capture without it, and call the step() of each "
-            "after the captured step"
+            "SGD and AdamW both hold a parameter of shape [4, 3]; a captured step updates each once. Give each "
+            "optimizer its own"
         ),
     ),
     "hook": (
@@ -91,11 +93,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "differentiable": (
         lambda model: SGD(model.parameters(), differentiable=True),
-        "group 0 of the optimizer has differentiable=True, which a captured step does not follow; leave it at False",
+        "the optimizer's group 0 has differentiable=True, which a captured step does not follow; leave it at False",
     ),
     "capturable": (
         lambda model: AdamW(model.parameters(), capturable=True),
-        "group 0 of the optimizer has capturable=True, which a captured step does not follow; leave it at False",
+        "the optimizer's group 0 has capturable=True, which a captured step does not follow; leave it at False",
     ),
     "tensor": (
         lambda model: SGD(model.parameters(), weight_decay=torch.tensor(0.1)),
@@ -202,7 +204,7 @@ def leave_gradient(model: nn.Module, optimizer: Optimizer) -> None:
 CHANGES: dict[Callable[[Any, Optimizer], None], str] = {
     add_group: "the optimizer had 1 parameter groups when the step was captured, and has 2 now; capture the step "
     "again, or undo the change",
-    add_parameter: "group 0 of the optimizer held other parameters when the step was captured; capture the step "
+    add_parameter: "the optimizer's group 0 held other parameters when the step was captured; capture the step "
     "again, or undo the change",
     add_hook: REFUSED["hook"][1],
     change_to_no_decay: "'weight_decay' of the optimizer's group 0 was 0.01 when the step was captured, and is 0.0 "

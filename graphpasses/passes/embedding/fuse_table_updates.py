@@ -144,8 +144,8 @@ def _plan_table(
     if (reason := _why_not_table(table.meta["val"])) is not None:
         return reason
     group = next(index for index, names in enumerate(update.facts.groups) if fqn in names)
-    options = update.optimizer.param_groups[group]
-    form = FusedForm.of_options(type(update.optimizer), options)
+    optimizer, options = update.optimizers.groups[group]
+    form = FusedForm.of_options(type(optimizer), options)
     if isinstance(form, str):
         return form
     if isinstance(options["lr"], torch.Tensor):

@@ -1,4 +1,4 @@
-"""Losses that run a second model: a frozen teacher, a reference policy, a GAN's other network; against eager."""
+"""Loops with a second model (a teacher, a reference policy, a GAN's other network), or optimizer, on two ranks."""
 
 from __future__ import annotations
 
@@ -109,11 +109,42 @@ def compete(is_captured: bool) -> list[Any]:
     return train(is_captured, [(of_critic, critic, generator, make), (of_generator, generator, critic, make)])
 
 
+def two_optimizers(is_captured: bool) -> list[Any]:
+    """Muon for matrices, whose update gathers them, and AdamW for the rest."""
+    model = network(0)
+    matrices = [each for each in model.parameters() if each.dim() == 2]
+    vectors = [each for each in model.parameters() if each.dim() != 2]
+    optimizers = torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(vectors, lr=1e-2)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).float().square().mean()
+
+    step, found = None, []
+    for _ in range(NUM_STEPS):
+        x = torch.randn(4, 8)
+        if is_captured:
+            if step is None:
+                step = default_pipeline().run(
+                    capture_train_step(loss_fn, model, x, optimizer=optimizers, clip_norm=0.1)
+                )
+            loss = step(x)
+        else:
+            loss = loss_fn(model, x)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(loss.item())
+    return [*found, weight_hash(model)]
+
+
 CASES: dict[str, Callable[[bool], list[Any]]] = {
     "teacher": distil,
     "teacher on every rank": lambda is_captured: distil(is_captured, is_sharded=False),
     "reference policy": prefer,
     "GAN": compete,
+    "Muon and AdamW": two_optimizers,
 }
 
 
@@ -130,7 +161,7 @@ def trained() -> list[dict[str, tuple[list[Any], list[Any]]]]:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
-def test_another_model_in_the_loss(name: str, trained: list[dict[str, tuple[list[Any], list[Any]]]]) -> None:
+def test_captured_loops_are_eagers(name: str, trained: list[dict[str, tuple[list[Any], list[Any]]]]) -> None:
     for rank in trained:
         eager, captured = rank[name]
         assert captured == eager

@@ -1,0 +1,153 @@
+"""The optimizers of a step: one, or several over disjoint parameters, which step one after the other."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from graphpasses._torch.optimizers import note_step, runs_hooks
+from graphpasses.errors import CaptureError
+
+# By package and class: TorchRec need not be there.
+_CAPTURED_OF_TORCHREC = "torchrec", "RowWiseAdagrad"
+
+
+@dataclass(frozen=True, eq=False)
+class Optimizers:
+    """Optimizers whose groups are counted through: those of the second follow those of the first.
+
+    Args:
+        each: the live optimizers, in the order in which they step.
+
+    Example:
+        >>> first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+        >>> both = Optimizers((torch.optim.SGD([first]), torch.optim.Adam([second], betas=(0.8, 0.9))))
+        >>> both.name, both.groups[1][1]["betas"], both.group_name(1)
+        ('SGD and Adam', (0.8, 0.9), 'group 0 of Adam')
+    """
+
+    each: tuple[Optimizer, ...]
+
+    @classmethod
+    def of(cls, given: Optimizer | Sequence[Optimizer] | None) -> Optimizers | None:
+        """Returns what ``optimizer=`` was given; None if that was None."""
+        if given is None:
+            return None
+        return cls(tuple(given) if isinstance(given, Sequence) else (given,))
+
+    @property
+    def groups(self) -> list[tuple[Optimizer, dict[str, Any]]]:
+        """The groups of all as they are now, each beside its optimizer."""
+        return [(optimizer, group) for optimizer in self.each for group in optimizer.param_groups]
+
+    @property
+    def name(self) -> str:
+        """What messages call them."""
+        return " and ".join(type(optimizer).__name__ for optimizer in self.each)
+
+    def group_name(self, index: int) -> str:
+        """Returns what messages call a group."""
+        if len(self.each) == 1:
+            return f"the optimizer's group {index}"
+        optimizer, group = self.groups[index]
+        place = next(i for i, each in enumerate(optimizer.param_groups) if each is group)
+        return f"group {place} of {type(optimizer).__name__}"
+
+    def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Returns what the optimizers keep of a parameter; nothing before they make it."""
+        found = (optimizer.state.get(parameter) for optimizer in self.each)
+        return next(filter(None, found), {})
+
+    def step(self) -> None:
+        """Runs the step of each."""
+        for optimizer in self.each:
+            optimizer.step()
+
+    def finish(self) -> None:
+        """Leaves them as after their own steps, and their gradients as after ``zero_grad``."""
+        for optimizer in self.each:
+            note_step(optimizer)
+        for _, group in self.groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def check(self) -> None:
+        """Raises if the update is not, or cannot be, captured.
+
+        Raises:
+            CaptureError: an optimizer is of another class than those that are captured, has hooks, or has options
+                that let it compute otherwise; or two hold one parameter.
+
+        Example:
+            >>> Optimizers((torch.optim.LBFGS([torch.ones(1, requires_grad=True)]),)).check()
+            Traceback (most recent call last):
+            graphpasses.errors.CaptureError: the step of LBFGS calls a closure, ...
+        """
+        for optimizer in self.each:
+            _check_class(optimizer)
+            _check_hooks(optimizer)
+        for index, (optimizer, group) in enumerate(self.groups):
+            for name in ("differentiable", "capturable"):
+                if group.get(name):
+                    raise CaptureError(
+                        f"{self.group_name(index)} has {name}=True, which a captured step does not follow; leave it "
+                        "at False"
+                    )
+            for name, value in group.items():
+                if name in optimizer.defaults and name != "lr" and _holds_tensor(value):
+                    raise CaptureError(
+                        f"{name!r} of {self.group_name(index)} holds a tensor; only lr may be one. Give numbers"
+                    )
+        if len(self.each) > 1:
+            self._check_disjoint()
+
+    def _check_disjoint(self) -> None:
+        holders: dict[torch.Tensor, Optimizer] = {}
+        for optimizer, group in self.groups:
+            for parameter in group["params"]:
+                if (other := holders.setdefault(parameter, optimizer)) is not optimizer:
+                    raise CaptureError(
+                        f"{type(other).__name__} and {type(optimizer).__name__} both hold a parameter of shape "
+                        f"{list(parameter.shape)}; a captured step updates each once. Give each optimizer its own"
+                    )
+
+
+def _check_class(optimizer: Optimizer) -> None:
+    kind = type(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise CaptureError(
+            f"optimizer= is a {kind.__name__}; give a torch.optim.Optimizer, or a tuple of them"
+        )
+    place = kind.__module__.partition(".")[0], kind.__name__
+    if place != _CAPTURED_OF_TORCHREC and getattr(torch.optim, kind.__name__, None) is not kind:
+        raise CaptureError(
+            f"the update of {kind.__name__} is not captured, that of torch's own optimizers and of TorchRec's "
+            "RowWiseAdagrad is; capture without optimizer=, and call optimizer.step() after the step"
+        )
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise CaptureError(
+            f"the step of {kind.__name__} calls a closure, which runs the model again; capture without optimizer=, "
+            "and let the closure call the captured step"
+        )
+
+
+def _check_hooks(optimizer: Optimizer) -> None:
+    if runs_hooks(optimizer):
+        raise CaptureError(
+            "a hook runs before or after the optimizer's steps, or its step was replaced; a captured step runs "
+            "neither. Remove it, and do what it does before or after the captured step"
+        )
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        raise CaptureError("a GradScaler steps the optimizer; a captured step does not scale gradients back")
+
+
+def _holds_tensor(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_tensor, value))
+    return isinstance(value, torch.Tensor)
