@@ -16,6 +16,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
+from graphpasses.graph.failed_ranks import FailedRanks
 from graphpasses.graph.gradients import accumulate_gradient, as_gradient, shared_values
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
@@ -92,11 +93,13 @@ class CapturedStep(TrainGraph):
                 name; or parameters changed while FSDP2 had them unsharded; or ``loss_fn`` decides by values
                 otherwise than when it was captured, and must not be captured again, or was eight times.
             FidelityError: the call is one that is checked, see :meth:`check`.
+            AgreementError: another rank stopped, of which a collective waits; the message says why it did.
         """
         self._num_calls += 1
-        if self._is_due():
-            self.check(*batch)
-        return self.run(*batch)
+        with self._failed_ranks.told():
+            if self._is_due():
+                self.check(*batch)
+            return self.run(*batch)
 
     def accumulate(self, *batch: Any) -> torch.Tensor:
         """Runs forward and backward of a microbatch, and leaves its gradients to the next call of the step.
@@ -197,6 +200,10 @@ class CapturedStep(TrainGraph):
     def captures(self) -> tuple[CapturedStep, ...]:
         """This step, and those that were captured since for batches by which ``loss_fn`` decides otherwise."""
         return tuple(self._cache.steps)
+
+    @cached_property
+    def _failed_ranks(self) -> FailedRanks:
+        return FailedRanks(self._cache.groups)
 
     @cached_property
     def _cache(self) -> GuardedCache[CapturedStep]:

@@ -61,6 +61,11 @@ class GuardedCache(Generic[S]):
         self._is_checked = False
         self._is_guarded = None if self._consensus.groups else first.guards is not None
 
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the groups with which the step communicates."""
+        return self._consensus.groups
+
     def fitting(self, batch: tuple[Any, ...], value_of: Callable[[GraphInput], Any]) -> S:
         """Returns the step that all ranks captured with what they decide by now; captures it if there is none.
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphpasses import capture_train_step, default_pipeline
-from graphpasses.errors import CaptureError
+from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.parity.hashing import weight_hash
 from graphpasses.parity.launch import run_ranks
 
@@ -148,30 +150,51 @@ CASES: dict[str, Callable[[bool], list[Any]]] = {
 }
 
 
-def train_all() -> dict[str, tuple[list[Any], list[Any]]]:
+def with_a_wrong_batch() -> str:
+    """Rank 1 gets it; returns what each rank says."""
+    group = torch.distributed.new_group(timeout=timedelta(seconds=3))
+    model = nn.Linear(8, 8)
+    fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+    step = capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(4, 8))
+    try:
+        step(torch.ones(4 - torch.distributed.get_rank(), 8))
+    except GraphPassesError as error:
+        return str(error)
+    return ""
+
+
+def train_all() -> dict[str, tuple[Any, Any]]:
     """Runs on every rank."""
-    found = {name: (case(False), case(True)) for name, case in CASES.items()}
-    return found | {"another teacher": (distil(False), distil(True, teacher_seed=2))}
+    found: dict[str, tuple[Any, Any]] = {name: (case(False), case(True)) for name, case in CASES.items()}
+    found["another teacher"] = distil(False), distil(True, teacher_seed=2)
+    return found | {"a wrong batch": ("", with_a_wrong_batch())}
 
 
 @pytest.fixture(scope="module")
-def trained() -> list[dict[str, tuple[list[Any], list[Any]]]]:
+def trained() -> list[dict[str, tuple[Any, Any]]]:
     return run_ranks(train_all, 2)
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", CASES)
-def test_captured_loops_are_eagers(name: str, trained: list[dict[str, tuple[list[Any], list[Any]]]]) -> None:
+def test_captured_loops_are_eagers(name: str, trained: list[dict[str, tuple[Any, Any]]]) -> None:
     for rank in trained:
         eager, captured = rank[name]
         assert captured == eager
 
 
 @pytest.mark.multiprocess
-def test_the_other_model_counts(trained: list[dict[str, tuple[list[Any], list[Any]]]]) -> None:
+def test_the_other_model_counts(trained: list[dict[str, tuple[Any, Any]]]) -> None:
     for rank in trained:
         eager, captured = rank["another teacher"]
         assert captured != eager
+
+
+@pytest.mark.multiprocess
+def test_a_wrong_batch_on_one_rank(trained: list[dict[str, tuple[Any, Any]]]) -> None:
+    waiting, wrong = (rank["a wrong batch"][1] for rank in trained)
+    assert wrong.startswith("batch[0] differs from the captured batch: expected shape [4, 8]")
+    assert waiting.startswith(f"rank 1 stopped: BatchMismatchError: {wrong}. This rank waited for it: ")
 
 
 def test_others_that_are_no_tuple_of_models() -> None:
