@@ -16,7 +16,7 @@ from graphpasses._torch.compiled_calls import COMPILED_CALL, compiled_calls_rais
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.module_hooks import is_compiled
 from graphpasses.capture.guards import line_of, user_line
-from graphpasses.errors import CaptureError
+from graphpasses.errors import CaptureError, GraphPassesError
 from graphpasses.identity import walk_modules
 from graphpasses.state.model import check_gradient_hooks
 
@@ -113,6 +113,22 @@ def compiled_calls_refused() -> Iterator[None]:
             "operators, and the bits of compiled kernels may be others. Call the function itself, or put both runs "
             'under torch.compiler.set_stance("force_eager")'
         ) from error
+
+
+@contextmanager
+def failures_placed() -> Iterator[None]:
+    """Adds to an error of the block, which is traced, that the user's code met fake tensors, and where."""
+    try:
+        yield
+    except GraphPassesError:
+        raise
+    except Exception as error:
+        error.add_note(
+            f"loss_fn failed at {line_of(error)}, while a capture traced it on fake tensors, which have no values. "
+            "If eager runs it with this batch, it gives a tensor where a number stands: write tensor.item(), or "
+            "compute it before the step and give it in the batch"
+        )
+        raise
 
 
 @contextmanager

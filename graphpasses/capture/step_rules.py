@@ -85,8 +85,8 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
         if value.requires_grad:
             return (
                 f"loss_fn reads a trainable tensor of {shape}, that is no part of the model; a captured step would "
-                "not compute its gradient. Make it part of the model, e.g. capture an nn.ModuleDict of both, or "
-                "detach it"
+                "not compute its gradient. Name its model (capture_train_step(..., others=(other,))), or detach "
+                "it"
             )
     if outside:
         step.note(

@@ -25,6 +25,7 @@ from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.refusals import (
     compiled_calls_refused,
+    failures_placed,
     kept_tensors_refused,
     other_memory_refused,
     ragged_sizes_refused,
@@ -113,6 +114,7 @@ def trace_step(
             other_models_refused(model),
             compiled_calls_refused(),
             module_names_traced(model),
+            failures_placed(),
             reads.running(),
         )
         with _all(around_step), communication_traced(model) as reductions:

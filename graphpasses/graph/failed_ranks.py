@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -51,10 +51,11 @@ class FailedRanks:
             self._forget()
 
     def _tell(self, error: Exception) -> None:
-        text = f"rank {dist.get_rank()} stopped: {type(error).__name__}: {error}" if self._groups else ""
         for group in self._groups:
-            group_store(named_group(group)).set(_KEY, text)
-        self._has_told = True
+            text = f"rank {dist.get_rank()} stopped: {type(error).__name__}: {error}"
+            with suppress(RuntimeError):  # a store that is gone, or fake: the error itself is raised
+                group_store(named_group(group)).set(_KEY, text)
+                self._has_told = True
 
     def _heard(self, error: Exception) -> str | None:
         """Returns what another rank told first, unless it is the same."""

@@ -372,7 +372,7 @@ def test_tensors_from_outside() -> None:
     assert torch.equal(step(x), before * 2)
     assert refused(lambda: capture_train_step(lambda model, x: head(model(x)).sum(), model, x)) == (
         "loss_fn reads a trainable tensor of shape [1, 1], torch.float32, that is no part of the model; a captured "
-        "step would not compute its gradient. Make it part of the model, e.g. capture an nn.ModuleDict of both, or "
+        "step would not compute its gradient. Name its model (capture_train_step(..., others=(other,))), or "
         "detach it"
     )
     assert all(parameter.grad is None for parameter in head.parameters())

@@ -73,3 +73,15 @@ def test_compiled_functions() -> None:
     )
     with torch.compiler.set_stance("force_eager"):
         assert torch.equal(capture()(X), loss_fn(build(), X))
+
+
+def test_an_error_of_the_users_code_says_that_tensors_were_fake() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return model(x * rows.numpy().max()).sum()
+
+    assert loss_fn(build(), X, torch.tensor([2])).shape == ()
+    with pytest.raises(RuntimeError) as caught:
+        capture_train_step(loss_fn, build(), X, torch.tensor([2]))
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"loss_fn failed at {__file__}:")
+    assert note.endswith("write tensor.item(), or compute it before the step and give it in the batch")
