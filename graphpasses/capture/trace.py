@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook
 
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
@@ -234,8 +234,11 @@ def _state_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _autocast_refused() -> Iterator[None]:
-    def check(module: nn.Module, _: object) -> None:
-        devices = {parameter.device.type for parameter in module.parameters(recurse=False)}
+    def check(module: nn.Module, *_: object) -> None:
+        # What autocast keeps: casts of float32 leaves. FSDP2's policy may have made others of them already; it has
+        # not freed them yet.
+        cast = [each for each in module.parameters(recurse=False) if each.dtype == torch.float32]
+        devices = {parameter.device.type for parameter in cast if parameter.requires_grad}
         if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, devices)):
             raise CaptureError(
                 "loss_fn runs under autocast, which casts a weight once for all its uses and adds their gradients "
@@ -246,7 +249,7 @@ def _autocast_refused() -> Iterator[None]:
     # The tracer turns autocast's cache off, and with it what tells a default autocast from one without a cache.
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(True)
-    handle = register_module_forward_pre_hook(check)
+    handle = register_module_forward_hook(check)
     try:
         yield
     finally:

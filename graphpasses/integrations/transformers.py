@@ -1,0 +1,112 @@
+"""Hugging Face's ``Trainer`` with captured steps: :class:`CapturedSteps` takes the place of what it runs eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from transformers import Trainer as _Trainer
+
+from graphpasses._torch import pytree
+from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses.capture.train_step import capture_train_step
+from graphpasses.errors import CaptureError
+from graphpasses.graph import CapturedStep
+from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.passes.pipelines import default_pipeline
+from graphpasses.passes.runner import Pipeline
+
+MAX_SHAPES = 8
+
+
+class CapturedSteps:
+    """Lets a trainer of transformers, or of TRL, run its forward, loss and backward as captured steps.
+
+    Written before the trainer's class: ``class MyTrainer(CapturedSteps, SFTTrainer)``. The trainer's own
+    ``training_step`` is what is traced, up to its backward. Its loop, clipping, optimizer, schedules, logs and
+    checkpoints stay as they are, and accumulation by ``gradient_accumulation_steps`` is FSDP2's.
+
+    A step is captured for each shape that the inputs of all ranks have together, at most eight: pad to a fixed
+    length, or say in :attr:`dynamic_shapes` which dims vary.
+
+    Example::
+
+        from graphpasses.integrations.transformers import Trainer  # in the place of transformers.Trainer
+
+        trainer = Trainer(model=model, args=args, train_dataset=dataset)
+    """
+
+    pipeline: Pipeline | None = None
+    """What each step goes through; by default :func:`~graphpasses.default_pipeline` if the model is sharded."""
+    dynamic_shapes: Any = None
+    """Dims of ``(inputs, num_items_in_batch)`` that vary, as :func:`~graphpasses.capture_train_step` takes them."""
+
+    def training_step(
+        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Runs the captured step of a microbatch; called by the trainer's loop.
+
+        Args:
+            model: the model, as ``accelerate`` prepared it.
+            inputs: what the model is called with.
+            num_items_in_batch: the number of tokens over all microbatches, if the loss is divided by it.
+
+        Returns:
+            The loss, as the trainer logs it.
+
+        Raises:
+            CaptureError: inputs have had more than eight shapes; see also
+                :func:`~graphpasses.capture_train_step`.
+        """
+        trainer: Any = self
+        batch = dict(trainer._prepare_inputs(inputs)), num_items_in_batch
+        shapes = [] if self.dynamic_shapes else [_shape(each) for each in pytree.tree_leaves(batch)]
+        steps: list[tuple[list[Any], CapturedStep]] = vars(self).setdefault("captured_steps", [])
+        fits = RankConsensus.of_model(model).all_ranks([known == shapes for known, _ in steps] or [False])
+        if not any(fits):
+            steps.append((shapes, self._capture(model, batch, len(steps))))
+        return steps[fits.index(True) if any(fits) else -1][1](*batch)
+
+    def _capture(self, model: nn.Module, batch: tuple[Any, ...], num_shapes: int) -> CapturedStep:
+        trainer: Any = self
+        if num_shapes == MAX_SHAPES:
+            raise CaptureError(
+                f"the inputs of the trainer have had {MAX_SHAPES} shapes, each of which is captured by itself; pad "
+                "them to a fixed length (a data collator with padding='max_length'), drop the last batch "
+                "(dataloader_drop_last=True), or set dynamic_shapes"
+            )
+        if trainer.accelerator.gradient_accumulation_steps != 1:
+            raise CaptureError(
+                "accelerate divides the loss by gradient_accumulation_steps of its own, which the loss that is "
+                "logged is not; give it to TrainingArguments"
+            )
+        training_step = super().training_step  # type: ignore[misc]
+        step = capture_train_step(
+            _loss_of(trainer, training_step), model, *batch, dynamic_shapes=self.dynamic_shapes
+        )
+        if self.pipeline is not None:
+            return self.pipeline.run(step)
+        return default_pipeline().run(step) if fsdp_groups(model) else step
+
+
+class Trainer(CapturedSteps, _Trainer):
+    """``transformers.Trainer`` with captured steps: the same arguments, losses, weights, logs and checkpoints."""
+
+
+def _loss_of(trainer: Any, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns what computes the loss that the trainer's own step gives to backward."""
+
+    def loss_fn(model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        with mock.patch.object(trainer.accelerator, "backward", lambda loss, **_: losses.append(loss)):
+            training_step(model, dict(inputs), num_items_in_batch)
+        return losses[0]
+
+    return loss_fn
+
+
+def _shape(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf

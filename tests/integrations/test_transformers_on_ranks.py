@@ -1,0 +1,176 @@
+"""Hugging Face's ``Trainer`` under FSDP2 with captured steps, against the same trainer without: two ranks.
+
+accelerate shards on accelerators alone; what keeps it from a CPU is replaced here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from graphpasses.parity.hashing import weight_hash
+from graphpasses.parity.launch import run_ranks
+
+pytest.importorskip("accelerate")
+
+CASES: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "fp32, accumulated, recomputed, smoothed": {
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "label_smoothing_factor": 0.1,
+    },
+}
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+class Cut:
+    """Collates a rank's batches to one length after the other."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self._lengths = lengths
+
+    def __call__(self, items: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        length = self._lengths.pop(0)
+        return {name: torch.stack([item[name][:length] for item in items]) for name in items[0]}
+
+
+def train(
+    kind: str, folder: Path, lengths: list[int] | None = None, resume: str | None = None, **options: Any
+) -> tuple[Any, ...]:
+    """Trains with a trainer of a kind; returns what it logs, the hash of the weights, and how often it captured."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from graphpasses.integrations.transformers import Trainer as CapturedTrainer
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=4, **sizes))
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+        fsdp="full_shard auto_wrap",
+        fsdp_config={
+            "sync_module_states": False,
+            "cpu_ram_efficient_loading": False,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        },
+        **{"max_steps": 3, "save_strategy": "no", **options},
+    )
+    trainer = {"eager": Trainer, "captured": CapturedTrainer}[kind](
+        model=model, args=arguments, train_dataset=Tokens(), data_collator=Cut(lengths) if lengths else None
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    assert type(trainer.model).__name__ == "FSDPLlamaForCausalLM"
+    logs = [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
+    return logs, weight_hash(trainer.model), len(vars(trainer).get("captured_steps", ()))
+
+
+def on_a_cpu() -> None:
+    """Lets accelerate shard a model on a CPU."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    begin, set_device = AcceleratorState.__init__, PartialState.set_device
+
+    def sharded(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+            if self._mixed_precision != "no":
+                fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+    def cpu(self: Any) -> None:
+        set_device(self)
+        self.device = torch.device("cpu")  # not cpu:0, on which no tensor is
+
+    mock.patch.object(AcceleratorState, "__init__", sharded).start()
+    mock.patch.object(PartialState, "set_device", cpu).start()
+    rank = str(dist.get_rank())
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="localhost"
+    )
+    os.environ.update(MASTER_PORT="0", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true")
+    os.environ.update(ACCELERATE_USE_FSDP="true", TOKENIZERS_PARALLELISM="false")
+
+
+def train_all(folder: Path) -> dict[str, Any]:
+    """Runs on every rank."""
+    on_a_cpu()
+    found: dict[str, Any] = {
+        name: (train("eager", folder, **options), train("captured", folder, **options))
+        for name, options in CASES.items()
+    }
+    found["other rate"] = train("captured", folder, bf16=True, learning_rate=1e-3)
+    saved = folder / "saved"
+    train("captured", saved, max_steps=2, save_strategy="steps", save_steps=1, lr_scheduler_type="constant")
+    checkpoint = str(saved / "checkpoint-1")
+    found["resumed"] = [
+        train(kind, folder, resume=checkpoint, lr_scheduler_type="constant") for kind in ("eager", "captured")
+    ]
+    found["straight"] = train("eager", folder, lr_scheduler_type="constant")
+    lengths = [[8, 10, 8, 8, 8], [8, 8, 10, 8, 8]][dist.get_rank()]
+    found["lengths"] = [train(kind, folder, [*lengths], max_steps=4) for kind in ("eager", "captured")]
+    try:
+        train("captured", folder, [*range(2, 14)], max_steps=10)
+    except Exception as error:
+        found["many lengths"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    ranks = run_ranks(train_all, 2, tmp_path_factory.mktemp("trainer"))
+    assert ranks[0] == ranks[1]
+    return ranks[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", CASES)
+def test_losses_norms_and_weights_are_eagers(name: str, trained: dict[str, Any]) -> None:
+    eager, captured = trained[name]
+    assert captured == (*eager[:2], 1)
+    assert len(eager[0]) == 3
+
+
+@pytest.mark.multiprocess
+def test_another_learning_rate_shows(trained: dict[str, Any]) -> None:
+    assert trained["other rate"][1] != trained["bf16"][0][1]
+
+
+@pytest.mark.multiprocess
+def test_checkpoints_of_captured_steps(trained: dict[str, Any]) -> None:
+    eager, captured = trained["resumed"]
+    assert captured[:2] == eager[:2]
+    assert eager[1] == trained["straight"][1]
+
+
+@pytest.mark.multiprocess
+def test_many_shapes_are_refused(trained: dict[str, Any]) -> None:
+    assert re.match("CaptureError: the inputs of the trainer have had 8 shapes", trained["many lengths"])
+
+
+@pytest.mark.multiprocess
+def test_ranks_whose_shapes_differ(trained: dict[str, Any]) -> None:
+    eager, captured = trained["lengths"]
+    assert captured == (*eager[:2], 3)
