@@ -13,12 +13,19 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Work
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch.eager_calls import EagerCalls, unseen
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.group_ranks import group_ranks, named_group_ranks
 from graphpasses._torch.node_origins import NodesOfFrames, origin_of
-from graphpasses._torch.operator_facts import facts_of_value, kind_of, leaves, memory_of, tensors
-from graphpasses._torch.operator_rules import computes_nothing, copies_nothing
+from graphpasses._torch.operator_facts import (
+    computes_nothing,
+    copies_nothing,
+    facts_of_value,
+    kind_of,
+    memory_of,
+    tensors,
+)
+from graphpasses._torch.operator_recorder import OperatorRecorder, unseen
+from graphpasses._torch.pytree import tree_leaves, tree_map
 from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses._torch.schemas import written_names
 
@@ -27,12 +34,11 @@ _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empt
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 
 
-class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
+class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
     """Reports each operator that a block calls, when it has run, with digests of what it reads and makes.
 
-    Operators are seen below autograd, as :class:`EagerCalls` sees them: eager takes no other path for it. Those of a
-    graph that runs as generated code have the origin of their nodes. Left out is what computes nothing, and how FSDP2
-    packs what it communicates. Collectives are waited for.
+    Those of a graph that runs as generated code have the origin of their nodes. Left out is what computes nothing,
+    and how FSDP2 packs what it communicates. Collectives are waited for.
 
     ``digest`` is called with a plain tensor when an operator is about to read it, or has made it; ``seen`` with each
     call, in order. ``keep`` are the positions of calls to keep, with copies of their tensors, in ``kept``.
@@ -46,7 +52,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         *,
         keep: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(model, {})
+        super().__init__(model, is_mode=False)
         self._digest, self._seen, self._keep = digest, seen, keep
         self._graphs = NodesOfFrames()
         self._unwritten: dict[int, StorageWeakRef] = {}
@@ -70,7 +76,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             )
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
-        """Calls an operator, and reports it; see :meth:`OperatorCalls.record`."""
+        """Calls an operator, and reports it."""
         where, node = self._origin_of(caller)
         if (
             where is None
@@ -112,7 +118,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             if (node := self._graphs.find(frame)) is not None:
                 return origin_of(node), node.name
             frame = frame.f_back
-        return self._where(caller), ""
+        return self.where(caller), ""
 
     def _outputs(self, func: Any, given: list[tuple[str, Any]], results: Any) -> tuple[Value, ...]:
         name = func._schema.name.split("::")[1]
@@ -123,7 +129,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             return ()
         if func.namespace in _FUNCTIONAL:
             flat = [torch.ops._c10d_functional.wait_tensor.default(each) for each in flat]
-        for each in leaves(results):
+        for each in tree_leaves(results):
             if isinstance(each, torch.ScriptObject) and func.namespace == "c10d":
                 Work.unbox(each).wait()
         written = _written(func, given)
@@ -146,16 +152,12 @@ def _untransposed(tensor: Tensor) -> Tensor | None:
 
 
 def _copied(value: Any) -> Any:
-    match value:
-        case Tensor():
-            return value.detach().clone()
-        case list() | tuple():
-            return type(value)(map(_copied, value))
-        case dict():
-            return {name: _copied(each) for name, each in value.items()}
-        case torch.ScriptObject() | torch.Generator():
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, (torch.ScriptObject, torch.Generator)):
             return None
-    return value
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(copied, value)
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -167,8 +169,8 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Itera
 
 
 def _opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in leaves(value)):
-        for index, each in enumerate(leaves(value)):
+    if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in tree_leaves(value)):
+        for index, each in enumerate(tree_leaves(value)):
             yield f"{name}[{index}]", each
     else:
         yield name, value

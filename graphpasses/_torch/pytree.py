@@ -13,10 +13,11 @@ from torch.utils._pytree import (
     tree_flatten_with_path,
     tree_is_leaf,
     tree_leaves,
+    tree_map,
     tree_unflatten,
 )
 
-__all__ = ["TreeSpec", "open_container", "tree_flatten", "tree_leaves", "tree_unflatten"]
+__all__ = ["TreeSpec", "open_container", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 
 def open_container(value: Any) -> tuple[dict[str, Any], TreeSpec] | None:
