@@ -25,11 +25,9 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, GuardOnDataDependentSymNode
 from torch.utils._pytree import SequenceKey, key_get, tree_map
-
-# How Dynamo's guards write conditions on sizes. Tested: 2.13.
 from torch.utils._sympy.printers import PythonPrinter
 
-from graphpasses._torch.varying_dims import size_symbol, sizes_decided_by
+from graphpasses._torch.symbols import size_symbol, sizes_decided_by
 
 # What torch raises where it cannot decide.
 UNDECIDED = (GuardOnDataDependentSymNode, DataDependentOutputException)

@@ -9,15 +9,9 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
-
-# AsyncCollectiveTensor: the local tensor of a DTensor may still be in flight; public code cannot tell.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
-
-# compute_local_shape_and_global_offset: the only source of a shard's offset that knows uneven shards.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-# _StridedShard: what FSDP2 over tensor parallelism puts on a parameter; it has no public name.
 from torch.distributed.tensor.placement_types import _StridedShard
 
 

@@ -12,15 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-
-# Tells groups that reduce over replicas, too. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-
-# What keeps the gradients: `unsharded_accumulated_grad` in the dtype of the reduction, where that is another than
-# autograd's, else `_unsharded_param.grad`; `to_accumulated_grad_if_needed` is FSDP2's own rule. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-# Its settings `reduce_grads` and `all_reduce_grads`, and `_partial_reduce_output`. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 

@@ -13,11 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-# Has `_get_dtensor_spec_with_dtype`. torch 2.15.0.
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-# Whose policy it is. torch 2.13.0, 2.15.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 

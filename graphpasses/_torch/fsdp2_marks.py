@@ -7,15 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-# How FSDP2 makes a DTensor. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
-
-# `_get_grad_inner_tensor` returns what is reduced of a gradient: of a DTensor, after tensor parallelism has added its
-# parts up. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-# `post_backward` reduces what gradients are there. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 

@@ -17,24 +17,22 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-
-# `foreach_reduce` is looked up in this module by `FSDPParamGroup.post_backward`. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-# The rule that `foreach_reduce` itself calls. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
-
-# What a forward has begun. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
-
-# A group's parameters, and how FSDP2 makes the DTensor of an unsharded one. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-# Whose forward begins. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states, op_name, parameter_groups, reshard
+from graphpasses._torch.fsdp2 import (
+    fsdp_groups,
+    fsdp_states,
+    group_name,
+    op_name,
+    parameter_groups,
+    refuse_custom_communication,
+    reshard,
+)
 from graphpasses._torch.fsdp2_dtypes import (
     KEEPS_GRADIENT_DTYPES,
     check_kept_dtypes,
@@ -42,7 +40,6 @@ from graphpasses._torch.fsdp2_dtypes import (
     unsharded_spec,
 )
 from graphpasses._torch.fsdp2_marks import Reductions, marked_gradient, post_backward_seen
-from graphpasses._torch.fsdp2_settings import group_name, refuse_custom_communication
 from graphpasses.errors import CaptureError, UnsupportedError
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional

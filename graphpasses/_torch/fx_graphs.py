@@ -15,12 +15,7 @@ from unittest import mock
 
 import torch
 from torch import fx
-
-# torch's own GraphModule whose code is generated at the first call, which Inductor's passes use; a step is rewritten
-# several times before it runs, and generating its code takes longer than a pass. Tested: 2.13.
 from torch.fx._lazy_graph_module import _LazyGraphModule
-
-# _get_qualified_name: under which name code calls an operator. Tested: 2.13.
 from torch.fx.graph import CodeGen, PythonCode, magic_methods
 from torch.fx.node import Node, _get_qualified_name
 

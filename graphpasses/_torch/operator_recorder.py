@@ -14,8 +14,6 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 from torch._ops import _HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS, _higher_order_ops
-
-# How DTensor learns what an operator makes of shards. Tested: 2.13.
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn import functional as F
 

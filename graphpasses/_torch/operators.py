@@ -6,9 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-
-# The registration behind `torch.library.register_fake`, which refuses an op whose C++ library names another
-# Python module (`set_python_module`) as the home of its fake kernels. torch 2.13.0.
 from torch._library import simple_registry
 
 # A kernel that reads the arguments of a call by their names in the operator's schema.

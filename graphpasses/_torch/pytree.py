@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-# torch has no public pytree module; the tracer's specs are of this one. Tested: 2.13.
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     TreeSpec,

@@ -8,8 +8,6 @@ from typing import Any
 from unittest import mock
 
 from torch._C import _distributed_c10d as _c10d
-
-# What state_dict() of a sharded module holds has no public name. Tested: 2.13.
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 __all__ = ["ShardedTensor", "groups_are_kept", "module_versions"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphpasses._torch.optimizer_in_backward import (
+from graphpasses._torch.optimizers import (
     has_gradient_hooks,
     has_step_hooks,
     optimizers_in_backward,

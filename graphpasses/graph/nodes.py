@@ -14,8 +14,7 @@ from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
-from graphpasses._torch.fake_mode import fake_mode_of
-from graphpasses._torch.fake_results import fake_call
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of
 from graphpasses._torch.schemas import given_arguments, writes_arguments
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default

@@ -1,4 +1,4 @@
-"""What a legal graph is: small named rules, which the check between passes runs in this order.
+"""What a legal graph is: small named rules, which the check between passes runs in this order, and the contract.
 
 A rule that a graph breaks says how, as the end of a sentence that begins with the pass: "pass 'x' removed the loss".
 """
@@ -11,7 +11,6 @@ from functools import cached_property
 
 from torch import fx
 
-from graphpasses.graph.contract import Contract
 from graphpasses.graph.dynamo_graph import DynamoGraph
 from graphpasses.graph.known_values import KnownValues, summary
 from graphpasses.graph.nodes import (
@@ -20,8 +19,10 @@ from graphpasses.graph.nodes import (
     fake_value,
     find_collectives,
     is_collective,
+    writing_operators,
 )
 from graphpasses.graph.train_graph import InputKind, OutputKind, Stage, TrainGraph
+from graphpasses.ops.update_rows import UPDATE_ROWS
 
 _STATE = {InputKind.PARAMETER, InputKind.BUFFER}
 _INPUTS = {
@@ -39,6 +40,34 @@ _OUTPUTS = {
     Stage.FORWARD: {OutputKind.VALUE},
     Stage.BACKWARD: {OutputKind.VALUE, OutputKind.GRADIENT},
 }
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What no pass may change: what the step reads, and whose gradients it yields."""
+
+    state: frozenset[str]  # canonical FQNs of the parameters and buffers that are inputs
+    batch: tuple[str, ...]  # paths of the batch leaves, in order
+    num_inputs: int | None  # number of placeholders, if another runner owns the flat signature; else None
+    gradients: frozenset[str]  # canonical FQNs of the parameters that get a gradient
+    # Operators that write an argument in place, also in the step's update, wherever that is, and what may
+    # replace a part of it.
+    writers: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: TrainGraph) -> Contract:
+        """Returns the contract that ``graph`` fulfils now."""
+        return cls(
+            state=frozenset(graph.identity.canonical(item.fqn) for item in graph.inputs if item.is_state),
+            batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
+            num_inputs=len(graph.inputs) if graph.fixed_signature else None,
+            gradients=frozenset(graph.parameters) - graph.without_gradient,
+            writers=writing_operators(graph.graph).union(
+                ()
+                if graph.update is None
+                else (str(UPDATE_ROWS), *writing_operators(graph.update.module.graph))
+            ),
+        )
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from graphpasses.errors import VerificationError
-from graphpasses.graph.contract import Contract
-from graphpasses.graph.rules import FORM, RULES, Checked, Rule
+from graphpasses.graph.rules import FORM, RULES, Checked, Contract, Rule
 from graphpasses.graph.train_graph import TrainGraph
 
 

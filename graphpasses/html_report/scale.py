@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
-from graphpasses.integrations.torchtitan.default_buckets import default_buckets
+from graphpasses.integrations.torchtitan.buckets import default_buckets
 from graphpasses.parity.run_file import Run
 from graphpasses.scale import ScaleRow, Speeds, bucketings, scale_rows, steps_of_passes
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from graphpasses._torch.gloo_process_group import GlooProcessGroup
-from graphpasses._torch.process_group import split_evenly
+from graphpasses._torch.process_group import GlooProcessGroup, split_evenly
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.arithmetic import ReduceOpName
 from graphpasses.simulate.collectives import reduce_parts

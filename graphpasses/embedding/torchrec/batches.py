@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphpasses.graph.containers import Containers
+from graphpasses.graph.batch_structure import Containers
 
 _JAGGED = ("._values", "._weights", "._lengths", "._offsets")
 _FIELDS = {

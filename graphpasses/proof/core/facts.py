@@ -10,8 +10,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch.fake_mode import fake_mode_of, is_fake
-from graphpasses._torch.fake_results import fake_call
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake
 from graphpasses._torch.schemas import returns_alias
 from graphpasses.graph import WAIT
 from graphpasses.graph.constants import attribute

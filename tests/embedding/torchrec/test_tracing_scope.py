@@ -19,7 +19,7 @@ from tests.helpers.recommenders import CPU, DIM, Compiled, Scored, bags, ids  # 
 from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from graphpasses._torch.dynamo_breaks import record_graph_breaks
+from graphpasses._torch.dynamo import record_graph_breaks
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
 from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 
