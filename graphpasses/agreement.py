@@ -73,10 +73,7 @@ class CollectiveSequence:
         return _checked(question, agreed, facts)
 
     def agree_in_group(self, group: object, question: Question[F, A], facts: F) -> A:
-        """Returns what the ranks of one group agree on.
-
-        All ranks must call it in the same order.
-        """
+        """Returns what the ranks of one group agree on, all of which call it in the same order."""
         agreed = question.combine(self._exchange(question, facts, group))
         return _checked(question, agreed, facts)
 
@@ -193,10 +190,7 @@ def _ask(signature: tuple[str, ...], facts: F, group: dist.ProcessGroup) -> list
 
 
 def _meet(signature: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Returns once every rank of ``group`` asks its next question.
-
-    They meet at the store: a collective that another rank does not launch waits, or meets another one there.
-    """
+    """Returns once every rank asks its next question: before, a collective would wait, or meet another there."""
     store, ranks, rank = group_store(group), group_ranks(group), dist.get_rank()
     number = store.add(f"graphpasses/agree/{rank}", 1)
     keys = {other: f"graphpasses/agree/{number}/{other}" for other in ranks}

@@ -30,12 +30,10 @@ def compile_aot_eager(
     backward: Rewrite,
     while_compiling: Context,
 ) -> Compiled:
-    """Compiles a Dynamo graph by AOTAutograd, and runs the rewritten ATen graphs as they are.
+    """Compiles a Dynamo graph by AOTAutograd, and runs the ATen graphs as they are, rewritten in place.
 
-    ``joint``, ``forward`` and ``backward`` rewrite their graphs in place. ``while_compiling`` is entered for each
-    compilation; the backward graph's may come when the first backward runs.
-
-    A model compiled without gradients has one graph: ``joint`` rewrites it first, then ``forward``.
+    ``while_compiling`` is entered for each compilation; the backward graph's may come when the first backward runs.
+    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``.
     """
 
     def partition(
@@ -93,10 +91,7 @@ def compile_inductor(
     while_compiling: Context,
     digest: str,
 ) -> Compiled:
-    """Compiles a Dynamo graph with Inductor, as :func:`compile_aot_eager` does.
-
-    ``digest`` says all that the rewrites depend on beside the graph; it is part of the key of Inductor's caches.
-    """
+    """Compiles likewise with Inductor; ``digest``, all that the rewrites depend on, is part of its caches' key."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.pattern_matcher import stable_topological_sort

@@ -49,12 +49,10 @@ _ROOT: ContextVar[nn.Module | None] = ContextVar("_ROOT", default=None)
 
 
 class Backend:
-    """A backend, from the function that compiles graphs for it.
+    """A backend, from the function that compiles graphs for it, which also gets the user's keywords.
 
-    ``compile_graph`` is what a plain backend is, called with a graph, its inputs and the user's keywords. ``wrap``
-    makes what is called instead of a compiled function; a module that is compiled counts as the function that
-    Dynamo compiles for it. ``when_recorded`` is called before symbolic tracing records a call of a compiled module;
-    it may raise.
+    ``wrap`` makes what is called instead of a compiled function, or module. ``when_recorded`` is called before
+    symbolic tracing records a call of a compiled module; it may raise.
     """
 
     def __init__(
@@ -166,10 +164,7 @@ def _compile_first(self: Any, fn: Any) -> Any:
 
 
 class _Region:
-    """What Dynamo keeps for one call of ``torch.compile``, apart from what it keeps for others.
-
-    It lives as long as ``owner``, what ``torch.compile`` returned.
-    """
+    """What Dynamo keeps for one call of ``torch.compile`` alone, as long as what that returned, ``owner``, lives."""
 
     def __init__(self, owner: object) -> None:
         self.number = next(eval_frame._next_isolate_recompiles_id)
@@ -180,8 +175,8 @@ class _Region:
     def enter(self, code: CodeType, shared: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Lets Dynamo compile a function as if no other call of ``torch.compile`` had.
 
-        ``shared`` is what Dynamo knows of the function, such as how often it was compiled; it is new after
-        ``torch.compiler.reset()``. Returns what Dynamo shall know instead, and a function to call after.
+        ``shared`` is what Dynamo knows of the function, new after ``torch.compiler.reset()``. Returns what Dynamo
+        shall know instead, and a function to call after.
         """
         known = self._codes.get(id(code))
         if known is None or known[1] is not shared:

@@ -42,10 +42,7 @@ class _CpuDevice(types.ModuleType):
 
 
 def use_cpu_as_accelerator(backend: str) -> None:
-    """Makes torch answer "cpu" when it is asked for its accelerator, for the rest of the process.
-
-    torchtitan asks while it is imported, so call this before. Tested: 2.13, 2.15.
-    """
+    """Makes torch say "cpu" when it is asked for its accelerator, which torchtitan does while it is imported."""
     utils: Any = torch._utils
     estimation: Any = _runtime_estimation
     c10d: Any = dist

@@ -68,9 +68,8 @@ def decided_by_values(
 ) -> Iterator[fx.GraphModule]:
     """Lets the code that the block traces decide by the values that symbols have in this run.
 
-    ``value_of`` gets what was traced so far, and returns None where a symbol must not decide. ``decided`` is told
-    what must be true for all decisions to fall as they did, and all else that torch assumes. Yields what is traced;
-    it grows.
+    ``value_of`` gets what was traced so far, and returns None where a symbol must not decide; ``decided`` is told
+    what torch takes for true of symbols. Yields what is traced; it grows.
     """
     mode: Any = proxy_tensor.get_proxy_mode()
     context: Any = TracingContext.try_get()
@@ -105,10 +104,7 @@ def decided_by_values(
 
 @contextmanager
 def floats_stay_open() -> Iterator[None]:
-    """Lets torch's own bookkeeping look at a float that is traced, and decide nothing by that.
-
-    DTensor asks arguments for their truth and their hash, and caches what has none by nothing.
-    """
+    """Lets DTensor's caches ask a float that is traced for truth and hash, and decide nothing by that."""
 
     def truth(number: torch.SymFloat) -> bool:
         return bool(number != 0.0)

@@ -28,8 +28,7 @@ _INHERITED = (
 def decompose(module: fx.GraphModule) -> None:
     """Replaces, in place, every operator that Inductor decomposes by what it is made of.
 
-    Passes see the same graph under every inner compiler: operators as autograd calls them. Inductor then gets the
-    smaller ones that it can lower and fuse. The graph is functional, and its nodes have ``meta["val"]``.
+    The graph is functional, and its nodes have ``meta["val"]``; passes saw operators as autograd calls them.
     """
     table = select_decomp_table()
     graph = module.graph

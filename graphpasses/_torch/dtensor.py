@@ -26,11 +26,10 @@ def is_sharded(placement: object) -> TypeGuard[Shard | _StridedShard]:
 
 
 def local_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Finds where this rank's shard lies in the whole tensor.
+    """Returns the shape that this rank's shard must have, and the index in the whole tensor of its first element.
 
-    ``tensor`` is placed by ``Shard``, ``_StridedShard`` and ``Replicate`` only, on a mesh that has this rank.
-    Returns the shape that the local tensor must have and the index of its first element; None where the shard is
-    not one contiguous range of each dimension, as an uneven ``_StridedShard`` can be.
+    ``tensor`` has no partial placement, and its mesh this rank. None where the shard is not one contiguous range of
+    each dimension, as an uneven ``_StridedShard`` can be.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)

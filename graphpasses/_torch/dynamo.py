@@ -32,11 +32,7 @@ __all__ = [
 
 
 def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
-    """Returns, for each placeholder of a graph that Dynamo traced, its source and what it was given.
-
-    The source is as Dynamo writes it, e.g. ``L['self']._modules['out']._parameters['weight']``, or the
-    placeholder's own name where there is none.
-    """
+    """Returns, for each placeholder, its source as Dynamo writes it, or else its name, and what it was given."""
     inputs: list[tuple[str, Any]] = []
     for node in module.graph.find_nodes(op="placeholder"):
         arg = node.meta.get("grapharg")
@@ -50,19 +46,15 @@ def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
 
 
 def guard_identity(placeholder: fx.Node) -> None:
-    """Has Dynamo compile again where an input is another object than it was for this graph.
-
-    Dynamo gives one graph to all instances of a module, in which a pass may have bound the tensors of one. To be
-    called while the graph is being compiled.
-    """
+    """Has Dynamo compile again for another object, while it compiles: all instances of a module share a graph."""
     install_guard(placeholder.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def guard_condition(placeholder: fx.Node, holds: Callable[[], bool], text: str) -> None:
     """Has Dynamo compile again where something does not hold that it does not look at. To be called as above.
 
-    ``holds`` is asked before each call, so it should be quick, and keep no tensor alive. ``text`` is for
-    ``TORCH_LOGS=recompiles``.
+    ``holds`` is asked before each call: it should be quick, and keep no tensor alive. ``TORCH_LOGS=recompiles`` shows
+    ``text``.
     """
 
     def guard(builder: GuardBuilder, _: Any) -> None:
@@ -157,10 +149,7 @@ COMPILED_CALL = "symbolically trace a dynamo-optimized function"
 
 @contextmanager
 def compiled_calls_raise() -> Iterator[None]:
-    """Lets torch raise if the block, which is traced, calls a compiled function.
-
-    The tracer asked it not to. Under ``torch.compiler.set_stance("force_eager")`` such a function runs as it is.
-    """
+    """Lets torch raise if the block, which is traced, calls a compiled function that would not run as it is."""
     is_compiled = eval_frame._stance.stance != "force_eager"
     with config.patch(error_on_nested_fx_trace=is_compiled):
         yield

@@ -152,10 +152,7 @@ def watched_in_other_threads(on_call: Callable[[Any], None]) -> Iterator[None]:
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
-    """Gives fake results in the block the strides of the operators' kernels.
-
-    Where a decomposition gives others, a ``reshape`` in the model would be traced as a view, and is a copy in eager.
-    """
+    """Gives fake results in the block the strides of the kernels, by which a ``reshape`` is a view or a copy."""
     strides: dict[Any, Callable[..., torch.Tensor]] = {
         **dict.fromkeys(_LIKE_FIRST, _like_first),
         **dict.fromkeys(_CONTIGUOUS, _contiguous),
@@ -183,10 +180,7 @@ def strides_of_kernels() -> Iterator[None]:
 def _view(
     torchs: Callable[..., FakeTensor], mode: FakeTensorMode, view: Any, tensor: FakeTensor, shape: Any
 ) -> FakeTensor:
-    """Views a tensor as the kernel does, whose strides of dimensions with one element are others than torch's fakes'.
-
-    They mean nothing, but suggest a memory format, in which some operators return what they compute.
-    """
+    """Views a tensor with the strides of the kernel; those of dims with one element suggest a memory format."""
     if not _is_plain(tensor) or any(isinstance(size, torch.SymInt) for size in shape):
         return torchs(mode, view, tensor, shape)
     with in_kernel_invocation_manager(mode):
@@ -195,7 +189,7 @@ def _view(
 
 
 def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **options: Any) -> Any:
-    """Orders the dims of what several tensors of one shape give as the kernels do: all contiguous, the result is.
+    """Orders the dims of what contiguous tensors of one shape give as the kernels do.
 
     Torch's fakes keep the strides of dims with one element where the tensors are contiguous in channels last, too.
     Source: ``TensorIteratorBase::compute_fast_setup_type``.

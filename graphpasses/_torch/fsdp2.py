@@ -101,10 +101,7 @@ def named_sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramet
 
 
 def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
-    """Returns a parameter whose shard changed since it was unsharded: eager's next forward reads what it was before.
-
-    A forward without a backward leaves the root unsharded, and FSDP2 gathers no group that is.
-    """
+    """Returns a parameter whose shard changed since it was unsharded: FSDP2's next forward reads the old one."""
     for group in groups:
         if group.is_unsharded and isinstance(group.mesh_info, FSDPMeshInfo):
             for parameter in group.fsdp_params:
@@ -271,10 +268,7 @@ def group_name(group: FSDPParamGroup) -> str:
 
 
 def refuse_custom_communication(groups: Iterable[FSDPParamGroup]) -> None:
-    """Raises if a group gathers or reduces in a way that no functional collective does.
-
-    That is communication of its own, or symmetric memory, for which NCCL adds in another order.
-    """
+    """Raises if a group communicates as no functional collective does: its own way, or by symmetric memory."""
     for group in groups:
         for comm in (group._all_gather_comm, group._reduce_scatter_comm):
             if type(comm) not in _COPY_OR_ADD_AS_NCCL:

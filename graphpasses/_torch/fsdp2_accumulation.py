@@ -31,8 +31,8 @@ def pending_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 class Accumulators:
     """What a model's groups keep, and whether they do, by place: a parameter's FQN, or ``"group 0"`` of a group.
 
-    ``canonical`` returns the first name of a parameter by any of its names; ``placements`` are by place those of
-    gradients that are DTensors.
+    ``canonical`` returns a parameter's first name; ``placements`` are, by place, those of gradients that are
+    DTensors.
     """
 
     def __init__(

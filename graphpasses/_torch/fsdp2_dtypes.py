@@ -31,10 +31,7 @@ def group_policies(group: FSDPParamGroup) -> tuple[MixedPrecisionPolicy, ...]:
 
 
 def compute_dtypes(group: FSDPParamGroup) -> frozenset[torch.dtype]:
-    """Returns the dtypes in which a group's parameters are unsharded, those that are trained if any are.
-
-    The rule is that of ``FSDPParam.init_dtype_attrs``, which runs at the first forward only: it cannot be read.
-    """
+    """Returns the dtypes in which a group's trained, or all, parameters will be unsharded (``init_dtype_attrs``)."""
     return frozenset(_compute_dtype(parameter, policy) for parameter, policy in _trained(group))
 
 
@@ -109,10 +106,7 @@ def simple_reduce_dtype(
 
 
 def check_kept_dtypes(name: str, parameters: Iterable[FSDPParam]) -> torch.dtype:
-    """Returns the dtype in which torch 2.15 keeps the gradients of parameters; it packs several in another order.
-
-    Source: ``FSDPParamGroup._init_reduce_scatter_param_order``.
-    """
+    """Returns the one dtype of kept gradients. Source: ``FSDPParamGroup._init_reduce_scatter_param_order``."""
     fqns: dict[torch.dtype | None, list[str]] = {}
     for parameter in parameters:
         fqns.setdefault(_kept_dtype(parameter), []).append(
@@ -139,10 +133,7 @@ def _kept_dtype(parameter: Any) -> torch.dtype | None:
 
 
 def make_leaf(parameter: FSDPParam, whole: Tensor) -> nn.Parameter:
-    """Returns an unsharded parameter as FSDP2 makes it: autograd adds its gradients in the dtype that FSDP2 says.
-
-    Source: ``FSDPParam.init_unsharded_param``.
-    """
+    """Returns an unsharded parameter as ``FSDPParam.init_unsharded_param``, with the dtype of its gradients."""
     leaf = nn.Parameter(whole, requires_grad=parameter.sharded_param.requires_grad)
     if KEEPS_GRADIENT_DTYPES:
         leaf.grad_dtype = cast(Any, parameter).unsharded_grad_dtype

@@ -31,10 +31,7 @@ class Reductions:
 
     @property
     def late(self) -> set[Tensor]:
-        """Parameters of groups that may reduce before all their gradients are there, as modules that run twice do.
-
-        What has waited there is reduced by itself.
-        """
+        """Parameters of groups that may reduce before all gradients are there, and so what has waited by itself."""
         return {
             parameter
             for times in self.ready.values()

@@ -143,10 +143,7 @@ def communication_traced(model: nn.Module) -> Iterator[Reductions]:
 
 @contextmanager
 def other_models_refused(model: nn.Module) -> Iterator[None]:
-    """Raises if the block runs a module that ``fully_shard`` sharded and that is no part of a model.
-
-    FSDP2 would gather real parameters while the step is traced, and keep traced tensors.
-    """
+    """Raises if the block runs another model that ``fully_shard`` sharded: FSDP2 would gather and keep it, traced."""
     own = {state for _, state in fsdp_states(model)}
     original = FSDPState._root_pre_forward
 

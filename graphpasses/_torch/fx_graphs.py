@@ -42,10 +42,7 @@ class _UnknownCodeError(Exception):
 
 
 def copy_graph(source: fx.Graph) -> fx.Graph:
-    """Returns a graph of new nodes with the names of the old, which share the values of their metadata.
-
-    ``Graph.graph_copy`` searches a name for every node, and its arguments for what those of a copy cannot be.
-    """
+    """Returns a graph of new nodes with the names of the old, which share the values of their metadata."""
     result = fx.Graph()
     graph: Any = result
     values: dict[fx.Node, fx.Node] = {}
@@ -85,10 +82,7 @@ def _python_code(graph: fx.Graph, root_module: str, **options: Any) -> PythonCod
 
 
 def quick_code(graph: fx.Graph, root_module: str) -> PythonCode | None:
-    """Returns the code of a graph that calls operators on nodes and numbers; None of any other.
-
-    ``root_module`` is what the code calls its module.
-    """
+    """Returns the code, in a module of this name, of a graph of operators on nodes and numbers; None of another."""
     codegen: Any = graph._codegen
     is_plain = type(codegen) is CodeGen and codegen._body_transformer is None
     if not is_plain or os.environ.get("FX_GRAPH_SHOW_META", "0") != "0":

@@ -42,17 +42,13 @@ FORMULA = -1
 class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
     """Records the operators that a block calls, and undoes what they write into tensors and generators from outside.
 
-    Left out is what computes nothing: views (a call that reads one is recorded with the memory, shape and strides
-    that it reads), queries of a tensor's device and of its value, waits for collectives, marks for profilers. Left
-    out are the copies, too, with which autograd gives a parameter its gradient, since a traced step leaves them to
-    its caller; and what FSDP2 does to gather and reduce.
-
-    What torch's C++ computes in place, in memory of the step, is recorded as if it were out of place: while a mode is
-    active, and for all but plain tensors, it is. So are additions of gradients of what is read twice.
+    Left out is what computes nothing, as views, whose memory, shape and strides are recorded where they are read; the
+    copies with which autograd gives a parameter its gradient; and what FSDP2 does to gather and reduce. What torch's
+    C++ computes in place in memory of the step, as sums of gradients, is recorded as if it were out of place, which
+    it is for a mode.
 
     ``names`` are those of tensors from outside, the same in two records of one step. ``formulas`` says whether to
-    record what autograd's formulas in C++ call; with ``only_undo`` no calls are recorded, only what :meth:`undo`
-    needs.
+    record what autograd's formulas in C++ call; with ``only_undo`` nothing is recorded but what :meth:`undo` needs.
     """
 
     def __init__(

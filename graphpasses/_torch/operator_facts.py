@@ -123,8 +123,8 @@ def computes_nothing(func: Any) -> bool:
 def copies_nothing(func: Any, args: Sequence[Any]) -> bool:
     """Whether a call writes out a tensor that is conjugated or negated lazily.
 
-    Torch does so before each operator that cannot read such a tensor: in eager also before those that read it as a
-    Python number (``x * 1j``), which has no such bit while it is traced.
+    Torch does so for operators that cannot read such a tensor; in eager also for ``x * 1j``, whose number has no such
+    bit while it is traced.
     """
     return func is torch.ops.aten.clone.default and (args[0].is_conj() or args[0].is_neg())
 
@@ -136,10 +136,7 @@ def accumulates() -> bool:
 
 
 def one_hot(calls: Sequence[Operator]) -> tuple[Any, int] | None:
-    """Returns what ``F.one_hot`` encodes, and by how many calls, if the last calls are its.
-
-    It writes ones into zeros, and compares with all classes where it is traced.
-    """
+    """Returns what ``F.one_hot`` encodes, and by how many calls: it writes ones, or compares where it is traced."""
     names = [call.operator for call in calls[-3:]]
     if names == _ONE_HOT_TRACED:
         return calls[-2].inputs[0], 3

@@ -105,10 +105,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.record(func, args, kwargs or {}, sys._getframe(_WRAPPERS + 1))
 
     def where(self, caller: FrameType) -> Where | None:
-        """Returns module and user's line of the call that is made now, and whether backward makes it.
-
-        None, if it is left out.
-        """
+        """Returns from where the call is made that is made now; None if it is left out."""
         module = line = None
         frame = caller
         while frame is not self._root and frame.f_back is not None and (module is None or line is None):
@@ -160,8 +157,8 @@ _thread = threading.local()
 class _Propagation:
     """Keeps the key away while DTensor runs an operator on fake tensors, whose kernels do not know it.
 
-    It takes the place of the lock that DTensor holds meanwhile, while any thread is in a block. torch 2.11 has
-    no lock: there the method that runs the operator is wrapped.
+    It takes the place of DTensor's lock meanwhile; in torch 2.11, without one, the method that runs the operator is
+    wrapped.
     """
 
     _name = (

@@ -37,10 +37,7 @@ class TracingKernels:
         self._undo.append(handle.destroy)
 
     def add_autograd(self, name: str, rule: Rule) -> None:
-        """Replaces an operator's autograd on CPU where a tracer looks: Dynamo, AOTAutograd, symbolic ``make_fx``.
-
-        ``rule`` makes the differentiable outputs; it calls other operators, or this one :func:`below_autograd`.
-        """
+        """Replaces an operator's autograd on CPU for tracers; ``rule`` may call it again :func:`below_autograd`."""
         overload, key = _overload(name), torch.DispatchKey.AutogradCPU
 
         def undo() -> None:

@@ -28,11 +28,7 @@ def lists_take_fakes() -> Iterator[None]:
 
 
 def runs_hooks(optimizer: Optimizer) -> bool:
-    """Whether something else than the optimizer's own step runs when it is called.
-
-    That is a hook on this optimizer, one on all, or another ``step`` that was put over its own; what a scheduler of
-    learning rates puts there only notes that it was called.
-    """
+    """Whether something else than the optimizer's own step, or a scheduler's note of it, runs when it is called."""
     step = vars(optimizer).get("step")
     return (
         has_step_hooks(optimizer)
@@ -49,10 +45,7 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def shadow_of(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer with the same attributes, without hooks, and without groups and state.
-
-    The optimizer's own ``__init__`` would ask its parameters for what fake ones do not have.
-    """
+    """Returns an optimizer with the same attributes, without hooks, groups and state; it may be given fake ones."""
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     shadow.param_groups, shadow.state = [], defaultdict(dict)

@@ -13,20 +13,14 @@ from torch.distributed.distributed_c10d import Store, Work
 
 
 class PythonProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives are exchanges of tensors, for subclasses to add reductions.
-
-    Every collective finishes before it returns, also with ``async_op=True``.
-    """
+    """A process group whose collectives are exchanges of tensors, finished when they return; subclasses reduce."""
 
     def __init__(self, rank: int, size: int) -> None:
         # The only constructor that Python subclasses can use is missing from torch's stub.
         super().__init__(rank, size)  # type: ignore[call-arg]
 
     def exchange(self, collective: str, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Sends a tensor to each rank of ``sent`` and fills the tensor of each rank of ``received``.
-
-        A received tensor has the sender's size and dtype.
-        """
+        """Sends a tensor to each rank of ``sent``, and fills that of each rank of ``received`` with one like it."""
         raise NotImplementedError
 
     def allgather(  # type: ignore[override]
@@ -170,12 +164,10 @@ _TAG = 0x67706173
 
 
 class GlooProcessGroup(PythonProcessGroup):
-    """A Python process group whose exchanges are sends and receives of gloo.
+    """A Python process group whose exchanges are sends and receives over gloo, with a store of its own.
 
-    gloo's own collectives run in its worker threads, which may free a Python tensor long after ``wait()``: in a
-    thread that waits for the GIL while the interpreter exits, that aborts the process (pytorch/pytorch#190489), and
-    while it holds gloo's queue, it deadlocks. Sends and receives leave the tensors to the thread that called them.
-    ``store`` belongs to this group alone; ``timeout`` is that of one message.
+    gloo's own collectives free Python tensors in worker threads: one that waits for the GIL while the interpreter
+    exits aborts the process (pytorch/pytorch#190489), and deadlocks while it holds gloo's queue.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:

@@ -20,10 +20,7 @@ __all__ = ["TreeSpec", "open_container", "tree_flatten", "tree_leaves", "tree_ma
 
 
 def open_container(value: Any) -> tuple[dict[str, Any], TreeSpec] | None:
-    """Returns a container's items by how they are reached, e.g. ``"[0]"`` or ``".x"``, and what makes it of them.
-
-    None for a leaf: what pytree does not know.
-    """
+    """Returns a container's items by how they are reached, e.g. ``".x"``, and what makes it; None for a leaf."""
     if tree_is_leaf(value):
         return None
     items, spec = tree_flatten(value, is_leaf=lambda node: node is not value)

@@ -27,11 +27,7 @@ def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def groups_are_kept() -> Iterator[None]:
-    """Lets ``copy.deepcopy`` keep process groups as they are in a block.
-
-    TorchRec's copies do so for the classes of NCCL, which builds of torch without CUDA lack, and of gloo; but what a
-    module holds is of the class above them. Tested: 2.13.
-    """
+    """Lets ``copy.deepcopy`` keep process groups, as TorchRec does for the classes of NCCL and gloo alone."""
     nccl = getattr(_c10d, "ProcessGroupNCCL", type("ProcessGroupNCCL", (), {}))
     with (
         mock.patch.object(_c10d, "ProcessGroupNCCL", nccl, create=True),

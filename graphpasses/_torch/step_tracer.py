@@ -66,8 +66,7 @@ def trace_with_torch(
 ) -> Callable[..., TracedFunction]:
     """Returns a function that traces ``fn`` for given arguments, as torchtitan's ``minimal_fx_tracer`` does.
 
-    ``fn`` reads ``module`` from its closure and returns a list of tensors and None. The parameters and buffers of
-    ``module`` are inputs.
+    ``fn`` reads ``module``, whose parameters and buffers are inputs, and returns a list of tensors and None.
     """
 
     def trace(*args: Any) -> TracedFunction:

@@ -24,8 +24,7 @@ def expression(size: int | torch.SymInt) -> Any:
 def example_size(size: int | torch.SymInt) -> tuple[int, int]:
     """Returns what a size was for the batch that was traced, and how many of its parts only running tells.
 
-    A size may be the sum of this rank's number of samples, ``s0``, and of the other ranks', ``u1 + u2``: for 5
-    samples here that is ``(5, 2)``.
+    For 5 samples here, ``s0 + u1 + u2`` is ``(5, 2)``: this rank's number of samples, and two other ranks'.
     """
     if not isinstance(size, torch.SymInt):
         return size, 0
@@ -36,11 +35,9 @@ def example_size(size: int | torch.SymInt) -> tuple[int, int]:
 
 @contextmanager
 def guessed_sizes(values: Sequence[Any], guess: int = 4096) -> Iterator[None]:
-    """Gives sizes that only running tells one guess, where torch weighs tensors by their sizes.
+    """Gives sizes that only running tells one guess, torch's own (``partitioners.py``, ``_size_of``).
 
-    Otherwise torch derives a guess for each expression by factoring it, which is most of what splitting a graph
-    into forward and backward takes, and comes to the same numbers. ``guess`` is torch's own where it knows nothing
-    (``torch/_functorch/partitioners.py``, ``_size_of``).
+    To guess by expressions, which torch factors, takes most of the time of splitting a graph, and comes to the same.
     """
     fake_mode = detect_fake_mode(values)
     shape_env = None if fake_mode is None else fake_mode.shape_env
@@ -58,10 +55,7 @@ def guessed_sizes(values: Sequence[Any], guess: int = 4096) -> Iterator[None]:
 
 
 def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:
-    """Whether the sizes that ``node`` brings can take the names of those that ``other`` brings.
-
-    They cannot if the tracer, having found them equal, named them after ``node``'s already.
-    """
+    """Whether the sizes that ``node`` brings can take ``other``'s names, which may be named after them already."""
     bindings = node.meta.get("unbacked_bindings") or {}
     for size in _sizes(node.meta.get("val")):
         if isinstance(size, torch.SymInt):
@@ -95,10 +89,7 @@ def _sizes(value: Any) -> Iterator[int | torch.SymInt]:
 
 
 def mark_dims(tensor: torch.Tensor, dims: Iterable[int]) -> None:
-    """Makes dims of a tensor symbols in the next trace; those of size 0 or 1 are numbers all the same.
-
-    Nobody else may hold the tensor.
-    """
+    """Makes dims of a tensor that nobody else holds symbols in the next trace, but for those of size 0 or 1."""
     # How torchtitan's tracer is told. Tested: 2.13. Commands that capture nothing need no Dynamo.
     from torch._dynamo.decorators import mark_dynamic
 

@@ -99,10 +99,7 @@ class BatchStructure:
         return tuple(path for child in self.children for path in child.paths)
 
     def leaves(self, value: Any) -> list[Any]:
-        """Returns the leaves of a batch of this structure.
-
-        Raises where its structure is another; the message names the part.
-        """
+        """Returns the leaves of a batch; raises, and names the part, where its structure is another."""
         if self.kind is None:
             return [value]
         opened = _open(value, self.library)

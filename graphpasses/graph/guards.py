@@ -45,10 +45,7 @@ class Guards:
     sizes: frozenset[Symbol] = frozenset()  # those of the symbols that are sizes of the batch
 
     def difference(self, value_of: Callable[[GraphInput], Any]) -> str | None:
-        """Says which decision is the first that falls otherwise now; None if there is none.
-
-        ``value_of`` returns what an input carries now.
-        """
+        """Says which decision is the first that falls otherwise for what inputs carry now; None if there is none."""
         if (changed := self.first_changed(value_of)) is None:
             return None
         decision, before, now = changed
@@ -93,10 +90,9 @@ class Guards:
 def run_nodes(
     module: fx.GraphModule, nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any], written: Collection[str]
 ) -> Iterator[tuple[fx.Node, Any]]:
-    """Runs nodes of a graph, one after the other, and yields each with its value.
+    """Runs nodes, each after what it reads, and yields each with its value; ``module`` holds the constants.
 
-    ``module`` holds the graph's constants. Each node comes after what it reads; ``given`` are the values of
-    placeholders. ``written`` names the placeholders and constants that the nodes write in place; copies are written.
+    ``given`` are the values of placeholders; ``written`` names those, and constants, of which copies are written.
     """
     values: dict[fx.Node, Any] = {}
     for node in nodes:

@@ -17,12 +17,10 @@ _INT = frozenset({int})
 
 
 class KnownValues:
-    """The calls of a graph whose ``meta["val"]`` is known to be what they compute.
+    """The calls of a graph whose ``meta["val"]`` is known to be what they compute, as those of ``nodes`` now are.
 
-    The check between passes owns it, so that it computes new and changed calls only. A graph that is watched
-    (:meth:`TrainGraph.watch_values`) tells it what ``emit``, ``emit_copy``, ``replace`` and ``merge`` do. A call that
-    reads other nodes, whose fake values no operator could tell from those that it read, computes what it did.
-    The values of ``nodes``, as they stand now, are taken as true.
+    The check between passes computes others only; what :class:`TrainGraph` emits or replaces is told to it. A call
+    that reads other nodes, whose fake values no operator could tell from those that it read, computes what it did.
     """
 
     def __init__(self, nodes: Iterable[fx.Node] = ()) -> None:
@@ -80,10 +78,7 @@ class KnownValues:
 
     @contextmanager
     def kept(self, nodes: Iterable[fx.Node]) -> Iterator[None]:
-        """The block may change which nodes calls read or where values are kept, but not what the values are.
-
-        Those of ``nodes`` that are known now are known after the block.
-        """
+        """Those of ``nodes`` that are known stay so: the block may change what calls read, but no value."""
         known = [node for node in nodes if self.is_known(node)]
         yield
         for node in known:

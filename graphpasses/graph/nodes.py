@@ -164,10 +164,7 @@ def fake_value(node: fx.Node) -> Any:
 
 
 def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
-    """Returns the memory of nodes' fake values: who shares some shares memory, also where no schema says so.
-
-    Inputs of a graph may overlap, and some operators (``_unsafe_view``) do not say that they return views.
-    """
+    """Returns the memory of nodes' fake values, which overlapping inputs, and some operators, share unsaid."""
     return memories([node.meta.get("val") for node in nodes])
 
 

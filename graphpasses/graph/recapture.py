@@ -48,11 +48,7 @@ class FailedElsewhereError(CaptureError):
 
 
 class GuardedCache(Generic[S]):
-    """A captured step, and those that were captured again, each with its guards, on all ranks at the same call.
-
-    A step communicates, so its ranks run what they captured together: a batch for which one of them decides
-    otherwise sends all to another step.
-    """
+    """A captured step, and those captured again, each with its guards: all ranks run the same one at each call."""
 
     def __init__(self, first: S) -> None:
         self.steps = [first]

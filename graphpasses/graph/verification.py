@@ -12,10 +12,7 @@ from graphpasses.graph.train_graph import TrainGraph
 
 
 class Verifier:
-    """Checks a graph after each pass of a pipeline.
-
-    What the graph holds before the passes is taken as true.
-    """
+    """Checks a graph after each pass of a pipeline; what it holds before the passes is taken as true."""
 
     def __init__(self, graph: TrainGraph) -> None:
         self._graph = graph

@@ -104,10 +104,7 @@ BucketGroup = tuple[BucketPair, ...]
 
 @dataclass
 class RingNames:
-    """Numbers of rings, in the order in which they are met.
-
-    Each ring is turned to begin at its lowest rank.
-    """
+    """Numbers of rings, each turned to begin at its lowest rank, in the order in which they are met."""
 
     numbers: dict[Ring, int] = field(default_factory=dict)
 
@@ -123,11 +120,7 @@ def draw_buckets(
     prediction: Prediction | None,
     names: RingNames,
 ) -> tuple[BucketGroup, ...]:
-    """Pairs the buckets of two runs and draws them.
-
-    The buckets come in the first run's order, then what only the second has; those that look the same come
-    together. ``names`` numbers the rings, the same for all drawings of a page.
-    """
+    """Pairs the buckets of two runs, in the first run's order, and draws them; those that look the same together."""
     places = [layout_places(layout) if layout else {} for layout in (a, b)]
     found = {
         (each.fqn, each.before, each.after): each for each in (prediction.reordered if prediction else ())

@@ -49,10 +49,7 @@ class _Section:
 
 
 def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes:
-    """Draws runs as a page of HTML that needs nothing else: no network, no other file.
-
-    The others are compared with the first run; one that cannot be compared has a section that says why.
-    """
+    """Draws runs, the others compared with the first, as a page of HTML that needs no network and no other file."""
     names, speeds = RingNames(), speeds or Speeds()
     first, *others = runs
     sections = [_Section("A", first)]

@@ -32,10 +32,7 @@ class LocalPart:
 def local_part(
     name: str, tensor: Tensor | None, group: dist.ProcessGroup | None, num_ranks: int, per_rank: bool
 ) -> LocalPart:
-    """Describes this rank's part of a tensor; a tensor that cannot be hashed is described too, not raised.
-
-    Raising is left to a step in which all ranks take part: one that raises alone leaves the others waiting.
-    """
+    """Describes this rank's part of a tensor, also one that cannot be hashed: all ranks then raise together."""
     if tensor is None:
         return LocalPart(name, None)
     if isinstance(tensor, DTensor):

@@ -82,10 +82,10 @@ def check_same_tensors(parts: Sequence[LocalPart], group: dist.ProcessGroup | No
 def check_replicas(
     parts: Sequence[LocalPart], local: Tensor, check: Tensor, group: dist.ProcessGroup | None
 ) -> None:
-    """Raises on all ranks if replicas of a tensor differ.
+    """Raises on all ranks if replicas of a tensor differ, by :func:`replica_weight`.
 
-    ``local`` are the sums of this rank's elements alone, ``check`` the weighted sums over all ranks, see
-    :func:`replica_weight`; both int64 [len(parts), 2].
+    ``local`` are the sums of this rank's elements alone, ``check`` the weighted sums over all ranks; int64 [parts,
+    2].
     """
     rows = check.any(dim=1).nonzero().flatten().tolist()
     if not rows:

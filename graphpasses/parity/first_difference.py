@@ -141,10 +141,7 @@ class _Run:
         return max(makers, key=lambda each: each.position, default=None)
 
     def without_like(self, operators: Iterable[Operator]) -> list[Operator]:
-        """Returns the operators that this run does not call on the same bits with the same result.
-
-        What is found is taken out of ``calls``.
-        """
+        """Takes operators with like calls and results out of ``calls``; returns those that have no like there."""
         left: list[Operator] = []
         for each in operators:
             same = self.calls.get(_call(each), [])

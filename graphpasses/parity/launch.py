@@ -70,10 +70,7 @@ def _rank_main(
 
 
 def end_with_caller() -> None:
-    """Lets this process end when the one that started it has ended, however it did.
-
-    A process that went on alone would write into files of the next run.
-    """
+    """Lets this process end when the one that started it has: alone it would write into files of the next run."""
     caller = multiprocessing.parent_process()
     if caller is not None:
         threading.Thread(target=_wait_and_end, args=(caller.sentinel,), daemon=True).start()

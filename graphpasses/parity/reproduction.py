@@ -73,10 +73,7 @@ print(comparison.verdict, comparison.divergence)
 
 
 def write_operator_script(folder: Path, difference: Difference) -> Path:
-    """Writes a script that calls one operator on what it read in both runs, whose tensors were recorded.
-
-    ``folder`` has the runs ``eager.jsonl`` and ``graph.jsonl``.
-    """
+    """Writes a script that calls an operator on what it read in ``folder``'s eager.jsonl and graph.jsonl."""
     import torch
 
     assert difference.a is not None

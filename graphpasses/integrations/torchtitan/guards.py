@@ -29,10 +29,7 @@ class TraceWatch:
 
     @classmethod
     def of(cls, trainer: Any) -> TraceWatch:
-        """Returns the watch of a trainer that was made by graph_trainer's hook.
-
-        Raises where its ``train_context`` was replaced.
-        """
+        """Returns the watch of a trainer that graph_trainer's hook made; raises if it was replaced."""
         watch = trainer.train_context
         if not isinstance(watch, cls):
             raise UnsupportedError(

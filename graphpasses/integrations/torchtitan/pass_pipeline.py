@@ -168,8 +168,8 @@ class _OwnPasses:
     def _order_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Orders a tied weight's gradients as eager adds them to ``.grad``: what ran in chunks is reduced first.
 
-        torchtitan adds a step's outputs to ``.grad`` in the order of names. That is seen where gradients accumulate:
-        (grad + chunks) + rest has other bits than (grad + rest) + chunks.
+        torchtitan adds by names; where gradients accumulate, (grad + chunks) + rest has other bits than (grad + rest)
+        + chunks.
         """
         in_chunks = {fqn for entry in self.plan.entries if entry.accumulates for fqn in entry.fqns}
         node = gm.graph.output_node()

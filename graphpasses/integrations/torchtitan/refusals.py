@@ -33,11 +33,7 @@ _UNSUPPORTED = (
 
 
 def refuse_trainer(trainer: Any) -> None:
-    """Refuses a trainer whose steps would not have eager's bits, before anything is traced.
-
-    That is where graph_trainer would ask for no pipeline, and train without a word; where an option asks for a pass
-    that does not go with ours; and where SimpleFSDP took wrapper classes of an earlier model.
-    """
+    """Refuses a trainer whose steps would not have eager's bits, before anything is traced."""
     asks = f"--compile.pass_pipeline {PIPELINE} would do nothing:"
     if trainer.parallel_dims.pp_enabled:
         raise UnsupportedError(
@@ -55,10 +51,7 @@ def refuse_trainer(trainer: Any) -> None:
 
 
 def refuse_step(trainer: Any, step: CapturedStep, expected_layout: Layout) -> None:
-    """Refuses a step that is not what torchtitan's eager trainer computes, whatever passes do to it.
-
-    That is where eager shards a parameter otherwise, loses a gradient, or gives the loss more.
-    """
+    """Refuses a step that is not what torchtitan's eager trainer computes, whatever passes do to it."""
     _refuse_lost_gradients(trainer)
     _refuse_other_loss(trainer.loss_fn, step)
     _refuse_other_shards(step, expected_layout)
