@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store, Work
 
 
@@ -29,7 +30,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Gathers each input into one list of tensors, one per rank."""
         for parts, input in zip(outputs, inputs, strict=True):
             self.exchange("allgather", self._to_all(input), dict(enumerate(parts)))
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
@@ -37,7 +38,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Gathers several inputs into one list of tensors per rank."""
         for parts, input in zip(zip(*output_lists, strict=True), input_list, strict=True):
             self.exchange("allgather_coalesced", self._to_all(input), dict(enumerate(parts)))
-        return FinishedWork(output_lists)
+        return finished_work(output_lists)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gathers ``input`` into ``output``, one rank after the other."""
@@ -52,7 +53,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         )
         if not output.is_contiguous():
             output.detach().copy_(whole)
-        return FinishedWork([output])
+        return finished_work([output])
 
     def all_gather_single_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
@@ -60,7 +61,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Gathers several inputs, one after the other."""
         for output, input in zip(output_lists, input_list, strict=True):
             self.all_gather_single(output, input)
-        return FinishedWork(output_lists)
+        return finished_work(output_lists)
 
     def all_to_all_single(
         self,
@@ -76,12 +77,12 @@ class PythonProcessGroup(dist.ProcessGroup):
             self._split(input.detach(), input_split_sizes),
             self._split(output.detach(), output_split_sizes),
         )
-        return FinishedWork([output])
+        return finished_work([output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """Sends rank r the r-th input."""
         self.exchange("alltoall", dict(enumerate(inputs)), dict(enumerate(outputs)))
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         """Sends the root's tensors to all."""
@@ -90,7 +91,7 @@ class PythonProcessGroup(dist.ProcessGroup):
                 self.exchange("broadcast", self._to_all(tensor), {})
             else:
                 self.exchange("broadcast", {}, {opts.rootRank: tensor})
-        return FinishedWork(tensors)
+        return finished_work(tensors)
 
     def gather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
@@ -98,7 +99,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Sends every rank's input to the root."""
         parts = dict(enumerate(outputs[0])) if opts.rootRank == self.rank() else {}
         self.exchange("gather", {opts.rootRank: inputs[0]}, parts)
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
@@ -106,14 +107,14 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Sends rank r the root's r-th input."""
         parts = dict(enumerate(inputs[0])) if opts.rootRank == self.rank() else {}
         self.exchange("scatter", parts, {opts.rootRank: outputs[0]})
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def barrier(self, opts: Any = None) -> Work:
         """Waits until every rank is here."""
         self.exchange(
             "barrier", self._to_all(torch.zeros(1)), {rank: torch.zeros(1) for rank in range(self.size())}
         )
-        return FinishedWork([])
+        return finished_work([])
 
     def _to_all(self, tensor: Tensor) -> dict[int, Tensor]:
         return dict.fromkeys(range(self.size()), tensor)
@@ -129,29 +130,12 @@ class PythonProcessGroup(dist.ProcessGroup):
         return dict(enumerate(torch.split(tensor, list(sizes))))
 
 
-class FinishedWork(Work):
-    """Work that was finished before it was returned."""
-
-    def __init__(self, outputs: list[Any]) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> list[Any]:
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[list[Any]]:
-        future: torch.futures.Future[list[Any]] = torch.futures.Future()
-        future.set_result(self._outputs)
-        return future
+def finished_work(outputs: list[Any]) -> Work:
+    """Returns work that was finished before it was returned."""
+    future: torch.futures.Future[list[Any]] = torch.futures.Future()
+    future.set_result(outputs)
+    work: Work = _create_work_from_future(future)
+    return work
 
 
 def split_evenly(tensor: Tensor, num_parts: int) -> dict[int, Tensor]:

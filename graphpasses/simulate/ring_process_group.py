@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpasses._torch.process_group import FinishedWork, PythonProcessGroup
+from graphpasses._torch.process_group import PythonProcessGroup, finished_work
 from graphpasses.errors import UnsupportedError
 from graphpasses.simulate.arithmetic import ReduceOpName
 
@@ -39,7 +39,7 @@ class RingProcessGroup(PythonProcessGroup):
                 f"{output.dtype} elements, got {input.numel()} {input.dtype} elements"
             )
         _assign(output, self._reduce_scatter(input.detach().reshape(-1), *_parse_op(opts)))
-        return FinishedWork([output])
+        return finished_work([output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -47,7 +47,7 @@ class RingProcessGroup(PythonProcessGroup):
         """Reduces several inputs, one after the other."""
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts)
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -62,7 +62,7 @@ class RingProcessGroup(PythonProcessGroup):
                 total = self._reduce_to(root, shard.detach().reshape(-1), *_parse_op(opts))
                 if root == self.rank():
                     _assign(output, total)
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor] | Tensor, opts: Any = None
@@ -71,7 +71,7 @@ class RingProcessGroup(PythonProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         for tensor in tensors:
             _assign(tensor, self._all_reduce(tensor.detach().reshape(-1), *_parse_op(opts)))
-        return FinishedWork(tensors)
+        return finished_work(tensors)
 
     allreduce_coalesced = allreduce
 
@@ -81,7 +81,7 @@ class RingProcessGroup(PythonProcessGroup):
             total = self._reduce_to(opts.rootRank, tensor.detach().reshape(-1), *_parse_op(opts))
             if opts.rootRank == self.rank():
                 _assign(tensor, total)
-        return FinishedWork(tensors)
+        return finished_work(tensors)
 
 
 def _parse_op(opts: Any) -> tuple[ReduceOpName, float]:
