@@ -130,9 +130,7 @@ def _and(theirs: Any, ours: CustomGraphPass) -> Any:
 
 def is_tangent(node: fx.Node) -> bool:
     """Whether a node of an AOTAutograd graph is the placeholder of an output's gradient, or of a part of one."""
-    desc = node.meta.get("desc") if node.op == "placeholder" else None
-    while isinstance(desc, descriptors.SubclassGetAttrAOTInput):
-        desc = desc.base
+    desc, _ = _whole(node.meta.get("desc") if node.op == "placeholder" else None)
     return isinstance(desc, descriptors.TangentAOTInput)
 
 
@@ -142,21 +140,22 @@ def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
     Returns the position of the Dynamo input that it is or belongs to (None if it is something else), the attribute of
     a tensor subclass that it carries (``""`` for the tensor itself), and a description.
     """
-    desc: Any = node.meta.get("desc")
-    attr = ""
-    text = str(desc) if desc is not None else node.name
-    while isinstance(desc, descriptors.SubclassGetAttrAOTInput):
-        desc, attr = desc.base, desc.attr
-    index = desc.idx if isinstance(desc, descriptors.PlainAOTInput) else None
-    return index, attr, text
+    desc = node.meta.get("desc")
+    whole, attr = _whole(desc)
+    index = whole.idx if isinstance(whole, descriptors.PlainAOTInput) else None
+    return index, attr, node.name if desc is None else str(desc)
 
 
 def describe_output(desc: Any) -> tuple[int | None, str, str]:
     """Says likewise what an output is, by the position of the input whose gradient it is."""
-    attr, text = "", str(desc)
-    while isinstance(desc, descriptors.SubclassGetAttrAOTOutput):
+    whole, attr = _whole(desc)
+    of = whole.grad_of if isinstance(whole, descriptors.GradAOTOutput) else None
+    return of.idx if isinstance(of, descriptors.PlainAOTInput) else None, attr, str(desc)
+
+
+def _whole(desc: Any) -> tuple[Any, str]:
+    """Returns what an input or output is, or what it is a part of, and the attribute that the part is there."""
+    attr = ""
+    while isinstance(desc, (descriptors.SubclassGetAttrAOTInput, descriptors.SubclassGetAttrAOTOutput)):
         desc, attr = desc.base, desc.attr
-    index = None
-    if isinstance(desc, descriptors.GradAOTOutput) and isinstance(desc.grad_of, descriptors.PlainAOTInput):
-        index = desc.grad_of.idx
-    return index, attr, text
+    return desc, attr

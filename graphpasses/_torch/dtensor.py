@@ -38,9 +38,10 @@ def local_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | N
     for dim in {p.dim for p in placements if isinstance(p, _StridedShard)}:
         indices = torch.arange(tensor.shape[dim])
         for mesh_dim, placement in enumerate(placements):
-            if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
+            if is_sharded(placement) and placement.dim == dim:
                 # _split_tensor: torch's own rule of who gets which index, applied to the indices themselves.
-                flat = type(placement)(0, **_split_factor(placement))
+                is_strided = isinstance(placement, _StridedShard)
+                flat = _StridedShard(0, split_factor=split_factor(placement)) if is_strided else Shard(0)
                 shards, _ = flat._split_tensor(indices, mesh.size(mesh_dim), with_padding=False)
                 indices = shards[coordinate[mesh_dim]]
         if indices.numel() and int(indices[-1] - indices[0]) != indices.numel() - 1:
@@ -57,10 +58,6 @@ def num_root_ranks(tensor: DTensor) -> int:
 def split_factor(placement: object) -> int:
     """Returns into how many parts later mesh axes split a sharded tensor dim first: 1 but for ``_StridedShard``."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-
-
-def _split_factor(placement: Shard | _StridedShard) -> dict[str, int]:
-    return {"split_factor": split_factor(placement)} if isinstance(placement, _StridedShard) else {}
 
 
 def wait_for(tensor: Tensor) -> Tensor:

@@ -181,7 +181,8 @@ def _view(
     torchs: Callable[..., FakeTensor], mode: FakeTensorMode, view: Any, tensor: FakeTensor, shape: Any
 ) -> FakeTensor:
     """Views a tensor with the strides of the kernel; those of dims with one element suggest a memory format."""
-    if not _is_plain(tensor) or any(isinstance(size, torch.SymInt) for size in shape):
+    is_plain = is_fake(tensor) and not tensor._has_symbolic_sizes_strides
+    if not is_plain or any(isinstance(size, torch.SymInt) for size in shape):
         return torchs(mode, view, tensor, shape)
     with in_kernel_invocation_manager(mode):
         result = view(tensor, shape)
@@ -232,10 +233,6 @@ def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
     if value.shape != like.shape:
         return value.contiguous()
     return value.contiguous(memory_format=torch._prims_common.suggest_memory_format(like))
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, FakeTensor) and not value._has_symbolic_sizes_strides
 
 
 # What FakeTensorMode does by running the meta kernel alone, with the device of the inputs. Dispatched to the mode, a

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from graphpasses.errors import CaptureError
 
 def pending_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns all gradients that wait in a model's groups, reduced by the next backward or not."""
-    with _reducing(fsdp_groups(model)):
+    with reducing(fsdp_groups(model)):
         return Accumulators(model, str, {}).pending()
 
 
@@ -154,13 +154,9 @@ def _leaf(group: FSDPParamGroup, parameter: FSDPParam) -> nn.Parameter:
     return leaf
 
 
-def gradients_kept(groups: Iterable[FSDPParamGroup]) -> AbstractContextManager[None]:
-    """Lets groups keep gradients in the block, as ``set_requires_gradient_sync(False)`` does."""
-    return _reducing(groups, reduces=False)
-
-
 @contextmanager
-def _reducing(groups: Iterable[FSDPParamGroup], *, reduces: bool = True) -> Iterator[None]:
+def reducing(groups: Iterable[FSDPParamGroup], *, reduces: bool = True) -> Iterator[None]:
+    """Lets groups reduce all gradients in the block, or keep them, as ``set_requires_gradient_sync`` does."""
     before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group, *_ in before:
         group.reduce_grads = group.all_reduce_grads = reduces
@@ -175,7 +171,7 @@ def _reducing(groups: Iterable[FSDPParamGroup], *, reduces: bool = True) -> Iter
 def accumulation_set_aside(model: nn.Module) -> Iterator[None]:
     """Lets groups reduce all gradients in the block, and hold none of earlier backwards."""
     groups = fsdp_groups(model)
-    with _restored(groups, copied=False), _reducing(groups):
+    with accumulators_restored(model, copied=False), reducing(groups):
         for group in groups:
             group._partial_reduce_output = None
             for parameter in group.fsdp_params:
@@ -184,16 +180,10 @@ def accumulation_set_aside(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def accumulators_restored(model: nn.Module) -> Iterator[None]:
-    """Puts back, after the block, what groups keep, with its values."""
-    with _restored(fsdp_groups(model), copied=True):
-        yield
-
-
-@contextmanager
-def _restored(groups: Iterable[FSDPParamGroup], *, copied: bool) -> Iterator[None]:
+def accumulators_restored(model: nn.Module, *, copied: bool) -> Iterator[None]:
+    """Puts back, after the block, what groups keep; with its values, if they are copied."""
     before: list[tuple[Any, str, torch.Tensor | None]] = []
-    for group in groups:
+    for group in fsdp_groups(model):
         before.append((group, "_partial_reduce_output", group._partial_reduce_output))
         for parameter in group.fsdp_params:
             if hasattr(parameter, "unsharded_accumulated_grad"):

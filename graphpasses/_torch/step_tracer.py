@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -91,7 +91,8 @@ def trace_with_torch(
                 if module is not None:
                     own = dict(zip(state, wrapped, strict=False))
                     stack.enter_context(_reparametrize_module(module, own))
-                stack.enter_context(_backward_followed())
+                # Nodes of backward know that they are, and of which call of forward; torch does so from 2.13 on.
+                stack.enter_context(_of_compiler("_patch_engine_backward", _backward_marked))
                 results = list(fn(*called_with))
             flat, found = _unwrapped(results)
             returned.append((len(results), found))
@@ -103,7 +104,7 @@ def trace_with_torch(
             preserve_node_meta(),
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the tracing is
-            _not_strict(),
+            _of_compiler("_non_strict_tracing_context", nullcontext),
         ):
             gm = make_fx(run, record_stack_traces=True)(*fakes)
         _name_backward_by_forward(gm)
@@ -159,19 +160,11 @@ def _wrapped(values: Sequence[Any], num: int, layouts: dict[int, _Layout]) -> li
     return made
 
 
-def _not_strict() -> AbstractContextManager[Any]:
-    context: Callable[[], AbstractContextManager[Any]] = getattr(
-        torch.compiler, "_non_strict_tracing_context", ExitStack
-    )
-    return context()
-
-
-def _backward_followed() -> AbstractContextManager[Any]:
-    """Lets nodes of backward know that they are, and of which call of forward; torch does so from 2.13 on."""
-    context: Callable[[], AbstractContextManager[Any]] = getattr(
-        torch.compiler, "_patch_engine_backward", _backward_marked
-    )
-    return context()
+def _of_compiler(
+    name: str, otherwise: Callable[[], AbstractContextManager[Any]]
+) -> AbstractContextManager[Any]:
+    context: AbstractContextManager[Any] = getattr(torch.compiler, name, otherwise)()
+    return context
 
 
 @contextmanager
