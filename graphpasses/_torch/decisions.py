@@ -63,8 +63,7 @@ class _Values(dict[sympy.Symbol, Any]):
 
 @contextmanager
 def decided_by_values(
-    value_of: Callable[[fx.GraphModule, sympy.Symbol], Any],
-    decided: Callable[[sympy.Basic], None],
+    value_of: Callable[[fx.GraphModule, sympy.Symbol], Any], decided: Callable[[sympy.Basic], None]
 ) -> Iterator[fx.GraphModule]:
     """Lets the code that the block traces decide by the values that symbols have in this run.
 

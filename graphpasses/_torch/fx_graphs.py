@@ -22,17 +22,7 @@ from torch.fx.node import Node, _get_qualified_name
 from graphpasses.gc_pause import paused_gc
 
 _LITERALS = frozenset(
-    {
-        bool,
-        float,
-        int,
-        str,
-        torch.device,
-        torch.dtype,
-        torch.layout,
-        torch.memory_format,
-        type(None),
-    }
+    {bool, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format, type(None)}
 )
 _OPERATORS = frozenset(magic_methods.values())
 
@@ -135,10 +125,7 @@ def _quick_code(graph: fx.Graph, root_module: str) -> PythonCode:
     head = graph._codegen.gen_fn_def(parameters[::-1], "")
     lineno_map: dict[int, int | None] = dict(enumerate([*indices[::-1], indices[0]], start=1))
     return PythonCode(
-        f"\n\n\n{head}\n{''.join(lines[::-1])}    ",
-        outline.globals,
-        lineno_map,
-        outline._prologue_start,
+        f"\n\n\n{head}\n{''.join(lines[::-1])}    ", outline.globals, lineno_map, outline._prologue_start
     )
 
 

@@ -206,12 +206,7 @@ def _pair(
 
 
 def _bar(
-    entries: Sequence[Row],
-    side: Side,
-    total: int,
-    topology: Topology,
-    names: RingNames,
-    is_compared: bool,
+    entries: Sequence[Row], side: Side, total: int, topology: Topology, names: RingNames, is_compared: bool
 ) -> Bar:
     first = _place(entries[0], side)
     group, count = topology.restrict(first.ranks), first.num_bytes // first.itemsize

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from graphpasses._torch.fsdp2 import named_sharded_parameters
 from graphpasses.identity import unwrapped_name
 from graphpasses.parity._lanes import MASK, lanes_of_each
-from graphpasses.parity._local_part import LocalPart, local_part
-from graphpasses.parity._replicas import (
+from graphpasses.parity._local_part import (
+    LocalPart,
     ReplicaMismatchError,
     check_replicas,
     check_same_tensors,
     communication_device,
+    local_part,
     replica_weight,
 )
 

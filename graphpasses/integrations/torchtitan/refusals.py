@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import inspect
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -120,19 +119,14 @@ def _refuse_other_loss(loss: Any, step: CapturedStep) -> None:
     paths = (path for path in step.batch_structure.paths if path.endswith("['positions']"))
     if next(paths, None) is None:
         return
-    for each in _losses(loss):
-        if _reads_positions(type(each).__call__):
-            raise UnsupportedError(
-                f"the loss {type(each).__name__} may read the batch's positions, which torchtitan's eager trainer "
-                "gives it and graph_trainer does not: they would train otherwise. Let it take none (and no **kwargs "
-                f"that it reads), or {_ELSE}"
-            )
-
-
-def _losses(loss: Any) -> Iterator[Any]:
     while isinstance(loss, ChunkedLossWrapper):  # which gives all on
         loss = loss.loss_fn
-    yield loss
+    if _reads_positions(type(loss).__call__):
+        raise UnsupportedError(
+            f"the loss {type(loss).__name__} may read the batch's positions, which torchtitan's eager trainer "
+            "gives it and graph_trainer does not: they would train otherwise. Let it take none (and no **kwargs "
+            f"that it reads), or {_ELSE}"
+        )
 
 
 def _reads_positions(call: Any) -> bool:
