@@ -1,4 +1,4 @@
-"""Fake tensors: the mode of a graph's, what operators see of them, and their results, as kernels give them."""
+"""Fake tensors: their mode, what operators see of them, results as kernels give them, and how to do without."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ from unittest import mock
 import torch
 from torch import _prims_common
 from torch._decomp import decomposition_table
+from torch._dispatch.python import no_python_dispatcher
 from torch._guards import active_fake_mode
 from torch._prims_common import is_contiguous_for_memory_format_or_false
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._mode_utils import no_dispatch
 
 __all__ = [
     "active_fake_mode",
@@ -29,6 +36,7 @@ __all__ = [
     "is_fake",
     "is_simple",
     "new_fake_mode",
+    "outside_tracing",
     "strides_of_kernels",
     "watched_in_other_threads",
 ]
@@ -288,3 +296,14 @@ def _common_device(args: tuple[Any, ...]) -> torch.device | None:
             elif type(each) not in _PLAIN:
                 return None
     return devices.pop() if len(devices) == 1 else None
+
+
+@contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Makes tensors real and calls untraced, as AOTAutograd's partitioner does to ask the other ranks.
+
+    The Python dispatcher, which is on while AOTAutograd traces, keeps the GIL while an operator runs. A collective
+    would then wait for gloo's queue, whose thread may hold it and wait for the GIL, to free what an earlier one used.
+    """
+    with no_dispatch(), unset_fake_temporarily(), no_python_dispatcher():
+        yield

@@ -121,15 +121,10 @@ def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
 
 
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
-    """Reads every group of a model, whether or not it ran already.
+    """Reads every group of a model, nested groups before the ones around them; none if it was never sharded.
 
-    The groups come in post-order of their modules, that is, nested groups before the ones around them and the
-    root's last; none if ``fully_shard`` was never called.
-
-    Raises:
-        UnsupportedError: a group reduces in a way that no functional collective can express.
-        LayoutError: a group's trainable parameters have several dtypes, which FSDP2 refuses to run, or a
-            group reaches outside the model.
+    Raises where a group reduces in a way that no functional collective can express, FSDP2 refuses to run it, or it
+    reaches outside the model.
     """
     fqns = {module: fqn for fqn, module in model.named_modules()}
     groups: dict[FSDPParamGroup, str] = {}

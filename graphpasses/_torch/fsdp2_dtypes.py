@@ -46,13 +46,9 @@ def _trained(group: FSDPParamGroup) -> list[tuple[FSDPParam, MixedPrecisionPolic
 
 
 def reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
-    """Returns the dtype in which a group's gradients travel.
+    """Returns the dtype in which a group's gradients travel; raises where its parameters, or gradients, have several.
 
     Source: ``FSDPParamGroup._init_mp_dtypes``, and from torch 2.15 on ``FSDPParamGroup._get_reduce_dtype``.
-
-    Raises:
-        LayoutError: its trainable parameters have several dtypes.
-        UnsupportedError: their gradients are kept in several, or in any.
     """
     trained = _trained(group)
     dtypes = {parameter.sharded_param.dtype for parameter, _ in trained}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 from unittest import mock
@@ -23,6 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _fro
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import (
     fsdp_groups,
@@ -39,7 +41,6 @@ from graphpasses._torch.fsdp2_dtypes import (
     make_leaf,
     unsharded_spec,
 )
-from graphpasses._torch.fsdp2_marks import Reductions, marked_gradient, post_backward_seen
 from graphpasses.errors import CaptureError, UnsupportedError
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -51,10 +52,8 @@ _RETURNS_STREAM = "post_reduce_stream" in _post_backward.__code__.co_varnames
 def prepare_for_tracing(model: nn.Module) -> None:
     """Lets FSDP2 settle what it settles at the first forward, and shards every parameter.
 
-    Raises:
-        UnsupportedError: a group communicates in a way that a graph cannot, gathers its parameters otherwise than by
-            copying them, or keeps them on the CPU.
-        LayoutError: see :func:`graphpasses._torch.fsdp2.parameter_groups`.
+    Raises where :func:`parameter_groups` does, and where a group communicates in a way that a graph cannot, gathers
+    its parameters otherwise than by copying them, or keeps them on the CPU.
     """
     parameter_groups(model)
     refuse_custom_communication(fsdp_groups(model))
@@ -86,15 +85,11 @@ def prepare_for_tracing(model: nn.Module) -> None:
 
 @contextmanager
 def communication_traced(model: nn.Module) -> Iterator[Reductions]:
-    """Replaces gathers and reductions of a model's groups by functional collectives, which a tracer can record.
+    """Replaces a prepared model's gathers and reductions by functional collectives, which a tracer can record.
 
     Inside, each parameter that FSDP2 manages is gathered once, when its group first runs forward, and becomes one
-    autograd leaf, as in FSDP2; ``loss.backward()`` reduces the gradients of each group, packed as FSDP2 packs them,
-    when FSDP2 would. The model was prepared by :func:`prepare_for_tracing`, and has traced tensors in the place of
-    its sharded parameters. ``loss.backward()`` fills what is yielded.
-
-    Raises:
-        CaptureError: after the block, a gradient is left that eager FSDP2 would not reduce either.
+    autograd leaf; ``loss.backward()`` reduces the gradients of each group, packed, when FSDP2 would, and fills what
+    is yielded. Raises after the block if a gradient is left that eager FSDP2 would not reduce either.
     """
     groups = fsdp_groups(model)
     reductions = Reductions()
@@ -348,3 +343,52 @@ def _check_dtypes(group: FSDPParamGroup, parameters: list[FSDPParam], gradients:
 
 def _divided(value: Tensor, divisor: float | None) -> Tensor:
     return value if divisor is None or divisor == 1 else aten.div.Scalar(value, divisor)
+
+
+@dataclass
+class Reductions:
+    """What a traced step reduces."""
+
+    # By sharded parameter, the local part of its gradient.
+    reduced: dict[Tensor, Tensor] = field(default_factory=dict)
+    # Where gradients may be kept for a later step's reduction: by sharded parameter its whole gradient on this rank,
+    # with its placements if it is a DTensor's, and by index of a group what was reduced over its shards alone, once.
+    # Each is a view that only the reduction reads.
+    unreduced: dict[Tensor, tuple[Tensor, Any]] = field(default_factory=dict)
+    partly_reduced: dict[int, list[Tensor]] = field(default_factory=dict)
+    # By group, for which parameters gradients were there each time it might have reduced.
+    ready: dict[FSDPParamGroup, list[set[Tensor]]] = field(default_factory=dict)
+
+    @property
+    def late(self) -> set[Tensor]:
+        """Parameters of groups that may reduce before all gradients are there, and so what has waited by itself."""
+        return {
+            parameter
+            for times in self.ready.values()
+            for parameter in set().union(*times)
+            if times[0] != set().union(*times)
+        }
+
+
+def post_backward_seen(group: FSDPParamGroup, reductions: Reductions, *unused: Any) -> None:
+    """Runs a group's own, and notes which gradients are there."""
+    leaves = {p.sharded_param: getattr(p, "_unsharded_param", None) for p in group.fsdp_params}
+    ready: set[Tensor] = {
+        parameter for parameter, leaf in leaves.items() if getattr(leaf, "grad", None) is not None
+    }
+    reductions.ready.setdefault(group, []).append(ready)
+    type(group).post_backward(group, *unused)
+
+
+def marked_gradient(parameter: FSDPParam, reductions: Reductions, gradient: Tensor) -> Tensor:
+    """Returns what FSDP2 reduces of a gradient; marks it first, unless it is the zeros of an unused parameter."""
+    placements = None
+    if gradient is parameter._unsharded_param.grad:
+        if isinstance(gradient, DTensor):
+            placements = gradient.placements
+            local = aten.alias.default(gradient._local_tensor)
+            gradient = _from_local_no_grad(local, gradient._spec)
+        else:
+            local = gradient = aten.alias.default(gradient)
+        reductions.unreduced[parameter.sharded_param] = local, placements
+    return type(parameter)._get_grad_inner_tensor(parameter, gradient)

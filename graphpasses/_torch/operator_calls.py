@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.operator_facts import (
     LIFT_FRESH,
     TensorFacts,
@@ -33,7 +33,6 @@ from graphpasses._torch.operator_facts import (
 )
 from graphpasses._torch.operator_recorder import OperatorRecorder
 from graphpasses._torch.recorded_operator import Operator
-from graphpasses._torch.tracing import outside_tracing
 
 FORMULA = -1
 """The position of calls of autograd's formulas, where these are not recorded."""

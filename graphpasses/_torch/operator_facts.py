@@ -12,11 +12,10 @@ import torch
 import torch.distributed._functional_collectives  # registers an operator that is named below. Tested: 2.13.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.pytree import tree_leaves
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import inner_names, written_names
-from graphpasses._torch.tracing import outside_tracing
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """How the paths of files begin that are not the user's own."""

@@ -27,10 +27,9 @@ from graphpasses._torch.decisions import (
     size_path,
     value_at,
 )
-from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.schemas import inner_names, is_tensor_subclass
 from graphpasses._torch.symbols import size_condition
-from graphpasses._torch.tracing import outside_tracing
 from graphpasses.analysis.effects import Effects, operator_effects, storages
 from graphpasses.capture.certain_values import certain_value
 from graphpasses.errors import CaptureError

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.tracing import outside_tracing
+from graphpasses._torch.fake_mode import is_fake, outside_tracing
 
 _MAX_BYTES = 1 << 28  # larger ones are known by what they are: to read them takes seconds
 

@@ -80,13 +80,10 @@ class Difference:
 
 
 def first_difference(a: OperatorStep, b: OperatorStep) -> Difference | None:
-    """Finds where a rank's operators in two runs of one step part.
+    """Finds where a rank's operators in two runs of one step first part, in the order of ``a``; None if nowhere.
 
     Calls are the same if they call one operator on the same bits, wherever they stand: passes reorder. What differs
     and is made good before the step ends, as where two operators are fused to one, does not count.
-
-    Returns:
-        The first difference in the order of ``a``; None if there is none.
     """
     start = differing(a.start, b.start)
     if start:

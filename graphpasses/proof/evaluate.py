@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch.auto_functionalized import WrittenView, read_functionalized_call
-from graphpasses._torch.schemas import draws
+from graphpasses._torch.schemas import WrittenView, draws, read_functionalized_call
 from graphpasses.analysis.effects import (
     Effects,
     is_elementwise_on_lists,

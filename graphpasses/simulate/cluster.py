@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from graphpasses._torch.thread_ranks import threads_are_ranks
+from graphpasses._torch.process_group import threads_are_ranks
 from graphpasses.errors import ClusterError
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.scheduler import Call, RankScheduler, current

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpasses._torch.thread_ranks import serve_collectives_without_tensors
+from graphpasses._torch.process_group import serve_collectives_without_tensors
 from graphpasses.errors import ClusterError
 from graphpasses.simulate.arithmetic import ReduceOpName
 from graphpasses.simulate.collectives import reduce_parts, simulate_all_reduce, simulate_reduce_scatter

@@ -38,11 +38,7 @@ def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
 
 
 def eager_reference(trainer: Any) -> nn.Module:
-    """Returns the model as torchtitan's own trainer shards it: FSDP2's groups, on device meta.
-
-    Raises:
-        UnsupportedError: torchtitan has no eager model of this name, or its trainer does not shard it as configured.
-    """
+    """Returns the model on device meta as torchtitan's own trainer shards it; raises where it cannot."""
     from torchtitan.config import CompileConfig
 
     config = trainer.config

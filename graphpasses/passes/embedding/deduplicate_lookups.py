@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
-from graphpasses._torch.auto_functionalized import read_functionalized_call
+from graphpasses._torch.fake_mode import outside_tracing
+from graphpasses._torch.schemas import read_functionalized_call
 from graphpasses._torch.symbols import can_unify_sizes, unify_sizes
-from graphpasses._torch.tracing import outside_tracing
 from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
 from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import operator_effects, storages

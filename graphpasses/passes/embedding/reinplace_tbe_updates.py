@@ -13,8 +13,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
-from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
-from graphpasses._torch.schemas import bind_named
+from graphpasses._torch.schemas import FunctionalizedCall, WrittenView, bind_named, read_functionalized_call
 from graphpasses.analysis.effects import Effects, operator_effects, storages
 from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.graph import Stage, TrainGraph, argument
