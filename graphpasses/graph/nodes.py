@@ -73,15 +73,6 @@ def find_collectives(graph: fx.Graph) -> list[fx.Node]:
     ]
 
 
-def count_collectives(graph: fx.Graph) -> dict[str, int]:
-    """Counts the functional collectives of a graph by the names of their operators."""
-    counts = {
-        str(target).split(".")[1]: len(graph.find_nodes(op="call_function", target=target, sort=False))
-        for target in _COLLECTIVES
-    }
-    return {name: count for name, count in counts.items() if count}
-
-
 def eliminate_dead_code(graph: fx.Graph) -> None:
     """Erases calls that nobody reads; as torch's own, but asks for side effects only where nobody reads."""
     unread = [node for node in graph.nodes if not node.users]

@@ -57,7 +57,8 @@ def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes
         layout, topologies = first.run.header.layouts, (first.topology, first.topology)
         sections = [_Section("A", first, buckets=draw_buckets(layout, None, topologies, None, names))]
     sections += [
-        _compared(_letter(index), first, other, names) for index, other in enumerate(others, start=1)
+        _compared(chr(ord("A") + index) if index < 26 else f"run-{index + 1}", first, other, names)
+        for index, other in enumerate(others, start=1)
     ]
     sections = [replace(each, scale=scale_tables(each.shown.run, speeds)) for each in sections]
     environment = Environment(
@@ -102,7 +103,3 @@ def _compared(letter: str, first: ShownRun, other: ShownRun, names: RingNames) -
             how_to_locate(comparison),
         )
     return replace(section, comparison=comparison, strip=draw_strip(differences), sentences=tuple(sentences))
-
-
-def _letter(index: int) -> str:
-    return chr(ord("A") + index) if index < 26 else f"run-{index + 1}"

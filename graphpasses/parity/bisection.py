@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torch.fx import Node
-
 from graphpasses.errors import TaskError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
@@ -178,18 +176,15 @@ def _rewrite(before: CapturedStep, after: CapturedStep, difference: Difference |
     new = {line.node.name: line for line in read_lines(after)}
     changed = {name for name, line in new.items() if name not in old or old[name].text != line.text}
     node = None if difference is None or difference.operator is None else difference.operator.node
-    feeding = changed if node not in new else _feeding(new[node].node, changed)
+    feeding = changed
+    if node in new:  # what it is computed from, as far as only changed nodes lie between
+        found = reach([new[node].node], lambda each: [n for n in each.all_input_nodes if n.name in changed])
+        feeding = changed & {each.name for each in found}
     lines = [f"  - {line.text}" for name, line in old.items() if name not in new or name in feeding]
     lines += [f"  + {line.text}" for name, line in new.items() if name in feeding]
     if len(lines) > _MAX_LINES:
         lines = [*lines[:_MAX_LINES], f"  and {len(lines) - _MAX_LINES} more lines"]
     return ["  its rewrite:", *lines] if lines else []
-
-
-def _feeding(node: Node, changed: Collection[str]) -> set[str]:
-    """Returns the changed nodes from which a node is computed, as far as only changed ones lie between."""
-    found = reach([node], lambda each: [other for other in each.all_input_nodes if other.name in changed])
-    return {each.name for each in found} & set(changed)
 
 
 _OPERATOR = '''"""{difference}

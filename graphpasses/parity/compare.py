@@ -122,7 +122,9 @@ def compare_runs(a: Run, b: Run, *, allow: Collection[str] = ()) -> Comparison:
                 f"step {x.step} has neither loss nor gradients nor weights that both runs recorded"
             )
         if divergence is None and (difference := _difference(x, y, _same_ranks(a, b))):
-            divergence = _divergence(x, y, difference, a.header.layouts, b.header.layouts)
+            losses = (x.loss, y.loss) if x.loss and y.loss else None
+            moves = _moves(difference, a.header.layouts, b.header.layouts)
+            divergence = Divergence(**vars(difference), losses=losses, moves=moves)
     notes = [gap.text for gap in gaps if gap.kind in allow]
     if (a.header.layouts is None) != (b.header.layouts is None):
         notes.append(f"only run {'B' if a.header.layouts is None else 'A'} recorded its bucket layouts")
@@ -218,20 +220,12 @@ def _difference(x: StepRecord, y: StepRecord, same_ranks: bool) -> StepDifferenc
     return StepDifference(x.step, loss, gradients, _differing(x.weights, y.weights))
 
 
-def _divergence(
-    x: StepRecord, y: StepRecord, difference: StepDifference, a: Layout | None, b: Layout | None
-) -> Divergence:
-    losses = (x.loss, y.loss) if x.loss and y.loss else None
-    moves = _moves(dict.fromkeys((*(difference.gradients or ()), *difference.weights)), a, b)
-    return Divergence(**vars(difference), losses=losses, moves=moves)
-
-
 def _differing(x: Mapping[str, str | None], y: Mapping[str, str | None]) -> tuple[str, ...]:
     return tuple(name for name in x if name in y and x[name] != y[name])
 
 
-def _moves(fqns: Iterable[str], a: Layout | None, b: Layout | None) -> tuple[Move, ...]:
-    """Returns what moved of some parameters' gradients, in the order of ``fqns``."""
+def _moves(difference: StepDifference, a: Layout | None, b: Layout | None) -> tuple[Move, ...]:
+    """Returns what moved of the gradients of the parameters that differ."""
     if a is None or b is None:
         return ()
     from graphpasses.fsdp.layout_diff import diff_layouts  # imports torch, as the layouts have
@@ -239,6 +233,7 @@ def _moves(fqns: Iterable[str], a: Layout | None, b: Layout | None) -> tuple[Mov
     moves: dict[str, list[Move]] = {}
     for move in diff_layouts(a, b).moves:
         moves.setdefault(move.fqn, []).append(move)
+    fqns = dict.fromkeys((*(difference.gradients or ()), *difference.weights))
     return tuple(move for fqn in fqns for move in moves.get(fqn, ()))
 
 

@@ -142,7 +142,7 @@ class _Run:
         left: list[Operator] = []
         for each in operators:
             same = self.calls.get(_call(each), [])
-            like = next((other for other in same if _same_outputs(each, other)), None)
+            like = next((other for other in same if not _differing_outputs(each, other)), None)
             if like is None:
                 left.append(each)
             else:
@@ -282,10 +282,6 @@ def _digests(values: Iterable[Value]) -> Iterator[str]:
 def _sources(values: Iterable[Value]) -> Iterator[str]:
     """Yields under which hashes what is read may have been made."""
     return (digest for each in values for digest in (each.digest, each.base) if digest is not None)
-
-
-def _same_outputs(a: Operator, b: Operator) -> bool:
-    return all((x.digest, x.kind) == (y.digest, y.kind) for x, y in zip(a.outputs, b.outputs, strict=False))
 
 
 def _differing_outputs(a: Operator, b: Operator) -> tuple[str, ...]:
