@@ -60,7 +60,7 @@ class Accumulators:
         """Returns the gradients that the next backward reduces together with its own."""
         found: dict[str, torch.Tensor] = {}
         for fqn, (group, parameter) in self.parameters.items():
-            if group.reduce_grads and (gradient := _gradient(parameter)) is not None:
+            if group.reduce_grads and (gradient := unreduced_gradient(parameter)) is not None:
                 found[fqn] = self._local(fqn, gradient)
         for index, group in enumerate(self.groups):
             if group._partial_reduce_output is not None and group.reduce_grads and not _is_partial(group):
@@ -94,7 +94,7 @@ class Accumulators:
                 group._partial_reduce_output += gradient.view(-1)
             return
         group, parameter = self.parameters[place]
-        total = _gradient(parameter)
+        total = unreduced_gradient(parameter)
         if total is not None:
             self._local(place, total).add_(gradient)
             return
@@ -128,7 +128,8 @@ def _is_partial(group: FSDPParamGroup) -> bool:
     return group.reduce_grads and not group.all_reduce_grads and isinstance(group.mesh_info, HSDPMeshInfo)
 
 
-def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
+def unreduced_gradient(parameter: FSDPParam) -> torch.Tensor | None:
+    """Returns a parameter's whole gradient on this rank, which waits to be reduced."""
     total: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
     leaf = getattr(parameter, "_unsharded_param", None)
     return total if total is not None or leaf is None else leaf.grad

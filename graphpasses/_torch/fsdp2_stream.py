@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2_accumulation import unreduced_gradient
 from graphpasses._torch.group_ranks import group_ranks
 from graphpasses._torch.operator_stream import OperatorStream
 from graphpasses._torch.recorded_operator import Operator, Value, Where
@@ -40,41 +41,31 @@ def fsdp2_streamed(model: nn.Module, stream: OperatorStream) -> Iterator[None]:
 
 
 def _gather(group: FSDPParamGroup, original: Callable[[], None], stream: OperatorStream) -> None:
-    if not group._all_gather_result:
-        return original()
     shards = {
-        parameter: stream.see("shard", _local(parameter.sharded_param)) for parameter in group.fsdp_params
+        parameter: stream.see("shard", _local(parameter.sharded_param))
+        for parameter in (group.fsdp_params if group._all_gather_result else ())
     }
     original()
     _wait(group)
     for parameter, shard in shards.items():
         whole = stream.see("parameter", _local(parameter.unsharded_param))
-        _report(group, stream, GATHER, parameter, (shard,), whole)
-    return None
+        _report(group, stream, GATHER, parameter, shard, whole)
 
 
 def _reduce(
     group: FSDPParamGroup, original: Callable[..., None], stream: OperatorStream, *unused: Any
 ) -> None:
     before = {
-        parameter: stream.see("gradient", gradient)
+        parameter: stream.see("gradient", _local(gradient))
         for parameter in group.fsdp_params
-        if group.reduce_grads and (gradient := _unsharded_gradient(parameter)) is not None
+        if group.reduce_grads and (gradient := unreduced_gradient(parameter)) is not None
     }
     original(*unused)
     _wait(group)
     for parameter, seen in before.items():
         if parameter.sharded_param.grad is not None:
             reduced = stream.see("reduced gradient", _local(parameter.sharded_param.grad))
-            _report(group, stream, REDUCE, parameter, (seen,), reduced)
-
-
-def _unsharded_gradient(parameter: FSDPParam) -> Tensor | None:
-    if not hasattr(parameter, "_unsharded_param"):
-        return None
-    gradient = parameter.unsharded_accumulated_grad
-    gradient = parameter.unsharded_param.grad if gradient is None else gradient
-    return None if gradient is None else _local(gradient)
+            _report(group, stream, REDUCE, parameter, seen, reduced)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -91,8 +82,8 @@ def _report(
     stream: OperatorStream,
     operator: str,
     parameter: FSDPParam,
-    inputs: tuple[Value, ...],
-    output: Value,
+    read: Value,
+    made: Value,
 ) -> None:
     fqn = parameter._param_fqn or parameter._module_info.param_name
     ranks = [list(group_ranks(group._reduce_scatter_process_group))]
@@ -104,8 +95,8 @@ def _report(
             operator=operator,
             where=Where(fqn.rpartition(".")[0], None, in_backward=operator == REDUCE),
             arguments=(fqn, *(f"ranks={each}" for each in ranks), *options),
-            inputs=inputs,
-            outputs=(output,),
+            inputs=(read,),
+            outputs=(made,),
             is_collective=True,
         )
     )

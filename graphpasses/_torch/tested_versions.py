@@ -26,13 +26,7 @@ def warn_of_untested_torch(version: str = torch.__version__) -> None:
 
 
 def missing_api(what: str, error: ImportError, versions: str) -> UnsupportedError:
-    """Returns the error that names a private API, and the versions that have it.
-
-    Example:
-        >>> print(missing_api("flying", ImportError("cannot import name '_wing' from 'torch.body' (x.py)"), "2.13"))
-        ... # doctest: +ELLIPSIS
-        flying needs the private API torch.body._wing, which torch ... does not have; torch 2.13 has it. Install ...
-    """
+    """Returns the error that names a private API, and the versions that have it."""
     found = re.match(r"cannot import name '(\w+)' from '([\w.]+)'", str(error))
     name = f"{found[2]}.{found[1]}" if found else str(error)
     return UnsupportedError(

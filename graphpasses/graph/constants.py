@@ -21,23 +21,7 @@ def attribute(node: fx.Node) -> Any:
 
 
 def read_constants(graph: fx.Graph) -> dict[str, Hashable]:
-    """Returns, by the names of a graph's attributes, what they hold now.
-
-    Example:
-        >>> class Module(nn.Module):
-        ...     def __init__(self):
-        ...         super().__init__()
-        ...         self.constant = torch.ones(2)
-        ...
-        ...     def forward(self, x):
-        ...         return x + self.constant
-        >>> module = fx.symbolic_trace(Module())
-        >>> before = read_constants(module.graph)
-        >>> module.constant.add_(1)
-        tensor([2., 2.])
-        >>> before == read_constants(module.graph)
-        False
-    """
+    """Returns, by the names of a graph's attributes, what they hold now."""
     return {str(node.target): constant_bits(attribute(node)) for node in graph.find_nodes(op="get_attr")}
 
 

@@ -78,13 +78,9 @@ class Task:
 
 
 def load_task(source: str) -> Task:
-    """Reads a task from a Python file or module that defines ``model``, ``shard``, ``loss_fn`` and ``batch``.
+    """Reads a task from a Python file, which ends in ``.py``, or module, that defines what a :class:`Task` has.
 
-    A source that ends in ``.py`` is a file. ``optimizer``, ``name``, ``seed``, ``num_replicas`` and ``pipeline``
-    may be defined, too.
-
-    Raises:
-        TaskError: it cannot be imported, or lacks a definition; the message names it.
+    What has no default must be defined; it raises otherwise, or where it cannot be imported.
     """
     path = Path(source)
     try:
