@@ -28,7 +28,6 @@ from torch.utils._mode_utils import no_dispatch
 
 __all__ = [
     "active_fake_mode",
-    "facts_of_fake",
     "fake_call",
     "fake_copies",
     "fake_mode_of",
@@ -90,19 +89,6 @@ def is_simple(value: FakeTensor) -> bool:
         or value.constant is not None
         or value.real_tensor is not None
     )
-
-
-def facts_of_fake(value: Any) -> tuple[Any, ...] | None:
-    """Returns what operators can see of a fake value; None if that is not all here, as of symbolic sizes."""
-    if isinstance(value, (list, tuple)):
-        facts = tuple(map(facts_of_fake, value))
-        return None if None in facts else facts
-    if type(value) is not FakeTensor or not is_simple(value):
-        return None
-    num_bytes, offset = value.untyped_storage().nbytes(), value.storage_offset()
-    if type(num_bytes) is not int or type(offset) is not int:  # also of a part of known size
-        return None
-    return value.shape, value.stride(), offset, num_bytes, value.dtype, value.device, value.is_inference()
 
 
 def fake_tensors_of(mode: FakeTensorMode, generation: int | None = None) -> list[FakeTensor]:
