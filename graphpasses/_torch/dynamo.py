@@ -12,23 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo import config, eval_frame
 from torch._dynamo.decorators import mark_unbacked, maybe_mark_dynamic
-from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.utils import graph_break_reasons
-
-__all__ = [
-    "COMPILED_CALL",
-    "BackendCompilerFailed",
-    "InternalTorchDynamoError",
-    "change_settings",
-    "compiled_calls_raise",
-    "guard_condition",
-    "guard_identity",
-    "live_inputs",
-    "mark_any_length",
-    "mark_varying",
-    "record_graph_breaks",
-]
 
 
 def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:

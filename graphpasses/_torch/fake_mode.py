@@ -14,7 +14,7 @@ import torch
 from torch import _prims_common
 from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
-from torch._guards import active_fake_mode
+from torch._guards import active_fake_mode as active_fake_mode
 from torch._prims_common import is_contiguous_for_memory_format_or_false
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import (
@@ -25,20 +25,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
-
-__all__ = [
-    "active_fake_mode",
-    "fake_call",
-    "fake_copies",
-    "fake_mode_of",
-    "fake_tensors_of",
-    "is_fake",
-    "is_simple",
-    "new_fake_mode",
-    "outside_tracing",
-    "strides_of_kernels",
-    "watched_in_other_threads",
-]
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
