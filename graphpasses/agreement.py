@@ -21,9 +21,9 @@ from torch import fx
 
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.group_ranks import gathered, group_ranks, group_store, named_group
-from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
+from graphpasses.graph.nodes import collective_group
 
 F = TypeVar("F")  # the facts of one rank
 A = TypeVar("A")  # what the ranks agree on
@@ -58,38 +58,27 @@ class CollectiveSequence:
         """The all-to-alls that a pass can change: each is waited for once."""
         return [node for node in self.nodes if node.target == ALL_TO_ALL and _is_waited_for_once(node)]
 
-    def agree(self, question: Question[F, F], facts: F) -> F:
+    def agree(self, question: Question[F, A], facts: F, groups: Sequence[object] | None = None) -> A:
         """Returns what all ranks agree on that share a group, or groups that share a rank, in one order of calls.
 
         They exchange facts, which can be pickled, group after group, as along the axes of a mesh, so what one rank
-        knows reaches all.
+        knows reaches all; or in ``groups`` alone.
         """
-        agreed = facts
-        for group in self.groups:
-            agreed = question.combine(self._exchange(question, agreed, group))
-        return _checked(question, agreed, facts)
-
-    def agree_in_group(self, group: object, question: Question[F, A], facts: F) -> A:
-        """Returns what the ranks of one group agree on, all of which call it in the same order."""
-        agreed = question.combine(self._exchange(question, facts, group))
-        return _checked(question, agreed, facts)
-
-    def _exchange(self, question: Question[F, A], facts: F, group: object) -> list[F]:
         topic = f"{question.topic} of the {self._graph.stage.value} graph, for {question.pass_name}"
-        signature = [topic, *self._lines]
-        return exchange(
-            signature,
-            facts,
-            group=named_group(str(group)),
-            remembered=self._graph.remembered,
-            place=self._graph.place,
-        )
-
-
-def _checked(question: Question[F, A], agreed: A, facts: F) -> A:
-    if wrong := question.contradiction(agreed, facts):
-        raise AgreementError(f"rank {dist.get_rank()} {wrong}. Disable {question.pass_name!r} for this model")
-    return agreed
+        remembered, place = self._graph.remembered, self._graph.place
+        agreed: Any = facts
+        for name in self.groups if groups is None else groups:
+            group = named_group(str(name))
+            signature = [topic, *self._lines]
+            agreed = question.combine(
+                exchange(signature, agreed, group=group, remembered=remembered, place=place)
+            )
+        if wrong := question.contradiction(agreed, facts):
+            raise AgreementError(
+                f"rank {dist.get_rank()} {wrong}. Disable {question.pass_name!r} for this model"
+            )
+        answer: A = agreed
+        return answer
 
 
 def _is_waited_for_once(launch: fx.Node) -> bool:

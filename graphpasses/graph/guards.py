@@ -68,7 +68,9 @@ class Guards:
             while pending and pending[-1][1] <= values.keys():
                 decision, _, holds = pending.pop()
                 if not holds(values):
-                    return self._describe(decision, values)
+                    symbols = sorted(decision.condition.free_symbols, key=str)
+                    before, now = (", ".join(str(v[s]) for s in symbols) for v in (self.captured, values))
+                    return decision, before, now
         return None
 
     @cached_property
@@ -80,11 +82,6 @@ class Guards:
         return lambda values: (
             all(values[symbol] == self.captured[symbol] for symbol in symbols) or is_true(values)
         )
-
-    def _describe(self, decision: Decision, values: Mapping[Symbol, Any]) -> tuple[Decision, str, str]:
-        symbols = sorted(decision.condition.free_symbols, key=str)
-        before, now = (", ".join(str(each[symbol]) for symbol in symbols) for each in (self.captured, values))
-        return decision, before, now
 
 
 def run_nodes(

@@ -37,7 +37,7 @@ def _agree_on_batches(sequence: CollectiveSequence) -> Classes:
         if not launches:
             continue
         own = batch_classes([members[launch] for launch in launches])
-        keys = sequence.agree_in_group(group, _SAME_BATCH, own)
+        keys = sequence.agree(_SAME_BATCH, own, [group])
         for launch, key in zip(launches, keys, strict=True):
             if key >= 0 and (member := members[launch]) is not None:
                 agreed[launch] = member, (group, key)

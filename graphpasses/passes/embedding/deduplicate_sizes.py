@@ -127,7 +127,7 @@ class DeduplicateSizes(GraphPass):
         groups = {group: named_group(str(group)) for group in sequence.groups}
         rank_in = {group: ranks.rank() for group, ranks in groups.items()}
         everyone = {
-            group: sequence.agree_in_group(group, _question(ranks.rank(), ranks.size()), [*sent.values()])
+            group: sequence.agree(_question(ranks.rank(), ranks.size()), [*sent.values()], [group])
             for group, ranks in groups.items()
         }
         number_of = {launch: index for index, launch in enumerate(sent)}
