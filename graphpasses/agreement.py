@@ -2,10 +2,7 @@
 
 Every rank launches the same collectives in the same order. A pass that changes them must therefore decide the same on
 every rank. But a rank's graph shows only what this rank needs: one without tables does not read the ids that it
-receives. So each rank reports its facts, and every rank combines all reports by the same pure function::
-
-    sequence = CollectiveSequence(graph)
-    agreed = sequence.agree(question, facts)
+receives. So each rank reports its facts, and every rank combines all reports by the same pure function.
 """
 
 from __future__ import annotations

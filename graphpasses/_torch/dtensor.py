@@ -1,7 +1,4 @@
-"""What hashing and passes must know of DTensors, for which torch has no public interface.
-
-Tested with torch 2.13.
-"""
+"""What hashing and passes must know of DTensors, for which torch has no public interface."""
 
 from __future__ import annotations
 

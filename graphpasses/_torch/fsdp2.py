@@ -1,8 +1,4 @@
-"""Reads the parameter groups of a model that FSDP2's ``fully_shard`` was applied to, and their settings.
-
-FSDP2 has no public way to ask which parameters share a collective, in which order and how they are reduced.
-Everything here was checked with torch 2.13.0.
-"""
+"""Reads the parameter groups of a model that FSDP2's ``fully_shard`` was applied to, and their settings."""
 
 from __future__ import annotations
 

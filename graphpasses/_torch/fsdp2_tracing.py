@@ -3,7 +3,6 @@
 FSDP2 casts what goes into a module and comes out of it, groups the gradients of what several modules read, and knows
 when a group's gradients are complete. All this is Python of its hooks, and can be traced as it is. What cannot, since
 it writes into buffers that it frees and fills again, is replaced: how a group is gathered, and how it is reduced.
-Everything here was checked with torch 2.13.0.
 """
 
 from __future__ import annotations
