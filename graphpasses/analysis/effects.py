@@ -31,8 +31,14 @@ from graphpasses._torch.schemas import (
     written_names,
 )
 from graphpasses.graph import WAIT
-from graphpasses.graph.constants import attribute
-from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, reach, storages
+from graphpasses.graph.nodes import (
+    GROUP_ARGUMENTS,
+    METADATA_OPS,
+    attribute,
+    collective_group,
+    reach,
+    storages,
+)
 
 __all__ = [
     "UNKNOWN_GROUP",

@@ -14,10 +14,9 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
-from graphpasses.graph.constants import read_constants
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind, Stage
 from graphpasses.graph.known_values import KnownValues, summary
-from graphpasses.graph.nodes import fake_value, find_collectives, storages, views
+from graphpasses.graph.nodes import fake_value, find_collectives, read_constants, storages, views
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
 

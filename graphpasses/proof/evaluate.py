@@ -17,8 +17,7 @@ from graphpasses.analysis.effects import (
     operator_effects,
 )
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
-from graphpasses.graph.constants import read_constants
-from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective
+from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective, read_constants
 from graphpasses.graph.train_graph import InputKind, OutputKind, Stage
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE

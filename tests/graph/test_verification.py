@@ -13,7 +13,7 @@ from torch import fx, nn
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import PipelineError, VerificationError
 from graphpasses.graph import WAIT, InputKind, TrainGraph, argument, is_collective, rules
-from graphpasses.graph.verification import Verifier
+from graphpasses.graph.rules import Verifier
 from graphpasses.passes import DeduplicateShared
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from tests.helpers.models import Even, LanguageModel, on_fake_ranks

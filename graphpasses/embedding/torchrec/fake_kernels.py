@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from graphpasses._torch.operators import Rule, TracingKernels, has_kernel, operator_names
+from graphpasses._torch.schemas import Rule, TracingKernels, has_kernel, operator_names
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.embedding.torchrec.traced_gradients import add_traced_gradients
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses._torch.operators import Rule, TracingKernels, below_autograd, has_kernel
+from graphpasses._torch.schemas import Rule, TracingKernels, below_autograd, has_kernel
 
 
 class _DenseLookup(torch.autograd.Function):
