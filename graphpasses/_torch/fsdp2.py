@@ -207,7 +207,7 @@ def _read_group(
         postdivide=None if postdivide in (None, 1) else float(postdivide),
         param_dtypes=compute_dtypes(group),
         reduce_dtype=wire_dtype,
-        reduces_unused=getattr(group, "reduce_scatter_unused_params", False),  # 2.13 has it
+        reduces_unused=getattr(group, "reduce_scatter_unused_params", False),
         reshards_after_forward=group.post_forward_mesh_info is not None and not keeps_parameters,
     )
 

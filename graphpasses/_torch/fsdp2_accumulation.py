@@ -39,7 +39,6 @@ class Accumulators:
         self, model: nn.Module, canonical: Callable[[str], str], placements: Mapping[str, Any]
     ) -> None:
         self.groups = fsdp_groups(model)
-        self._index = {group: index for index, group in enumerate(self.groups)}
         self._placements = placements
         fqns = {module: fqn for fqn, module in model.named_modules()}
         self.parameters: dict[str, tuple[FSDPParamGroup, FSDPParam]] = {}
@@ -107,7 +106,7 @@ class Accumulators:
         """Returns the place of a parameter's group; its FQN, if it is in none."""
         if fqn not in self.parameters:
             return fqn
-        return f"group {self._index[self.parameters[fqn][0]]}"
+        return f"group {self.groups.index(self.parameters[fqn][0])}"
 
     def _local(self, place: str, gradient: torch.Tensor) -> torch.Tensor:
         if not isinstance(gradient, DTensor):

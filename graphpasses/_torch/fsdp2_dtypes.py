@@ -143,5 +143,4 @@ def unsharded_spec(parameter: FSDPParam, whole: Tensor) -> Any:
         return None
     if hasattr(parameter, "_get_unsharded_dtensor_spec"):  # 2.13, 2.14
         return parameter._get_unsharded_dtensor_spec(whole)
-    with_dtype = getattr(_fsdp_param, "_get_dtensor_spec_with_dtype", None)  # 2.15
-    return with_dtype(spec, whole.dtype) if with_dtype else spec
+    return cast(Any, _fsdp_param)._get_dtensor_spec_with_dtype(spec, whole.dtype)  # 2.15

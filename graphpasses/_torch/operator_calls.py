@@ -107,13 +107,10 @@ class OperatorCalls(OperatorRecorder):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
             self._made(result, self._origin(args[0]))
             return result
-        if where is None or computes_nothing(func) or (where.line is None and accumulates()):
+        is_left_out = where is None or computes_nothing(func) or (where.line is None and accumulates())
+        if where is None or is_left_out or (where.in_backward and where.by_torch and not self._formulas):
             results = func(*args, **kwargs)
-            self._trace_origins(func, args, kwargs, results, None)
-            return results
-        if where.in_backward and where.by_torch and not self._formulas:
-            results = func(*args, **kwargs)
-            self._trace_origins(func, args, kwargs, results, FORMULA)
+            self._trace_origins(func, args, kwargs, results, None if is_left_out else FORMULA)
             return results
         inputs = (
             (numbers_of(args[0]),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -96,11 +96,9 @@ def mark_dims(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     mark_dynamic(tensor, list(dims))
 
 
-@contextmanager
-def each_size_its_own() -> Iterator[None]:
+def each_size_its_own() -> AbstractContextManager[None]:
     """Gives each dim, in the block, a symbol of its own, also where sizes are equal."""
-    with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
-        yield
+    return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined, no-any-return]
 
 
 def size_symbol(size: int | torch.SymInt) -> sympy.Symbol | None:
