@@ -12,9 +12,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from graphpasses._torch.fsdp2_stream import fsdp2_streamed
 from graphpasses._torch.operator_facts import kind_of, read_tensors
-from graphpasses._torch.operator_stream import OperatorStream
+from graphpasses._torch.operator_stream import OperatorStream, fsdp2_streamed
 from graphpasses._torch.recorded_operator import Operator, Value
 from graphpasses.parity._lanes import MASK, lanes
 from graphpasses.parity.hashing import named_gradients, named_weights
