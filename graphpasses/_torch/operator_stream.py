@@ -1,4 +1,4 @@
-"""Reports every operator that a block calls, while it runs: in eager, FSDP2's too, and in generated code of graphs."""
+"""Reports every operator that a block calls, while it runs: in eager, FSDP2's too, and in code made of graphs."""
 
 from __future__ import annotations
 
