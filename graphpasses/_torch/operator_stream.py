@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C._distributed_c10d import Work
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -22,8 +23,8 @@ from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_accumulation import unreduced_gradient
 from graphpasses._torch.group_ranks import group_ranks, named_group_ranks
-from graphpasses._torch.node_origins import NodesOfFrames, origin_of
 from graphpasses._torch.operator_facts import (
+    NOT_THE_USERS,
     computes_nothing,
     copies_nothing,
     facts_of_value,
@@ -33,7 +34,7 @@ from graphpasses._torch.operator_facts import (
 )
 from graphpasses._torch.operator_recorder import OperatorRecorder, unseen
 from graphpasses._torch.pytree import tree_leaves, tree_map
-from graphpasses._torch.recorded_operator import Operator, Value, Where
+from graphpasses._torch.recorded_operator import MODULE_FQN, Operator, Value, Where
 from graphpasses._torch.schemas import written_names
 
 _GROUP_NAMES = ("group_name", "group")
@@ -300,3 +301,38 @@ def _report(
             is_collective=True,
         )
     )
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)')
+
+
+def origin_of(node: fx.Node) -> Where:
+    """Returns where a node comes from, as far as its graph's capture and passes noted it."""
+    line = None
+    for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""):
+        if not frame["file"].startswith(NOT_THE_USERS):
+            line = frame["file"], int(frame["line"]), frame["function"]
+    module = (node.meta.get("custom") or {}).get(MODULE_FQN, "")
+    in_backward = bool(node.meta.get("autograd_backward", False))
+    return Where(module, line, in_backward, by_torch=in_backward)
+
+
+class NodesOfFrames:
+    """Finds the node whose call a frame of a graph's generated code is at; the graphs must stay as they are."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[fx.GraphModule, list[fx.Node]] = {}
+
+    def find(self, frame: FrameType) -> fx.Node | None:
+        """Returns the node; None for a frame of any other code."""
+        module: Any = frame.f_locals.get("self")
+        if not frame.f_code.co_filename.startswith("<eval_with_key>") or not isinstance(
+            module, fx.GraphModule
+        ):
+            return None
+        # By the map of lines that torch itself takes where it traces generated code again. Tested: 2.13.
+        lines: Any = module._lineno_map
+        index = lines.get(frame.f_lineno - frame.f_code.co_firstlineno)
+        if module not in self._nodes:
+            self._nodes[module] = list(module.graph.nodes)
+        return None if index is None else self._nodes[module][index]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import sympy  # type: ignore[import-untyped]
 from torch import fx
 
-from graphpasses._torch.decisions import as_function, value_at
+from graphpasses._torch.symbols import as_function, value_at
 from graphpasses.graph.train_graph import GraphInput
 
 Symbol: TypeAlias = sympy.Symbol
