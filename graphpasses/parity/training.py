@@ -43,10 +43,6 @@ def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def _default_pipeline(plan: BucketPlan, layout: Layout) -> Pipeline:
-    return default_pipeline(plan, expected_layout=layout)
-
-
 @dataclass(frozen=True)
 class Task:
     """What is trained.
@@ -74,7 +70,9 @@ class Task:
     name: str = ""
     seed: int = 0
     num_replicas: int = 1
-    pipeline: Callable[[BucketPlan, Layout], Pipeline] = _default_pipeline
+    pipeline: Callable[[BucketPlan, Layout], Pipeline] = lambda plan, layout: default_pipeline(
+        plan, expected_layout=layout
+    )
 
 
 def load_task(source: str) -> Task:
