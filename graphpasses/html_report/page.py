@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -94,12 +94,10 @@ def _compared(letter: str, first: ShownRun, other: ShownRun, names: RingNames) -
         comparison, differences = compare_runs(first.run, other.run), step_differences(first.run, other.run)
     except CompareError as error:
         return replace(section, trouble=str(error))
-    sentences: Iterable[str] = ()
-    if comparison.divergence is not None:
-        sentences = (
-            *explain(
-                comparison.divergence, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
-            ),
-            how_to_locate(comparison),
+    sentences: list[str] = []
+    if (divergence := comparison.divergence) is not None:
+        sentences += explain(
+            divergence, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
         )
+        sentences.append(how_to_locate(comparison))
     return replace(section, comparison=comparison, strip=draw_strip(differences), sentences=tuple(sentences))
