@@ -68,8 +68,16 @@ def fsdp_states(model: nn.Module) -> list[tuple[nn.Module, FSDPState]]:
 
 def fsdp_groups(model: nn.Module) -> tuple[FSDPParamGroup, ...]:
     """Returns every group of a model once; none if ``fully_shard`` was never called."""
-    groups = (group for _, state in fsdp_states(model) for group in state._fsdp_param_groups)
+    groups = (group for _, state in fsdp_states(model) for group in _groups_of(state))
     return tuple(dict.fromkeys(groups))
+
+
+def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
+    """Returns the groups of one ``fully_shard`` call; torch 2.11 makes at most one."""
+    groups: list[FSDPParamGroup] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return groups
 
 
 def reshard(groups: Iterable[FSDPParamGroup]) -> None:
@@ -122,9 +130,9 @@ def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
         if state is None:
             continue
         if is_root and state._auto_reshard_after_forward:  # settled by FSDP2 at the first forward only
-            keeps.update(state._fsdp_param_groups)
+            keeps.update(_groups_of(state))
         name = ", ".join(fqns.get(root, "?") or "(root)" for root in state._modules)
-        of_module = state._fsdp_param_groups
+        of_module = _groups_of(state)
         for index, group in enumerate(of_module):
             suffix = f" [{index}]" if len(of_module) > 1 else ""
             groups.setdefault(group, name + suffix)

@@ -138,7 +138,8 @@ def make_leaf(parameter: FSDPParam, whole: Tensor) -> nn.Parameter:
 
 def unsharded_spec(parameter: FSDPParam, whole: Tensor) -> Any:
     """Returns what an unsharded parameter is as a DTensor, with tensor parallelism; else None."""
-    spec = vars(parameter).get("_unsharded_dtensor_spec")
+    values = vars(parameter)
+    spec = values.get("_unsharded_dtensor_spec", values.get("_tp_spec"))  # its name up to torch 2.11
     if spec is None:
         return None
     if hasattr(parameter, "_get_unsharded_dtensor_spec"):  # 2.13, 2.14

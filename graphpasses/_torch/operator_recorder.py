@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -155,7 +155,17 @@ _thread = threading.local()
 
 
 class _Propagation:
-    """Takes the place of DTensor's lock around operators on fake tensors, whose kernels do not know the key."""
+    """Keeps the key away while DTensor runs an operator on fake tensors, whose kernels do not know it.
+
+    It takes the place of DTensor's lock meanwhile; in torch 2.11, without one, the method that runs the operator is
+    wrapped.
+    """
+
+    _name = (
+        "_fake_mode_lock"
+        if hasattr(ShardingPropagator, "_fake_mode_lock")
+        else "_propagate_tensor_meta_non_cached"
+    )
 
     def __init__(self) -> None:
         self._lock, self._num_blocks = threading.Lock(), 0
@@ -165,15 +175,16 @@ class _Propagation:
     def begin(self) -> None:
         with self._lock:
             if self._num_blocks == 0:
-                self._original = ShardingPropagator._fake_mode_lock
-                ShardingPropagator._fake_mode_lock = _propagation
+                self._original = getattr(ShardingPropagator, self._name)
+                instead = self if self._name == "_fake_mode_lock" else _without_key(self._original)
+                setattr(ShardingPropagator, self._name, instead)
             self._num_blocks += 1
 
     def end(self) -> None:
         with self._lock:
             self._num_blocks -= 1
             if self._num_blocks == 0:
-                ShardingPropagator._fake_mode_lock = self._original
+                setattr(ShardingPropagator, self._name, self._original)
 
     def __enter__(self) -> None:
         stack = ExitStack()
@@ -183,6 +194,15 @@ class _Propagation:
 
     def __exit__(self, *error: Any) -> None:
         self._guards.stacks.pop().__exit__(*error)
+
+
+def _without_key(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            return method(*args, **kwargs)
+
+    return run
 
 
 _propagation: Any = _Propagation()

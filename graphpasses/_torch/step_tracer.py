@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
 from torch._dynamo.source import LocalSource
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     RelaxedUnspecConstraint,
@@ -25,8 +27,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
 from graphpasses._torch.schemas import is_tensor_subclass
-
-_compiler: Any = torch.compiler
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def trace_with_torch(
                 if module is not None:
                     own = dict(zip(state, wrapped, strict=False))
                     stack.enter_context(_reparametrize_module(module, own))
-                stack.enter_context(_compiler._patch_engine_backward())  # marks nodes of backward
+                # Nodes of backward know that they are, and of which call of forward; torch does so from 2.13 on.
+                stack.enter_context(_of_compiler("_patch_engine_backward", _backward_marked))
                 results = list(fn(*called_with))
             flat, found = _unwrapped(results)
             returned.append((len(results), found))
@@ -86,7 +87,7 @@ def trace_with_torch(
             preserve_node_meta(),
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the tracing is
-            _compiler._non_strict_tracing_context(),
+            _of_compiler("_non_strict_tracing_context", nullcontext),
         ):
             gm = make_fx(run, record_stack_traces=True)(*fakes)
         _name_backward_by_forward(gm)
@@ -147,6 +148,35 @@ def _wrapped(values: Sequence[Any], num: int, layouts: dict[int, SimpleNamespace
             parts = {attr: next(left) for attr in meta.attrs}
             made.append(meta.cls.__tensor_unflatten__(parts, meta.ctx, meta.outer_size, meta.outer_stride))
     return made
+
+
+def _of_compiler(
+    name: str, otherwise: Callable[[], AbstractContextManager[Any]]
+) -> AbstractContextManager[Any]:
+    context: AbstractContextManager[Any] = getattr(torch.compiler, name, otherwise)()
+    return context
+
+
+@contextmanager
+def _backward_marked() -> Iterator[None]:
+    original = torch.autograd.graph._engine_run_backward
+
+    def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        setup_stacktrace_preservation_hooks(roots)
+        mode = get_proxy_mode()
+        assert mode is not None  # the engine runs while we trace
+        before = set(mode.tracer.graph.nodes)
+        try:
+            return original(tensors, *args, **kwargs)
+        finally:
+            for node in mode.tracer.graph.nodes:
+                if node not in before:
+                    node.meta["autograd_backward"] = True
+
+    patch, name = mock.patch.object, "_engine_run_backward"
+    with patch(torch.autograd.graph, name, run_backward), patch(torch.autograd, name, run_backward):
+        yield
 
 
 def _name_backward_by_forward(gm: fx.GraphModule) -> None:

@@ -10,11 +10,12 @@ import torch
 from graphpasses.errors import UnsupportedError
 
 TESTED = ("2.13", "2.14", "2.15")
+_IN_PART = ("2.11",)  # what experiments/gpu/README.md lists
 
 
 def warn_of_untested_torch(version: str = torch.__version__) -> None:
     """Warns where torch is none that was tested: what it lacks is an error, what it does otherwise may be silent."""
-    if ".".join(version.split(".")[:2]) in TESTED:
+    if ".".join(version.split(".")[:2]) in (*TESTED, *_IN_PART):
         return
     tested = f"{', '.join(TESTED[:-1])} and {TESTED[-1]}"
     warnings.warn(

@@ -92,6 +92,27 @@ def test_dims_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(ours.graph.find_nodes(op="placeholder")[-1].meta["val"].shape) != "torch.Size([6])"
 
 
+def marked(step: CapturedStep) -> list[str]:
+    calls = (node for node in step.graph.nodes if node.op == "call_function")
+    return [node.name for node in calls if node.meta.get("autograd_backward")]
+
+
+def test_backward_is_marked_where_torch_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch 2.11, which lacks what marks it."""
+    with fake_process_group(2):
+        theirs = capture("FSDP2")
+        monkeypatch.setattr(tracer.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.delattr(torch.compiler, "_patch_engine_backward")
+        ours = capture("FSDP2")
+    assert [str(node.target) for node in ours.graph.nodes] == [
+        str(node.target) for node in theirs.graph.nodes
+    ]
+    assert {*marked(theirs)} <= {*marked(ours)}
+    first = next(node.name for node in ours.graph.nodes if node.meta.get("autograd_backward"))
+    order = [node.name for node in ours.graph.nodes if node.op == "call_function"]
+    assert {*marked(ours)} == {*order[order.index(first) :]}
+
+
 ALONE = """
 import sys
 
