@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch._dynamo import config, eval_frame
 from torch._dynamo.decorators import mark_unbacked, maybe_mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
 from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.utils import graph_break_reasons
@@ -58,6 +59,10 @@ _SETTINGS = {
     # A key-jagged tensor's cached lengths are no constants. They are dropped from a model's inputs, but a model may
     # keep one with caches.
     "force_unspec_int_unbacked_size_like_on_torchrec_kjt": True,
+    # Modules share the code of TorchRec's forward, which is compiled for each where a graph break leaves them alone.
+    # Beyond the limit one rank would run it eagerly, and launch other collectives than the others.
+    "recompile_limit": 128,
+    "fail_on_recompile_limit_hit": True,
     # Do not cut the graph at DDP's buckets: DDP stays outside of the graph.
     "optimize_ddp": False,
 }

@@ -61,8 +61,7 @@ class CapturedSteps:
             CaptureError: inputs have had more than eight shapes; see also
                 :func:`~graphpasses.capture_train_step`.
         """
-        trainer: Any = self
-        batch = dict(trainer._prepare_inputs(inputs)), num_items_in_batch
+        batch = dict(inputs), num_items_in_batch
         shapes = [] if self.dynamic_shapes else [_shape(each) for each in pytree.tree_leaves(batch)]
         steps: list[tuple[list[Any], CapturedStep]] = vars(self).setdefault("captured_steps", [])
         fits = RankConsensus.of_model(model).all_ranks([known == shapes for known, _ in steps] or [False])

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from graphpasses._torch.dynamo import InternalTorchDynamoError, change_settings
+from graphpasses._torch.dynamo import FailOnRecompileLimitHit, InternalTorchDynamoError, change_settings
 from graphpasses.embedding.torchrec.ddp_calls import DDP_PATCHES
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
-from graphpasses.errors import GraphPassesError
+from graphpasses.errors import AgreementError, GraphPassesError
 
 
 @contextmanager
@@ -23,6 +23,12 @@ def tracing_scope() -> Iterator[None]:
         undo_settings = change_settings()
         try:
             yield
+        except FailOnRecompileLimitHit as error:
+            raise AgreementError(
+                "Dynamo has compiled a function of the model as often as it may (recompile_limit), and this rank "
+                "alone would run it eagerly now, and launch other collectives than the others. "
+                f"TORCH_LOGS=recompiles says why it does so. {error.__cause__}"
+            ) from error
         except InternalTorchDynamoError as error:
             # What traced code raises, Dynamo raises in its own words.
             if isinstance(error.__context__, GraphPassesError):
