@@ -11,8 +11,8 @@ from torch import fx
 
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.parameter_collectives import (
+    Gather,
     GradReduction,
-    Unshard,
     find_grad_reductions,
     find_unshards,
 )
@@ -28,14 +28,14 @@ from graphpasses.passes.runner import GraphPass, Numerics
 T = TypeVar("T")
 
 
-_Gather = tuple[Unshard, ...]  # all-gathers to launch as one, in byte order
+_Gather = tuple[Gather, ...]  # all-gathers to launch as one, in byte order
 _Reduce = tuple[tuple[GradReduction, ...], Reduction]  # gradients to reduce as one, in byte order, and how
 
 
 def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], list[_Reduce], list[str]]:
     """Returns what to bucket, and what was left alone and why. Reads nothing that differs between ranks."""
     # A parameter is gathered in forward and, where activations are recomputed, again in backward.
-    unshards: dict[tuple[str, bool], list[Unshard]] = {}
+    unshards: dict[tuple[str, bool], list[Gather]] = {}
     for unshard in find_unshards(graph):
         unshards.setdefault((unshard.fqn, is_backward(unshard.all_gather)), []).append(unshard)
     # By the names under which buckets have them: a tied parameter may be in two, see chunked_buckets.
@@ -102,7 +102,7 @@ def _captured_reduction(reduction: GradReduction) -> Reduction:
 def _notes(
     graph: TrainGraph,
     buckets: Sequence[Bucket],
-    unshards: Mapping[tuple[str, bool], Sequence[Unshard]],
+    unshards: Mapping[tuple[str, bool], Sequence[Gather]],
     reductions: Mapping[str, Sequence[GradReduction]],
 ) -> list[str]:
     gathered = {fqn for fqn, _ in unshards}
