@@ -18,7 +18,7 @@ from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
 from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.embedding.arena import Arena
-from graphpasses.embedding.backward_checks import OneBackwardPerForward, check_gradient_arrives
+from graphpasses.embedding.backward_checks import check_gradient_arrives, one_backward_per_forward
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.emit_lookup import emit_lookup
 from graphpasses.embedding.fused_update import FusedUpdate
@@ -104,9 +104,8 @@ def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collecti
         f"the optimizers in backward of {', '.join(tables)} are one {update.form.name}",
     )
     if outputs:
-        graph.backward_checks.append(
-            OneBackwardPerForward(name, outputs, graph.remembered.setdefault(arena, [0]))
-        )
+        num_updates = graph.remembered.setdefault(arena, [0])
+        graph.backward_checks.append(one_backward_per_forward(name, outputs, num_updates))
         if update.form.states:
             check = check_gradient_arrives(name, outputs, "counts a step")
             graph.backward_checks.append(lambda: check)
