@@ -95,8 +95,8 @@ class Effects:
 def operator_effects(node: fx.Node) -> Effects:
     """Returns what a node of a graph of ATen operators does.
 
-    A schema says what an operator writes and shares. It does not say all: operators of other libraries that write may
-    have a state (a fused optimizer rounds at random), and higher-order operators contain others.
+    What no schema says is taken for granted: that other libraries' writing operators have a state, as a fused
+    optimizer which rounds at random.
     """
     if node.op != "call_function":
         return Effects()
@@ -110,10 +110,7 @@ def operator_effects(node: fx.Node) -> Effects:
 
 
 def torch_call_effects(node: fx.Node) -> Effects:
-    """Returns what a node of a graph that Dynamo traced does.
-
-    Functions and methods have no schema: their names and arguments tell, as torch's conventions have it (``add_``,
-    ``out=``, ``inplace=``). Graphs inside of a call are looked into.
+    """Returns what a node of a graph that Dynamo traced does, as torch's conventions tell (``add_``, ``out=``).
 
     Example:
         >>> node = fx.symbolic_trace(lambda x: torch.bernoulli(x).add_(x)).graph.output_node().args[0]
@@ -157,10 +154,7 @@ def names_written(node: fx.Node) -> frozenset[str]:
 
 
 def is_elementwise_on_lists(target: Any) -> bool:
-    """Whether an operator does with each element of its lists of tensors what it does with that alone.
-
-    So do torch's ``_foreach`` operators and the fused kernels of its optimizers.
-    """
+    """Whether an operator does with each element of its lists of tensors what it does with that alone."""
     return is_operator(target) and str(target).startswith(("aten._foreach_", "aten._fused_"))
 
 

@@ -185,8 +185,7 @@ def is_add(node: fx.Node) -> bool:
 def added_uses(gradient: fx.Node) -> list[fx.Node]:
     """Returns the gradients of the uses of one tensor that autograd's engine has added up, in order of arrival.
 
-    The engine adds between two backward nodes, so its sum has a sequence number (``seq_nr``) that neither summand
-    has; a sum that is part of a backward formula has the number of what it adds.
+    The engine's sum has a sequence number (``seq_nr``) that neither summand has, unlike a sum in a backward formula.
     """
     if calls(gradient, aten.view.default):
         source = argument(gradient)

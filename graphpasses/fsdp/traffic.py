@@ -40,9 +40,8 @@ def has_fixed_sizes(graph: TrainGraph) -> bool:
 def graph_traffic(graph: TrainGraph) -> Traffic:
     """Reads the collectives of a captured step, and what it computes between their launches and waits.
 
-    Matrix products, convolutions and attention count by their FLOPs, as ``torch.utils.flop_counter`` knows them; of
-    other operators the bytes that they read and write. Views cost nothing. An optimizer's update is not counted.
-    Its shapes must be static, and its process groups alive on this rank.
+    Operators that ``torch.utils.flop_counter`` knows count by FLOPs, others by the bytes that they read and write;
+    views and an optimizer's update do not count. Shapes must be static.
 
     Example:
         >>> with fake_process_group(2):
@@ -87,12 +86,9 @@ def layout_traffic(
 ) -> Traffic:
     """Returns the traffic of a step that FSDP2 would run with these buckets.
 
-    Parameters are gathered bucket by bucket, in the order of the layout in forward and in reverse in backward,
-    where their gradients are reduced. A layout does not say what a step computes: 2 FLOPs a parameter and token are
-    taken in forward, 4 in backward, also for embeddings, which take fewer. ``num_tokens`` are those of each rank's
-    batch. With ``overlap`` the next bucket is gathered during this one's compute, and a gradient waited for when
-    the next one has been computed, as in FSDP2; without it each collective is waited for at once, as a traced step
-    does.
+    A layout does not say what a step computes: 2 FLOPs a parameter and token are taken in forward, 4 in backward.
+    ``num_tokens`` are those of each rank's batch. With ``overlap`` the next bucket is gathered during this one's
+    compute, and a gradient waited for when the next one has been computed; else each is waited for at once.
 
     Example:
         >>> from graphpasses.fsdp import make_bucket_layout

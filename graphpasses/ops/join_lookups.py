@@ -30,8 +30,7 @@ def join_bags(
 ) -> tuple[Tensor, Tensor]:
     """Joins the ids of several lookups; raises IdError if some of them are in no bag.
 
-    Each lookup has ids, integer 1-D; offsets, where its bags begin, feature after feature, and where the last ends,
-    integer [features * B_i + 1]; and its module's name, for messages. Returns all ids, int64, and the lengths of
+    Offsets of each are integer [features * B_i + 1], names for messages. Returns all ids, int64, and the lengths of
     their bags, int64 [sum(num_features), B], where B is the largest batch.
 
     Example:
@@ -102,9 +101,7 @@ JOIN_BAGS = define_operator(
 
 
 def join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Joins embeddings of several lookups side by side, those of smaller batches with zeros under them.
-
-    Of parts [B_i, D_i], floats of one dtype, it makes [num_rows, sum of D_i]; ``num_rows`` is at least every B_i.
+    """Joins parts [B_i, D_i] side by side, those of smaller batches with zeros under them: [num_rows, sum of D_i].
 
     Example:
         >>> join_features([torch.ones(2, 2), torch.ones(1, 1)], 2)
@@ -127,10 +124,7 @@ JOIN_FEATURES = define_operator(
 
 
 def split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[int]) -> list[Tensor]:
-    """Splits what one lookup returns for several, [B, sum(dims)], float.
-
-    Returns per lookup [batch_size, dim], contiguous, of at most B rows; the gradient is made by
-    :func:`join_features`.
+    """Splits what one lookup returns for several, [B, sum(dims)]; returns per lookup [batch_size, dim], contiguous.
 
     Example:
         >>> split_features(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), [2, 1], [2, 1])

@@ -24,9 +24,8 @@ _PROCESS = 400 * 2**20
 def cluster_memory(bucket_numels: Sequence[int], num_ranks: int, dtype: torch.dtype) -> int:
     """Estimates the bytes that a simulated cluster needs to train a model, activations apart.
 
-    Shards are spread over the ranks, so all of them together hold the model once. What is unsharded every rank
-    holds: the last bucket, the root's, and several times the largest. ``bucket_numels`` has the elements of each
-    bucket's parameters, the root's last.
+    All ranks together hold the shards once. Each holds, unsharded, the last bucket, the root's, and several times the
+    largest.
 
     Example:
         >>> round(cluster_memory([656_000, 656_000, 131_000], 64, torch.bfloat16) / 1e9, 1)

@@ -71,10 +71,7 @@ def _wait_unnamed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original also reads the splits that were sent, for a check that ``TORCHREC_OVERFLOW_DEBUG`` turns on.
-
-    And it tells Dynamo of each number that it is a size, which its caller does again.
-    """
+    """The original also reads the splits that were sent, for a check that ``TORCHREC_OVERFLOW_DEBUG`` turns on."""
     from torchrec.distributed import dist_data
 
     def _wait_impl(self: Any) -> Any:

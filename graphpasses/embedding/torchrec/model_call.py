@@ -18,10 +18,8 @@ from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 class ModelCall:
     """Calls a compiled TorchRec model in the scope in which Dynamo can trace it.
 
-    Every call gives Dynamo key-jagged tensors without caches, so that batch lengths may vary. Calls that decide
-    something for the later ones run as in eager: those from which DistributedDataParallel takes the order of its
-    buckets, and the first of a model with modules whose input dists nothing else can make. ``modules`` are those that
-    the call runs.
+    Calls that decide something for the later ones run as in eager: those from which DistributedDataParallel takes the
+    order of its buckets, and the first of a model with modules whose input dists nothing else can make.
     """
 
     def __init__(

@@ -82,8 +82,7 @@ class PooledAllToAll:
 def batch_classes(members: Sequence[PooledAllToAll | None]) -> list[int]:
     """Returns a number for each all-to-all: those of one number have the same batch, so they can become one.
 
-    The number is -1 for None, which is neither pooled embeddings nor their gradients, and for a batch that has the
-    size, but not the parts, of one before it.
+    It is -1 for None, and for a batch that has the size, but not the parts, of one before it.
     """
     number_of: dict[object, int] = {}
     rows_of: dict[object, list[object]] = {}
@@ -106,10 +105,7 @@ def _divide(size: Any, num_dims: int) -> Any:
 
 
 def read_pooled_all_to_all(launch: fx.Node) -> PooledAllToAll | None:
-    """Returns what an all-to-all carries, if it is pooled embeddings or their gradients.
-
-    The only user of ``launch`` is its wait.
-    """
+    """Returns what an all-to-all carries, if it is pooled embeddings or their gradients; its wait alone reads it."""
     return _read_embeddings(launch) or _read_sums(launch) or _read_gradients(launch)
 
 

@@ -14,11 +14,7 @@ from graphpasses.errors import GraphPassesError
 
 @contextmanager
 def tracing_scope() -> Iterator[None]:
-    """Sets Dynamo and TorchRec up for whole graphs; after the block everything is as before.
-
-    It may be nested. In it, sharded modules refuse features in another order than the one they were made for, in
-    eager calls, too; a version of TorchRec that was not tested is refused.
-    """
+    """Sets Dynamo and TorchRec up for whole graphs; after the block everything is as before. It may be nested."""
     with DDP_PATCHES, nullcontext() if sys.modules.get("torchrec") is None else TORCHREC_PATCHES:
         undo_settings = change_settings()
         try:

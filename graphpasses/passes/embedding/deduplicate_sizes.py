@@ -31,8 +31,7 @@ def _is_number(size: fx.Node) -> bool:
 def _sent(launch: fx.Node, sizes: SizeNumbering) -> list[list[int]]:
     """Returns the ids of the sizes that this rank sends to each rank; nothing if it does not know them.
 
-    Those of constants are negative, and not compared between ranks: another compilation, for batches of another size,
-    may have other constants.
+    Those of constants are negative, and not compared between ranks: batches of another size may have other constants.
     """
     if launch not in sizes:
         return []

@@ -38,10 +38,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _plan(graph: DynamoGraph) -> tuple[list[tuple[BagCall, ...]], tuple[fx.Node, ...]]:
-    """Returns the calls that become one lookup each, table by table, and an order in which they are adjacent.
-
-    Notes of each table whose calls stay, why.
-    """
+    """Returns the calls that become one lookup each, table by table, and an order in which they are adjacent."""
     calls, left_alone = read_bag_calls(graph)
     levels = call_levels(graph.graph, calls.__contains__)
     modes, reached = grad_modes(graph.graph), reached_outputs(graph.graph)
@@ -83,10 +80,7 @@ def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate) -> Tabl
 
 
 def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collection[int]) -> fx.Node:
-    """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D].
-
-    ``outputs`` are the positions of the graph's outputs that depend on the calls.
-    """
+    """Emits the lookup that looks up what ``calls``, on which some outputs depend, do; returns [B, total_D]."""
     tables = {call.fqn: call.table for call in calls}
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
     arena = Arena.of(list(tables.values()), list(tables))

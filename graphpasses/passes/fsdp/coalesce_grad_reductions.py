@@ -79,10 +79,7 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
 def _reduced_together(
     graph: TrainGraph, accumulated: frozenset[str]
 ) -> Iterator[tuple[str, list[int], bool]]:
-    """Yields FQNs and gradient outputs that eager reduces as one, and whether it adds them after their cast.
-
-    A tied parameter's gradients of several backward calls are apart from its others.
-    """
+    """Yields FQNs and gradient outputs that eager reduces as one, and whether it adds them after their cast."""
     values = graph.output_values
     for fqn, slots in graph.gradient_slots().items():
         by_cast: dict[bool, list[int]] = {}
