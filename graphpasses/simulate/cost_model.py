@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphpasses.simulate import tuning_constants as constants
+from graphpasses.simulate.environment import enabled
 from graphpasses.simulate.rings import Topology
-from graphpasses.simulate.selection import enabled
 from graphpasses.simulate.tuning_log import PROTOCOLS
 
 # Ranks that NVLS joins at most, where it does not all-reduce: NCCL_MAX_NVLS_ARITY.
