@@ -21,9 +21,9 @@ from torch import fx
 
 from graphpasses._torch.group_ranks import gathered, group_ranks, group_store, named_group
 from graphpasses._torch.tracing import outside_tracing
-from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
+from graphpasses.graph.nodes import collective_group
 
 F = TypeVar("F")  # the facts of one rank
 A = TypeVar("A")  # what the ranks agree on

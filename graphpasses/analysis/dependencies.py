@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
-from graphpasses.analysis.effects import Effects, holds_tensor, storages
+from graphpasses.analysis.effects import Effects, holds_tensor
+from graphpasses.graph.nodes import storages
 
 T = TypeVar("T", bound=Hashable)
 

@@ -34,21 +34,6 @@ from graphpasses.graph import WAIT
 from graphpasses.graph.constants import attribute
 from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, reach, storages
 
-__all__ = [
-    "UNKNOWN_GROUP",
-    "Effects",
-    "collective_group",
-    "has_gradient",
-    "holds_tensor",
-    "is_elementwise_on_lists",
-    "is_written",
-    "launches_collective",
-    "names_written",
-    "operator_effects",
-    "storages",
-    "torch_call_effects",
-]
-
 aten = torch.ops.aten
 
 UNKNOWN_GROUP = "unknown"

@@ -13,10 +13,10 @@ from torch import fx
 from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.backward import backward_nodes, tangents
 from graphpasses.analysis.dependencies import dependencies, place_nodes, topological_sort
-from graphpasses.analysis.effects import collective_group, operator_effects
+from graphpasses.analysis.effects import operator_effects
 from graphpasses.analysis.levels import independent_groups, levels
 from graphpasses.graph import TrainGraph, argument
-from graphpasses.graph.nodes import wait_of
+from graphpasses.graph.nodes import collective_group, wait_of
 from graphpasses.ops.pack_all_to_all import PACK
 
 Dependencies = Mapping[fx.Node, set[fx.Node]]

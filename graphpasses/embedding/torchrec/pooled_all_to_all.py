@@ -26,8 +26,8 @@ import torch
 from torch import fx
 
 from graphpasses._torch.group_ranks import named_group
-from graphpasses.analysis.effects import collective_group
 from graphpasses.graph import argument
+from graphpasses.graph.nodes import collective_group
 from graphpasses.graph.size_arithmetic import Size, size_expression
 
 aten = torch.ops.aten

@@ -9,7 +9,6 @@ from typing import ClassVar
 from torch import fx
 
 from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
-from graphpasses.analysis.effects import collective_group
 from graphpasses.embedding.emit_pooled_all_to_all import MergedPooledAllToAll
 from graphpasses.embedding.torchrec.pooled_all_to_all import (
     PooledAllToAll,
@@ -17,7 +16,7 @@ from graphpasses.embedding.torchrec.pooled_all_to_all import (
     read_pooled_all_to_all,
 )
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.graph.nodes import wait_of
+from graphpasses.graph.nodes import collective_group, wait_of
 from graphpasses.passes.all_to_all_buckets import plan_launch_order
 from graphpasses.passes.runner import GraphPass, Numerics
 

@@ -16,10 +16,10 @@ from graphpasses._torch.symbols import can_unify_sizes, unify_sizes
 from graphpasses._torch.tracing import outside_tracing
 from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
 from graphpasses.analysis.backward import backward_nodes
-from graphpasses.analysis.effects import operator_effects, storages
+from graphpasses.analysis.effects import operator_effects
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, argument
-from graphpasses.graph.nodes import freeze
+from graphpasses.graph.nodes import freeze, storages
 from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten

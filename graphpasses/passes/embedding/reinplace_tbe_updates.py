@@ -15,9 +15,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphpasses._torch import pytree
 from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
 from graphpasses._torch.schemas import bind_named
-from graphpasses.analysis.effects import Effects, operator_effects, storages
+from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.graph import Stage, TrainGraph, argument
+from graphpasses.graph.nodes import storages
 from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
