@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,15 +104,11 @@ class Arena:
         start, itemsize = self.flat.data_ptr(), self.flat.element_size()
         for tensor, offset, name in zip(tensors, self.offsets, self.names, strict=True):
             if tensor.data_ptr() != start + offset * itemsize:
-                _raise_moved(name)
-
-
-def _raise_moved(name: str) -> NoReturn:
-    raise ArenaError(
-        f"{name} was moved or replaced after the model was compiled (load_state_dict(assign=True), .to() and "
-        "share_memory_() do so), so the compiled step would update a stale copy; load in place, or call "
-        "torch.compiler.reset() and compile again"
-    )
+                raise ArenaError(
+                    f"{name} was moved or replaced after the model was compiled (load_state_dict(assign=True), .to() "
+                    "and share_memory_() do so), so the compiled step would update a stale copy; load in place, or "
+                    "call torch.compiler.reset() and compile again"
+                )
 
 
 def _offset(tensor: Tensor, flat: Tensor) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,24 +54,21 @@ def join_bags(
             row[:, :size] = part.view(-1, size) if size else 0
     joined = torch.cat(list(ids)).long()
     if int(lengths.sum()) != joined.numel():
-        _refuse(ids, offsets, names)
+        wrong = next(
+            name
+            for part, ends, name in zip(ids, offsets, names, strict=True)
+            if int(ends[0]) != 0 or int(ends[-1]) != part.numel()
+        )
+        raise IdError(
+            f"{wrong} was called with offsets that leave some of its ids out of all bags, so its lookup cannot be "
+            "one with others: pass offsets that begin with 0 and end with the number of ids, or disable the pass "
+            "'fuse-tbe'"
+        )
     return joined, lengths
 
 
 def _batch_sizes(offsets: Sequence[Tensor], num_features: Sequence[int]) -> list[Any]:
     return [(ends.numel() - 1) // number for ends, number in zip(offsets, num_features, strict=True)]
-
-
-def _refuse(ids: Sequence[Tensor], offsets: Sequence[Tensor], names: Sequence[str]) -> NoReturn:
-    wrong = [
-        name
-        for part, ends, name in zip(ids, offsets, names, strict=True)
-        if int(ends[0]) != 0 or int(ends[-1]) != part.numel()
-    ]
-    raise IdError(
-        f"{wrong[0]} was called with offsets that leave some of its ids out of all bags, so its lookup cannot be one "
-        "with others: pass offsets that begin with 0 and end with the number of ids, or disable the pass 'fuse-tbe'"
-    )
 
 
 def _fake_join_bags(

@@ -113,10 +113,9 @@ def _read_embeddings(launch: fx.Node) -> PooledAllToAll | None:
     rows, flat = _only_user(_only_user(launch)), argument(launch)
     if rows is None or str(rows.target) != _SPLIT_1D_CAT_2D or flat.target not in _VIEWS:
         return None
-    num_rows, dims = rows.args[1:3]
-    return _checked(
-        PooledAllToAll(launch, False, (rows,), _numbers(dims), argument(flat), num_rows=num_rows)  # type: ignore[arg-type]
-    )
+    arguments: Any = rows.args
+    _, num_rows, dims = arguments
+    return _checked(PooledAllToAll(launch, False, (rows,), tuple(dims), argument(flat), num_rows=num_rows))
 
 
 def _read_sums(launch: fx.Node) -> PooledAllToAll | None:
@@ -143,8 +142,8 @@ def _read_gradients(launch: fx.Node) -> PooledAllToAll | None:
     tables = _only_user(received)
     if str(flat.target) != _SPLIT_1D_CAT_2D_BACKWARD or tables is None or tables.target not in _VIEWS:
         return None
-    gradient = argument(flat)
-    return _checked(PooledAllToAll(launch, True, (gradient,), _numbers(flat.args[1]), tables, scale=scale))
+    dims: Any = flat.args[1]
+    return _checked(PooledAllToAll(launch, True, (argument(flat),), tuple(dims), tables, scale=scale))
 
 
 def _parts(
@@ -160,10 +159,6 @@ def _parts(
         return None
     dims = (shape[1],) * len(parts)
     return _checked(PooledAllToAll(launch, is_gradient, parts, dims, table_side, unit=shape[1], **details))
-
-
-def _numbers(dims: Any) -> tuple[int, ...]:
-    return tuple(dims)
 
 
 def _checked(member: PooledAllToAll) -> PooledAllToAll | None:
