@@ -149,11 +149,11 @@ def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
             yield from node.all_input_nodes  # it does not say
     elif schemas(node.target):
         written = names_written(node)
-        yield from _nodes([value for argument, value in given_arguments(node) if argument.name in written])
+        yield from nodes_in([value for argument, value in given_arguments(node) if argument.name in written])
     elif node.op in ("call_function", "call_method"):
-        yield from _nodes(node.kwargs.get("out"))
+        yield from nodes_in(node.kwargs.get("out"))
         if _is_in_place(node.target) or _named_argument(node, "inplace"):
-            yield from _nodes(node.args[:1])
+            yield from nodes_in(node.args[:1])
 
 
 def _shared_inputs(node: fx.Node) -> Iterator[fx.Node]:
@@ -162,14 +162,14 @@ def _shared_inputs(node: fx.Node) -> Iterator[fx.Node]:
     elif is_higher_order(node):
         yield from node.all_input_nodes
     elif returns_alias(node.target):
-        yield from _nodes([value for argument, value in given_arguments(node) if argument.alias_info])
+        yield from nodes_in([value for argument, value in given_arguments(node) if argument.alias_info])
 
 
 def _read_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.target in METADATA_OPS or _is_view(node):
         return ()
     if node.target is aten.copy_.default:
-        return tuple(_nodes([value for argument, value in given_arguments(node) if argument.name == "src"]))
+        return tuple(nodes_in([value for argument, value in given_arguments(node) if argument.name == "src"]))
     return tuple(node.all_input_nodes)
 
 
@@ -271,5 +271,6 @@ def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
-def _nodes(value: Any) -> Iterator[fx.Node]:
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """Yields the nodes in an argument of a call."""
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))

@@ -62,9 +62,14 @@ def independent_groups(
         >>> independent_groups("acd", {"a": 1, "c": 2, "d": 1}, key=str.isalpha)
         [('a', 'd'), ('c',)]
     """
-    groups: dict[object, list[T]] = {}
+    return grouped(members, lambda member: (levels[member], key(member)))
+
+
+def grouped(members: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...]]:
+    """Returns the members of each key, in order, the keys in the order of their first members."""
+    groups: dict[Hashable, list[T]] = {}
     for member in members:
-        groups.setdefault((levels[member], key(member)), []).append(member)
+        groups.setdefault(key(member), []).append(member)
     return list(map(tuple, groups.values()))
 
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import is_operator, returns_alias, writes_arguments
+from graphpasses.analysis.levels import grouped
 from graphpasses.analysis.parameter_collectives import REDUCE_SCATTER, collective_ranks, find_gathers
 from graphpasses.fsdp.graph_layout import reduced_parts
 from graphpasses.fsdp.layout import BucketLayout, Layout, dtype_bytes
@@ -99,7 +100,8 @@ def layout_traffic(
     """
     transfers: list[Transfer] = []
     events: list[Event] = []
-    groups = _groups(layout)
+    # With HSDP the same parameters have two reductions.
+    groups = grouped(layout.buckets, key=lambda bucket: tuple(entry.fqn for entry in bucket.entries))
 
     def launch(transfers_of_group: list[Transfer]) -> list[Event]:
         first = len(transfers)
@@ -107,7 +109,7 @@ def layout_traffic(
         events.extend(Event("launch", index) for index in range(first, len(transfers)))
         return [Event("wait", index) for index in range(first, len(transfers))]
 
-    def gather(group: list[BucketLayout]) -> list[Event]:
+    def gather(group: Sequence[BucketLayout]) -> list[Event]:
         sharded = [bucket for bucket in group if bucket.collective == "reduce_scatter"][:1]
         return launch(
             [_bucket_transfer(replace(bucket, dtype=param_dtype), "all_gather") for bucket in sharded]
@@ -140,14 +142,6 @@ def _bucket_transfer(bucket: BucketLayout, collective: str) -> Transfer:
         for entry in bucket.entries
     )
     return Transfer(collective, 0, 0, _stride(bucket.ranks), rows).over(len(bucket.ranks))
-
-
-def _groups(layout: Layout) -> list[list[BucketLayout]]:
-    """Returns the reductions of the same parameters together: with HSDP there are two."""
-    groups: dict[tuple[str, ...], list[BucketLayout]] = {}
-    for bucket in layout.buckets:
-        groups.setdefault(tuple(entry.fqn for entry in bucket.entries), []).append(bucket)
-    return list(groups.values())
 
 
 def _stride(ranks: Sequence[int]) -> int:

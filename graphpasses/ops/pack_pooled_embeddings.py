@@ -1,12 +1,4 @@
-"""The operator that packs the gradients of pooled embeddings for the ranks that hold the tables.
-
-::
-
-    packed   = graphpasses::pack_pooled_embeddings([a, b, c], [2, 1])   # a and b for rank 0, c for rank 1
-    received = wait(all_to_all(packed, …))
-
-It moves data and does nothing else, so no bit changes.
-"""
+"""The operator that packs the gradients of pooled embeddings for the ranks that hold the tables; no bit changes."""
 
 from __future__ import annotations
 
