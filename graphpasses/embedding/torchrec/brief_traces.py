@@ -41,6 +41,7 @@ def _without_names(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)  # type: ignore[no-any-return]
         return nullcontext()
 
+    enter.__name__ = original.__name__
     return enter
 
 
