@@ -30,12 +30,13 @@ from graphpasses._torch.symbols import (
     size_path,
     value_at,
 )
-from graphpasses.analysis.effects import Effects, operator_effects, storages
+from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.capture.certain_values import certain_value
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
+from graphpasses.graph.nodes import storages
 
 
 class Decisions:

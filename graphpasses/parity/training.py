@@ -27,10 +27,8 @@ from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.parity.record import ChosenOperators, ParityRecorder
 from graphpasses.passes import default_pipeline
 from graphpasses.passes.runner import Pipeline
-from graphpasses.simulate.cluster import run_cluster, share
-from graphpasses.simulate.memory import check_memory
+from graphpasses.simulate.cluster import check_memory, run_cluster, share, step_for_rank
 from graphpasses.simulate.rings import Topology
-from graphpasses.simulate.shared_step import step_for_rank
 
 Rewrite = Callable[[CapturedStep, BucketPlan, Layout], CapturedStep]
 """Makes of the captured step the one that runs, given eager's buckets and their layout."""
