@@ -11,10 +11,9 @@ from torch import nn
 
 
 def forget_wrapper_classes() -> None:
-    """Makes SimpleFSDP's ``data_parallel`` make new wrapper classes.
+    """Makes SimpleFSDP's ``data_parallel`` make new wrapper classes, with this model's mesh and mixed precision.
 
-    Clears ``simple_fsdp._wrap_class_cache``. Its keys are a module's class and the names of its parameters only, so a
-    later model would get the mesh and the mixed precision of an earlier one.
+    The keys of ``simple_fsdp._wrap_class_cache`` are a module's class and the names of its parameters only.
     """
     from torchtitan.experiments.graph_trainer import simple_fsdp
 
@@ -22,10 +21,7 @@ def forget_wrapper_classes() -> None:
 
 
 def wrapped_class(kind: type) -> tuple[Hashable, ...]:
-    """Returns what a wrapper class of SimpleFSDP was made of: ``data_parallel`` makes others for each model.
-
-    Returns the wrapped class, and each parameter's name, mode and dtypes; empty for other classes.
-    """
+    """Returns the class that SimpleFSDP wrapped, and each parameter's name, mode and dtypes; empty for others."""
     if not _is_wrapper(kind):
         return ()
     computed = _computed(kind)
@@ -34,10 +30,7 @@ def wrapped_class(kind: type) -> tuple[Hashable, ...]:
 
 
 def wrapper_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype | None, torch.dtype | None]]:
-    """Yields the FQNs of parameters that SimpleFSDP's wrapper classes gather, and the dtypes they do it in.
-
-    Yields an FQN, the dtype of the gathered parameter, and that of its gradient's reduction.
-    """
+    """Yields the FQN of each parameter that SimpleFSDP gathers, its dtype then, and its gradient's dtype."""
     for path, module in model.named_modules():
         for name, each in _computed(type(module)) if _is_wrapper(type(module)) else ():
             yield f"{path}.{name}".lstrip("."), each.param_dtype, each.reduce_dtype
@@ -56,10 +49,9 @@ def _computed(kind: type) -> list[tuple[str, Any]]:
 
 
 def save_cpu_attention() -> None:
-    """Makes memory policies save what attention computes on a CPU, too; call it before graph_trainer is imported.
+    """Makes memory policies save what attention computes on a CPU, too, before graph_trainer is imported; for good.
 
-    Uses ``activation_checkpoint._get_default_save_ops``, torchtitan's list of operators whose results are saved. It
-    names attention's operators on GPUs only, and there is no public way to add one. Not undone: it is for launchers.
+    ``activation_checkpoint._get_default_save_ops`` names attention's operators on GPUs only, and none can be added.
     """
     from torchtitan.distributed import activation_checkpoint
 

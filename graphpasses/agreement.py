@@ -2,10 +2,7 @@
 
 Every rank launches the same collectives in the same order. A pass that changes them must therefore decide the same on
 every rank. But a rank's graph shows only what this rank needs: one without tables does not read the ids that it
-receives. So each rank reports its facts, and every rank combines all reports by the same pure function::
-
-    sequence = CollectiveSequence(graph)
-    agreed = sequence.agree(question, facts)
+receives. So each rank reports its facts, and every rank combines all reports by the same pure function.
 """
 
 from __future__ import annotations
@@ -19,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.group_ranks import gathered, group_ranks, group_store, named_group
-from graphpasses._torch.tracing import outside_tracing
-from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
+from graphpasses.graph.nodes import collective_group
 
 F = TypeVar("F")  # the facts of one rank
 A = TypeVar("A")  # what the ranks agree on
@@ -33,11 +30,9 @@ A = TypeVar("A")  # what the ranks agree on
 class Question(Generic[F, A]):
     """What a pass asks all ranks before it changes their collectives.
 
-    ``pass_name`` is the pass, which a user can disable; ``topic`` says what the facts are about. ``combine``
-    returns what the ranks agree on; it gets the facts of each rank, in group order, and nothing else.
-    ``contradiction`` gets what was agreed and this rank's facts, and says what is wrong if they differ: the rest of
-    a sentence that begins with "rank 3", or ``""``. They may differ if a rank compiles again while the others do
-    not: it must do what they agreed on, or refuse.
+    ``combine`` gets the facts of each rank, in group order, and nothing else. ``contradiction`` gets what was agreed
+    and this rank's facts; it says what is wrong, after "rank 3", or ``""``. They may differ if a rank compiles again
+    while the others do not: it must do what they agreed on, or refuse.
     """
 
     pass_name: str
@@ -60,42 +55,27 @@ class CollectiveSequence:
         """The all-to-alls that a pass can change: each is waited for once."""
         return [node for node in self.nodes if node.target == ALL_TO_ALL and _is_waited_for_once(node)]
 
-    def agree(self, question: Question[F, F], facts: F) -> F:
-        """Returns what all ranks agree on that share a group, or groups that share a rank.
+    def agree(self, question: Question[F, A], facts: F, groups: Sequence[object] | None = None) -> A:
+        """Returns what all ranks agree on that share a group, or groups that share a rank, in one order of calls.
 
-        All ranks must call it in the same order. They exchange facts group after group, as along the axes of a
-        mesh, so what one rank knows reaches all. Facts are anything that can be pickled. Raises as :func:`exchange`,
-        and where this rank compiles again, and its facts contradict what was agreed.
+        They exchange facts, which can be pickled, group after group, as along the axes of a mesh, so what one rank
+        knows reaches all; or in ``groups`` alone.
         """
-        agreed = facts
-        for group in self.groups:
-            agreed = question.combine(self._exchange(question, agreed, group))
-        return _checked(question, agreed, facts)
-
-    def agree_in_group(self, group: object, question: Question[F, A], facts: F) -> A:
-        """Returns what the ranks of one group agree on.
-
-        All ranks must call it in the same order.
-        """
-        agreed = question.combine(self._exchange(question, facts, group))
-        return _checked(question, agreed, facts)
-
-    def _exchange(self, question: Question[F, A], facts: F, group: object) -> list[F]:
         topic = f"{question.topic} of the {self._graph.stage.value} graph, for {question.pass_name}"
-        signature = [topic, *self._lines]
-        return exchange(
-            signature,
-            facts,
-            group=named_group(str(group)),
-            remembered=self._graph.remembered,
-            place=self._graph.place,
-        )
-
-
-def _checked(question: Question[F, A], agreed: A, facts: F) -> A:
-    if wrong := question.contradiction(agreed, facts):
-        raise AgreementError(f"rank {dist.get_rank()} {wrong}. Disable {question.pass_name!r} for this model")
-    return agreed
+        remembered, place = self._graph.remembered, self._graph.place
+        agreed: Any = facts
+        for name in self.groups if groups is None else groups:
+            group = named_group(str(name))
+            signature = [topic, *self._lines]
+            agreed = question.combine(
+                exchange(signature, agreed, group=group, remembered=remembered, place=place)
+            )
+        if wrong := question.contradiction(agreed, facts):
+            raise AgreementError(
+                f"rank {dist.get_rank()} {wrong}. Disable {question.pass_name!r} for this model"
+            )
+        answer: A = agreed
+        return answer
 
 
 def _is_waited_for_once(launch: fx.Node) -> bool:
@@ -113,14 +93,9 @@ def _describe(node: fx.Node, group: int) -> str:
 
 
 def common_classes(classes: list[list[int]]) -> list[int]:
-    """Returns which things are of one class on every rank.
+    """Returns for each thing the index of the first that is of its class on every rank; -1 if it is of none on some.
 
     ``classes`` has, per rank, a number for each thing: things of one class have one number, and -1 is of no class.
-    Returns for each thing the index of the first one of its class; -1 for what is of no class on some rank.
-
-    Example:
-        >>> common_classes([[0, 0, 0, 3], [5, 5, 2, -1]])
-        [0, 0, 2, -1]
     """
     first: dict[tuple[int, ...], int] = {}
     by_thing = enumerate(zip(*classes, strict=True))
@@ -128,12 +103,7 @@ def common_classes(classes: list[list[int]]) -> list[int]:
 
 
 def breaks_class(agreed: Sequence[int], own: Sequence[int]) -> bool:
-    """Whether this rank sees a difference within a class on which all ranks agreed.
-
-    Example:
-        >>> breaks_class([0, 0, 2, -1], [7, 7, 7, 7]), breaks_class([0, 0], [7, 8])
-        (False, True)
-    """
+    """Whether this rank sees a difference within a class on which all ranks agreed."""
     return any(
         first >= 0 and (own[index] < 0 or own[index] != own[first]) for index, first in enumerate(agreed)
     )
@@ -155,17 +125,11 @@ def exchange(
     remembered: MutableMapping[Hashable, Any],
     place: int = 0,
 ) -> list[F]:
-    """Returns what each rank of a group knows, once all of them ask the same.
+    """Returns what each rank of a group knows, in its order, once all of them ask the same, in the same order.
 
-    All ranks must call it in the same order. It communicates unless this rank remembers the answer: a rank may
-    compile a model again when the others do not (its batches became dynamic). It must then decide as it did
-    together with them, and must not wait for them. ``signature`` is what must be the same on every rank, line by
-    line; ``remembered`` is :attr:`~graphpasses.graph.TrainGraph.remembered`. Returns the facts of each rank, in
-    group order; ``[facts]`` alone where the group has no other process.
-
-    Raises:
-        AgreementError: the signatures of two ranks differ, on every rank of the group; or a rank asks nothing within
-            the timeout of ``init_process_group``, on those that wait for it.
+    It communicates unless this rank remembers the answer: one that compiles a model again when the others do not must
+    decide as it did with them, and not wait for them. ``signature`` is what must be the same on every rank, line by
+    line. Raises where two ranks' signatures differ, or a rank asks nothing within the timeout of its group.
     """
     if is_alone(group):
         return [facts]
@@ -193,10 +157,7 @@ def _ask(signature: tuple[str, ...], facts: F, group: dist.ProcessGroup) -> list
 
 
 def _meet(signature: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Returns once every rank of ``group`` asks its next question.
-
-    They meet at the store: a collective that another rank does not launch waits, or meets another one there.
-    """
+    """Returns once every rank asks its next question: before, a collective would wait, or meet another there."""
     store, ranks, rank = group_store(group), group_ranks(group), dist.get_rank()
     number = store.add(f"graphpasses/agree/{rank}", 1)
     keys = {other: f"graphpasses/agree/{number}/{other}" for other in ranks}

@@ -9,11 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pauses Python's garbage collector, and leaves it as it was.
+    """Pauses Python's garbage collector, which looks at all that is alive whenever many objects were made.
 
-    It runs whenever many objects were made, and then looks at all that are alive. With a large model traced, that
-    takes longer than what the block does. What the block made counts as old afterwards: otherwise the collector
-    would look at all of it twice more, though a graph lives on.
+    What the block made counts as old afterwards: otherwise the collector would look at all of it twice more.
     """
     is_enabled = gc.isenabled()
     gc.disable()

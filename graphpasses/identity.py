@@ -189,10 +189,7 @@ def preserve_identity(model: nn.Module, *, check_values: bool = False) -> Iterat
 def walk_modules(
     model: nn.Module, *, is_leaf: Callable[[nn.Module], bool] = lambda module: False
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields what ``named_modules(remove_duplicate=False)`` does, but ends on a cycle of modules.
-
-    What is in a module that ``is_leaf`` is true of is left out.
-    """
+    """Yields what ``named_modules(remove_duplicate=False)`` does, but no cycles, and nothing inside of leaves."""
     path: set[nn.Module] = set()
 
     def visit(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

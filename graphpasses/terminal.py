@@ -38,8 +38,5 @@ def plain_table(*columns: str) -> Table:
 
 
 def add_row(table: Table, *cells: str) -> None:
-    """Adds a row of plain text.
-
-    Names may hold brackets, which rich would take for markup.
-    """
+    """Adds a row of plain text: names may hold brackets, which rich would take for markup."""
     table.add_row(*map(Text, cells))

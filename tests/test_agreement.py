@@ -122,7 +122,7 @@ def test_a_contradiction_names_the_pass_to_disable() -> None:
     question = Question("any", "sizes", sum, lambda agreed, own: "changed its mind" if agreed != own else "")
     with fake_process_group(2):
         sequence = CollectiveSequence(read(EXCHANGE))
-        assert sequence.agree(question, 3) == sequence.agree_in_group(sequence.groups[0], question, 3) == 3
+        assert sequence.agree(question, 3) == sequence.agree(question, 3, sequence.groups[:1]) == 3
         with mock.patch.object(agreement, "exchange", return_value=[1, 1]):
             with pytest.raises(
                 AgreementError, match=r"^rank 0 changed its mind. Disable 'any' for this model$"

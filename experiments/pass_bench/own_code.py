@@ -39,12 +39,7 @@ def _all_calls(_: object, graph: fx.Graph) -> list[fx.Node]:
 PARTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "copies of graphs (fx_graphs.copy_graph): Graph.__deepcopy__": (train_graph, "copy_graph", copy.deepcopy),
     "code (fx_graphs.quick_code): Graph.python_code": (fx_graphs, "quick_code", lambda *_: None),
-    "fake values (fake_results): FakeTensorMode": (nodes, "fake_call", _under_mode),
-    "calls that read alike values (known_values): computed again": (
-        known_values.KnownValues,
-        "_reads_alike",
-        lambda *_: False,
-    ),
+    "fake values (fake_mode.fake_call): FakeTensorMode": (nodes, "fake_call", _under_mode),
     "calls as they were (known_values): all computed at each check": (
         known_values.KnownValues,
         "unknown",

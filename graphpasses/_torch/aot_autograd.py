@@ -1,20 +1,25 @@
-"""AOTAutograd and Inductor: compile a Dynamo graph with passes between, and read what its graphs' values are."""
+"""AOTAutograd and Inductor: compile a Dynamo graph with passes between, decompose, and read what values are."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
+import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import descriptors
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpasses._torch.decompose import decompose
+from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.symbols import guessed_sizes
 
 Rewrite = Callable[[fx.GraphModule], None]
@@ -30,12 +35,10 @@ def compile_aot_eager(
     backward: Rewrite,
     while_compiling: Context,
 ) -> Compiled:
-    """Compiles a Dynamo graph by AOTAutograd, and runs the rewritten ATen graphs as they are.
+    """Compiles a Dynamo graph by AOTAutograd, and runs the ATen graphs as they are, rewritten in place.
 
-    ``joint``, ``forward`` and ``backward`` rewrite their graphs in place. ``while_compiling`` is entered for each
-    compilation; the backward graph's may come when the first backward runs.
-
-    A model compiled without gradients has one graph: ``joint`` rewrites it first, then ``forward``.
+    ``while_compiling`` is entered for each compilation; the backward graph's may come when the first backward runs.
+    Without gradients there is one graph: ``joint`` rewrites it first, then ``forward``.
     """
 
     def partition(
@@ -93,10 +96,7 @@ def compile_inductor(
     while_compiling: Context,
     digest: str,
 ) -> Compiled:
-    """Compiles a Dynamo graph with Inductor, as :func:`compile_aot_eager` does.
-
-    ``digest`` says all that the rewrites depend on beside the graph; it is part of the key of Inductor's caches.
-    """
+    """Compiles likewise with Inductor; ``digest``, all that the rewrites depend on, is part of its caches' key."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.pattern_matcher import stable_topological_sort
@@ -135,9 +135,7 @@ def _and(theirs: Any, ours: CustomGraphPass) -> Any:
 
 def is_tangent(node: fx.Node) -> bool:
     """Whether a node of an AOTAutograd graph is the placeholder of an output's gradient, or of a part of one."""
-    desc = node.meta.get("desc") if node.op == "placeholder" else None
-    while isinstance(desc, descriptors.SubclassGetAttrAOTInput):
-        desc = desc.base
+    desc, _ = _whole(node.meta.get("desc") if node.op == "placeholder" else None)
     return isinstance(desc, descriptors.TangentAOTInput)
 
 
@@ -147,21 +145,83 @@ def describe_input(node: fx.Node) -> tuple[int | None, str, str]:
     Returns the position of the Dynamo input that it is or belongs to (None if it is something else), the attribute of
     a tensor subclass that it carries (``""`` for the tensor itself), and a description.
     """
-    desc: Any = node.meta.get("desc")
-    attr = ""
-    text = str(desc) if desc is not None else node.name
-    while isinstance(desc, descriptors.SubclassGetAttrAOTInput):
-        desc, attr = desc.base, desc.attr
-    index = desc.idx if isinstance(desc, descriptors.PlainAOTInput) else None
-    return index, attr, text
+    desc = node.meta.get("desc")
+    whole, attr = _whole(desc)
+    index = whole.idx if isinstance(whole, descriptors.PlainAOTInput) else None
+    return index, attr, node.name if desc is None else str(desc)
 
 
 def describe_output(desc: Any) -> tuple[int | None, str, str]:
     """Says likewise what an output is, by the position of the input whose gradient it is."""
-    attr, text = "", str(desc)
-    while isinstance(desc, descriptors.SubclassGetAttrAOTOutput):
+    whole, attr = _whole(desc)
+    of = whole.grad_of if isinstance(whole, descriptors.GradAOTOutput) else None
+    return of.idx if isinstance(of, descriptors.PlainAOTInput) else None, attr, str(desc)
+
+
+def _whole(desc: Any) -> tuple[Any, str]:
+    """Returns what an input or output is, or what it is a part of, and the attribute that the part is there."""
+    attr = ""
+    while isinstance(desc, (descriptors.SubclassGetAttrAOTInput, descriptors.SubclassGetAttrAOTOutput)):
         desc, attr = desc.base, desc.attr
-    index = None
-    if isinstance(desc, descriptors.GradAOTOutput) and isinstance(desc.grad_of, descriptors.PlainAOTInput):
-        index = desc.grad_of.idx
-    return index, attr, text
+    return desc, attr
+
+
+_INHERITED = (
+    "stack_trace",
+    "nn_module_stack",
+    "seq_nr",
+    "custom",
+    "partitioner_tag",
+    "recompute",
+    "ac_graph_id",
+)
+
+
+def decompose(module: fx.GraphModule) -> None:
+    """Replaces, in place, every operator that Inductor decomposes by what it is made of.
+
+    The graph is functional, and its nodes have ``meta["val"]``; passes saw operators as autograd calls them.
+    """
+    table = select_decomp_table()
+    graph = module.graph
+    nodes = list(graph.nodes)
+    mode = fake_mode_of([node.meta.get("val") for node in nodes])  # also for what makes tensors from numbers
+    for node in nodes:
+        if node.op == "call_function" and node.target in table:
+            _inline(graph, node, table, mode)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _inline(graph: fx.Graph, node: fx.Node, table: dict[Any, Any], mode: FakeTensorMode | None) -> None:
+    values, spec = pytree.tree_flatten((node.args, node.kwargs))
+    sources = [value for value in values if isinstance(value, fx.Node)]
+
+    def call(*given: Any) -> Any:
+        remaining = iter(given)
+        leaves = [next(remaining) if isinstance(value, fx.Node) else value for value in values]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    vals = [source.meta["val"] for source in sources]
+    with mode or nullcontext(), torch.no_grad():
+        inner = make_fx(call, decomposition_table=table, _allow_non_fake_inputs=True)(*vals).graph
+    if any(item.target is node.target for item in inner.nodes):
+        return  # the decomposition declined
+    placeholders = inner.find_nodes(op="placeholder")
+    with graph.inserting_before(node):
+        mapping = dict(zip(placeholders, sources, strict=True))
+        for item in inner.nodes:
+            if item.op in ("placeholder", "output"):
+                continue
+            new = mapping[item] = graph.node_copy(item, mapping.__getitem__)
+            new.meta.update({key: node.meta[key] for key in _INHERITED if key in node.meta})
+    result: Any = fx.node.map_arg(inner.output_node().args[0], mapping.__getitem__)
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):  # operator.getitem
+            part = result[user.args[1]]
+            user.replace_all_uses_with(part)
+            graph.erase_node(user)
+    graph.erase_node(node)

@@ -22,14 +22,17 @@ from types import CodeType
 from typing import Any
 from weakref import WeakSet
 
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import config, eval_frame
 from torch._dynamo.backends import registry
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.guards import DeletedGuardManagerWrapper
 from torch._dynamo.utils import CleanupManager, get_metrics_context
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 
-from graphpasses._torch.compiled_module import CompiledModule
-from graphpasses._torch.missing import missing_api
+from graphpasses._torch import pytree
+from graphpasses._torch.tested_versions import missing_api
+from graphpasses.errors import UnsupportedError
 from graphpasses.gc_pause import paused_gc
 
 try:
@@ -46,12 +49,10 @@ _ROOT: ContextVar[nn.Module | None] = ContextVar("_ROOT", default=None)
 
 
 class Backend:
-    """A backend, from the function that compiles graphs for it.
+    """A backend, from the function that compiles graphs for it, which also gets the user's keywords.
 
-    ``compile_graph`` is what a plain backend is, called with a graph, its inputs and the user's keywords. ``wrap``
-    makes what is called instead of a compiled function; a module that is compiled counts as the function that
-    Dynamo compiles for it. ``when_recorded`` is called before symbolic tracing records a call of a compiled module;
-    it may raise.
+    ``wrap`` makes what is called instead of a compiled function, or module. ``when_recorded`` is called before
+    symbolic tracing records a call of a compiled module; it may raise.
     """
 
     def __init__(
@@ -163,10 +164,7 @@ def _compile_first(self: Any, fn: Any) -> Any:
 
 
 class _Region:
-    """What Dynamo keeps for one call of ``torch.compile``, apart from what it keeps for others.
-
-    It lives as long as ``owner``, what ``torch.compile`` returned.
-    """
+    """What Dynamo keeps for one call of ``torch.compile`` alone, as long as what that returned, ``owner``, lives."""
 
     def __init__(self, owner: object) -> None:
         self.number = next(eval_frame._next_isolate_recompiles_id)
@@ -177,8 +175,8 @@ class _Region:
     def enter(self, code: CodeType, shared: dict[str, Any]) -> tuple[dict[str, Any], Callable[[], None]]:
         """Lets Dynamo compile a function as if no other call of ``torch.compile`` had.
 
-        ``shared`` is what Dynamo knows of the function, such as how often it was compiled; it is new after
-        ``torch.compiler.reset()``. Returns what Dynamo shall know instead, and a function to call after.
+        ``shared`` is what Dynamo knows of the function, new after ``torch.compiler.reset()``. Returns what Dynamo
+        shall know instead, and a function to call after.
         """
         known = self._codes.get(id(code))
         if known is None or known[1] is not shared:
@@ -270,3 +268,50 @@ class _Context(eval_frame.OptimizeContext):
         root = _ROOT.get()
         call = self.backend.wrap(fn if root is None else root, compiled, getattr(backend, "kwargs", {}))
         return functools.wraps(compiled)(call)
+
+
+class CompiledModule(OptimizedModule):
+    """What ``torch.compile`` makes of a module; symbolic tracing records one call of it.
+
+    torch's own has no ``forward`` that :class:`torch.fx.Tracer` could trace, and traces what its modules call with
+    proxies for tensors. TorchRec's pipelines trace their models, to find modules whose input dists they could start
+    early: those in a compiled module are part of what was compiled.
+
+    Example:
+        >>> compiled = graphpasses.compile(nn.Linear(2, 1))
+        >>> [node.op for node in torch.fx.Tracer().trace(compiled).nodes]
+        ['placeholder', 'placeholder', 'call_function', 'output']
+    """
+
+    dynamo_ctx: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if is_fx_symbolic_tracing() and any(map(_is_proxy, pytree.tree_leaves((args, kwargs)))):
+            return self._record(args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module: the class's own, which a tracer calls; instances have what Dynamo compiled."""
+        # A tracer gives each of them as one proxy.
+        return self._record(args, kwargs) if _is_proxy(args) else self(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refuses to compile what is compiled, as ``TrainPipelinePT2`` would."""
+        name = self.dynamo_ctx.backend.__name__
+        raise UnsupportedError(
+            f"{type(self._orig_mod).__name__} is compiled already, for the backend {name!r}: what compiles its model "
+            f"by itself, as TrainPipelinePT2 does, takes the uncompiled one, and TorchCompileConfig(backend={name!r})"
+        )
+
+    def _record(self, args: Any, kwargs: Any) -> fx.Proxy:
+        self.dynamo_ctx.backend.when_recorded()
+        proxy: fx.Proxy = next(filter(_is_proxy, pytree.tree_leaves((args, kwargs))))
+
+        def call(args: Any, kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return proxy.tracer.create_proxy("call_function", call, (args, kwargs), {})
+
+
+def _is_proxy(value: Any) -> bool:
+    return isinstance(value, fx.Proxy)

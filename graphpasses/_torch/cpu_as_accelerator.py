@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import types
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._utils
@@ -14,42 +14,26 @@ from torch.distributed import distributed_c10d
 from torch.utils import _runtime_estimation
 
 
-class _CpuDevice(types.ModuleType):
-    """``torch.cpu`` with what torchtitan asks an accelerator's module for beside."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cpu, name)
-
-    def set_device(self, device: object) -> None: ...
-
-    def synchronize(self, device: object = None) -> None: ...
-
-    def empty_cache(self) -> None: ...
-
-    def reset_peak_memory_stats(self, device: object = None) -> None: ...
-
-    def current_device(self) -> int:
-        return 0
-
-    def get_device_name(self, device: object = None) -> str:
-        return "CPU"
-
-    def get_device_properties(self, device: object = None) -> types.SimpleNamespace:
-        return types.SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-    def memory_stats(self, device: object = None) -> dict[str, int]:
-        return {}
+def _cpu_device() -> types.ModuleType:
+    """Returns ``torch.cpu`` with what torchtitan asks an accelerator's module for beside."""
+    device: Any = types.ModuleType("cpu")
+    vars(device).update(vars(torch.cpu))
+    for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+        setattr(device, name, lambda device=None: None)
+    properties = types.SimpleNamespace(total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    device.current_device = lambda: 0
+    device.get_device_name = lambda device=None: "CPU"
+    device.get_device_properties = lambda device=None: properties
+    device.memory_stats = lambda device=None: {}
+    return cast(types.ModuleType, device)
 
 
 def use_cpu_as_accelerator(backend: str) -> None:
-    """Makes torch answer "cpu" when it is asked for its accelerator, for the rest of the process.
-
-    torchtitan asks while it is imported, so call this before. Tested: 2.13, 2.15.
-    """
+    """Makes torch say "cpu" when it is asked for its accelerator, which torchtitan does while it is imported."""
     utils: Any = torch._utils
     estimation: Any = _runtime_estimation
     c10d: Any = dist
-    device, barrier, get_device_module = _CpuDevice("cpu"), dist.barrier, utils._get_device_module
+    device, barrier, get_device_module = _cpu_device(), dist.barrier, utils._get_device_module
 
     def barrier_without_devices(group: Any = None, async_op: bool = False, device_ids: object = None) -> Any:
         return barrier(group, async_op)

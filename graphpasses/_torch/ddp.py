@@ -28,10 +28,7 @@ def running_ddp() -> DistributedDataParallel | None:
 
 
 def orders_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether the order in which gradients come in this step decides how more than two ranks add them.
-
-    It may become the order of the module's buckets, as it does in the first two or three steps.
-    """
+    """Whether more than two ranks may add by the order in which gradients come: it may become that of the buckets."""
     return bool(ddp.process_group.size() > 2) and (
         torch.is_grad_enabled()
         and ddp.require_backward_grad_sync

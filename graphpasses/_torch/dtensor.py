@@ -1,7 +1,4 @@
-"""What hashing and passes must know of DTensors, for which torch has no public interface.
-
-Tested with torch 2.13.
-"""
+"""What hashing and passes must know of DTensors, for which torch has no public interface."""
 
 from __future__ import annotations
 
@@ -9,15 +6,9 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor
-
-# AsyncCollectiveTensor: the local tensor of a DTensor may still be in flight; public code cannot tell.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Shard
-
-# compute_local_shape_and_global_offset: the only source of a shard's offset that knows uneven shards.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-# _StridedShard: what FSDP2 over tensor parallelism puts on a parameter; it has no public name.
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -32,11 +23,10 @@ def is_sharded(placement: object) -> TypeGuard[Shard | _StridedShard]:
 
 
 def local_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Finds where this rank's shard lies in the whole tensor.
+    """Returns the shape that this rank's shard must have, and the index in the whole tensor of its first element.
 
-    ``tensor`` is placed by ``Shard``, ``_StridedShard`` and ``Replicate`` only, on a mesh that has this rank.
-    Returns the shape that the local tensor must have and the index of its first element; None where the shard is
-    not one contiguous range of each dimension, as an uneven ``_StridedShard`` can be.
+    ``tensor`` has no partial placement, and its mesh this rank. None where the shard is not one contiguous range of
+    each dimension, as an uneven ``_StridedShard`` can be.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
@@ -45,9 +35,10 @@ def local_offset(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | N
     for dim in {p.dim for p in placements if isinstance(p, _StridedShard)}:
         indices = torch.arange(tensor.shape[dim])
         for mesh_dim, placement in enumerate(placements):
-            if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
+            if is_sharded(placement) and placement.dim == dim:
                 # _split_tensor: torch's own rule of who gets which index, applied to the indices themselves.
-                flat = type(placement)(0, **_split_factor(placement))
+                is_strided = isinstance(placement, _StridedShard)
+                flat = _StridedShard(0, split_factor=split_factor(placement)) if is_strided else Shard(0)
                 shards, _ = flat._split_tensor(indices, mesh.size(mesh_dim), with_padding=False)
                 indices = shards[coordinate[mesh_dim]]
         if indices.numel() and int(indices[-1] - indices[0]) != indices.numel() - 1:
@@ -64,10 +55,6 @@ def num_root_ranks(tensor: DTensor) -> int:
 def split_factor(placement: object) -> int:
     """Returns into how many parts later mesh axes split a sharded tensor dim first: 1 but for ``_StridedShard``."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-
-
-def _split_factor(placement: Shard | _StridedShard) -> dict[str, int]:
-    return {"split_factor": split_factor(placement)} if isinstance(placement, _StridedShard) else {}
 
 
 def wait_for(tensor: Tensor) -> Tensor:

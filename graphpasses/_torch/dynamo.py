@@ -1,37 +1,26 @@
-"""Dynamo: its settings while it traces, what each placeholder of a graph was given, and what it guards."""
+"""Dynamo: its settings while it traces, its graphs' inputs, guards and breaks, and calls of what it compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo import config
+from torch._dynamo import config, eval_frame
 from torch._dynamo.decorators import mark_unbacked, maybe_mark_dynamic
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, InternalTorchDynamoError
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+from torch._dynamo.exc import InternalTorchDynamoError as InternalTorchDynamoError
 from torch._dynamo.guards import GuardBuilder, install_guard
-
-__all__ = [
-    "BackendCompilerFailed",
-    "FailOnRecompileLimitHit",
-    "InternalTorchDynamoError",
-    "change_settings",
-    "guard_condition",
-    "guard_identity",
-    "live_inputs",
-    "mark_any_length",
-    "mark_varying",
-]
+from torch._dynamo.utils import graph_break_reasons
 
 
 def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
-    """Returns, for each placeholder of a graph that Dynamo traced, its source and what it was given.
-
-    The source is as Dynamo writes it, e.g. ``L['self']._modules['out']._parameters['weight']``, or the
-    placeholder's own name where there is none.
-    """
+    """Returns, for each placeholder, its source as Dynamo writes it, or else its name, and what it was given."""
     inputs: list[tuple[str, Any]] = []
     for node in module.graph.find_nodes(op="placeholder"):
         arg = node.meta.get("grapharg")
@@ -45,19 +34,15 @@ def live_inputs(module: fx.GraphModule) -> list[tuple[str, Any]]:
 
 
 def guard_identity(placeholder: fx.Node) -> None:
-    """Has Dynamo compile again where an input is another object than it was for this graph.
-
-    Dynamo gives one graph to all instances of a module, in which a pass may have bound the tensors of one. To be
-    called while the graph is being compiled.
-    """
+    """Has Dynamo compile again for another object, while it compiles: all instances of a module share a graph."""
     install_guard(placeholder.meta["grapharg"].source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def guard_condition(placeholder: fx.Node, holds: Callable[[], bool], text: str) -> None:
     """Has Dynamo compile again where something does not hold that it does not look at. To be called as above.
 
-    ``holds`` is asked before each call, so it should be quick, and keep no tensor alive. ``text`` is for
-    ``TORCH_LOGS=recompiles``.
+    ``holds`` is asked before each call: it should be quick, and keep no tensor alive. ``TORCH_LOGS=recompiles`` shows
+    ``text``.
     """
 
     def guard(builder: GuardBuilder, _: Any) -> None:
@@ -116,3 +101,47 @@ def mark_any_length(tensor: Tensor) -> None:
 def mark_varying(tensor: Tensor) -> None:
     """Lets dim 0 of ``tensor`` vary in the graph that Dynamo traces next, but for 0 and 1 and where code fixes it."""
     maybe_mark_dynamic(tensor, 0)
+
+
+@contextmanager
+def record_graph_breaks() -> Iterator[list[str]]:
+    """Yields a list that holds, after the block, a line per graph break in it.
+
+    Example:
+        >>> import torch
+        >>> def double(x):
+        ...     torch._dynamo.graph_break()
+        ...     return 2 * x
+        >>> with record_graph_breaks() as breaks:
+        ...     _ = torch.compile(double, backend="eager")(torch.ones(2))
+        >>> breaks[0].partition(":2 in ")[2]
+        'double: Call to `torch._dynamo.graph_break()`. User-inserted graph break. Message: None'
+    """
+    breaks: list[str] = []
+    start = len(graph_break_reasons)
+    try:
+        yield breaks
+    finally:
+        # A break in a function breaks its callers at the same line, too.
+        breaks += dict.fromkeys(map(_describe, graph_break_reasons[start:]))
+
+
+def _describe(reason: Any) -> str:
+    frame = reason.user_stack[-1]
+    # Where a function goes on after a break, Dynamo calls it torch_dynamo_resume_in_<function>_at_<line>.
+    function = re.sub(r"^torch_dynamo_resume_in_(.*)_at_\d+$", r"\1", frame.name)
+    what, _, details = reason.reason.partition("\n")
+    why = re.search(r"Explanation: (.*)", details)
+    return f"{frame.filename}:{frame.lineno} in {function}: {what}" + (f". {why[1]}" if why else "")
+
+
+COMPILED_CALL = "symbolically trace a dynamo-optimized function"
+"""What torch's error says."""
+
+
+@contextmanager
+def compiled_calls_raise() -> Iterator[None]:
+    """Lets torch raise if the block, which is traced, calls a compiled function that would not run as it is."""
+    is_compiled = eval_frame._stance.stance != "force_eager"
+    with config.patch(error_on_nested_fx_trace=is_compiled):
+        yield

@@ -1,48 +1,32 @@
-"""The mode that a graph's fake values were made in, and what operators see of fake tensors."""
+"""Fake tensors: their mode, what operators see of them, results as kernels give them, and how to do without."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-
-# How element-wise results lie in memory. Tested: 2.13.
 from torch import _prims_common
-
-# Of which fake results are made. Tested: 2.13.
 from torch._decomp import decomposition_table
-
-# Of a step that is being traced. Tested: 2.13.
-from torch._guards import active_fake_mode
-
-# Of sizes that may be symbols. Tested: 2.13.
+from torch._dispatch.python import no_python_dispatcher
+from torch._guards import active_fake_mode as active_fake_mode
 from torch._prims_common import is_contiguous_for_memory_format_or_false
-
-# in_kernel_invocation_manager: a fake tensor acts as its meta tensor inside. Tested: 2.13.
 from torch._subclasses.fake_impls import op_implementations_dict
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._mode_utils import no_dispatch
 
-__all__ = [
-    "active_fake_mode",
-    "facts_of_fake",
-    "fake_copies",
-    "fake_mode_of",
-    "fake_tensors_of",
-    "is_fake",
-    "is_simple",
-    "new_fake_mode",
-    "strides_of_kernels",
-    "watched_in_other_threads",
-]
-
-aten = torch.ops.aten
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
 
 def fake_mode_of(*values: Any) -> FakeTensorMode | None:
@@ -91,19 +75,6 @@ def is_simple(value: FakeTensor) -> bool:
         or value.constant is not None
         or value.real_tensor is not None
     )
-
-
-def facts_of_fake(value: Any) -> tuple[Any, ...] | None:
-    """Returns what operators can see of a fake value; None if that is not all here, as of symbolic sizes."""
-    if isinstance(value, (list, tuple)):
-        facts = tuple(map(facts_of_fake, value))
-        return None if None in facts else facts
-    if type(value) is not FakeTensor or not is_simple(value):
-        return None
-    num_bytes, offset = value.untyped_storage().nbytes(), value.storage_offset()
-    if type(num_bytes) is not int or type(offset) is not int:  # also of a part of known size
-        return None
-    return value.shape, value.stride(), offset, num_bytes, value.dtype, value.device, value.is_inference()
 
 
 def fake_tensors_of(mode: FakeTensorMode, generation: int | None = None) -> list[FakeTensor]:
@@ -161,10 +132,7 @@ def watched_in_other_threads(on_call: Callable[[Any], None]) -> Iterator[None]:
 
 @contextmanager
 def strides_of_kernels() -> Iterator[None]:
-    """Gives fake results in the block the strides of the operators' kernels.
-
-    Where a decomposition gives others, a ``reshape`` in the model would be traced as a view, and is a copy in eager.
-    """
+    """Gives fake results in the block the strides of the kernels, by which a ``reshape`` is a view or a copy."""
     strides: dict[Any, Callable[..., torch.Tensor]] = {
         **dict.fromkeys(_LIKE_FIRST, _like_first),
         **dict.fromkeys(_CONTIGUOUS, _contiguous),
@@ -192,11 +160,9 @@ def strides_of_kernels() -> Iterator[None]:
 def _view(
     torchs: Callable[..., FakeTensor], mode: FakeTensorMode, view: Any, tensor: FakeTensor, shape: Any
 ) -> FakeTensor:
-    """Views a tensor as the kernel does, whose strides of dimensions with one element are others than torch's fakes'.
-
-    They mean nothing, but suggest a memory format, in which some operators return what they compute.
-    """
-    if not _is_plain(tensor) or any(isinstance(size, torch.SymInt) for size in shape):
+    """Views a tensor with the strides of the kernel; those of dims with one element suggest a memory format."""
+    is_plain = is_fake(tensor) and not tensor._has_symbolic_sizes_strides
+    if not is_plain or any(isinstance(size, torch.SymInt) for size in shape):
         return torchs(mode, view, tensor, shape)
     with in_kernel_invocation_manager(mode):
         result = view(tensor, shape)
@@ -204,7 +170,7 @@ def _view(
 
 
 def _dim_order(torchs: Callable[..., tuple[list[int], bool]], *tensors: Any, **options: Any) -> Any:
-    """Orders the dims of what several tensors of one shape give as the kernels do: all contiguous, the result is.
+    """Orders the dims of what contiguous tensors of one shape give as the kernels do.
 
     Torch's fakes keep the strides of dims with one element where the tensors are contiguous in channels last, too.
     Source: ``TensorIteratorBase::compute_fast_setup_type``.
@@ -249,5 +215,67 @@ def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
     return value.contiguous(memory_format=torch._prims_common.suggest_memory_format(like))
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, FakeTensor) and not value._has_symbolic_sizes_strides
+# What FakeTensorMode does by running the meta kernel alone, with the device of the inputs. Dispatched to the mode, a
+# call takes ten times as long. Tested: 2.13.
+_BY_META_KERNEL = frozenset(
+    {
+        aten._chunk_cat.default,
+        aten._to_copy.default,
+        aten.cat.default,
+        aten.div.Scalar,
+        aten.reshape.default,
+        aten.split_with_sizes.default,
+        aten.split_with_sizes_copy.default,
+        aten.view.default,
+        aten.view.dtype,
+        collectives.all_gather_into_tensor.default,
+        collectives.all_reduce.default,
+        collectives.reduce_scatter_tensor.default,
+        collectives.wait_tensor.default,
+    }
+)
+_PLAIN = frozenset({float, int, str, torch.dtype})
+
+
+def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls an operator on fake tensors, as under their mode; the quick way knows the keyword ``dtype`` alone."""
+    device = _common_device(args) if target in _BY_META_KERNEL and kwargs.keys() <= {"dtype"} else None
+    if device is None:
+        if isinstance(target, torch._ops.OpOverload):
+            # No shape depends on a float, but some formulas ask for zero.
+            args = tuple(map(_without_symbol, args))
+            kwargs = {name: _without_symbol(value) for name, value in kwargs.items()}
+        with mode:
+            return target(*args, **kwargs)
+    with in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
+        result = target(*args, **kwargs)
+    if isinstance(result, torch.Tensor):
+        return FakeTensor(mode, result, device)
+    return [FakeTensor(mode, each, device) for each in result]
+
+
+def _without_symbol(value: Any) -> Any:
+    return 0.5 if isinstance(value, torch.SymFloat) else value
+
+
+def _common_device(args: tuple[Any, ...]) -> torch.device | None:
+    """Returns the device of the tensors among arguments; None if the mode may do other than a meta kernel."""
+    devices = set()
+    for arg in args:
+        for each in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if type(each) is FakeTensor and is_simple(each):
+                devices.add(each.fake_device)
+            elif type(each) not in _PLAIN:
+                return None
+    return devices.pop() if len(devices) == 1 else None
+
+
+@contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Makes tensors real and calls untraced, as AOTAutograd's partitioner does to ask the other ranks.
+
+    The Python dispatcher, which is on while AOTAutograd traces, keeps the GIL while an operator runs. A collective
+    would then wait for gloo's queue, whose thread may hold it and wait for the GIL, to free what an earlier one used.
+    """
+    with no_dispatch(), unset_fake_temporarily(), no_python_dispatcher():
+        yield

@@ -12,8 +12,7 @@ import torch.distributed as dist
 def fake_process_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
     """Initialises ``torch.distributed`` with a process group of ``num_ranks`` ranks, of which this is one.
 
-    DTensor caches by mesh ranks and axis names, so play another rank in the same process only with meshes whose
-    axes have other names.
+    Another rank in this process needs meshes with other names of axes: DTensor caches by them.
     """
     # Importing it registers the "fake" backend; torch has no public one. Tested: 2.13.
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,38 +1,28 @@
-"""Reads the parameter groups of a model that FSDP2's ``fully_shard`` was applied to.
-
-FSDP2 has no public way to ask which parameters share a collective, in which order and how they are reduced.
-Everything here was checked with torch 2.13.0.
-"""
+"""Reads the parameter groups of a model that FSDP2's ``fully_shard`` was applied to, and their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-# `_get_gradient_divide_factors` is the rule that `foreach_reduce` itself calls: AVG, SUM or PREMUL_SUM and
-# the divisions around it. torch 2.13.0.
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
-
-# Tells FSDP and HSDP groups from those of `replicate`, which reduce-scatter nothing. torch 2.13.0.
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+    _get_gradient_divide_factors,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-
-# What a group's parameters are, sharded and unsharded. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-# The groups, in FSDP2's own order (`fsdp_params`), and their settings. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-# The state that `fully_shard` attaches to a module; `fully_shard.state` raises on modules without one.
-# torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fsdp2_dtypes import compute_dtypes, reduce_dtype
+from graphpasses._torch.fsdp2_dtypes import compute_dtypes, group_policies, reduce_dtype
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.identity import same_bits
 
@@ -107,10 +97,7 @@ def named_sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramet
 
 
 def find_outdated(groups: Iterable[FSDPParamGroup]) -> str | None:
-    """Returns a parameter whose shard changed since it was unsharded: eager's next forward reads what it was before.
-
-    A forward without a backward leaves the root unsharded, and FSDP2 gathers no group that is.
-    """
+    """Returns a parameter whose shard changed since it was unsharded: FSDP2's next forward reads the old one."""
     for group in groups:
         if group.is_unsharded and isinstance(group.mesh_info, FSDPMeshInfo):
             for parameter in group.fsdp_params:
@@ -130,15 +117,10 @@ def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
 
 
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
-    """Reads every group of a model, whether or not it ran already.
+    """Reads every group of a model, nested groups before the ones around them; none if it was never sharded.
 
-    The groups come in post-order of their modules, that is, nested groups before the ones around them and the
-    root's last; none if ``fully_shard`` was never called.
-
-    Raises:
-        UnsupportedError: a group reduces in a way that no functional collective can express.
-        LayoutError: a group's trainable parameters have several dtypes, which FSDP2 refuses to run, or a
-            group reaches outside the model.
+    Raises where a group reduces in a way that no functional collective can express, FSDP2 refuses to run it, or it
+    reaches outside the model.
     """
     fqns = {module: fqn for fqn, module in model.named_modules()}
     groups: dict[FSDPParamGroup, str] = {}
@@ -233,7 +215,7 @@ def _read_group(
         postdivide=None if postdivide in (None, 1) else float(postdivide),
         param_dtypes=compute_dtypes(group),
         reduce_dtype=wire_dtype,
-        reduces_unused=getattr(group, "reduce_scatter_unused_params", False),  # 2.13 has it
+        reduces_unused=getattr(group, "reduce_scatter_unused_params", False),
         reshards_after_forward=group.post_forward_mesh_info is not None and not keeps_parameters,
     )
 
@@ -243,3 +225,46 @@ def op_name(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> ReduceOpName | None:
     if op == dist.ReduceOp.AVG:
         return "avg"
     return "sum" if op == dist.ReduceOp.SUM else None
+
+
+SETTINGS = {
+    "set_gradient_divide_factor": "gradient_divide_factor",
+    "set_force_sum_reduction_for_comms": "force_sum_reduction_for_comms",
+    "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+    "set_all_reduce_hook": "_all_reduce_hook",
+    "set_custom_all_gather": "_all_gather_comm",
+    "set_custom_reduce_scatter": "_reduce_scatter_comm",
+    "mp_policy": "mp_policy",
+}
+_COPY_OR_ADD_AS_NCCL = (
+    DefaultAllGather,
+    DefaultReduceScatter,
+    ProcessGroupAllocAllGather,
+    ProcessGroupAllocReduceScatter,
+)
+
+
+def group_setting(group: FSDPParamGroup, name: str) -> Any:
+    """Returns a setting of a group that decides about bits, by the name of what sets it."""
+    if name == "mp_policy":
+        policies = tuple(dict.fromkeys(group_policies(group)))
+        return repr(policies[0] if len(policies) == 1 else policies)
+    setting = getattr(group, SETTINGS[name], None)
+    return type(setting).__name__ if isinstance(setting, _COPY_OR_ADD_AS_NCCL) else setting
+
+
+def group_name(group: FSDPParamGroup) -> str:
+    """Returns the FQNs of a group's modules, for messages."""
+    return group._module_fqn or "(root)"
+
+
+def refuse_custom_communication(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raises if a group communicates as no functional collective does: its own way, or by symmetric memory."""
+    for group in groups:
+        for comm in (group._all_gather_comm, group._reduce_scatter_comm):
+            if type(comm) not in _COPY_OR_ADD_AS_NCCL:
+                raise UnsupportedError(
+                    f"FSDP2 group {group_name(group)!r} communicates through {type(comm).__name__} "
+                    "(set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem_for_comm), whose bits a graph's "
+                    "collectives may not have. Remove it"
+                )

@@ -7,20 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-
-# Tells groups that reduce over replicas, too. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
-
-# What keeps the gradients: `unsharded_accumulated_grad` in the dtype of the reduction, where that is another than
-# autograd's, else `_unsharded_param.grad`; `to_accumulated_grad_if_needed` is FSDP2's own rule. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-# Its settings `reduce_grads` and `all_reduce_grads`, and `_partial_reduce_output`. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
@@ -31,22 +24,21 @@ from graphpasses.errors import CaptureError
 
 def pending_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns all gradients that wait in a model's groups, reduced by the next backward or not."""
-    with _reducing(fsdp_groups(model)):
+    with reducing(fsdp_groups(model)):
         return Accumulators(model, str, {}).pending()
 
 
 class Accumulators:
     """What a model's groups keep, and whether they do, by place: a parameter's FQN, or ``"group 0"`` of a group.
 
-    ``canonical`` returns the first name of a parameter by any of its names; ``placements`` are by place those of
-    gradients that are DTensors.
+    ``canonical`` returns a parameter's first name; ``placements`` are, by place, those of gradients that are
+    DTensors.
     """
 
     def __init__(
         self, model: nn.Module, canonical: Callable[[str], str], placements: Mapping[str, Any]
     ) -> None:
         self.groups = fsdp_groups(model)
-        self._index = {group: index for index, group in enumerate(self.groups)}
         self._placements = placements
         fqns = {module: fqn for fqn, module in model.named_modules()}
         self.parameters: dict[str, tuple[FSDPParamGroup, FSDPParam]] = {}
@@ -67,7 +59,7 @@ class Accumulators:
         """Returns the gradients that the next backward reduces together with its own."""
         found: dict[str, torch.Tensor] = {}
         for fqn, (group, parameter) in self.parameters.items():
-            if group.reduce_grads and (gradient := _gradient(parameter)) is not None:
+            if group.reduce_grads and (gradient := unreduced_gradient(parameter)) is not None:
                 found[fqn] = self._local(fqn, gradient)
         for index, group in enumerate(self.groups):
             if group._partial_reduce_output is not None and group.reduce_grads and not _is_partial(group):
@@ -101,7 +93,7 @@ class Accumulators:
                 group._partial_reduce_output += gradient.view(-1)
             return
         group, parameter = self.parameters[place]
-        total = _gradient(parameter)
+        total = unreduced_gradient(parameter)
         if total is not None:
             self._local(place, total).add_(gradient)
             return
@@ -114,7 +106,7 @@ class Accumulators:
         """Returns the place of a parameter's group; its FQN, if it is in none."""
         if fqn not in self.parameters:
             return fqn
-        return f"group {self._index[self.parameters[fqn][0]]}"
+        return f"group {self.groups.index(self.parameters[fqn][0])}"
 
     def _local(self, place: str, gradient: torch.Tensor) -> torch.Tensor:
         if not isinstance(gradient, DTensor):
@@ -135,7 +127,8 @@ def _is_partial(group: FSDPParamGroup) -> bool:
     return group.reduce_grads and not group.all_reduce_grads and isinstance(group.mesh_info, HSDPMeshInfo)
 
 
-def _gradient(parameter: FSDPParam) -> torch.Tensor | None:
+def unreduced_gradient(parameter: FSDPParam) -> torch.Tensor | None:
+    """Returns a parameter's whole gradient on this rank, which waits to be reduced."""
     total: torch.Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
     leaf = getattr(parameter, "_unsharded_param", None)
     return total if total is not None or leaf is None else leaf.grad
@@ -161,13 +154,9 @@ def _leaf(group: FSDPParamGroup, parameter: FSDPParam) -> nn.Parameter:
     return leaf
 
 
-def gradients_kept(groups: Iterable[FSDPParamGroup]) -> AbstractContextManager[None]:
-    """Lets groups keep gradients in the block, as ``set_requires_gradient_sync(False)`` does."""
-    return _reducing(groups, reduces=False)
-
-
 @contextmanager
-def _reducing(groups: Iterable[FSDPParamGroup], *, reduces: bool = True) -> Iterator[None]:
+def reducing(groups: Iterable[FSDPParamGroup], *, reduces: bool = True) -> Iterator[None]:
+    """Lets groups reduce all gradients in the block, or keep them, as ``set_requires_gradient_sync`` does."""
     before = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
     for group, *_ in before:
         group.reduce_grads = group.all_reduce_grads = reduces
@@ -182,7 +171,7 @@ def _reducing(groups: Iterable[FSDPParamGroup], *, reduces: bool = True) -> Iter
 def accumulation_set_aside(model: nn.Module) -> Iterator[None]:
     """Lets groups reduce all gradients in the block, and hold none of earlier backwards."""
     groups = fsdp_groups(model)
-    with _restored(groups, copied=False), _reducing(groups):
+    with accumulators_restored(model, copied=False), reducing(groups):
         for group in groups:
             group._partial_reduce_output = None
             for parameter in group.fsdp_params:
@@ -191,16 +180,10 @@ def accumulation_set_aside(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def accumulators_restored(model: nn.Module) -> Iterator[None]:
-    """Puts back, after the block, what groups keep, with its values."""
-    with _restored(fsdp_groups(model), copied=True):
-        yield
-
-
-@contextmanager
-def _restored(groups: Iterable[FSDPParamGroup], *, copied: bool) -> Iterator[None]:
+def accumulators_restored(model: nn.Module, *, copied: bool) -> Iterator[None]:
+    """Puts back, after the block, what groups keep; with its values, if they are copied."""
     before: list[tuple[Any, str, torch.Tensor | None]] = []
-    for group in groups:
+    for group in fsdp_groups(model):
         before.append((group, "_partial_reduce_output", group._partial_reduce_output))
         for parameter in group.fsdp_params:
             if hasattr(parameter, "unsharded_accumulated_grad"):

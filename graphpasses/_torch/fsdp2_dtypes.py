@@ -13,11 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-
-# Has `_get_dtensor_spec_with_dtype`. torch 2.15.0.
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-# Whose policy it is. torch 2.13.0, 2.15.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -35,10 +31,7 @@ def group_policies(group: FSDPParamGroup) -> tuple[MixedPrecisionPolicy, ...]:
 
 
 def compute_dtypes(group: FSDPParamGroup) -> frozenset[torch.dtype]:
-    """Returns the dtypes in which a group's parameters are unsharded, those that are trained if any are.
-
-    The rule is that of ``FSDPParam.init_dtype_attrs``, which runs at the first forward only: it cannot be read.
-    """
+    """Returns the dtypes in which a group's trained, or all, parameters will be unsharded (``init_dtype_attrs``)."""
     return frozenset(_compute_dtype(parameter, policy) for parameter, policy in _trained(group))
 
 
@@ -53,13 +46,9 @@ def _trained(group: FSDPParamGroup) -> list[tuple[FSDPParam, MixedPrecisionPolic
 
 
 def reduce_dtype(group: FSDPParamGroup, name: str) -> torch.dtype:
-    """Returns the dtype in which a group's gradients travel.
+    """Returns the dtype in which a group's gradients travel; raises where its parameters, or gradients, have several.
 
     Source: ``FSDPParamGroup._init_mp_dtypes``, and from torch 2.15 on ``FSDPParamGroup._get_reduce_dtype``.
-
-    Raises:
-        LayoutError: its trainable parameters have several dtypes.
-        UnsupportedError: their gradients are kept in several, or in any.
     """
     trained = _trained(group)
     dtypes = {parameter.sharded_param.dtype for parameter, _ in trained}
@@ -113,10 +102,7 @@ def simple_reduce_dtype(
 
 
 def check_kept_dtypes(name: str, parameters: Iterable[FSDPParam]) -> torch.dtype:
-    """Returns the dtype in which torch 2.15 keeps the gradients of parameters; it packs several in another order.
-
-    Source: ``FSDPParamGroup._init_reduce_scatter_param_order``.
-    """
+    """Returns the one dtype of kept gradients. Source: ``FSDPParamGroup._init_reduce_scatter_param_order``."""
     fqns: dict[torch.dtype | None, list[str]] = {}
     for parameter in parameters:
         fqns.setdefault(_kept_dtype(parameter), []).append(
@@ -143,10 +129,7 @@ def _kept_dtype(parameter: Any) -> torch.dtype | None:
 
 
 def make_leaf(parameter: FSDPParam, whole: Tensor) -> nn.Parameter:
-    """Returns an unsharded parameter as FSDP2 makes it: autograd adds its gradients in the dtype that FSDP2 says.
-
-    Source: ``FSDPParam.init_unsharded_param``.
-    """
+    """Returns an unsharded parameter as ``FSDPParam.init_unsharded_param``, with the dtype of its gradients."""
     leaf = nn.Parameter(whole, requires_grad=parameter.sharded_param.requires_grad)
     if KEEPS_GRADIENT_DTYPES:
         leaf.grad_dtype = cast(Any, parameter).unsharded_grad_dtype
@@ -161,5 +144,4 @@ def unsharded_spec(parameter: FSDPParam, whole: Tensor) -> Any:
         return None
     if hasattr(parameter, "_get_unsharded_dtensor_spec"):  # 2.13, 2.14
         return parameter._get_unsharded_dtensor_spec(whole)
-    with_dtype = getattr(_fsdp_param, "_get_dtensor_spec_with_dtype", None)  # 2.15
-    return with_dtype(spec, whole.dtype) if with_dtype else spec
+    return cast(Any, _fsdp_param)._get_dtensor_spec_with_dtype(spec, whole.dtype)  # 2.15

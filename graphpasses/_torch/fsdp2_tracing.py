@@ -3,7 +3,6 @@
 FSDP2 casts what goes into a module and comes out of it, groups the gradients of what several modules read, and knows
 when a group's gradients are complete. All this is Python of its hooks, and can be traced as it is. What cannot, since
 it writes into buffers that it frees and fills again, is replaced: how a group is gathered, and how it is reduced.
-Everything here was checked with torch 2.13.0.
 """
 
 from __future__ import annotations
@@ -11,38 +10,36 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-
-# `foreach_reduce` is looked up in this module by `FSDPParamGroup.post_backward`. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-# The rule that `foreach_reduce` itself calls. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
-
-# What a forward has begun. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
-
-# A group's parameters, and how FSDP2 makes the DTensor of an unsharded one. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-# Whose forward begins. torch 2.13.0.
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.fsdp2 import fsdp_groups, fsdp_states, op_name, parameter_groups, reshard
+from graphpasses._torch.fsdp2 import (
+    fsdp_groups,
+    fsdp_states,
+    group_name,
+    op_name,
+    parameter_groups,
+    refuse_custom_communication,
+    reshard,
+)
 from graphpasses._torch.fsdp2_dtypes import (
     KEEPS_GRADIENT_DTYPES,
     check_kept_dtypes,
     make_leaf,
     unsharded_spec,
 )
-from graphpasses._torch.fsdp2_marks import Reductions, marked_gradient, post_backward_seen
-from graphpasses._torch.fsdp2_settings import group_name, refuse_custom_communication
 from graphpasses.errors import CaptureError, UnsupportedError
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -54,10 +51,8 @@ _RETURNS_STREAM = "post_reduce_stream" in _post_backward.__code__.co_varnames
 def prepare_for_tracing(model: nn.Module) -> None:
     """Lets FSDP2 settle what it settles at the first forward, and shards every parameter.
 
-    Raises:
-        UnsupportedError: a group communicates in a way that a graph cannot, gathers its parameters otherwise than by
-            copying them, or keeps them on the CPU.
-        LayoutError: see :func:`graphpasses._torch.fsdp2.parameter_groups`.
+    Raises where :func:`parameter_groups` does, and where a group communicates in a way that a graph cannot, gathers
+    its parameters otherwise than by copying them, or keeps them on the CPU.
     """
     parameter_groups(model)
     refuse_custom_communication(fsdp_groups(model))
@@ -89,15 +84,11 @@ def prepare_for_tracing(model: nn.Module) -> None:
 
 @contextmanager
 def communication_traced(model: nn.Module) -> Iterator[Reductions]:
-    """Replaces gathers and reductions of a model's groups by functional collectives, which a tracer can record.
+    """Replaces a prepared model's gathers and reductions by functional collectives, which a tracer can record.
 
     Inside, each parameter that FSDP2 manages is gathered once, when its group first runs forward, and becomes one
-    autograd leaf, as in FSDP2; ``loss.backward()`` reduces the gradients of each group, packed as FSDP2 packs them,
-    when FSDP2 would. The model was prepared by :func:`prepare_for_tracing`, and has traced tensors in the place of
-    its sharded parameters. ``loss.backward()`` fills what is yielded.
-
-    Raises:
-        CaptureError: after the block, a gradient is left that eager FSDP2 would not reduce either.
+    autograd leaf; ``loss.backward()`` reduces the gradients of each group, packed, when FSDP2 would, and fills what
+    is yielded. Raises after the block if a gradient is left that eager FSDP2 would not reduce either.
     """
     groups = fsdp_groups(model)
     reductions = Reductions()
@@ -146,10 +137,7 @@ def communication_traced(model: nn.Module) -> Iterator[Reductions]:
 
 @contextmanager
 def other_models_refused(model: nn.Module) -> Iterator[None]:
-    """Raises if the block runs a module that ``fully_shard`` sharded and that is no part of a model.
-
-    FSDP2 would gather real parameters while the step is traced, and keep traced tensors.
-    """
+    """Raises if the block runs another model that ``fully_shard`` sharded: FSDP2 would gather and keep it, traced."""
     own = {state for _, state in fsdp_states(model)}
     original = FSDPState._root_pre_forward
 
@@ -354,3 +342,52 @@ def _check_dtypes(group: FSDPParamGroup, parameters: list[FSDPParam], gradients:
 
 def _divided(value: Tensor, divisor: float | None) -> Tensor:
     return value if divisor is None or divisor == 1 else aten.div.Scalar(value, divisor)
+
+
+@dataclass
+class Reductions:
+    """What a traced step reduces."""
+
+    # By sharded parameter, the local part of its gradient.
+    reduced: dict[Tensor, Tensor] = field(default_factory=dict)
+    # Where gradients may be kept for a later step's reduction: by sharded parameter its whole gradient on this rank,
+    # with its placements if it is a DTensor's, and by index of a group what was reduced over its shards alone, once.
+    # Each is a view that only the reduction reads.
+    unreduced: dict[Tensor, tuple[Tensor, Any]] = field(default_factory=dict)
+    partly_reduced: dict[int, list[Tensor]] = field(default_factory=dict)
+    # By group, for which parameters gradients were there each time it might have reduced.
+    ready: dict[FSDPParamGroup, list[set[Tensor]]] = field(default_factory=dict)
+
+    @property
+    def late(self) -> set[Tensor]:
+        """Parameters of groups that may reduce before all gradients are there, and so what has waited by itself."""
+        return {
+            parameter
+            for times in self.ready.values()
+            for parameter in set().union(*times)
+            if times[0] != set().union(*times)
+        }
+
+
+def post_backward_seen(group: FSDPParamGroup, reductions: Reductions, *unused: Any) -> None:
+    """Runs a group's own, and notes which gradients are there."""
+    leaves = {p.sharded_param: getattr(p, "_unsharded_param", None) for p in group.fsdp_params}
+    ready: set[Tensor] = {
+        parameter for parameter, leaf in leaves.items() if getattr(leaf, "grad", None) is not None
+    }
+    reductions.ready.setdefault(group, []).append(ready)
+    type(group).post_backward(group, *unused)
+
+
+def marked_gradient(parameter: FSDPParam, reductions: Reductions, gradient: Tensor) -> Tensor:
+    """Returns what FSDP2 reduces of a gradient; marks it first, unless it is the zeros of an unused parameter."""
+    placements = None
+    if gradient is parameter._unsharded_param.grad:
+        if isinstance(gradient, DTensor):
+            placements = gradient.placements
+            local = aten.alias.default(gradient._local_tensor)
+            gradient = _from_local_no_grad(local, gradient._spec)
+        else:
+            local = gradient = aten.alias.default(gradient)
+        reductions.unreduced[parameter.sharded_param] = local, placements
+    return type(parameter)._get_grad_inner_tensor(parameter, gradient)

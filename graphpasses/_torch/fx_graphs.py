@@ -15,29 +15,14 @@ from unittest import mock
 
 import torch
 from torch import fx
-
-# torch's own GraphModule whose code is generated at the first call, which Inductor's passes use; a step is rewritten
-# several times before it runs, and generating its code takes longer than a pass. Tested: 2.13.
 from torch.fx._lazy_graph_module import _LazyGraphModule
-
-# _get_qualified_name: under which name code calls an operator. Tested: 2.13.
 from torch.fx.graph import CodeGen, PythonCode, magic_methods
 from torch.fx.node import Node, _get_qualified_name
 
 from graphpasses.gc_pause import paused_gc
 
 _LITERALS = frozenset(
-    {
-        bool,
-        float,
-        int,
-        str,
-        torch.device,
-        torch.dtype,
-        torch.layout,
-        torch.memory_format,
-        type(None),
-    }
+    {bool, float, int, str, torch.device, torch.dtype, torch.layout, torch.memory_format, type(None)}
 )
 _OPERATORS = frozenset(magic_methods.values())
 
@@ -47,10 +32,7 @@ class _UnknownCodeError(Exception):
 
 
 def copy_graph(source: fx.Graph) -> fx.Graph:
-    """Returns a graph of new nodes with the names of the old, which share the values of their metadata.
-
-    ``Graph.graph_copy`` searches a name for every node, and its arguments for what those of a copy cannot be.
-    """
+    """Returns a graph of new nodes with the names of the old, which share the values of their metadata."""
     result = fx.Graph()
     graph: Any = result
     values: dict[fx.Node, fx.Node] = {}
@@ -90,10 +72,7 @@ def _python_code(graph: fx.Graph, root_module: str, **options: Any) -> PythonCod
 
 
 def quick_code(graph: fx.Graph, root_module: str) -> PythonCode | None:
-    """Returns the code of a graph that calls operators on nodes and numbers; None of any other.
-
-    ``root_module`` is what the code calls its module.
-    """
+    """Returns the code, in a module of this name, of a graph of operators on nodes and numbers; None of another."""
     codegen: Any = graph._codegen
     is_plain = type(codegen) is CodeGen and codegen._body_transformer is None
     if not is_plain or os.environ.get("FX_GRAPH_SHOW_META", "0") != "0":
@@ -146,10 +125,7 @@ def _quick_code(graph: fx.Graph, root_module: str) -> PythonCode:
     head = graph._codegen.gen_fn_def(parameters[::-1], "")
     lineno_map: dict[int, int | None] = dict(enumerate([*indices[::-1], indices[0]], start=1))
     return PythonCode(
-        f"\n\n\n{head}\n{''.join(lines[::-1])}    ",
-        outline.globals,
-        lineno_map,
-        outline._prologue_start,
+        f"\n\n\n{head}\n{''.join(lines[::-1])}    ", outline.globals, lineno_map, outline._prologue_start
     )
 
 

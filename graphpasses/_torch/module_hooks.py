@@ -31,12 +31,8 @@ def global_hook_ids() -> tuple[int, ...]:
 
 def hooks(module: nn.Module) -> Iterator[Any]:
     """Yields the hooks that run around a module's forward and backward."""
-    for each in (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-    ):
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    for each in (before, after, module._backward_pre_hooks, module._backward_hooks):
         yield from each.values()
 
 

@@ -1,22 +1,36 @@
-"""What is compared of the arguments and results of an operator."""
+"""What is compared of operators: of their arguments and results, which compute nothing, and which the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives  # registers an operator that is named below. Tested: 2.13.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
-from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.schemas import inner_names
-from graphpasses._torch.tracing import outside_tracing
+from graphpasses._torch.fake_mode import is_fake, outside_tracing
+from graphpasses._torch.pytree import tree_leaves
+from graphpasses._torch.recorded_operator import Operator
+from graphpasses._torch.schemas import inner_names, written_names
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """How the paths of files begin that are not the user's own."""
 _NUM_NUMBERS = 64
+
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
+# In eager they are calls of Python.
+_STATES = ("graphpasses.read_random_state.default", "graphpasses.set_random_state.default")
+_ONE_HOT = ["aten.zeros.default", "aten.scatter_.value"]
+_ONE_HOT_TRACED = ["aten.arange.default", "aten.eq.Tensor", "aten._to_copy.default"]
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_WAITS = (
+    torch.ops._c10d_functional.wait_tensor.default,
+    torch.ops._c10d_functional._wrap_tensor_autograd.default,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +90,7 @@ def facts_of_value(value: Any) -> Any:
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
     """Returns the tensors in a value."""
-    return (each for each in leaves(value) if isinstance(each, torch.Tensor))
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Yields what lists and tuples hold."""
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from leaves(each)
-    else:
-        yield value
+    return (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -98,3 +103,96 @@ def memory_of(tensor: torch.Tensor) -> int:
 def known_numbers(values: Sequence[Any]) -> tuple[int | None, ...]:
     """Returns sizes or strides; None for each that depends on data."""
     return tuple([value if isinstance(value, int) else None for value in values])
+
+
+@cache
+def computes_nothing(func: Any) -> bool:
+    """Whether an operator makes a view, waits, marks or asks."""
+    if not isinstance(func, torch._ops.OpOverload) or func is LIFT_FRESH:
+        return False
+    returns = func._schema.returns
+    is_view = bool(returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
+    )
+    # As `.device`, or `.item()`; C++ asks fake tensors for their sizes, too.
+    is_question = bool(returns) and not any("Tensor" in str(each.type) for each in returns)
+    return is_view or is_question or func in _WAITS or func.namespace == "profiler" or str(func) in _STATES
+
+
+def copies_nothing(func: Any, args: Sequence[Any]) -> bool:
+    """Whether a call writes out a tensor that is conjugated or negated lazily.
+
+    Torch does so for operators that cannot read such a tensor; in eager also for ``x * 1j``, whose number has no such
+    bit while it is traced.
+    """
+    return func is torch.ops.aten.clone.default and (args[0].is_conj() or args[0].is_neg())
+
+
+def accumulates() -> bool:
+    """Whether autograd is about to give a leaf its gradient."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == _ACCUMULATE
+
+
+def one_hot(calls: Sequence[Operator]) -> tuple[Any, int] | None:
+    """Returns what ``F.one_hot`` encodes, and by how many calls: it writes ones, or compares where it is traced."""
+    names = [call.operator for call in calls[-3:]]
+    if names == _ONE_HOT_TRACED:
+        return calls[-2].inputs[0], 3
+    if names[-2:] == _ONE_HOT and calls[-1].inputs[3] == 1:
+        return calls[-1].inputs[2], 3 if names[0] == "aten.aminmax.default" else 2
+    return None
+
+
+def with_sources(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Any
+) -> Iterator[tuple[Any, torch.Tensor | None]]:
+    """Yields each result, with the argument whose memory it has according to the operator's schema."""
+    if func in _WAITS:
+        yield results, args[0]
+        return
+    schema = func._schema if isinstance(func, torch._ops.OpOverload) and func is not LIFT_FRESH else None
+    several = schema is not None and len(schema.returns) > 1
+    for index, value in enumerate(results if several else [results]):
+        source = None
+        for position, name in _sources(func)[index] if schema is not None and schema.returns else ():
+            argument = args[position] if position < len(args) else kwargs.get(name)
+            source = argument if source is None and isinstance(argument, torch.Tensor) else source
+        yield from ((each, source) for each in tree_leaves(value))
+
+
+@cache
+def _sources(func: Any) -> tuple[tuple[tuple[int, str], ...], ...]:
+    """Returns, for each result of an operator, positions and names of the arguments whose memory it may have."""
+    aliases = [each.alias_info for each in func._schema.returns]
+    return tuple(
+        tuple(
+            (position, argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if alias is not None
+            and argument.alias_info is not None
+            and alias.before_set & argument.alias_info.before_set
+        )
+        for alias in aliases
+    )
+
+
+@cache
+def arguments_to_save(func: Any) -> tuple[tuple[int, str], ...]:
+    """Returns positions and names of the arguments that an operator writes, and of generators."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return ()
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.name in written_names(func) or "Generator" in str(argument.type)
+    )
+
+
+@cache
+def writes_first(func: Any) -> bool:
+    """Whether an operator is the one that does in place, in its first argument, what another does out of place."""
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.name.endswith("_"):
+        return False
+    (first, *_), returns = func._schema.arguments, func._schema.returns
+    return len(returns) == 1 and getattr(first.alias_info, "is_write", False)

@@ -1,25 +1,40 @@
-"""Reports every operator that a block calls, while it runs: in eager, and in generated code of graphs."""
+"""Reports every operator that a block calls, while it runs: in eager, FSDP2's too, and in code made of graphs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C._distributed_c10d import Work
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch.eager_calls import EagerCalls, unseen
 from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2_accumulation import unreduced_gradient
 from graphpasses._torch.group_ranks import group_ranks, named_group_ranks
-from graphpasses._torch.node_origins import NodesOfFrames, origin_of
-from graphpasses._torch.operator_facts import facts_of_value, kind_of, leaves, memory_of, tensors
-from graphpasses._torch.operator_rules import computes_nothing, copies_nothing
-from graphpasses._torch.recorded_operator import Operator, Value, Where
+from graphpasses._torch.operator_facts import (
+    NOT_THE_USERS,
+    computes_nothing,
+    copies_nothing,
+    facts_of_value,
+    kind_of,
+    memory_of,
+    tensors,
+)
+from graphpasses._torch.operator_recorder import OperatorRecorder, unseen
+from graphpasses._torch.pytree import tree_leaves, tree_map
+from graphpasses._torch.recorded_operator import MODULE_FQN, Operator, Value, Where
 from graphpasses._torch.schemas import written_names
 
 _GROUP_NAMES = ("group_name", "group")
@@ -27,12 +42,11 @@ _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empt
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 
 
-class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
+class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
     """Reports each operator that a block calls, when it has run, with digests of what it reads and makes.
 
-    Operators are seen below autograd, as :class:`EagerCalls` sees them: eager takes no other path for it. Those of a
-    graph that runs as generated code have the origin of their nodes. Left out is what computes nothing, and how FSDP2
-    packs what it communicates. Collectives are waited for.
+    Those of a graph that runs as generated code have the origin of their nodes. Left out is what computes nothing,
+    and how FSDP2 packs what it communicates. Collectives are waited for.
 
     ``digest`` is called with a plain tensor when an operator is about to read it, or has made it; ``seen`` with each
     call, in order. ``keep`` are the positions of calls to keep, with copies of their tensors, in ``kept``.
@@ -46,7 +60,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
         *,
         keep: frozenset[int] = frozenset(),
     ) -> None:
-        super().__init__(model, {})
+        super().__init__(model, is_mode=False)
         self._digest, self._seen, self._keep = digest, seen, keep
         self._graphs = NodesOfFrames()
         self._unwritten: dict[int, StorageWeakRef] = {}
@@ -70,7 +84,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             )
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
-        """Calls an operator, and reports it; see :meth:`OperatorCalls.record`."""
+        """Calls an operator, and reports it."""
         where, node = self._origin_of(caller)
         if (
             where is None
@@ -112,7 +126,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             if (node := self._graphs.find(frame)) is not None:
                 return origin_of(node), node.name
             frame = frame.f_back
-        return self._where(caller), ""
+        return self.where(caller), ""
 
     def _outputs(self, func: Any, given: list[tuple[str, Any]], results: Any) -> tuple[Value, ...]:
         name = func._schema.name.split("::")[1]
@@ -123,7 +137,7 @@ class OperatorStream(EagerCalls):  # type: ignore[no-untyped-call]
             return ()
         if func.namespace in _FUNCTIONAL:
             flat = [torch.ops._c10d_functional.wait_tensor.default(each) for each in flat]
-        for each in leaves(results):
+        for each in tree_leaves(results):
             if isinstance(each, torch.ScriptObject) and func.namespace == "c10d":
                 Work.unbox(each).wait()
         written = _written(func, given)
@@ -146,16 +160,12 @@ def _untransposed(tensor: Tensor) -> Tensor | None:
 
 
 def _copied(value: Any) -> Any:
-    match value:
-        case Tensor():
-            return value.detach().clone()
-        case list() | tuple():
-            return type(value)(map(_copied, value))
-        case dict():
-            return {name: _copied(each) for name, each in value.items()}
-        case torch.ScriptObject() | torch.Generator():
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, (torch.ScriptObject, torch.Generator)):
             return None
-    return value
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    return tree_map(copied, value)
 
 
 def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -167,8 +177,8 @@ def _named(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Itera
 
 
 def _opened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in leaves(value)):
-        for index, each in enumerate(leaves(value)):
+    if isinstance(value, (list, tuple)) and any(isinstance(each, Tensor) for each in tree_leaves(value)):
+        for index, each in enumerate(tree_leaves(value)):
             yield f"{name}[{index}]", each
     else:
         yield name, value
@@ -208,3 +218,121 @@ def _random_state(func: Any, given: list[tuple[str, Any]]) -> Tensor | None:
     if device is not None and device.type == "cuda":
         return torch.cuda.get_rng_state(device)
     return torch.get_rng_state()
+
+
+GATHER, REDUCE = "fsdp.gather_parameter", "fsdp.reduce_gradient"
+"""The names under which FSDP2's communication of one parameter is recorded."""
+
+
+@contextmanager
+def fsdp2_streamed(model: nn.Module, stream: OperatorStream) -> Iterator[None]:
+    """Reports to ``stream`` what FSDP2's groups of a model gather and reduce in a block, parameter by parameter."""
+    groups = fsdp_groups(model)
+    for group in groups:
+        vars(group).update(
+            wait_for_unshard=partial(_gather, group, group.wait_for_unshard, stream),
+            post_backward=partial(_reduce, group, group.post_backward, stream),
+        )
+    try:
+        yield
+    finally:
+        for group in groups:
+            for name in ("wait_for_unshard", "post_backward"):
+                vars(group).pop(name, None)
+
+
+def _gather(group: FSDPParamGroup, original: Callable[[], None], stream: OperatorStream) -> None:
+    shards = {
+        parameter: stream.see("shard", _local(parameter.sharded_param))
+        for parameter in (group.fsdp_params if group._all_gather_result else ())
+    }
+    original()
+    _wait(group)
+    for parameter, shard in shards.items():
+        whole = stream.see("parameter", _local(parameter.unsharded_param))
+        _report(group, stream, GATHER, parameter, shard, whole)
+
+
+def _reduce(
+    group: FSDPParamGroup, original: Callable[..., None], stream: OperatorStream, *unused: Any
+) -> None:
+    before = {
+        parameter: stream.see("gradient", _local(gradient))
+        for parameter in group.fsdp_params
+        if group.reduce_grads and (gradient := unreduced_gradient(parameter)) is not None
+    }
+    original(*unused)
+    _wait(group)
+    for parameter, seen in before.items():
+        if parameter.sharded_param.grad is not None:
+            reduced = stream.see("reduced gradient", _local(parameter.sharded_param.grad))
+            _report(group, stream, REDUCE, parameter, seen, reduced)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _wait(group: FSDPParamGroup) -> None:
+    if group.device.type != "cpu":
+        torch.accelerator.synchronize(group.device)
+
+
+def _report(
+    group: FSDPParamGroup,
+    stream: OperatorStream,
+    operator: str,
+    parameter: FSDPParam,
+    read: Value,
+    made: Value,
+) -> None:
+    fqn = parameter._param_fqn or parameter._module_info.param_name
+    ranks = [list(group_ranks(group._reduce_scatter_process_group))]
+    if operator == REDUCE and group._is_hsdp:
+        ranks.append(list(group_ranks(group._all_reduce_process_group)))
+    options = (f"gradient_divide_factor={group.gradient_divide_factor}",) if operator == REDUCE else ()
+    stream.report(
+        Operator(
+            operator=operator,
+            where=Where(fqn.rpartition(".")[0], None, in_backward=operator == REDUCE),
+            arguments=(fqn, *(f"ranks={each}" for each in ranks), *options),
+            inputs=(read,),
+            outputs=(made,),
+            is_collective=True,
+        )
+    )
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>.*)')
+
+
+def origin_of(node: fx.Node) -> Where:
+    """Returns where a node comes from, as far as its graph's capture and passes noted it."""
+    line = None
+    for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""):
+        if not frame["file"].startswith(NOT_THE_USERS):
+            line = frame["file"], int(frame["line"]), frame["function"]
+    module = (node.meta.get("custom") or {}).get(MODULE_FQN, "")
+    in_backward = bool(node.meta.get("autograd_backward", False))
+    return Where(module, line, in_backward, by_torch=in_backward)
+
+
+class NodesOfFrames:
+    """Finds the node whose call a frame of a graph's generated code is at; the graphs must stay as they are."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[fx.GraphModule, list[fx.Node]] = {}
+
+    def find(self, frame: FrameType) -> fx.Node | None:
+        """Returns the node; None for a frame of any other code."""
+        module: Any = frame.f_locals.get("self")
+        if not frame.f_code.co_filename.startswith("<eval_with_key>") or not isinstance(
+            module, fx.GraphModule
+        ):
+            return None
+        # By the map of lines that torch itself takes where it traces generated code again. Tested: 2.13.
+        lines: Any = module._lineno_map
+        index = lines.get(frame.f_lineno - frame.f_code.co_firstlineno)
+        if module not in self._nodes:
+            self._nodes[module] = list(module.graph.nodes)
+        return None if index is None else self._nodes[module][index]

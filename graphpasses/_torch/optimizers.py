@@ -1,14 +1,12 @@
-"""What torch's optimizers keep to themselves: their hooks, and of which tensors they make lists."""
+"""What torch's optimizers keep to themselves: hooks, also on parameters, and of which tensors they make lists."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-# FakeTensor, _foreach_supported_types: an optimizer, and clip_grad_norm_, take lists of tensors at once only if each
-# is of a type that is listed; while they are traced, fake tensors count as real ones. Tested: 2.13.
-# _global_optimizer_pre_hooks, _global_optimizer_post_hooks: hooks on all optimizers. Tested: 2.13.
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -16,8 +14,7 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
 )
-
-from graphpasses._torch.optimizer_in_backward import has_step_hooks
+from torch.utils.hooks import RemovableHandle
 
 
 @contextmanager
@@ -31,11 +28,7 @@ def lists_take_fakes() -> Iterator[None]:
 
 
 def runs_hooks(optimizer: Optimizer) -> bool:
-    """Whether something else than the optimizer's own step runs when it is called.
-
-    That is a hook on this optimizer, one on all, or another ``step`` that was put over its own; what a scheduler of
-    learning rates puts there only notes that it was called.
-    """
+    """Whether something else than the optimizer's own step, or a scheduler's note of it, runs when it is called."""
     step = vars(optimizer).get("step")
     return (
         has_step_hooks(optimizer)
@@ -52,11 +45,40 @@ def note_step(optimizer: Optimizer) -> None:
 
 
 def shadow_of(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer with the same attributes, without hooks, and without groups and state.
-
-    The optimizer's own ``__init__`` would ask its parameters for what fake ones do not have.
-    """
+    """Returns an optimizer with the same attributes, without hooks, groups and state; it may be given fake ones."""
     shadow: Optimizer = object.__new__(type(optimizer))
     vars(shadow).update({name: value for name, value in vars(optimizer).items() if name != "step"})
     shadow.param_groups, shadow.state = [], defaultdict(dict)
     return shadow
+
+
+def optimizers_in_backward(parameter: Tensor) -> tuple[Optimizer, ...]:
+    """Returns the optimizers that ``apply_optimizer_in_backward`` gave a parameter."""
+    return tuple(getattr(parameter, "_in_backward_optimizers", ()))
+
+
+def steps_in_backward(parameter: Tensor) -> bool:
+    """Whether a hook steps those optimizers; without (``register_hook=False``, or in DDP) something else does."""
+    # Imported by whoever gave the parameter an optimizer; its import warns of torch.jit.
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    handles: Mapping[Tensor, Sequence[RemovableHandle]] = param_to_optim_hook_handle_map
+    return any(handle.id in (handle.hooks_dict_ref() or ()) for handle in handles.get(parameter, ()))
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether a hook was registered on the tensor itself, to see or change its gradient."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def find_gradient_hooks(parameters: Iterable[Tensor]) -> int | None:
+    """Returns the position of the first parameter whose gradient a hook, or an optimizer in backward, waits for."""
+    for index, parameter in enumerate(parameters):
+        if has_gradient_hooks(parameter) or optimizers_in_backward(parameter):
+            return index
+    return None
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether a hook was registered that runs before or after each of the optimizer's steps."""
+    return bool(optimizer._optimizer_step_pre_hooks) or bool(optimizer._optimizer_step_post_hooks)

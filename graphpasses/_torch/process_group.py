@@ -1,32 +1,35 @@
-"""Private torch API behind the Python process groups of ``graphpasses.simulate``."""
+"""Private torch API behind Python process groups, such as gloo's here, and behind ranks that are threads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Work
+from torch._C import _distributed_c10d as _c10d
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.distributed_c10d import Store, Work
+
+c10d: Any = _c10d
 
 
 class PythonProcessGroup(dist.ProcessGroup):
-    """A process group whose collectives are exchanges of tensors, for subclasses to add reductions.
-
-    Every collective finishes before it returns, also with ``async_op=True``.
-    """
+    """A process group whose collectives are exchanges of tensors, finished when they return; subclasses reduce."""
 
     def __init__(self, rank: int, size: int) -> None:
         # The only constructor that Python subclasses can use is missing from torch's stub.
         super().__init__(rank, size)  # type: ignore[call-arg]
 
     def exchange(self, collective: str, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Sends a tensor to each rank of ``sent`` and fills the tensor of each rank of ``received``.
-
-        A received tensor has the sender's size and dtype.
-        """
+        """Sends a tensor to each rank of ``sent``, and fills that of each rank of ``received`` with one like it."""
         raise NotImplementedError
 
     def allgather(  # type: ignore[override]
@@ -35,7 +38,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Gathers each input into one list of tensors, one per rank."""
         for parts, input in zip(outputs, inputs, strict=True):
             self.exchange("allgather", self._to_all(input), dict(enumerate(parts)))
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
@@ -43,7 +46,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Gathers several inputs into one list of tensors per rank."""
         for parts, input in zip(zip(*output_lists, strict=True), input_list, strict=True):
             self.exchange("allgather_coalesced", self._to_all(input), dict(enumerate(parts)))
-        return FinishedWork(output_lists)
+        return finished_work(output_lists)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gathers ``input`` into ``output``, one rank after the other."""
@@ -58,7 +61,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         )
         if not output.is_contiguous():
             output.detach().copy_(whole)
-        return FinishedWork([output])
+        return finished_work([output])
 
     def all_gather_single_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
@@ -66,7 +69,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Gathers several inputs, one after the other."""
         for output, input in zip(output_lists, input_list, strict=True):
             self.all_gather_single(output, input)
-        return FinishedWork(output_lists)
+        return finished_work(output_lists)
 
     def all_to_all_single(
         self,
@@ -82,12 +85,12 @@ class PythonProcessGroup(dist.ProcessGroup):
             self._split(input.detach(), input_split_sizes),
             self._split(output.detach(), output_split_sizes),
         )
-        return FinishedWork([output])
+        return finished_work([output])
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         """Sends rank r the r-th input."""
         self.exchange("alltoall", dict(enumerate(inputs)), dict(enumerate(outputs)))
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:  # type: ignore[override]
         """Sends the root's tensors to all."""
@@ -96,7 +99,7 @@ class PythonProcessGroup(dist.ProcessGroup):
                 self.exchange("broadcast", self._to_all(tensor), {})
             else:
                 self.exchange("broadcast", {}, {opts.rootRank: tensor})
-        return FinishedWork(tensors)
+        return finished_work(tensors)
 
     def gather(  # type: ignore[override]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
@@ -104,7 +107,7 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Sends every rank's input to the root."""
         parts = dict(enumerate(outputs[0])) if opts.rootRank == self.rank() else {}
         self.exchange("gather", {opts.rootRank: inputs[0]}, parts)
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
@@ -112,14 +115,14 @@ class PythonProcessGroup(dist.ProcessGroup):
         """Sends rank r the root's r-th input."""
         parts = dict(enumerate(inputs[0])) if opts.rootRank == self.rank() else {}
         self.exchange("scatter", parts, {opts.rootRank: outputs[0]})
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def barrier(self, opts: Any = None) -> Work:
         """Waits until every rank is here."""
         self.exchange(
             "barrier", self._to_all(torch.zeros(1)), {rank: torch.zeros(1) for rank in range(self.size())}
         )
-        return FinishedWork([])
+        return finished_work([])
 
     def _to_all(self, tensor: Tensor) -> dict[int, Tensor]:
         return dict.fromkeys(range(self.size()), tensor)
@@ -135,31 +138,111 @@ class PythonProcessGroup(dist.ProcessGroup):
         return dict(enumerate(torch.split(tensor, list(sizes))))
 
 
-class FinishedWork(Work):
-    """Work that was finished before it was returned."""
-
-    def __init__(self, outputs: list[Any]) -> None:
-        super().__init__()
-        self._outputs = outputs
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def result(self) -> list[Any]:
-        return self._outputs
-
-    def get_future(self) -> torch.futures.Future[list[Any]]:
-        future: torch.futures.Future[list[Any]] = torch.futures.Future()
-        future.set_result(self._outputs)
-        return future
+def finished_work(outputs: list[Any]) -> Work:
+    """Returns work that was finished before it was returned."""
+    future: torch.futures.Future[list[Any]] = torch.futures.Future()
+    future.set_result(outputs)
+    work: Work = c10d._create_work_from_future(future)
+    return work
 
 
 def split_evenly(tensor: Tensor, num_parts: int) -> dict[int, Tensor]:
     """Returns the flat, equal parts of a contiguous tensor, by number."""
     return dict(enumerate(tensor.view(num_parts, tensor.numel() // num_parts).unbind()))
+
+
+_TAG = 0x67706173
+"""Tag of our messages: a user's ``dist.send`` of the same tag would be mixed up with them."""
+
+
+class GlooProcessGroup(PythonProcessGroup):
+    """A Python process group whose exchanges are sends and receives over gloo, with a store of its own.
+
+    gloo's own collectives free Python tensors in worker threads: one that waits for the GIL while the interpreter
+    exits aborts the process (pytorch/pytorch#190489), and deadlocks while it holds gloo's queue.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroup(store, rank, size)
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        for group in (self, self.gloo):
+            # A ProcessGroup finds a device's backend only through this; there is no public way. Tested: 2.13.
+            group._register_backend(torch.device("cpu"), kind, backend)
+            # Collectives without a tensor go to the default backend, unset until then. Tested: 2.13.
+            group._set_default_backend(kind)
+
+    def exchange(self, collective: str, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        """See :class:`PythonProcessGroup`."""
+        works, copies = [], []
+        for rank, tensor in received.items():
+            target = tensor.detach()
+            if rank == self.rank():
+                target.copy_(sent[rank].detach().reshape(target.shape))
+            elif target.numel() > 0:
+                whole = target.contiguous()
+                works.append(self.gloo.recv([_as_bytes(whole)], rank, _TAG))
+                if not target.is_contiguous():
+                    copies.append((target, whole))
+        for rank, tensor in sent.items():
+            if rank != self.rank() and tensor.numel() > 0:
+                works.append(self.gloo.send([_as_bytes(tensor.detach().contiguous())], rank, _TAG))
+        for work in works:
+            work.wait()
+        for target, whole in copies:
+            target.copy_(whole)
+
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Work:
+        """gloo's send; a Python override, since torch's base class keeps the GIL."""
+        return self.gloo.send(tensors, dst_rank, tag)
+
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Work:
+        """gloo's receive; a Python override, since torch's base class keeps the GIL."""
+        return self.gloo.recv(tensors, src_rank, tag)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    # gloo does not know every dtype.
+    return tensor.view(-1).view(torch.uint8)
+
+
+_numbers = itertools.count()
+
+
+class _Number(threading.local):
+    """A number for each thread that no other thread has ever had."""
+
+    def __init__(self) -> None:
+        self.value = next(_numbers)
+
+
+_number = _Number()
+
+
+@contextmanager
+def threads_are_ranks() -> Iterator[Any]:
+    """Gives each thread its own default group, groups by name and meshes in a block; yields a store for all."""
+    from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
+
+    with (
+        patch.object(distributed_c10d, "_world", ThreadLocalWorld()),
+        # For this backend alone a mesh is another than that of the same ranks in another thread. Not by the thread's
+        # own number, which a later thread, of another rank, may get while DTensor's caches still have the mesh.
+        patch.object(device_mesh, "get_backend", lambda group=None: "threaded"),
+        patch.object(device_mesh, "threading", SimpleNamespace(get_ident=lambda: _number.value)),
+    ):
+        c10d._set_thread_isolation_mode(True)
+        try:
+            yield c10d.HashStore()
+        finally:
+            c10d._set_thread_isolation_mode(False)
+
+
+def serve_collectives_without_tensors(group: dist.ProcessGroup) -> None:
+    """Gives a group on CPU that overrides all collectives what torch asks for: a backend, which does nothing else."""
+    options = c10d.FakeProcessGroup.Options()
+    backend = c10d.FakeProcessGroup._create_internal(group.rank(), group.size(), options)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)

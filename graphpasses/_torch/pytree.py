@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-# torch has no public pytree module; the tracer's specs are of this one. Tested: 2.13.
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     TreeSpec,
@@ -13,17 +12,15 @@ from torch.utils._pytree import (
     tree_flatten_with_path,
     tree_is_leaf,
     tree_leaves,
+    tree_map,
     tree_unflatten,
 )
 
-__all__ = ["TreeSpec", "open_container", "tree_flatten", "tree_leaves", "tree_unflatten"]
+__all__ = ["TreeSpec", "open_container", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 
 
 def open_container(value: Any) -> tuple[dict[str, Any], TreeSpec] | None:
-    """Returns a container's items by how they are reached, e.g. ``"[0]"`` or ``".x"``, and what makes it of them.
-
-    None for a leaf: what pytree does not know.
-    """
+    """Returns a container's items by how they are reached, e.g. ``".x"``, and what makes it; None for a leaf."""
     if tree_is_leaf(value):
         return None
     items, spec = tree_flatten(value, is_leaf=lambda node: node is not value)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+MODULE_FQN = "module_fqn"
+"""The key of ``meta["custom"]`` that names a node's module; torchtitan's graph_trainer has the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Where:

@@ -1,13 +1,18 @@
-"""What operators say of themselves: their schemas and tags; and the names of torch that Dynamo's graphs call."""
+"""What operators say of themselves, what AOTAutograd makes of one that writes, and kernels for tracing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops import auto_functionalize
+from torch._library import simple_registry
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
@@ -130,3 +135,130 @@ def random_names() -> frozenset[str]:
 
 def _overloads(packet: Any) -> list[Any]:
     return [getattr(packet, name) for name in packet.overloads()]
+
+
+AUTO_FUNCTIONALIZED = auto_functionalize.auto_functionalized_v2
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class WrittenView:
+    """An argument that an operator writes: base number ``base``, or ``view(base, *args)``."""
+
+    base: int
+    view: torch._ops.OpOverload | None = None
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class FunctionalizedCall:
+    """``auto_functionalized_v2(op, …)``: ``op`` writes copies of ``bases``; returns its results and the copies."""
+
+    op: torch._ops.OpOverload
+    bases: tuple[fx.Node, ...]  # the tensors of which it writes all or views
+    reads: Mapping[str, Any]  # its other arguments, by name
+    # The arguments that it writes, by name: a :class:`WrittenView`, a list of such, or None.
+    writes: Mapping[str, Any]
+    num_results: int  # number of outputs before the copies; 1, which is None, where ``op`` returns nothing
+
+
+def read_functionalized_call(node: fx.Node) -> FunctionalizedCall | None:
+    """Returns what a call of ``auto_functionalized_v2`` calls; None for another node, and for ``out=`` operators."""
+    if node.target is not AUTO_FUNCTIONALIZED or not node.kwargs["_all_bases"]:
+        return None
+    op = node.args[0]
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    reads = dict(node.kwargs)
+    bases: Any = reads.pop("_all_bases")
+    names, types = auto_functionalize.get_mutable_args(op)
+    views = auto_functionalize.read_view_information_from_args(names, types, reads, bases)
+    writes = {
+        name: list(map(_written_view, view)) if isinstance(view, list) else _written_view(view)
+        for name, view in views.items()
+    }
+    return FunctionalizedCall(op, tuple(bases), reads, writes, max(len(op._schema.returns), 1))
+
+
+def _written_view(info: auto_functionalize.ViewInfo | None) -> WrittenView | None:
+    match info:
+        case None:
+            return None
+        case auto_functionalize.AliasViewInfo():
+            return WrittenView(info.base_index, aten.alias.default)
+        case auto_functionalize.SliceViewInfo():
+            return WrittenView(info.base_index, aten.slice.Tensor, (info.dim, info.start, info.end))
+        case auto_functionalize.AsStridedViewInfo():
+            args = (info.size, info.stride, info.storage_offset)
+            return WrittenView(info.base_index, aten.as_strided.default, args)
+        case _:
+            return WrittenView(info.base_index)
+
+
+# A kernel that reads the arguments of a call by their names in the operator's schema.
+Rule = Callable[[SimpleNamespace], Any]
+
+
+def operator_names(namespace: str) -> list[str]:
+    """Returns the sorted full names, e.g. ``"aten::add.Tensor"``, of the operators of one library."""
+    return sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::"))
+
+
+def has_kernel(name: str, *dispatch_keys: str) -> bool:
+    """Returns whether an operator has a kernel of its own for one of ``dispatch_keys``, e.g. ``"CPU"``."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in dispatch_keys)
+
+
+class TracingKernels:
+    """Kernels that tracers run for operators of a library that have none; eager calls do not see them."""
+
+    def __init__(self, namespace: str) -> None:
+        self._library = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+        self._undo: list[Callable[[], object]] = []
+
+    def add_fake(self, name: str, rule: Rule) -> None:
+        """Adds a fake kernel to an operator that has none; ``rule`` is as for ``torch.library.register_fake``."""
+        holder = simple_registry.singleton.find(name).fake_impl
+        source = f"{rule.__module__}.{rule.__qualname__}"
+        handle = holder.register(_kernel(name, rule), source, lib=self._library, allow_override=False)
+        self._undo.append(handle.destroy)
+
+    def add_autograd(self, name: str, rule: Rule) -> None:
+        """Replaces an operator's autograd on CPU for tracers; ``rule`` may call it again :func:`below_autograd`."""
+        overload, key = _overload(name), torch.DispatchKey.AutogradCPU
+
+        def undo() -> None:
+            del overload.py_kernels[key]
+            overload._dispatch_cache.clear()
+
+        # Python kernels of an overload run under the Python dispatcher only, which tracers turn on.
+        overload.py_impl(key)(_kernel(name, rule))
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        """Removes all of them."""
+        while self._undo:
+            self._undo.pop()()
+        self._library._destroy()  # type: ignore[no-untyped-call]
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """Returns a context in which operators skip their autograd kernels."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    namespace, _, packet = name.partition("::")
+    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), packet).default
+    return overload
+
+
+def _kernel(name: str, rule: Rule) -> Callable[..., Any]:
+    arguments = {argument.name: argument.default_value for argument in _overload(name)._schema.arguments}
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        # Trailing arguments that equal their default are not passed.
+        return rule(SimpleNamespace(**arguments | dict(zip(arguments, args, strict=False)) | kwargs))
+
+    return kernel

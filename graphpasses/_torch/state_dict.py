@@ -8,8 +8,6 @@ from typing import Any
 from unittest import mock
 
 from torch._C import _distributed_c10d as _c10d
-
-# What state_dict() of a sharded module holds has no public name. Tested: 2.13.
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 __all__ = ["ShardedTensor", "groups_are_kept", "module_versions"]
@@ -29,11 +27,7 @@ def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def groups_are_kept() -> Iterator[None]:
-    """Lets ``copy.deepcopy`` keep process groups as they are in a block.
-
-    TorchRec's copies do so for the classes of NCCL, which builds of torch without CUDA lack, and of gloo; but what a
-    module holds is of the class above them. Tested: 2.13.
-    """
+    """Lets ``copy.deepcopy`` keep process groups, as TorchRec does for the classes of NCCL and gloo alone."""
     nccl = getattr(_c10d, "ProcessGroupNCCL", type("ProcessGroupNCCL", (), {}))
     with (
         mock.patch.object(_c10d, "ProcessGroupNCCL", nccl, create=True),

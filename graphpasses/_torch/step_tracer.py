@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,24 +30,6 @@ from graphpasses._torch.schemas import is_tensor_subclass
 
 
 @dataclass(frozen=True)
-class _Subclass:
-    """How a wrapped tensor is made again; the fields are those of torchtitan's ``SubclassMeta``."""
-
-    cls: type
-    attrs: list[str]
-    ctx: Any
-    inner_metas: dict[str, tuple[int, Any]]
-    outer_size: torch.Size
-    outer_stride: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Layout:
-    num_tensors: int
-    meta: _Subclass
-
-
-@dataclass(frozen=True)
 class TracedFunction:
     """A graph and what its flat inputs and outputs are; named as in torchtitan's ``TracedResult``."""
 
@@ -54,10 +37,10 @@ class TracedFunction:
     gm: fx.GraphModule
     example_inputs: tuple[Any, ...]  # its inputs, fake
     num_flat_inputs: int  # state and leaves
-    input_subclass_layouts: dict[int, _Layout]  # of those that are wrapped, by number
+    input_subclass_layouts: dict[int, SimpleNamespace]  # of those that are wrapped, by number
     user_inputs_spec: TreeSpec  # the tree of ``(args, kwargs)``
     num_flat_outputs: int  # what the function returned
-    output_subclass_layouts: dict[int, _Layout]  # of those that are wrapped, by number
+    output_subclass_layouts: dict[int, SimpleNamespace]  # of those that are wrapped, by number
     state_fqns: list[str]  # names of the module's parameters and buffers, tied ones with every name
 
 
@@ -66,8 +49,7 @@ def trace_with_torch(
 ) -> Callable[..., TracedFunction]:
     """Returns a function that traces ``fn`` for given arguments, as torchtitan's ``minimal_fx_tracer`` does.
 
-    ``fn`` reads ``module`` from its closure and returns a list of tensors and None. The parameters and buffers of
-    ``module`` are inputs.
+    ``fn`` reads ``module``, whose parameters and buffers are inputs, and returns a list of tensors and None.
     """
 
     def trace(*args: Any) -> TracedFunction:
@@ -83,7 +65,7 @@ def trace_with_torch(
             _fake(mode, value, f"input_{index}") if isinstance(value, torch.Tensor) else value
             for index, value in enumerate(plain)
         )
-        returned: list[tuple[int, dict[int, _Layout]]] = []
+        returned: list[tuple[int, dict[int, SimpleNamespace]]] = []
 
         def run(*values: Any) -> list[Any]:
             wrapped = _wrapped(values, len(given), layouts)
@@ -92,7 +74,8 @@ def trace_with_torch(
                 if module is not None:
                     own = dict(zip(state, wrapped, strict=False))
                     stack.enter_context(_reparametrize_module(module, own))
-                stack.enter_context(_backward_followed())
+                # Nodes of backward know that they are, and of which call of forward; torch does so from 2.13 on.
+                stack.enter_context(_of_compiler("_patch_engine_backward", _backward_marked))
                 results = list(fn(*called_with))
             flat, found = _unwrapped(results)
             returned.append((len(results), found))
@@ -104,7 +87,7 @@ def trace_with_torch(
             preserve_node_meta(),
             torch._dynamo.config.patch(error_on_nested_fx_trace=False),
             torch.autograd.set_multithreading_enabled(False),  # backward in this thread, where the tracing is
-            _not_strict(),
+            _of_compiler("_non_strict_tracing_context", nullcontext),
         ):
             gm = make_fx(run, record_stack_traces=True)(*fakes)
         _name_backward_by_forward(gm)
@@ -126,9 +109,9 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, name: str) -> torch.Tensor
     return mode.from_tensor(tensor, source=LocalSource(name, is_input=True), symbolic_context=context)
 
 
-def _unwrapped(values: Sequence[Any]) -> tuple[list[Any], dict[int, _Layout]]:
+def _unwrapped(values: Sequence[Any]) -> tuple[list[Any], dict[int, SimpleNamespace]]:
     plain: list[Any] = []
-    layouts: dict[int, _Layout] = {}
+    layouts: dict[int, SimpleNamespace] = {}
     for index, value in enumerate(values):
         if not isinstance(value, torch.Tensor) or not is_tensor_subclass(value):
             plain.append(value)
@@ -140,13 +123,20 @@ def _unwrapped(values: Sequence[Any]) -> tuple[list[Any], dict[int, _Layout]]:
             part if isinstance(part, torch.Tensor) and is_tensor_subclass(part) else None for part in parts
         ]
         metas = {attr: (1, inner) for attr, inner in zip(attrs, nested, strict=True)}
-        meta = _Subclass(type(value), attrs, context, metas, value.size(), value.stride())
-        layouts[index] = _Layout(len(parts), meta)
+        meta = SimpleNamespace(  # as torchtitan's ``SubclassMeta``
+            cls=type(value),
+            attrs=attrs,
+            ctx=context,
+            inner_metas=metas,
+            outer_size=value.size(),
+            outer_stride=value.stride(),
+        )
+        layouts[index] = SimpleNamespace(num_tensors=len(parts), meta=meta)
         plain += parts
     return plain, layouts
 
 
-def _wrapped(values: Sequence[Any], num: int, layouts: dict[int, _Layout]) -> list[Any]:
+def _wrapped(values: Sequence[Any], num: int, layouts: dict[int, SimpleNamespace]) -> list[Any]:
     left = iter(values)
     made = []
     for index in range(num):
@@ -154,25 +144,17 @@ def _wrapped(values: Sequence[Any], num: int, layouts: dict[int, _Layout]) -> li
         if layout is None:
             made.append(next(left))
         else:
-            meta: Any = layout.meta
+            meta = layout.meta
             parts = {attr: next(left) for attr in meta.attrs}
             made.append(meta.cls.__tensor_unflatten__(parts, meta.ctx, meta.outer_size, meta.outer_stride))
     return made
 
 
-def _not_strict() -> AbstractContextManager[Any]:
-    context: Callable[[], AbstractContextManager[Any]] = getattr(
-        torch.compiler, "_non_strict_tracing_context", ExitStack
-    )
-    return context()
-
-
-def _backward_followed() -> AbstractContextManager[Any]:
-    """Lets nodes of backward know that they are, and of which call of forward; torch does so from 2.13 on."""
-    context: Callable[[], AbstractContextManager[Any]] = getattr(
-        torch.compiler, "_patch_engine_backward", _backward_marked
-    )
-    return context()
+def _of_compiler(
+    name: str, otherwise: Callable[[], AbstractContextManager[Any]]
+) -> AbstractContextManager[Any]:
+    context: AbstractContextManager[Any] = getattr(torch.compiler, name, otherwise)()
+    return context
 
 
 @contextmanager

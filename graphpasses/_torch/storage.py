@@ -26,21 +26,16 @@ def addresses(value: Any) -> Iterator[int]:
 
 
 def is_movable(tensor: Tensor) -> bool:
-    """Returns whether a tensor's memory belongs to its storage alone.
-
-    It does not if NumPy looks at it, if it was made of foreign memory or a file, or if it is shared with other
-    processes.
-    """
+    """Returns whether a tensor's memory is its storage's alone, and not NumPy's, a file's or other processes'."""
     storage = tensor.untyped_storage()
     return storage.resizable() and not storage.is_shared()
 
 
 def move_storage(tensor: Tensor, place: Tensor, moved: Callable[[Tensor], None]) -> None:
-    """Moves the whole storage of a tensor; every tensor that aliases it, seen or unseen, moves along.
+    """Moves the whole storage of a tensor, and with it every tensor that aliases it, to an address in ``place``.
 
-    The storage stays the same object; only its address changes. ``place`` lives as long as the storage. ``place``
-    is 1-D, contiguous, without gradient, on the same device, of as many bytes as the storage. ``moved`` is called
-    with each piece of the old memory, as bytes, when nothing reads it any more.
+    ``place`` has as many bytes: 1-D, contiguous, without gradient, on the same device. ``moved`` gets each piece of
+    the old memory, as bytes, when nothing reads it any more.
     """
     # In a thread, which no signal reaches: an interrupted move would leave a part of the table in each place.
     with ThreadPoolExecutor(1) as thread:

@@ -1,16 +1,34 @@
-"""Sizes that only running tells: fake values name them by symbols."""
+"""Sizes, and values of tensors, that are symbols: what only running tells, until Python code decides by it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, resolve_unbacked_bindings
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental import _config, proxy_tensor
+from torch.fx.experimental.symbolic_shapes import (
+    CallMethodKey,
+    ConvertIntKey,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    free_unbacked_symbols,
+    resolve_unbacked_bindings,
+)
+from torch.utils._pytree import SequenceKey, key_get, tree_map
+from torch.utils._sympy.printers import PythonPrinter
 
 from graphpasses._torch import pytree
 
@@ -23,8 +41,7 @@ def expression(size: int | torch.SymInt) -> Any:
 def example_size(size: int | torch.SymInt) -> tuple[int, int]:
     """Returns what a size was for the batch that was traced, and how many of its parts only running tells.
 
-    A size may be the sum of this rank's number of samples, ``s0``, and of the other ranks', ``u1 + u2``: for 5
-    samples here that is ``(5, 2)``.
+    For 5 samples here, ``s0 + u1 + u2`` is ``(5, 2)``: this rank's number of samples, and two other ranks'.
     """
     if not isinstance(size, torch.SymInt):
         return size, 0
@@ -35,11 +52,9 @@ def example_size(size: int | torch.SymInt) -> tuple[int, int]:
 
 @contextmanager
 def guessed_sizes(values: Sequence[Any], guess: int = 4096) -> Iterator[None]:
-    """Gives sizes that only running tells one guess, where torch weighs tensors by their sizes.
+    """Gives sizes that only running tells one guess, torch's own (``partitioners.py``, ``_size_of``).
 
-    Otherwise torch derives a guess for each expression by factoring it, which is most of what splitting a graph
-    into forward and backward takes, and comes to the same numbers. ``guess`` is torch's own where it knows nothing
-    (``torch/_functorch/partitioners.py``, ``_size_of``).
+    To guess by expressions, which torch factors, takes most of the time of splitting a graph, and comes to the same.
     """
     fake_mode = detect_fake_mode(values)
     shape_env = None if fake_mode is None else fake_mode.shape_env
@@ -57,10 +72,7 @@ def guessed_sizes(values: Sequence[Any], guess: int = 4096) -> Iterator[None]:
 
 
 def can_unify_sizes(node: fx.Node, other: fx.Node) -> bool:
-    """Whether the sizes that ``node`` brings can take the names of those that ``other`` brings.
-
-    They cannot if the tracer, having found them equal, named them after ``node``'s already.
-    """
+    """Whether the sizes that ``node`` brings can take ``other``'s names, which may be named after them already."""
     bindings = node.meta.get("unbacked_bindings") or {}
     for size in _sizes(node.meta.get("val")):
         if isinstance(size, torch.SymInt):
@@ -91,3 +103,208 @@ def _sizes(value: Any) -> Iterator[int | torch.SymInt]:
             yield from leaf.shape
         elif isinstance(leaf, (int, torch.SymInt)):
             yield leaf
+
+
+def mark_dims(tensor: torch.Tensor, dims: Iterable[int]) -> None:
+    """Makes dims of a tensor that nobody else holds symbols in the next trace, but for those of size 0 or 1."""
+    # How torchtitan's tracer is told. Tested: 2.13. Commands that capture nothing need no Dynamo.
+    from torch._dynamo.decorators import mark_dynamic
+
+    mark_dynamic(tensor, list(dims))
+
+
+def each_size_its_own() -> AbstractContextManager[None]:
+    """Gives each dim, in the block, a symbol of its own, also where sizes are equal."""
+    return _config.patch(use_duck_shape=False)  # type: ignore[attr-defined, no-any-return]
+
+
+def size_symbol(size: int | torch.SymInt) -> sympy.Symbol | None:
+    """Returns the symbol that a dim of an input was given; None if it is a number."""
+    # `node.expr` may be another's, which torch found to be equal since.
+    expr = size.node._expr if isinstance(size, torch.SymInt) else None
+    return expr if isinstance(expr, sympy.Symbol) else None
+
+
+def size_condition(size: torch.SymInt) -> sympy.Basic:
+    """Returns what the trace takes for granted of a size: torch takes sizes 0 and 1 for others, without a guard."""
+    symbol, shape_env = size.node._expr, size.node.shape_env
+    limits = shape_env.var_to_range[symbol]
+    above = sympy.Ge(symbol, limits.lower) if limits.lower > 0 else sympy.true
+    return sympy.And(above, sympy.Le(symbol, limits.upper)) if limits.upper.is_Integer else above
+
+
+class _Told(list[Any]):
+    """Guards on sizes; each new one is reported."""
+
+    decided: Callable[[sympy.Basic], None] | None = None
+
+    def append(self, guard: Any) -> None:
+        super().append(guard)
+        if self.decided is not None:
+            self.decided(guard.expr)
+
+
+@contextmanager
+def sizes_decided_by(shape_env: ShapeEnv, decided: Callable[[sympy.Basic], None]) -> Iterator[None]:
+    """Reports what must be true of sizes for the block to be traced as it is."""
+    told = shape_env.guards = _Told(shape_env.guards)
+    for guard in told:
+        decided(guard.expr)
+    told.decided = decided
+    try:
+        yield
+    finally:
+        told.decided = None
+
+
+def dim_hint(spec: object) -> tuple[str, int | None, int | None] | None:
+    """Returns what ``Dim.AUTO`` and its kin, in ``dynamic_shapes``, say: name, least and largest size."""
+    hint: Any = spec
+    return (hint.type.name, hint.min, hint.max) if type(spec) is type(torch.export.Dim.AUTO) else None
+
+
+# What torch raises where it cannot decide.
+UNDECIDED = (GuardOnDataDependentSymNode, DataDependentOutputException)
+# What it raises where an operator has no fake result.
+UNTRACEABLE = (DynamicOutputShapeException, UnsupportedOperatorException)
+
+_aten = torch.ops.aten
+
+# What printed conditions may call.
+_PRINTED = frozenset({"math", "ceil", "floor", "trunc", "sqrt", "max", "min", "abs", "int", "float"})
+
+
+class _Values(dict[sympy.Symbol, Any]):
+    """The value of each symbol that has one: asked for when a decision needs it."""
+
+    def __init__(self, value_of: Callable[[sympy.Symbol], Any]) -> None:
+        self._value_of = value_of
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __contains__(self, symbol: object) -> bool:
+        if dict.__contains__(self, symbol):
+            return True
+        if not isinstance(symbol, sympy.Symbol) or (value := self._value_of(symbol)) is None:
+            return False
+        self[symbol] = as_number(value)
+        return True
+
+    def get(self, symbol: sympy.Symbol, default: Any = None) -> Any:
+        return self[symbol] if symbol in self else default  # noqa: SIM401  # `in` finds the value
+
+
+@contextmanager
+def decided_by_values(
+    value_of: Callable[[fx.GraphModule, sympy.Symbol], Any], decided: Callable[[sympy.Basic], None]
+) -> Iterator[fx.GraphModule]:
+    """Lets the code that the block traces decide by the values that symbols have in this run.
+
+    ``value_of`` gets what was traced so far, and returns None where a symbol must not decide; ``decided`` is told
+    what torch takes for true of symbols. Yields what is traced; it grows.
+    """
+    mode: Any = proxy_tensor.get_proxy_mode()
+    # What torch itself decides by where it propagates real tensors. Each such decision becomes a runtime assertion,
+    # which is how we learn of it. Tested: 2.13.
+    context: Any = TracingContext.try_get()
+    shape_env, traced = context.fake_mode.shape_env, mode.tracer
+    values = _Values(lambda symbol: value_of(traced, symbol))
+    defer, call = shape_env.guard_or_defer_runtime_assert, proxy_tensor.proxy_call
+
+    def assume(condition: Any, message: str, *args: Any, **kwargs: Any) -> Any:
+        decided(condition)
+        return defer(condition, message, *args, **kwargs)
+
+    def traced_call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        if func is _aten._local_scalar_dense.default:
+            # The tracer would take the number that a tensor outside of the trace holds now for a constant.
+            with mode:
+                args = tree_map(_traced, args)
+        elif func is _aten.equal.default:
+            with mode:
+                a, b = args
+                return a.shape == b.shape and (a == b).all().item()
+        return call(mode, func, pre_dispatch, args, kwargs)
+
+    with ExitStack() as stack:
+        patch: Any = mock.patch.object
+        stack.enter_context(patch(shape_env, "real_tensor_prop_unbacked_vals", values))
+        stack.enter_context(patch(shape_env, "guard_or_defer_runtime_assert", assume))
+        stack.enter_context(patch(shape_env, "_log_real_tensor_propagation", lambda *args: None))
+        stack.enter_context(patch(proxy_tensor, "proxy_call", traced_call))
+        stack.enter_context(sizes_decided_by(shape_env, decided))
+        yield traced
+
+
+@contextmanager
+def floats_stay_open() -> Iterator[None]:
+    """Lets DTensor's caches ask a float that is traced for truth and hash, and decide nothing by that."""
+
+    def truth(number: torch.SymFloat) -> bool:
+        return bool(number != 0.0)
+
+    def refuse(number: torch.SymFloat) -> int:
+        raise TypeError("a float that is traced has no hash")
+
+    patch: Any = mock.patch.object
+    with patch(torch.SymFloat, "__bool__", truth), patch(torch.SymFloat, "__hash__", refuse):
+        yield
+
+
+def _traced(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+        return _aten.alias.default(value)
+    return value
+
+
+def bound_symbols(node: fx.Node) -> dict[sympy.Symbol, Any]:
+    """Returns the symbols that a node of a traced graph brings, each with where in its value it stands."""
+    value = node.meta.get("val")
+    if node.op == "placeholder" and isinstance(value, torch.Tensor):
+        symbols = {size_symbol(size): size_path(dim) for dim, size in enumerate(value.shape)}
+        return {symbol: path for symbol, path in symbols.items() if symbol is not None}
+    return node.meta.get("unbacked_bindings") or {}
+
+
+def size_path(dim: int) -> Any:
+    """Returns where in a tensor the size of a dim stands, as :func:`bound_symbols` names it."""
+    return CallMethodKey("size"), SequenceKey(dim)
+
+
+def is_size(path: Any) -> bool:
+    """Whether what stands at a place, as :func:`bound_symbols` names it, is the size of a tensor."""
+    return any(isinstance(key, CallMethodKey) and key.name == "size" for key in path)
+
+
+def value_at(value: Any, path: Any) -> bool | int | float:
+    """Returns the number that stands at a place, as :func:`bound_symbols` names it, of a node's real value."""
+    number: bool | int | float = key_get(
+        value, tuple(key for key in path if not isinstance(key, ConvertIntKey))
+    )
+    return number
+
+
+def as_function(condition: sympy.Basic) -> Callable[[Mapping[sympy.Symbol, Any]], bool]:
+    """Returns what says of values of symbols whether a condition is true.
+
+    If all symbols are whole numbers, Python computes with them, a hundred times as fast as sympy.
+
+    Example:
+        >>> s = sympy.Symbol("s", integer=True)
+        >>> as_function(sympy.Ge(s, 2))({s: 3})
+        True
+    """
+    symbols = tuple(condition.free_symbols)
+    if all(symbol.is_integer for symbol in symbols):
+        names = {symbol: sympy.Symbol(f"s{index}", integer=True) for index, symbol in enumerate(symbols)}
+        text = PythonPrinter().doprint(condition.xreplace(names))
+        function = eval(f"lambda {', '.join(map(str, names.values()))}: {text}", {"math": math})
+        if _PRINTED.issuperset(function.__code__.co_names):
+            return lambda values: bool(function(*(values[symbol] for symbol in symbols)))
+    return lambda values: bool(condition.xreplace({symbol: as_number(values[symbol]) for symbol in symbols}))
+
+
+def as_number(value: bool | int | float) -> sympy.Basic:
+    """Returns what a value is in conditions on symbols: a number, also for a bool."""
+    return sympy.sympify(int(value) if isinstance(value, bool) else value)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses._torch.missing import missing_api
+from graphpasses._torch.tested_versions import missing_api
 
 try:
     from torch.distributed._functional_collectives import _group_or_group_name, _resolve_group

@@ -10,11 +10,7 @@ from graphpasses.graph import InputKind, TrainGraph
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether autograd's engine ran a node while a whole step was traced.
-
-    torch's tracer marks such nodes (``torch.fx.proxy``). In a joint graph of AOTAutograd use :func:`backward_nodes`:
-    the tangents tell more there.
-    """
+    """Whether autograd's engine ran a node while a whole step was traced; torch's tracer marks such nodes."""
     return bool(node.meta.get("autograd_backward", False))
 
 
@@ -30,11 +26,9 @@ def tangents(graph: TrainGraph) -> set[fx.Node]:
 def backward_nodes(
     graph: TrainGraph, dependencies: Mapping[fx.Node, Iterable[fx.Node]] | None = None
 ) -> set[fx.Node]:
-    """Returns the nodes of the backward pass.
+    """Returns the nodes of the backward pass: the tangents and what depends on one, else what autograd's engine ran.
 
-    In a joint graph these are the tangents and what depends on one; in a graph without tangents, the nodes that
-    autograd's engine ran. ``dependencies`` has for each node, in the order of the graph, what must run before it;
-    its inputs by default.
+    ``dependencies`` has for each node, in the order of the graph, what must run before it; its inputs by default.
     """
     backward = tangents(graph)
     if not backward:

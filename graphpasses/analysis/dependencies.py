@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
-from graphpasses.analysis.effects import Effects, holds_tensor, storages
+from graphpasses.analysis.effects import Effects, holds_tensor
+from graphpasses.graph.nodes import storages
 
 T = TypeVar("T", bound=Hashable)
 
@@ -108,9 +109,8 @@ def topological_sort(
 ) -> list[tuple[T, ...]]:
     """Sorts units topologically and stably: each comes after what its members need, and else they stay as they are.
 
-    The result follows from the arguments alone: if they are equal on all ranks, so is the order. Members of one
-    unit stay together; none may need another of its unit. At each place comes, of those that may come now, the
-    first in ``units``.
+    The result follows from the arguments alone, so it is the same on all ranks. Members of one unit stay together;
+    none may need another.
 
     Example:
         >>> topological_sort([("a",), ("b", "c"), ("d",)], {"a": "c", "b": "", "c": "", "d": ""})
@@ -137,10 +137,7 @@ def topological_sort(
 
 
 def place_nodes(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
-    """Puts the nodes of a graph in an order; each call runs with gradients on or off as it did.
-
-    ``nodes`` are all its nodes, in an order in which each comes after its inputs.
-    """
+    """Puts all nodes of a graph in an order; each call runs with gradients on or off as it did."""
     if list(graph.nodes) == list(nodes):
         return
     modes = grad_modes(graph)
@@ -162,10 +159,7 @@ def place_nodes(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 
 
 def grad_modes(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Returns for each node whether gradients are on where it runs.
-
-    The graph is in the mode in which it will be called; only Dynamo's graphs may switch the mode.
-    """
+    """Returns for each node whether gradients are on where it runs; only Dynamo's graphs may switch the mode."""
     mode = torch.is_grad_enabled()
     modes = {}
     for node in graph.nodes:

@@ -31,23 +31,14 @@ from graphpasses._torch.schemas import (
     written_names,
 )
 from graphpasses.graph import WAIT
-from graphpasses.graph.constants import attribute
-from graphpasses.graph.nodes import GROUP_ARGUMENTS, METADATA_OPS, collective_group, reach, storages
-
-__all__ = [
-    "UNKNOWN_GROUP",
-    "Effects",
-    "collective_group",
-    "has_gradient",
-    "holds_tensor",
-    "is_elementwise_on_lists",
-    "is_written",
-    "launches_collective",
-    "names_written",
-    "operator_effects",
-    "storages",
-    "torch_call_effects",
-]
+from graphpasses.graph.nodes import (
+    GROUP_ARGUMENTS,
+    METADATA_OPS,
+    attribute,
+    collective_group,
+    reach,
+    storages,
+)
 
 aten = torch.ops.aten
 
@@ -95,8 +86,8 @@ class Effects:
 def operator_effects(node: fx.Node) -> Effects:
     """Returns what a node of a graph of ATen operators does.
 
-    A schema says what an operator writes and shares. It does not say all: operators of other libraries that write may
-    have a state (a fused optimizer rounds at random), and higher-order operators contain others.
+    What no schema says is taken for granted: that other libraries' writing operators have a state, as a fused
+    optimizer which rounds at random.
     """
     if node.op != "call_function":
         return Effects()
@@ -110,10 +101,7 @@ def operator_effects(node: fx.Node) -> Effects:
 
 
 def torch_call_effects(node: fx.Node) -> Effects:
-    """Returns what a node of a graph that Dynamo traced does.
-
-    Functions and methods have no schema: their names and arguments tell, as torch's conventions have it (``add_``,
-    ``out=``, ``inplace=``). Graphs inside of a call are looked into.
+    """Returns what a node of a graph that Dynamo traced does, as torch's conventions tell (``add_``, ``out=``).
 
     Example:
         >>> node = fx.symbolic_trace(lambda x: torch.bernoulli(x).add_(x)).graph.output_node().args[0]
@@ -157,10 +145,7 @@ def names_written(node: fx.Node) -> frozenset[str]:
 
 
 def is_elementwise_on_lists(target: Any) -> bool:
-    """Whether an operator does with each element of its lists of tensors what it does with that alone.
-
-    So do torch's ``_foreach`` operators and the fused kernels of its optimizers.
-    """
+    """Whether an operator does with each element of its lists of tensors what it does with that alone."""
     return is_operator(target) and str(target).startswith(("aten._foreach_", "aten._fused_"))
 
 
@@ -170,11 +155,11 @@ def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:
             yield from node.all_input_nodes  # it does not say
     elif schemas(node.target):
         written = names_written(node)
-        yield from _nodes([value for argument, value in given_arguments(node) if argument.name in written])
+        yield from nodes_in([value for argument, value in given_arguments(node) if argument.name in written])
     elif node.op in ("call_function", "call_method"):
-        yield from _nodes(node.kwargs.get("out"))
+        yield from nodes_in(node.kwargs.get("out"))
         if _is_in_place(node.target) or _named_argument(node, "inplace"):
-            yield from _nodes(node.args[:1])
+            yield from nodes_in(node.args[:1])
 
 
 def _shared_inputs(node: fx.Node) -> Iterator[fx.Node]:
@@ -183,14 +168,14 @@ def _shared_inputs(node: fx.Node) -> Iterator[fx.Node]:
     elif is_higher_order(node):
         yield from node.all_input_nodes
     elif returns_alias(node.target):
-        yield from _nodes([value for argument, value in given_arguments(node) if argument.alias_info])
+        yield from nodes_in([value for argument, value in given_arguments(node) if argument.alias_info])
 
 
 def _read_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.target in METADATA_OPS or _is_view(node):
         return ()
     if node.target is aten.copy_.default:
-        return tuple(_nodes([value for argument, value in given_arguments(node) if argument.name == "src"]))
+        return tuple(nodes_in([value for argument, value in given_arguments(node) if argument.name == "src"]))
     return tuple(node.all_input_nodes)
 
 
@@ -292,5 +277,6 @@ def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
-def _nodes(value: Any) -> Iterator[fx.Node]:
+def nodes_in(value: Any) -> Iterator[fx.Node]:
+    """Yields the nodes in an argument of a call."""
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))

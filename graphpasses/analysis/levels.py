@@ -21,9 +21,8 @@ def levels(
 ) -> dict[T, int]:
     """Returns the level of each member: the number of counted members on the longest path to it, itself included.
 
-    Counted members of one level do not depend on each other. ``dependencies`` has each member after those it needs.
-    ``order`` has, for each member, further members that it must not precede: they only keep their order, so it and
-    they may be of one level, where :func:`sort_by_level` leaves them as they are.
+    ``dependencies`` has each member after those it needs. ``order`` has, for each member, further ones that it must
+    not precede: it and they may be of one level, where :func:`sort_by_level` leaves them as they are.
 
     Example:
         >>> levels({"a": "", "b": "a", "c": "b", "d": ""}, counted=lambda member: member != "b")
@@ -48,8 +47,7 @@ def call_levels(
 ) -> dict[fx.Node, int]:
     """Returns the levels of a ``DYNAMO`` graph, by which :func:`sort_by_level` may sort it.
 
-    A call depends on its inputs. All else that :func:`~graphpasses.analysis.dependencies.dependencies` finds is
-    kept in order. ``in_turn`` says which collectives stay after the collectives that they come after.
+    ``in_turn`` says which collectives stay after the collectives that they come after.
     """
     order = dependencies(graph, torch_call_effects, in_turn=in_turn)
     return levels({node: node.all_input_nodes for node in graph.nodes}, counted, order=order)
@@ -64,18 +62,20 @@ def independent_groups(
         >>> independent_groups("acd", {"a": 1, "c": 2, "d": 1}, key=str.isalpha)
         [('a', 'd'), ('c',)]
     """
-    groups: dict[object, list[T]] = {}
+    return grouped(members, lambda member: (levels[member], key(member)))
+
+
+def grouped(members: Iterable[T], key: Callable[[T], Hashable]) -> list[tuple[T, ...]]:
+    """Returns the members of each key, in order, the keys in the order of their first members."""
+    groups: dict[Hashable, list[T]] = {}
     for member in members:
-        groups.setdefault((levels[member], key(member)), []).append(member)
+        groups.setdefault(key(member), []).append(member)
     return list(map(tuple, groups.values()))
 
 
 def sort_by_level(
     graph: fx.Graph, levels: Mapping[fx.Node, int], counted: Callable[[fx.Node], bool]
 ) -> tuple[fx.Node, ...]:
-    """Returns the nodes of a graph sorted by level, stably, so that counted calls of one level stand side by side.
-
-    Those come first of their level, since the others may depend on them.
-    """
+    """Returns the nodes of a graph sorted by level, stably; of one level, counted calls come first."""
     ends = {"placeholder": (-1, False), "output": (len(graph.nodes), False)}
     return tuple(sorted(graph.nodes, key=lambda node: ends.get(node.op, (levels[node], not counted(node)))))

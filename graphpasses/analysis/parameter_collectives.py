@@ -53,15 +53,6 @@ _AFTER_REDUCTION = frozenset(
 
 
 @dataclass(frozen=True)
-class Unshard:
-    """How one parameter is gathered: ``all_gather`` reads its padded local shard, ``wait`` yields all shards."""
-
-    fqn: str
-    all_gather: fx.Node
-    wait: fx.Node
-
-
-@dataclass(frozen=True)
 class Gather:
     """One all-gather of parameters, packed or not: ``chain`` leads from their placeholders to it, in order."""
 
@@ -69,9 +60,20 @@ class Gather:
     chain: tuple[fx.Node, ...]
 
     @property
+    def fqn(self) -> str:
+        """The parameter, where it is one."""
+        (fqn,) = self.fqns
+        return fqn
+
+    @property
     def all_gather(self) -> fx.Node:
         """The all-gather."""
         return self.chain[-1]
+
+    @property
+    def wait(self) -> fx.Node:
+        """What yields all shards."""
+        return wait_of(self.all_gather)
 
 
 @dataclass(frozen=True)
@@ -109,20 +111,13 @@ def collective_ranks(collective: fx.Node) -> tuple[int, ...]:
     return named_group_ranks(str(collective.args[-1]))
 
 
-def find_unshards(graph: TrainGraph) -> list[Unshard]:
-    """Returns every all-gather by which FSDP unshards one parameter, in order of inputs and of their users."""
-    found: list[Unshard] = []
-    for fqn, placeholder in graph.parameter_placeholders():
-        pending = [placeholder]
-        while pending:
-            node = pending.pop(0)
-            for user in node.users:
-                if user.target == ALL_GATHER:
-                    if collective_ranks(user) == graph.parameters[fqn].shard_ranks:
-                        found.append(Unshard(fqn, user, wait_of(user)))
-                elif user.target in _BEFORE_ALL_GATHER:
-                    pending.append(user)
-    return found
+def find_unshards(graph: TrainGraph) -> list[Gather]:
+    """Returns every all-gather by which FSDP unshards one parameter, as traced, in the order of the graph."""
+    return [
+        gather
+        for gather in find_gathers(graph)
+        if len(gather.fqns) == 1 and _BEFORE_ALL_GATHER.issuperset(node.target for node in gather.chain[:-1])
+    ]
 
 
 def find_gathers(graph: TrainGraph) -> list[Gather]:
@@ -164,10 +159,8 @@ def _gather(
 def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
     """Yields the summands of a gradient output, leftmost first.
 
-    Autograd adds the gradients of several uses after each has been reduced; the adds form a tree. Those of several
-    backward calls it adds in place, which comes to the same where nothing else reads that memory. Yields ``(source,
-    tail)``: the last nodes of the summand are ``tail``, in order, and only undo casts and padding of ``source``,
-    which is a wait if the summand is the result of one collective.
+    Of each ``(source, tail)`` the nodes of ``tail``, in order, only undo casts and padding of ``source``, which is a
+    wait if the summand is the result of one collective.
     """
     pending = [value]
     while pending:
@@ -192,8 +185,7 @@ def is_add(node: fx.Node) -> bool:
 def added_uses(gradient: fx.Node) -> list[fx.Node]:
     """Returns the gradients of the uses of one tensor that autograd's engine has added up, in order of arrival.
 
-    The engine adds between two backward nodes, so its sum has a sequence number (``seq_nr``) that neither summand
-    has; a sum that is part of a backward formula has the number of what it adds.
+    The engine's sum has a sequence number (``seq_nr``) that neither summand has, unlike a sum in a backward formula.
     """
     if calls(gradient, aten.view.default):
         source = argument(gradient)
@@ -230,8 +222,7 @@ def is_read_inside(value: fx.Node) -> bool:
 def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
     """Returns, by canonical FQN, every reduction that contributes to the parameter's gradient.
 
-    They come in output order and, within one output, in the order of autograd's adds. A summand that is not the
-    result of one reduction of this parameter alone, over its FSDP group, does not appear.
+    They come in output order and in the order of autograd's adds; summands that are no such reduction are left out.
     """
     found: dict[str, list[GradReduction]] = {}
     values = graph.output_values

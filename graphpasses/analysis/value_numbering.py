@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphpasses._torch.tracing import outside_tracing
+from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph import ALL_TO_ALL, WAIT, argument
 from graphpasses.graph.size_arithmetic import Size, size_expression
 from graphpasses.ops.pack_all_to_all import PACK

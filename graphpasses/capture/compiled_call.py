@@ -11,8 +11,7 @@ from torch import nn
 
 from graphpasses._torch.compile_backend import uncompiled
 from graphpasses._torch.ddp import orders_buckets, running_ddp
-from graphpasses._torch.dynamo import BackendCompilerFailed
-from graphpasses._torch.dynamo_breaks import record_graph_breaks
+from graphpasses._torch.dynamo import BackendCompilerFailed, record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.named_modules import find_modules
 from graphpasses.errors import CaptureError, GraphPassesError

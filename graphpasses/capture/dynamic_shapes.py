@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from graphpasses._torch.varying_dims import dim_hint
+from graphpasses._torch.symbols import dim_hint
 from graphpasses.errors import CaptureError
 from graphpasses.graph.batch import Varying, VaryingDim
 from graphpasses.graph.batch_structure import BatchStructure

@@ -17,26 +17,26 @@ import torch
 from torch import fx, nn
 
 import graphpasses
-from graphpasses._torch.decisions import (
+from graphpasses._torch.fake_mode import is_fake, outside_tracing
+from graphpasses._torch.schemas import inner_names, is_tensor_subclass
+from graphpasses._torch.symbols import (
     UNDECIDED,
     UNTRACEABLE,
     as_number,
     bound_symbols,
     decided_by_values,
     is_size,
+    size_condition,
     size_path,
     value_at,
 )
-from graphpasses._torch.fake_mode import is_fake
-from graphpasses._torch.schemas import inner_names, is_tensor_subclass
-from graphpasses._torch.tracing import outside_tracing
-from graphpasses._torch.varying_dims import size_condition
-from graphpasses.analysis.effects import Effects, operator_effects, storages
+from graphpasses.analysis.effects import Effects, operator_effects
 from graphpasses.capture.certain_values import certain_value
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
+from graphpasses.graph.nodes import storages
 
 
 class Decisions:

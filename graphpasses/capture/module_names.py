@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx.traceback import annotate
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from graphpasses._torch.node_origins import MODULE_FQN
+from graphpasses._torch.recorded_operator import MODULE_FQN
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.eager_calls import EagerCalls
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_accumulation import pending_gradients
@@ -46,7 +45,7 @@ def record_calls(
     identity: IdentityMap,
     batch: Sequence[Any],
     *,
-    kind: type[OperatorCalls] = OperatorCalls,
+    is_mode: bool = True,
     only_undo: bool = False,
 ) -> OperatorCalls:
     """Returns a record for the operators of a step; the tensors of the model and of the batch have their names in it.
@@ -63,7 +62,9 @@ def record_calls(
     if not fsdp_groups(model):  # FSDP2 runs a model on other tensors than its parameters
         names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
     tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
-    return kind(model, tensors, formulas=not is_comparable(model), only_undo=only_undo)
+    return OperatorCalls(
+        model, tensors, is_mode=is_mode, formulas=not is_comparable(model), only_undo=only_undo
+    )
 
 
 @freed_memory_returned()
@@ -91,8 +92,7 @@ def check_step(
     agreed = partial(consensus.raised_together, FidelityError(_ANOTHER_RANK))
     eager = _eager(loss_fn, model, lambda: step.batch_structure.fresh(batch))
     compares = is_comparable(model)
-    kind = EagerCalls if compares else OperatorCalls
-    record = record_calls(model, step.identity, leaves, kind=kind)
+    record = record_calls(model, step.identity, leaves, is_mode=not compares)
     try:
         with agreed():
             with _seeds_refused(step, record) as seeds:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from graphpasses._torch import pytree
-from graphpasses._torch.compiled_calls import COMPILED_CALL, compiled_calls_raise
+from graphpasses._torch.dynamo import COMPILED_CALL, compiled_calls_raise
 from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.module_hooks import is_compiled
 from graphpasses.capture.guards import line_of, user_line

@@ -67,7 +67,7 @@ def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequ
 
 def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.Tensor]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
-    with _put_back(step, batch), accumulators_restored(step.model):
+    with _put_back(step, batch), accumulators_restored(step.model, copied=True):
         results = run_step(step.model, run) | _tensors(step, batch)
         if step.update is not None:
             for fqn, parameter in step.model.named_parameters():

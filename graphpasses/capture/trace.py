@@ -17,7 +17,7 @@ from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import Operator
-from graphpasses._torch.varying_dims import each_size_its_own, mark_dims
+from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture.guards import Decisions
 from graphpasses.capture.loss import check_loss
 from graphpasses.capture.module_names import module_names_traced

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch.decisions import UNDECIDED
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.module_answers import answers_as_in_eager
 from graphpasses._torch.optimizers import lists_take_fakes
+from graphpasses._torch.symbols import UNDECIDED
 from graphpasses.capture.traced_result import inner_attrs
 from graphpasses.capture.tracer import find_tracer
 from graphpasses.capture.update_numbers import TracedNumbers

@@ -12,7 +12,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 
-from graphpasses._torch.decisions import as_function, decided_by_values, floats_stay_open
+from graphpasses._torch.symbols import as_function, decided_by_values, floats_stay_open
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.state.hyperparameters import Number, NumberDecision, numbers_of
 from graphpasses.state.optimizers import Optimizers

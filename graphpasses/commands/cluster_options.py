@@ -66,11 +66,7 @@ class ClusterOptions:
         ]
 
     def topology(self, run: object = None, num_ranks: int = 16) -> Topology:
-        """Returns the cluster.
-
-        ``run`` is the topology that a run file has, for what the options leave open; ``num_ranks`` is for what both
-        leave open.
-        """
+        """Returns the cluster; what is not given is that of ``run``, a run file's topology, or of ``num_ranks``."""
         from graphpasses.simulate import (
             Hardware,
             Topology,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from graphpasses.fsdp.layout import Layout
     from graphpasses.html_report.scale import ScaleTable
-    from graphpasses.parity.run_file import RunHeader
+    from graphpasses.parity.run_file import Run
     from graphpasses.scale import Speeds
 
 _SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -53,7 +53,7 @@ def show(
         return _show_scale(run, speeds, json)
     if speeds is not None:
         raise TopologyError("--speeds is for --scale; give both")
-    layout = _read(run)[1]
+    _, layout = _read(run)
     if json:
         print(jsonlib.dumps(layout.to_json()))
         return EXIT_OK
@@ -101,7 +101,8 @@ def diff(
     from graphpasses.simulate import sweep as sweep_settings
     from graphpasses.terminal import add_row, make_console, plain_table
 
-    (header, a), (_, b) = _read(run_a), _read(run_b)
+    (first, a), (_, b) = _read(run_a), _read(run_b)
+    header = first.header
     topology = cluster.topology(header.topology, header.world_size)
     if topology.num_ranks != header.world_size:
         a, b = (at_world_size(layout, topology.num_ranks) for layout in (a, b))
@@ -144,12 +145,10 @@ def diff(
 
 def _show_scale(path: Path, speeds_file: Path | None, json: bool) -> int:
     from graphpasses.html_report.scale import scale_tables
-    from graphpasses.parity.run_file import read_run
     from graphpasses.scale import Speeds, read_speeds
 
     speeds = Speeds() if speeds_file is None else read_speeds(speeds_file)
-    _read(path)
-    tables = scale_tables(read_run(path), speeds)
+    tables = scale_tables(_read(path)[0], speeds)
     if json:
         data = {
             table.title: {"notes": table.notes, "rows": [row.to_json() for row in table.rows]}
@@ -179,13 +178,13 @@ def print_scale(tables: Iterable[ScaleTable], speeds: Speeds) -> None:
     console.print(f"assumed: {', '.join(speeds.assumed)}", markup=False)
 
 
-def _read(path: Path) -> tuple[RunHeader, Layout]:
+def _read(path: Path) -> tuple[Run, Layout]:
     from graphpasses.parity.run_file import read_run
 
-    header = read_run(path).header
-    if header.layouts is None:
+    run = read_run(path)
+    if run.header.layouts is None:
         raise RunFileError(
             f"'{path}' has no bucket layouts; record it with ParityRecorder(…, layouts=eager_layout(model)), or with "
             "layouts=graph_layout(step)"
         )
-    return header, header.layouts
+    return run, run.header.layouts

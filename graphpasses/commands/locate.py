@@ -47,21 +47,18 @@ def locate(
         out: Folder for a task's run files and for the script.
         json: Print one JSON object instead of text.
     """
-    from graphpasses.parity.location import location_to_json, render_location
+    from graphpasses.parity.location import locate_runs, location_to_json, render_location
+    from graphpasses.parity.run_file import read_run
 
-    location = _of_task(source, cluster, steps, out) if run_b is None else _of_runs(Path(source), run_b)
+    if run_b is None:
+        location = _of_task(source, cluster, steps, out)
+    else:
+        location = locate_runs(read_run(Path(source)), read_run(run_b))
     if json:
         print(jsonlib.dumps(location_to_json(location), indent=2))
     else:
         print(render_location(location))
     return EXIT_EQUAL if location.difference is None else EXIT_DIFFERENT
-
-
-def _of_runs(a: Path, b: Path) -> Location:
-    from graphpasses.parity.location import locate_runs
-    from graphpasses.parity.run_file import read_run
-
-    return locate_runs(read_run(a), read_run(b))
 
 
 def _of_task(source: str, cluster: ClusterOptions, steps: int, out: Path) -> Location:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,8 @@ _CONTAINING: MutableMapping[Tensor, tuple[Tensor | None, int]] = WeakTensorKeyDi
 class Arena:
     """Tensors of one dtype that lie in one flat tensor: an operator that reads one tensor can read them all.
 
-    Only addresses change. The tensors, their storages, and every other tensor that aliases them (TorchRec keeps
-    several views of a table) are the objects that they were and read what they read; ``torch.save``, ``deepcopy``
-    and ``load_state_dict`` do what they did. The memory is freed when neither a tensor nor an arena uses it.
+    Only addresses change: the tensors, their storages and all aliases stay the objects that they were, also for
+    ``torch.save``, ``deepcopy`` and ``load_state_dict``.
     """
 
     flat: Tensor  # 1-D tensor that owns the memory
@@ -37,10 +36,7 @@ class Arena:
 
     @staticmethod
     def containing(tensor: Tensor) -> Tensor | None:
-        """Returns the ``flat`` of the arena in which a tensor lies, or which it is; None if it lies in none.
-
-        Only the object that was given to :meth:`of` is recognized, no other view of it.
-        """
+        """Returns the ``flat`` of the arena into which :meth:`of` put a tensor, or which it is; None for none."""
         if tensor not in _CONTAINING:
             return None
         flat, offset = _CONTAINING[tensor]
@@ -61,9 +57,7 @@ class Arena:
     def of(cls, tensors: Sequence[Tensor], names: Sequence[str]) -> Arena:
         """Returns the arena that holds ``tensors``; moves them into a new one unless they lie in one.
 
-        The tensors have one dtype and device, are contiguous and do not overlap; ``names`` are for messages. On the
-        CPU the old memory of a storage is freed piece by piece while it moves, so that nothing lies twice; on a GPU
-        the largest storage does.
+        They do not overlap. On the CPU old memory is freed piece by piece while it moves, so that nothing lies twice.
         """
         arenas = {id(flat): flat for flat in map(cls.containing, tensors)}
         if len(arenas) == 1:
@@ -110,15 +104,11 @@ class Arena:
         start, itemsize = self.flat.data_ptr(), self.flat.element_size()
         for tensor, offset, name in zip(tensors, self.offsets, self.names, strict=True):
             if tensor.data_ptr() != start + offset * itemsize:
-                _raise_moved(name)
-
-
-def _raise_moved(name: str) -> NoReturn:
-    raise ArenaError(
-        f"{name} was moved or replaced after the model was compiled (load_state_dict(assign=True), .to() and "
-        "share_memory_() do so), so the compiled step would update a stale copy; load in place, or call "
-        "torch.compiler.reset() and compile again"
-    )
+                raise ArenaError(
+                    f"{name} was moved or replaced after the model was compiled (load_state_dict(assign=True), .to() "
+                    "and share_memory_() do so), so the compiled step would update a stale copy; load in place, or "
+                    "call torch.compiler.reset() and compile again"
+                )
 
 
 def _offset(tensor: Tensor, flat: Tensor) -> int:

@@ -17,7 +17,6 @@ Gradients = Sequence[Tensor | None]
 def check_gradient_arrives(name: str, outputs: Collection[int], effect: str) -> Callable[[Gradients], None]:
     """Returns a check that a table gets a gradient; for updates that change rows even if the gradient is zero.
 
-    In eager a table is not updated if the loss does not depend on what was looked up; compiled, its gradient is zero.
     ``outputs`` are the positions of the model's outputs that depend on the table; ``effect`` says what the update
     does, e.g. ``"decays its rows"``.
     """
@@ -43,30 +42,29 @@ def check_lookups(graph: DynamoGraph) -> None:
             graph.backward_checks.append(lambda check=check: check)  # type: ignore[misc]
 
 
-class OneBackwardPerForward:
-    """Checks that tables were not updated between a forward and its backward.
+def one_backward_per_forward(
+    name: str, outputs: Collection[int], num_updates: list[int]
+) -> Callable[[], Callable[[Gradients], None]]:
+    """Returns what to call after a forward; it returns a check that no other backward has updated the tables since.
 
     Two forwards before one backward are two updates in a compiled model, and one in eager, which adds the gradients.
-    ``outputs`` are the positions of the model's outputs that depend on the tables. ``num_updates`` holds one number,
-    the updates until now, which all graphs that update the tables share.
+    ``num_updates`` holds one number, the updates until now, which all graphs that update the tables share.
     """
 
-    def __init__(self, name: str, outputs: Collection[int], num_updates: list[int]) -> None:
-        self._name, self._outputs, self._num_updates = name, outputs, num_updates
-
-    def __call__(self) -> Callable[[Gradients], None]:
-        """To be called after a forward; returns what to call before its backward."""
-        (num_updates,) = self._num_updates
+    def after_forward() -> Callable[[Gradients], None]:
+        (num_before,) = num_updates
 
         def check(gradients: Gradients) -> None:
-            if all(gradients[position] is None for position in self._outputs):
+            if all(gradients[position] is None for position in outputs):
                 return
-            if self._num_updates != [num_updates]:
+            if num_updates != [num_before]:
                 raise UnsupportedError(
-                    f"{self._name}: another backward updated the tables since this forward; a lowered table is "
-                    "updated by each backward, where eager adds the gradients of several forwards: run backward "
-                    "after each forward, look up all batches in one call, or leave out 'lower-embedding-bags'"
+                    f"{name}: another backward updated the tables since this forward; a lowered table is updated by "
+                    "each backward, where eager adds the gradients of several forwards: run backward after each "
+                    "forward, look up all batches in one call, or leave out 'lower-embedding-bags'"
                 )
-            self._num_updates[0] += 1
+            num_updates[0] += 1
 
         return check
+
+    return after_forward

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from graphpasses._torch.optimizer_in_backward import has_gradient_hooks
+from graphpasses._torch.optimizers import has_gradient_hooks
 from graphpasses._torch.symbols import expression
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.fused_update import FusedForm, learning_rate, optimizer_states

@@ -21,11 +21,9 @@ from graphpasses.text import did_you_mean
 def merge_repeated_keys(
     state: Mapping[str, Any], canonical: Mapping[str, str], *, group: dist.ProcessGroup | None
 ) -> OrderedDict[str, Any]:
-    """Returns a state_dict in which each tensor has its module's first name.
+    """Returns a state_dict in which each tensor has its module's first name; raises where names of one module differ.
 
-    All ranks must have the same keys, which use any names of the modules. ``canonical`` maps second names of modules
-    to first ones. The ranks of ``group`` hold parts of the tensors; None if there is only one rank. Raises where
-    names of one module have tensors that differ, on any rank.
+    ``canonical`` maps second names of modules to first ones. The ranks of ``group``, None for one, hold parts.
     """
     merged: OrderedDict[str, Any] = OrderedDict()
     first_keys: dict[str, str] = {}

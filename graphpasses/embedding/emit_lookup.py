@@ -24,32 +24,19 @@ def emit_lookup_like(
     call: LookupCall,
     layout: TableLayout,
     states: Sequence[fx.Node],
+    bags: Mapping[str, Any],
     *,
-    indices: fx.Node,
-    offsets: fx.Node,
-    indice_weights: fx.Node | None,
     name: str,
 ) -> fx.Node:
-    """Emits a lookup like ``call`` on other tables, at the graph's insertion point; returns [B, total_D] or [N, D].
+    """Emits a lookup with the settings of ``call``, of other tables and bags; returns [B, total_D] or [N, D].
 
-    The new lookup has the optimizer, pooling and settings of ``call``. ``states`` are the flat tensor of the tables,
-    then that of the optimizer's states, if it has one. ``indices`` and ``indice_weights`` are [N]; ``offsets`` say
-    where each bag begins in them, and the end [features * B + 1]. The graph gets inputs for what follows from
-    ``layout``, named by ``name``.
+    Inputs that the graph gets are named by ``name``.
     """
     aux_int, aux_bool = [list(call.arguments[key]) for key in ("aux_int", "aux_bool")]
     aux_int[INFO_B] = layout.info_b()
     aux_bool[MIXED_D] = len(set(layout.dims)) > 1
-    arguments = {
-        **call.arguments,
-        **layout_arguments(graph, layout, name),
-        **state_arguments(graph, layout, states, name),
-        "indices": indices,
-        "offsets": offsets,
-        "indice_weights": indice_weights,
-        "aux_int": aux_int,
-        "aux_bool": aux_bool,
-    }
+    tables = table_arguments(graph, layout, states, name)
+    arguments = {**call.arguments, **tables, **bags, "aux_int": aux_int, "aux_bool": aux_bool}
     assert callable(call.node.target)
     return graph.emit(call.node.target, (), arguments, like=call.node)
 
@@ -64,11 +51,9 @@ def emit_lookup(
     name: str,
     like: fx.Node,
 ) -> fx.Node:
-    """Emits a lookup whose backward updates the tables; returns the embeddings [B, total_D].
+    """Emits a lookup whose backward updates the tables, which ``weights`` holds; returns [B, total_D].
 
-    ``weights`` holds the tables as one flat tensor; ``bags`` are the op's ``indices``, ``offsets``,
-    ``indice_weights`` and ``pooling_mode``. ``name`` names the inputs that the graph gets; nodes have the origin of
-    ``like``.
+    Inputs that the graph gets are named by ``name``.
     """
     trigger = graph.add_input(torch.empty(0, requires_grad=True), f"{name}.trigger")
     states = [weights]
@@ -82,8 +67,7 @@ def emit_lookup(
     # The lists as FBGEMM 1.8.0's `lookup_sgd.py` and its siblings fill them.
     arguments = {
         "placeholder_autograd_tensor": trigger,
-        **state_arguments(graph, layout, states, name),
-        **layout_arguments(graph, layout, name),
+        **table_arguments(graph, layout, states, name),
         **bags,
         "feature_requires_grad": None,
         "output_dtype": _FP32,
@@ -97,29 +81,28 @@ def emit_lookup(
     return graph.emit(fused_lookup(update.form.name), (), arguments, like=like)
 
 
-def layout_arguments(graph: DynamoGraph, layout: TableLayout, name: str) -> dict[str, Any]:
-    """Returns the arguments that say the dimensions and rows of features; tensors become inputs of the graph."""
-    hash_size_cumsum = torch.tensor([*layout.first_rows, layout.num_rows])
-    return {
+def table_arguments(
+    graph: DynamoGraph, layout: TableLayout, states: Sequence[fx.Node], name: str
+) -> dict[str, Any]:
+    """Returns the arguments that tell a lookup of its tables and optimizer states; tensors become inputs.
+
+    ``states`` are the flat tensor of the tables, then that of the optimizer's states, if it has one.
+    """
+
+    def add(values: Sequence[int], argument: str) -> fx.Node:
+        return graph.add_input(torch.tensor(values), f"{name}.{argument}")
+
+    arguments = {
         "D_offsets": graph.add_input(layout.d_offsets(), f"{name}.D_offsets"),
         "total_D": sum(layout.dims),
         "max_D": max(layout.dims),
-        "hash_size_cumsum": graph.add_input(hash_size_cumsum, f"{name}.hash_size_cumsum"),
+        "hash_size_cumsum": add([*layout.first_rows, layout.num_rows], "hash_size_cumsum"),
         "total_hash_size_bits": int(math.log2(layout.num_rows) + 1),
     }
-
-
-def state_arguments(
-    graph: DynamoGraph, layout: TableLayout, states: Sequence[fx.Node], name: str
-) -> dict[str, list[fx.Node]]:
-    """Returns the arguments that tell a lookup where its tables and optimizer states lie.
-
-    Offsets become inputs of the graph. ``states`` are as in :func:`emit_lookup_like`.
-    """
     placements = torch.full((len(layout.dims),), HOST, dtype=torch.int32)
     placed = graph.add_input(placements, f"{name}.placements")
     offsets = {"weights": layout.weights_offsets, "momentum1": layout.momentum1_offsets}
-    return {
-        key: [state, placed, graph.add_input(torch.tensor(values), f"{name}.{key}_offsets")]
+    return arguments | {
+        key: [state, placed, add(values, f"{key}_offsets")]
         for state, (key, values) in zip(states, offsets.items(), strict=False)
     }

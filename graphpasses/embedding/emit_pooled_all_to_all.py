@@ -27,8 +27,7 @@ class MergedPooledAllToAll:
     """Emits one all-to-all for several that carry pooled embeddings, or gradients, of one batch.
 
     Call ``emit_sent`` and ``emit_launch`` where all members' inputs are there, ``emit_received`` before the members'
-    waits, and ``erase_members`` at the end. Gradients come in reverse, so the order of ``members`` is turned: dims
-    always lie in the order of the modules.
+    waits, and ``erase_members`` at the end. Dims lie in the order of the modules; gradients come in reverse.
     """
 
     def __init__(self, graph: TrainGraph, members: Sequence[PooledAllToAll]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphpasses._torch.optimizer_in_backward import (
+from graphpasses._torch.optimizers import (
     has_gradient_hooks,
     has_step_hooks,
     optimizers_in_backward,
@@ -83,11 +83,7 @@ class FusedForm:
 
 @dataclass(frozen=True)
 class FusedUpdate:
-    """The optimizers in backward of several tables, as one fused update.
-
-    The optimizers stay the user's: the update reads and writes their own state tensors, and takes the learning rate
-    that they have when a step begins.
-    """
+    """The optimizers in backward of several tables, as one fused update of the user's own states and rate."""
 
     form: FusedForm
     tables: Mapping[str, Tensor]  # by FQN

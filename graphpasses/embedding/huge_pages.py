@@ -12,12 +12,7 @@ _HUGE_PAGE = 1 << 21
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
-    """Asks Linux to back the memory of a contiguous CPU tensor with huge pages, where it was not touched yet.
-
-    Lookups read random rows, and miss the TLB less often in larger pages. Linux uses them by itself, or never, unless
-    its setting ``transparent_hugepage`` is ``madvise``, which is common. Does nothing for small tensors and other
-    devices.
-    """
+    """Asks Linux to back a CPU tensor's memory with huge pages: lookups of random rows miss the TLB less often."""
     if sys.platform == "linux" and tensor.device.type == "cpu":
         _advise(tensor, _HUGE_PAGE, mmap.MADV_HUGEPAGE)
 
@@ -25,8 +20,7 @@ def prefer_huge_pages(tensor: Tensor) -> None:
 def give_back_pages(tensor: Tensor) -> None:
     """Returns the pages of a contiguous CPU tensor to Linux before the tensor is freed: its values are lost.
 
-    The tensor lies in memory of this process alone, which nothing reads any more. Does nothing for other devices and
-    for pinned memory, of which the GPU would go on with the old pages.
+    Not those of pinned memory, of which the GPU would go on with the old pages.
     """
     if sys.platform == "linux" and tensor.device.type == "cpu" and not tensor.is_pinned():
         _advise(tensor, mmap.PAGESIZE, mmap.MADV_DONTNEED)

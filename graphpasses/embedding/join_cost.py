@@ -51,10 +51,9 @@ def padding_cost(lookups: Sequence[BatchOfBags], batch_size: int) -> float:
 
 
 def plan_joins(lookups: Sequence[BatchOfBags]) -> list[tuple[int, ...]]:
-    """Returns which lookups become one: those of equal batches, and others where padding costs less than a lookup.
+    """Returns which lookups become one, by position, larger batches first; no other partition costs less.
 
-    No other partition costs less, as far as the constants go. Lookups of unknown batch sizes are taken to have the
-    same. Returns the positions of the members of each joined lookup, and those that stay alone; larger batches first.
+    Lookups of unknown batch sizes are taken to have the same.
 
     Example:
         >>> users, items = BatchOfBags(32, 20, 2560), BatchOfBags(32_000, 1, 64)

@@ -170,8 +170,6 @@ def fit_plan(
 ) -> tuple[ShardingPlan, set[nn.Module]]:
     """Returns the plan with an entry for every name of every planned module, and those modules.
 
-    The model is unsharded, or other parts of it are sharded; ``sharding_plan`` uses any names of the modules.
-
     Raises:
         ShardingError: the plan does not fit the model; the message names the module and what to do.
     """

@@ -22,10 +22,7 @@ class Alias:
 
 
 def find_aliases(model: nn.Module, is_table: Callable[[nn.Module], bool]) -> list[Alias]:
-    """Returns all second names of modules that hold tables; ``is_table`` says what counts as tables.
-
-    What is in a shared container has no alias of its own: the container's is enough.
-    """
+    """Returns all second names of modules that hold tables; of what is in a shared container, the container's."""
     places: dict[nn.Module, tuple[str, tuple[nn.Module, str]]] = {}
     seconds: list[tuple[str, nn.Module, str, nn.Module]] = []
     holders: set[nn.Module] = set()

@@ -43,8 +43,7 @@ class TableLayout:
     ) -> TableLayout:
         """Returns the layout of the features of several lookups, one after the other.
 
-        The last table of each lookup has a row. ``weights`` say where in the common flat tensor that of each lookup
-        begins, in elements; ``momentum1`` the same for the optimizer states, empty for SGD.
+        ``weights`` say where each begins in the common flat tensor, ``momentum1`` the same for optimizer states.
 
         Example:
             >>> one = TableLayout(dims=(4, 4), first_rows=(0, 10), num_rows=30, weights_offsets=(0, 40))

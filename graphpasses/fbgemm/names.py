@@ -26,10 +26,7 @@ TRACED_LOOKUP = re.compile(rf"{FBGEMM}\.split_embedding_(nobag_)?codegen_forward
 
 
 def fused_lookup(optimizer: str) -> Any:
-    """Returns the lookup whose backward updates the tables, once FBGEMM is loaded.
-
-    ``optimizer`` is FBGEMM's name of the update, a value of :data:`FUSED_OPTIMIZERS`.
-    """
+    """Returns the lookup whose backward updates the tables, by FBGEMM's name of the update, once FBGEMM is loaded."""
     return getattr(torch.ops.fbgemm, _FUSED_LOOKUP.format(optimizer)).default
 
 

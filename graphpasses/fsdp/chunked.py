@@ -15,15 +15,12 @@ from graphpasses.identity import IdentityMap
 def chunked_buckets(
     plan: BucketPlan, layout: Layout, model: nn.Module, fqn: str
 ) -> tuple[BucketPlan, Layout]:
-    """Takes the parameters of a module that runs in chunks out of their buckets.
+    """Takes the parameters of a module that runs in chunks out of their buckets; returns plan and layout.
 
     A chunked loss calls backward on each chunk, and turns gradient synchronisation on for the last one: FSDP2 then
     reduces the module's parameters by themselves, their gradients added in the reduction's dtype, and the rest of
-    their group later. A tied parameter's other gradients are reduced with that rest. ``plan`` lists parameters, as
-    :meth:`BucketPlan.from_fully_shard` makes it; ``fqn`` is of a module that ``fully_shard`` knows. Returns plan
-    and layout with a bucket for the module's parameters. Source: FSDP2's ``_fsdp_param_group.py``,
-    ``post_backward``, and ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``; torchtitan's
-    ``ChunkedLossWrapper``.
+    their group later, with a tied parameter's other gradients. Source: FSDP2's ``_fsdp_param_group.py``,
+    ``post_backward``, and ``_fsdp_param.py``, ``to_accumulated_grad_if_needed``; torchtitan's ``ChunkedLossWrapper``.
 
     Raises:
         PlanError: a parameter of the module is in no entry, or has its first name elsewhere than another of its

@@ -78,8 +78,7 @@ def graph_layout(graph: TrainGraph) -> Layout:
 def reduced_parts(graph: TrainGraph) -> dict[fx.Node, dict[int, tuple[str, tuple[int, ...]]]]:
     """Returns the parts of each reduction of gradients, in the order of the graph.
 
-    By the node that launches a reduction and the part's number: FQN, and the numbers of elements of all parts. The
-    graph's process groups must be alive on this rank.
+    By the node that launches it and the part's number: FQN, and the numbers of elements of all parts.
     """
     parts: dict[fx.Node, dict[int, tuple[str, tuple[int, ...]]]] = {}
     values = graph.output_values

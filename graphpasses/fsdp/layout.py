@@ -183,11 +183,7 @@ def make_bucket_layout(
 
 
 def at_world_size(layout: Layout, num_ranks: int) -> Layout:
-    """Returns the layout that the same buckets have on another number of ranks.
-
-    Raises:
-        LayoutError: a bucket is an all-reduce or leaves ranks out, as with HSDP; or a sharded dim other than 0 does
-            not divide evenly.
+    """Returns the layout of the same buckets on another number of ranks; raises LayoutError where it is not known.
 
     Example:
         >>> bucket = make_bucket_layout("reduce_scatter", (0, 1), "avg", torch.bfloat16, [("weight", (5, 2), 0)])

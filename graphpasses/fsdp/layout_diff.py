@@ -101,10 +101,7 @@ def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
 
 
 def layout_places(layout: Layout) -> dict[PlaceKey, Place]:
-    """Returns where every gradient of a layout lies, in the order of its buckets and their bytes.
-
-    Places are keyed by FQN, collective, and how many such reductions of the parameter came before.
-    """
+    """Returns where every gradient lies, by FQN, collective, and how many such reductions of it came before."""
     places: dict[PlaceKey, Place] = {}
     num_seen: defaultdict[tuple[str, str], int] = defaultdict(int)
     for index, bucket in enumerate(layout.buckets):

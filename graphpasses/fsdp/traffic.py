@@ -15,6 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import is_operator, returns_alias, writes_arguments
+from graphpasses.analysis.levels import grouped
 from graphpasses.analysis.parameter_collectives import REDUCE_SCATTER, collective_ranks, find_gathers
 from graphpasses.fsdp.graph_layout import reduced_parts
 from graphpasses.fsdp.layout import BucketLayout, Layout, dtype_bytes
@@ -40,9 +41,8 @@ def has_fixed_sizes(graph: TrainGraph) -> bool:
 def graph_traffic(graph: TrainGraph) -> Traffic:
     """Reads the collectives of a captured step, and what it computes between their launches and waits.
 
-    Matrix products, convolutions and attention count by their FLOPs, as ``torch.utils.flop_counter`` knows them; of
-    other operators the bytes that they read and write. Views cost nothing. An optimizer's update is not counted.
-    Its shapes must be static, and its process groups alive on this rank.
+    Operators that ``torch.utils.flop_counter`` knows count by FLOPs, others by the bytes that they read and write;
+    views and an optimizer's update do not count. Shapes must be static.
 
     Example:
         >>> with fake_process_group(2):
@@ -87,12 +87,9 @@ def layout_traffic(
 ) -> Traffic:
     """Returns the traffic of a step that FSDP2 would run with these buckets.
 
-    Parameters are gathered bucket by bucket, in the order of the layout in forward and in reverse in backward,
-    where their gradients are reduced. A layout does not say what a step computes: 2 FLOPs a parameter and token are
-    taken in forward, 4 in backward, also for embeddings, which take fewer. ``num_tokens`` are those of each rank's
-    batch. With ``overlap`` the next bucket is gathered during this one's compute, and a gradient waited for when
-    the next one has been computed, as in FSDP2; without it each collective is waited for at once, as a traced step
-    does.
+    A layout does not say what a step computes: 2 FLOPs a parameter and token are taken in forward, 4 in backward.
+    ``num_tokens`` are those of each rank's batch. With ``overlap`` the next bucket is gathered during this one's
+    compute, and a gradient waited for when the next one has been computed; else each is waited for at once.
 
     Example:
         >>> from graphpasses.fsdp import make_bucket_layout
@@ -103,7 +100,8 @@ def layout_traffic(
     """
     transfers: list[Transfer] = []
     events: list[Event] = []
-    groups = _groups(layout)
+    # With HSDP the same parameters have two reductions.
+    groups = grouped(layout.buckets, key=lambda bucket: tuple(entry.fqn for entry in bucket.entries))
 
     def launch(transfers_of_group: list[Transfer]) -> list[Event]:
         first = len(transfers)
@@ -111,7 +109,7 @@ def layout_traffic(
         events.extend(Event("launch", index) for index in range(first, len(transfers)))
         return [Event("wait", index) for index in range(first, len(transfers))]
 
-    def gather(group: list[BucketLayout]) -> list[Event]:
+    def gather(group: Sequence[BucketLayout]) -> list[Event]:
         sharded = [bucket for bucket in group if bucket.collective == "reduce_scatter"][:1]
         return launch(
             [_bucket_transfer(replace(bucket, dtype=param_dtype), "all_gather") for bucket in sharded]
@@ -144,14 +142,6 @@ def _bucket_transfer(bucket: BucketLayout, collective: str) -> Transfer:
         for entry in bucket.entries
     )
     return Transfer(collective, 0, 0, _stride(bucket.ranks), rows).over(len(bucket.ranks))
-
-
-def _groups(layout: Layout) -> list[list[BucketLayout]]:
-    """Returns the reductions of the same parameters together: with HSDP there are two."""
-    groups: dict[tuple[str, ...], list[BucketLayout]] = {}
-    for bucket in layout.buckets:
-        groups.setdefault(tuple(entry.fqn for entry in bucket.entries), []).append(bucket)
-    return list(groups.values())
 
 
 def _stride(ranks: Sequence[int]) -> int:

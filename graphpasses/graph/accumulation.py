@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fake_mode import fake_mode_of
-from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside, gradients_kept
+from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside, reducing
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind
@@ -165,7 +165,7 @@ class CutSteps(Generic[S]):
                 "step.accumulate leaves gradients where FSDP2 keeps them, and fully_shard was not applied to the "
                 "model; capture without optimizer=, call the step for each microbatch, and update after the last"
             )
-        return gradients_kept(self.accumulators.groups)
+        return reducing(self.accumulators.groups, reduces=False)
 
     def find_waiting(self) -> tuple[Waiting, dict[str, torch.Tensor]]:
         """Returns what waits in a call now, and the gradients that have waited, by place.

@@ -27,10 +27,7 @@ Varying: TypeAlias = Mapping[str, Mapping[int, VaryingDim]]
 
 
 def check_leaves(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any]], varying: Varying) -> None:
-    """Raises if a leaf of a batch differs from the captured one.
-
-    ``captured_leaves`` are paths, each with a fake tensor or the plain value. The message names the leaf.
-    """
+    """Raises, and names the leaf, if a leaf of a batch is not like the captured one, a fake tensor or plain value."""
     _check_sizes(leaves, captured_leaves, varying)
     for (path, captured), leaf in zip(captured_leaves, leaves, strict=True):
         check_leaf(path, leaf)
@@ -69,11 +66,7 @@ def _check_sizes(leaves: Sequence[Any], captured_leaves: Sequence[tuple[str, Any
 
 
 def check_leaf(path: str, leaf: Any) -> None:
-    """Raises if a leaf of a batch is a tensor that a captured step would not take as eager does.
-
-    That is one that requires a gradient (a captured step computes the model's only), is a tensor subclass or is not
-    dense.
-    """
+    """Raises if a leaf is a tensor that no step takes as eager does: with gradient, a subclass, or not dense."""
     if not isinstance(leaf, torch.Tensor):
         return
     if leaf.requires_grad:

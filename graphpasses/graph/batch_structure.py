@@ -11,9 +11,35 @@ import torch
 
 from graphpasses._torch import pytree
 from graphpasses.errors import BatchMismatchError, CaptureError
-from graphpasses.graph.containers import AS_PYTREE_SAYS, Containers
 
 _LEAVES = (torch.Tensor, int, float, bool, str, type(None))
+
+
+class Containers:
+    """The containers of a library, made anew for each step; of this class, those of which pytree says all."""
+
+    def knows(self, kind: type) -> bool:
+        """Whether a class is the library's."""
+        return False
+
+    def reject_reason(self, value: Any) -> str | None:
+        """Returns why a captured step does not take a container as eager does; None if it does."""
+        return None
+
+    def fields_of(self, kind: type) -> Sequence[str] | None:
+        """Returns all that a container may be made of, in order, as paths name it; None if it always has all."""
+        return None
+
+    def held_items(self, value: Any, items: Mapping[Any, Any]) -> Mapping[Any, Any]:
+        """Returns the items that a container has, of those that pytree finds."""
+        return items
+
+    def items_by(self, value: Any, items: Mapping[Any, Any], keys: Sequence[Any]) -> Mapping[Any, Any]:
+        """Returns the items of a container by the keys that another of its structure has."""
+        return items
+
+
+AS_PYTREE_SAYS = Containers()
 
 
 @dataclass(frozen=True)
@@ -73,10 +99,7 @@ class BatchStructure:
         return tuple(path for child in self.children for path in child.paths)
 
     def leaves(self, value: Any) -> list[Any]:
-        """Returns the leaves of a batch of this structure.
-
-        Raises where its structure is another; the message names the part.
-        """
+        """Returns the leaves of a batch; raises, and names the part, where its structure is another."""
         if self.kind is None:
             return [value]
         opened = _open(value, self.library)

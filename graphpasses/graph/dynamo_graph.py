@@ -17,10 +17,9 @@ from graphpasses.graph.train_graph import GraphInput, InputKind, Stage, TrainGra
 
 @dataclass(repr=False, kw_only=True)
 class DynamoGraph(TrainGraph):
-    """A model's graph as Dynamo traced it: torch-level calls, autograd still to come.
+    """A model's graph as Dynamo traced it, before autograd; its inputs are live tensors of the model or the batch.
 
-    Its inputs are live tensors of the model or the batch. A pass may give every call of the compiled model further
-    tensors, and have it check something first.
+    A pass may give every call of the compiled model further tensors, and have it check something first.
     """
 
     stage: Stage = Stage.DYNAMO
@@ -40,10 +39,7 @@ class DynamoGraph(TrainGraph):
 
     @classmethod
     def of(cls, graph: TrainGraph) -> Self:
-        """Returns the graph that a pass was given, known to be one that Dynamo traced.
-
-        Raises if it is a graph of another kind.
-        """
+        """Returns the graph that a pass was given; raises if it is none that Dynamo traced."""
         if not isinstance(graph, cls):
             raise PipelineError(
                 f"the pass rewrites what Dynamo traced, a {cls.__name__}; it was given a {type(graph).__name__} of "
@@ -59,10 +55,7 @@ class DynamoGraph(TrainGraph):
         return copy
 
     def add_input(self, tensor: torch.Tensor, fqn: str) -> fx.Node:
-        """Returns a placeholder that every call gives ``tensor``: the one that was added for it, or a new last one.
-
-        ``fqn`` says what it is, for messages.
-        """
+        """Returns a placeholder that every call gives ``tensor``: the one added for it, or a new last one."""
         placeholders = self.placeholders
         for node, given in zip(placeholders, self.live, strict=True):
             if given is tensor and "grapharg" not in node.meta:  # which the batch or the model gives

@@ -15,11 +15,10 @@ from graphpasses._torch.dtensor import local_part
 
 
 def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
-    """Adds a gradient to ``parameter.grad``, or makes it that.
+    """Adds a gradient, in the parameter's dtype, to ``parameter.grad``, or makes it, or a copy, that.
 
-    As autograd does, it takes the tensor as it is if nothing else holds its memory and it is laid out like the
-    parameter; else a copy. The gradient is that of a plain parameter, or of the local shard of a DTensor, in the
-    parameter's dtype. Source: ``accumulate_grad.h``, ``AccumulateGrad::accumulateGrad``.
+    It is taken as it is if nothing else holds its memory and it is laid out like the parameter, or its local shard.
+    Source: ``accumulate_grad.h``, ``AccumulateGrad::accumulateGrad``.
     """
     if parameter.grad is not None:
         local_part(parameter.grad).add_(gradient)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import sympy  # type: ignore[import-untyped]
 from torch import fx
 
-from graphpasses._torch.decisions import as_function, value_at
+from graphpasses._torch.symbols import as_function, value_at
 from graphpasses.graph.train_graph import GraphInput
 
 Symbol: TypeAlias = sympy.Symbol
@@ -45,10 +45,7 @@ class Guards:
     sizes: frozenset[Symbol] = frozenset()  # those of the symbols that are sizes of the batch
 
     def difference(self, value_of: Callable[[GraphInput], Any]) -> str | None:
-        """Says which decision is the first that falls otherwise now; None if there is none.
-
-        ``value_of`` returns what an input carries now.
-        """
+        """Says which decision is the first that falls otherwise for what inputs carry now; None if there is none."""
         if (changed := self.first_changed(value_of)) is None:
             return None
         decision, before, now = changed
@@ -71,7 +68,9 @@ class Guards:
             while pending and pending[-1][1] <= values.keys():
                 decision, _, holds = pending.pop()
                 if not holds(values):
-                    return self._describe(decision, values)
+                    symbols = sorted(decision.condition.free_symbols, key=str)
+                    before, now = (", ".join(str(v[s]) for s in symbols) for v in (self.captured, values))
+                    return decision, before, now
         return None
 
     @cached_property
@@ -84,19 +83,13 @@ class Guards:
             all(values[symbol] == self.captured[symbol] for symbol in symbols) or is_true(values)
         )
 
-    def _describe(self, decision: Decision, values: Mapping[Symbol, Any]) -> tuple[Decision, str, str]:
-        symbols = sorted(decision.condition.free_symbols, key=str)
-        before, now = (", ".join(str(each[symbol]) for symbol in symbols) for each in (self.captured, values))
-        return decision, before, now
-
 
 def run_nodes(
     module: fx.GraphModule, nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any], written: Collection[str]
 ) -> Iterator[tuple[fx.Node, Any]]:
-    """Runs nodes of a graph, one after the other, and yields each with its value.
+    """Runs nodes, each after what it reads, and yields each with its value; ``module`` holds the constants.
 
-    ``module`` holds the graph's constants. Each node comes after what it reads; ``given`` are the values of
-    placeholders. ``written`` names the placeholders and constants that the nodes write in place; copies are written.
+    ``given`` are the values of placeholders; ``written`` names those, and constants, of which copies are written.
     """
     values: dict[fx.Node, Any] = {}
     for node in nodes:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
 
-from graphpasses._torch.fake_mode import facts_of_fake
-from graphpasses._torch.schemas import writes_arguments
-from graphpasses.graph.nodes import freeze
-
 _INT = frozenset({int})
 
 
 class KnownValues:
-    """The calls of a graph whose ``meta["val"]`` is known to be what they compute.
+    """The calls of a graph whose ``meta["val"]`` is known to be what they compute, as those of ``nodes`` now are.
 
-    The check between passes owns it, so that it computes new and changed calls only. A graph that is watched
-    (:meth:`TrainGraph.watch_values`) tells it what ``emit``, ``emit_copy``, ``replace`` and ``merge`` do. A call that
-    reads other nodes, whose fake values no operator could tell from those that it read, computes what it did.
-    The values of ``nodes``, as they stand now, are taken as true.
+    The check between passes computes others only; what :class:`TrainGraph` emits or replaces is told to it.
     """
 
     def __init__(self, nodes: Iterable[fx.Node] = ()) -> None:
@@ -51,54 +44,22 @@ class KnownValues:
         return [node for node in graph.nodes if not self.is_known(node)]
 
     def unknown(self, graph: fx.Graph) -> list[fx.Node]:
-        """Returns the calls that were changed since they were recorded, and those that read another kind of value."""
-        changed = self.changed(graph)
+        """Returns the calls that were changed since they were recorded, and those that read a changed value."""
         found: dict[fx.Node, None] = {}
-        for node in changed:
-            if not self._reads_alike(node):
-                found[node] = None
+        for node in self.changed(graph):
+            found[node] = None
             *_, before = self._records.get(node, (None,))
-            if before is not None and not _are_alike(before, node.meta.get("val")):
+            if before is not None and before is not node.meta.get("val"):
                 found.update(dict.fromkeys(node.users))
-        for node in changed:
-            if node not in found:
-                self.record(node)
         return [node for node in found if node.op == "call_function"]
-
-    def _reads_alike(self, node: fx.Node) -> bool:
-        """Whether a call differs from its record by nodes alone, whose values are those that it read."""
-        if node not in self._records or writes_arguments(node.target) or "unbacked_bindings" in node.meta:
-            return False
-        target, args, kwargs, value = self._records[node]
-        if target is not node.target or value is None or value is not node.meta.get("val"):
-            return False
-        (before, read_before), (now, read) = _parts(args, kwargs), _parts(node.args, node.kwargs)
-        return before == now and all(
-            one in self._records and _are_alike(self._records[one][-1], two.meta.get("val"))
-            for one, two in zip(read_before, read, strict=True)
-        )
 
     @contextmanager
     def kept(self, nodes: Iterable[fx.Node]) -> Iterator[None]:
-        """The block may change which nodes calls read or where values are kept, but not what the values are.
-
-        Those of ``nodes`` that are known now are known after the block.
-        """
+        """Those of ``nodes`` that are known stay so: the block may change what calls read, but no value."""
         known = [node for node in nodes if self.is_known(node)]
         yield
         for node in known:
             self.record(node)
-
-
-def _parts(args: Any, kwargs: Any) -> tuple[Hashable, list[fx.Node]]:
-    """Returns a key for a call's arguments but for the nodes among them, and the nodes."""
-    nodes: list[fx.Node] = []
-    return freeze(fx.node.map_arg((args, kwargs), nodes.append)), nodes
-
-
-def _are_alike(one: Any, two: Any) -> bool:
-    """Whether no operator could tell two fake values apart; False if that is not known."""
-    return one is two or ((facts := facts_of_fake(one)) is not None and facts == facts_of_fake(two))
 
 
 def summary(value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Small questions about the nodes of a graph: what a call reads, what it launches, what it computes."""
+"""Small questions about the nodes of a graph: what a call reads, launches or computes, what a constant holds."""
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -14,8 +15,7 @@ from torch.fx.experimental.symbolic_shapes import rebind_unbacked
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch import pytree
-from graphpasses._torch.fake_mode import fake_mode_of
-from graphpasses._torch.fake_results import fake_call
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake, outside_tracing
 from graphpasses._torch.schemas import given_arguments, writes_arguments
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
@@ -72,15 +72,6 @@ def find_collectives(graph: fx.Graph) -> list[fx.Node]:
         for target in _COLLECTIVES
         for node in graph.find_nodes(op="call_function", target=target, sort=False)
     ]
-
-
-def count_collectives(graph: fx.Graph) -> dict[str, int]:
-    """Counts the functional collectives of a graph by the names of their operators."""
-    counts = {
-        str(target).split(".")[1]: len(graph.find_nodes(op="call_function", target=target, sort=False))
-        for target in _COLLECTIVES
-    }
-    return {name: count for name, count in counts.items() if count}
 
 
 def eliminate_dead_code(graph: fx.Graph) -> None:
@@ -165,10 +156,7 @@ def fake_value(node: fx.Node) -> Any:
 
 
 def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
-    """Returns the memory of nodes' fake values: who shares some shares memory, also where no schema says so.
-
-    Inputs of a graph may overlap, and some operators (``_unsafe_view``) do not say that they return views.
-    """
+    """Returns the memory of nodes' fake values, which overlapping inputs, and some operators, share unsaid."""
     return memories([node.meta.get("val") for node in nodes])
 
 
@@ -210,3 +198,29 @@ def reach(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.N
             found.add(node)
             pending += following(node)
     return found
+
+
+_MAX_BYTES = 1 << 28  # larger ones are known by what they are: to read them takes seconds
+
+
+def attribute(node: fx.Node) -> Any:
+    """Returns what a ``get_attr`` node reads of its module."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def read_constants(graph: fx.Graph) -> dict[str, Hashable]:
+    """Returns, by the names of a graph's attributes, what they hold now."""
+    return {str(node.target): constant_bits(attribute(node)) for node in graph.find_nodes(op="get_attr")}
+
+
+def constant_bits(value: Any) -> Hashable:
+    """Returns a key of what a constant holds: equal keys are equal bits, of a graph equal calls and constants."""
+    if isinstance(value, fx.GraphModule):
+        return str(value.code), tuple(read_constants(value.graph).items())
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    if not is_plain or is_fake(value) or value.is_meta or value.nbytes > _MAX_BYTES:
+        return id(value)
+    with outside_tracing():
+        data = value.detach().resolve_conj().resolve_neg().contiguous().cpu().view(-1).view(torch.uint8)
+        digest = hashlib.sha256(data.numpy()).hexdigest()
+    return value.dtype, value.device, tuple(value.shape), value.stride(), digest

@@ -33,7 +33,7 @@ class ParameterInfo:
 
 
 def parameter_infos(model: nn.Module, identity: IdentityMap) -> dict[str, ParameterInfo]:
-    """Returns facts about every parameter of ``model``, by canonical FQN.
+    """Returns facts about every parameter, by canonical FQN.
 
     Raises where one is sharded over several mesh axes otherwise than evenly by FSDP over tensor parallelism.
     """
@@ -72,10 +72,7 @@ def _parameter_info(fqn: str, parameter: torch.Tensor) -> ParameterInfo:
 
 
 def _shape_that_fsdp_shards(fqn: str, parameter: DTensor, axis: int, dim: int) -> tuple[int, ...]:
-    """Returns the shape of this rank's part of a parameter along the axes after FSDP's.
-
-    The checks are of what every rank knows: the global shape and the sizes of all axes.
-    """
+    """Returns the shape of this rank's part along the axes after FSDP's; what is checked, every rank knows."""
     placements, mesh = parameter.placements, parameter.device_mesh
     inner = [(p, mesh.size(axis + 1 + index)) for index, p in enumerate(placements[axis + 1 :])]
     num_parts = [1] * parameter.dim()

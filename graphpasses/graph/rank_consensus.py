@@ -61,10 +61,9 @@ class RankConsensus:
         return [bool(flag) for flag in everyones.tolist()]
 
     def check_launches(self, launches: Sequence[Launch] | None) -> None:
-        """Raises if ranks launch different collectives, which would make them wait for each other for ever.
+        """Raises on all ranks if they launch different collectives: they would wait for each other for ever.
 
-        ``launches`` are this rank's, in order; None if they are not known: then no rank's are checked. All ranks
-        raise; those that share a group with two that differ name both.
+        ``launches`` are this rank's, in order; None if they are not known: then no rank's are checked.
         """
         if not self.groups or not self.all_ranks([launches is not None])[0]:
             return
@@ -79,10 +78,7 @@ class RankConsensus:
             )
 
     def check_update(self, optimizers: Optimizers | None, clip_norm: float | None) -> None:
-        """Raises on all ranks if they were given optimizers of different classes, or other norms to clip to.
-
-        Ranks that share a group with two that differ name both.
-        """
+        """Raises on all ranks if they were given optimizers of different classes, or other norms to clip to."""
         what = "capture one step with different {}"
         self._check_same(what.format("optimizer"), repr(None if optimizers is None else optimizers.name))
         self._check_same(what.format("clip_norm"), repr(clip_norm))

@@ -48,11 +48,7 @@ class FailedElsewhereError(CaptureError):
 
 
 class GuardedCache(Generic[S]):
-    """A captured step, and those that were captured again, each with its guards, on all ranks at the same call.
-
-    A step communicates, so its ranks run what they captured together: a batch for which one of them decides
-    otherwise sends all to another step.
-    """
+    """A captured step, and those captured again, each with its guards: all ranks run the same one at each call."""
 
     def __init__(self, first: S) -> None:
         self.steps = [first]
@@ -69,11 +65,8 @@ class GuardedCache(Generic[S]):
     def fitting(self, batch: tuple[Any, ...], value_of: Callable[[GraphInput], Any]) -> S:
         """Returns the step that all ranks captured with what they decide by now; captures it if there is none.
 
-        ``value_of`` returns what an input carries now.
-
-        Raises:
-            CaptureError: there is none, and none may be captured: the message names the line and both values.
-            AgreementError: at the first call: ranks launch different collectives, or update otherwise.
+        ``value_of`` returns what an input carries now. Raises where none may be captured; and at the first call where
+        ranks launch different collectives, or update otherwise.
         """
         if not self._is_checked:
             update = self.steps[0].update

@@ -1,17 +1,17 @@
-"""What a legal graph is: small named rules, which the check between passes runs in this order.
+"""What a legal graph is: small named rules, the contract, and the check between passes.
 
 A rule that a graph breaks says how, as the end of a sentence that begins with the pass: "pass 'x' removed the loss".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import fx
 
-from graphpasses.graph.contract import Contract
+from graphpasses.errors import VerificationError
 from graphpasses.graph.dynamo_graph import DynamoGraph
 from graphpasses.graph.known_values import KnownValues, summary
 from graphpasses.graph.nodes import (
@@ -20,8 +20,10 @@ from graphpasses.graph.nodes import (
     fake_value,
     find_collectives,
     is_collective,
+    writing_operators,
 )
 from graphpasses.graph.train_graph import InputKind, OutputKind, Stage, TrainGraph
+from graphpasses.ops.update_rows import UPDATE_ROWS
 
 _STATE = {InputKind.PARAMETER, InputKind.BUFFER}
 _INPUTS = {
@@ -39,6 +41,34 @@ _OUTPUTS = {
     Stage.FORWARD: {OutputKind.VALUE},
     Stage.BACKWARD: {OutputKind.VALUE, OutputKind.GRADIENT},
 }
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What no pass may change: what the step reads, and whose gradients it yields."""
+
+    state: frozenset[str]  # canonical FQNs of the parameters and buffers that are inputs
+    batch: tuple[str, ...]  # paths of the batch leaves, in order
+    num_inputs: int | None  # number of placeholders, if another runner owns the flat signature; else None
+    gradients: frozenset[str]  # canonical FQNs of the parameters that get a gradient
+    # Operators that write an argument in place, also in the step's update, wherever that is, and what may
+    # replace a part of it.
+    writers: frozenset[str]
+
+    @classmethod
+    def of(cls, graph: TrainGraph) -> Contract:
+        """Returns the contract that ``graph`` fulfils now."""
+        return cls(
+            state=frozenset(graph.identity.canonical(item.fqn) for item in graph.inputs if item.is_state),
+            batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
+            num_inputs=len(graph.inputs) if graph.fixed_signature else None,
+            gradients=frozenset(graph.parameters) - graph.without_gradient,
+            writers=writing_operators(graph.graph).union(
+                ()
+                if graph.update is None
+                else (str(UPDATE_ROWS), *writing_operators(graph.update.module.graph))
+            ),
+        )
 
 
 @dataclass(frozen=True)
@@ -265,3 +295,43 @@ RULES = (
     Rule("no-new-writes", _no_new_writes, frozenset({Stage.STEP, Stage.JOINT})),
     Rule("true-values", _true_values),
 )
+
+
+class Verifier:
+    """Checks a graph after each pass of a pipeline; what it holds before the passes is taken as true."""
+
+    def __init__(self, graph: TrainGraph) -> None:
+        self._graph = graph
+        self._contract = Contract.of(graph)
+        self._known = graph.watch_values()
+        self._left: tuple[list[fx.Node], list[str]] = [], []
+        self._is_changed = True
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the nodes are others than after the last check, which many passes leave as they are."""
+        return self._is_changed
+
+    def check_form(self, pass_name: str) -> None:
+        """Raises if the graph is malformed, dead code included."""
+        graph = self._graph.graph
+        same_nodes = len(graph.nodes) == len(self._left[0]) and self._left == self._named_nodes()
+        self._is_changed = not same_nodes or bool(self._known.changed(graph))
+        self._check(FORM, pass_name)
+
+    def check_rules(self, pass_name: str) -> None:
+        """Raises if a well-formed graph without dead code breaks a rule of its stage."""
+        self._check(RULES, pass_name)
+        if self._is_changed:
+            self._left = self._named_nodes()
+
+    def _named_nodes(self) -> tuple[list[fx.Node], list[str]]:
+        nodes = [*self._graph.graph.nodes]
+        return nodes, [node.name for node in nodes]
+
+    def _check(self, rules: Sequence[Rule], pass_name: str) -> None:
+        checked = Checked(self._graph, self._contract, self._known, self._is_changed)
+        for rule in rules:
+            if self._graph.stage in rule.stages:
+                for broken in rule.check(checked):
+                    raise VerificationError(f"{pass_name} {broken.message}") from broken.cause

@@ -21,10 +21,7 @@ def size_expression(size: Size | torch.SymInt) -> Any:
 
 
 class SizeArithmetic:
-    """Emits arithmetic on sizes at a graph's insertion point: each operation once, none for numbers.
-
-    ``like`` is a node of the same origin, see :meth:`TrainGraph.emit`.
-    """
+    """Emits arithmetic on sizes at the insertion point, each operation once; ``like`` is as for ``emit``."""
 
     def __init__(self, graph: TrainGraph, *, like: fx.Node) -> None:
         self._graph, self._like = graph, like

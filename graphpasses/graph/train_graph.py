@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -13,10 +14,9 @@ from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
-from graphpasses.graph.constants import read_constants
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind, Stage
 from graphpasses.graph.known_values import KnownValues, summary
-from graphpasses.graph.nodes import count_collectives, fake_value, storages, views
+from graphpasses.graph.nodes import fake_value, find_collectives, read_constants, storages, views
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
 
@@ -241,7 +241,7 @@ class TrainGraph:
 
     def collectives(self) -> dict[str, int]:
         """Counts the collectives of the graph by operator name, e.g. ``{"all_gather_into_tensor": 3}``."""
-        return count_collectives(self.graph)
+        return dict(Counter(str(node.target).split(".")[1] for node in find_collectives(self.graph)))
 
 
 def _new_symbols(value: Any) -> Any:

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import Place, layout_places
@@ -15,8 +14,6 @@ from graphpasses.simulate.choice import choose
 from graphpasses.simulate.nccl import channel_parts
 from graphpasses.simulate.prediction import Prediction, Reordered
 from graphpasses.simulate.rings import Ring, Topology, rings
-
-Side = Literal["a", "b"]
 
 
 @dataclass(frozen=True)
@@ -76,10 +73,6 @@ class Row:
         """Elements that are added in another order, on all ranks of a group."""
         return self.reordered.num_elements if self.reordered else 0
 
-    def on(self, side: Side) -> Place | None:
-        """Returns its place in one of the runs."""
-        return self.a if side == "a" else self.b
-
 
 @dataclass(frozen=True)
 class BucketPair:
@@ -101,13 +94,13 @@ class BucketPair:
 BucketGroup = tuple[BucketPair, ...]
 """Pairs that look the same, as those of equal layers do."""
 
+_Entry = tuple[Row, Place, Place | None]
+"""A gradient in one of the runs: where it lies there, and in the other run."""
+
 
 @dataclass
 class RingNames:
-    """Numbers of rings, in the order in which they are met.
-
-    Each ring is turned to begin at its lowest rank.
-    """
+    """Numbers of rings, each turned to begin at its lowest rank, in the order in which they are met."""
 
     numbers: dict[Ring, int] = field(default_factory=dict)
 
@@ -123,57 +116,44 @@ def draw_buckets(
     prediction: Prediction | None,
     names: RingNames,
 ) -> tuple[BucketGroup, ...]:
-    """Pairs the buckets of two runs and draws them.
-
-    The buckets come in the first run's order, then what only the second has; those that look the same come
-    together. ``names`` numbers the rings, the same for all drawings of a page.
-    """
+    """Pairs the buckets of two runs, in the first run's order, and draws them; those that look the same together."""
     places = [layout_places(layout) if layout else {} for layout in (a, b)]
     found = {
         (each.fqn, each.before, each.after): each for each in (prediction.reordered if prediction else ())
     }
-    entries = []
+    rows = []
     for key in dict.fromkeys([*places[0], *places[1]]):
         here, there = places[0].get(key), places[1].get(key)
-        entries.append(Row(key[0], here, there, found.get((key[0], here, there))))
+        rows.append(Row(key[0], here, there, found.get((key[0], here, there))))
     is_compared = a is not None and b is not None
-    in_a, in_b = _by_bucket(entries, "a"), _by_bucket(entries, "b")
+    in_a = _by_bucket((row, row.a, row.b) for row in rows)
+    in_b = _by_bucket((row, row.b, row.a) for row in rows)
     groups: dict[object, list[BucketPair]] = {}
-    for index_a, index_b in _paired(entries, in_a, in_b):
+    for index_a, index_b in _paired(rows, in_a, in_b):
         sides = (in_a.get(index_a, []), in_b.get(index_b, []))
         pair = _pair(sides, topologies, names, is_compared)
         groups.setdefault(_look(pair), []).append(pair)
     return tuple(map(tuple, groups.values()))
 
 
-def _place(entry: Row, side: Side) -> Place:
-    """Returns the place of an entry in a run that reduces it."""
-    place = entry.on(side)
-    assert place is not None
-    return place
-
-
-def _by_bucket(entries: Iterable[Row], side: Side) -> dict[int, list[Row]]:
-    """Returns the entries of each bucket of a side, in byte order."""
-    found: dict[int, list[Row]] = {}
-    for entry in entries:
-        place = entry.on(side)
-        if place is not None:
-            found.setdefault(place.bucket, []).append(entry)
-    return {
-        index: sorted(found[index], key=lambda entry: _place(entry, side).offset) for index in sorted(found)
-    }
+def _by_bucket(entries: Iterable[tuple[Row, Place | None, Place | None]]) -> dict[int, list[_Entry]]:
+    """Returns the entries of each bucket of a run, in byte order."""
+    found: dict[int, list[_Entry]] = {}
+    for row, here, there in entries:
+        if here is not None:
+            found.setdefault(here.bucket, []).append((row, here, there))
+    return {index: sorted(found[index], key=lambda entry: entry[1].offset) for index in sorted(found)}
 
 
 def _paired(
-    entries: Iterable[Row], in_a: Mapping[int, object], in_b: Mapping[int, object]
+    rows: Iterable[Row], in_a: Mapping[int, object], in_b: Mapping[int, object]
 ) -> Iterator[tuple[int, int]]:
     """Yields a bucket of the first layout and the one of the second that has most of its bytes; -1 is none."""
     shared: dict[int, Counter[int]] = {}
-    for entry in entries:
-        if entry.a and entry.b:
-            num_bytes = entry.a.padded_numel * entry.a.itemsize
-            shared.setdefault(entry.a.bucket, Counter())[entry.b.bucket] += num_bytes
+    for row in rows:
+        if row.a and row.b:
+            num_bytes = row.a.padded_numel * row.a.itemsize
+            shared.setdefault(row.a.bucket, Counter())[row.b.bucket] += num_bytes
     used = set()
     for index in in_a:
         candidates = [each for each, _ in shared.get(index, Counter()).most_common() if each not in used]
@@ -185,42 +165,36 @@ def _paired(
 
 
 def _pair(
-    entries: tuple[list[Row], list[Row]],
+    sides: tuple[list[_Entry], list[_Entry]],
     topologies: tuple[Topology, Topology],
     names: RingNames,
     is_compared: bool,
 ) -> BucketPair:
-    sides: tuple[Side, Side] = ("a", "b")
-    firsts = [_place(its[0], side) for its, side in zip(entries, sides, strict=True) if its]
+    firsts = [its[0][1] for its in sides if its]
     total = max(first.num_bytes for first in firsts) or 1
     bars = [
-        _bar(its, side, total, topology, names, is_compared) if its else None
-        for its, side, topology in zip(entries, sides, topologies, strict=True)
+        _bar(its, total, topology, names, is_compared) if its else None
+        for its, topology in zip(sides, topologies, strict=True)
     ]
     top, bottom = (
-        {id(entry): segment for entry, segment in zip(its, bar.segments if bar else (), strict=True)}
-        for its, bar in zip(entries, bars, strict=True)
+        {id(row): segment for (row, *_), segment in zip(its, bar.segments if bar else (), strict=True)}
+        for its, bar in zip(sides, bars, strict=True)
     )
     joins = tuple(
-        Join(entry.fqn, _edges(top[id(entry)]), _edges(bottom[id(entry)]), entry.reordered is not None)
-        for entry in entries[0]
-        if entry.a != entry.b and id(entry) in bottom
+        Join(row.fqn, _edges(top[id(row)]), _edges(bottom[id(row)]), row.reordered is not None)
+        for row, *_ in sides[0]
+        if row.a != row.b and id(row) in bottom
     )
-    rows = [*entries[0], *(entry for entry in entries[1] if id(entry) not in top)]
-    module = _common_prefix([entry.fqn for entry in rows]).removesuffix(".")
+    rows = [*(row for row, *_ in sides[0]), *(row for row, *_ in sides[1] if id(row) not in top)]
+    module = _common_prefix([row.fqn for row in rows]).removesuffix(".")
     reduction = " → ".join(dict.fromkeys(map(_reduction, firsts)))
     return BucketPair(module, reduction, bars[0], bars[1], joins, tuple(rows))
 
 
 def _bar(
-    entries: Sequence[Row],
-    side: Side,
-    total: int,
-    topology: Topology,
-    names: RingNames,
-    is_compared: bool,
+    entries: Sequence[_Entry], total: int, topology: Topology, names: RingNames, is_compared: bool
 ) -> Bar:
-    first = _place(entries[0], side)
+    _, first, _ = entries[0]
     group, count = topology.restrict(first.ranks), first.num_bytes // first.itemsize
     ring_of = [names[tuple(first.ranks[rank] for rank in ring)] for ring in rings(group)]
     per_chunk = ", each chunk from another rank on" if first.collective == "all_reduce" else ""
@@ -239,8 +213,8 @@ def _bar(
         for channel, part in enumerate(channels)
         if len(part)
     ]
-    prefix = _common_prefix([entry.fqn for entry in entries])
-    segments = tuple(_segment(entry, side, total, prefix, is_compared) for entry in entries)
+    prefix = _common_prefix([row.fqn for row, *_ in entries])
+    segments = tuple(_segment(*entry, total, prefix, is_compared) for entry in entries)
     return Bar(first.bucket, segments, tuple(parts))
 
 
@@ -251,11 +225,11 @@ def _common_prefix(fqns: Sequence[str]) -> str:
     return "".join(f"{names[0]}." for names in same)
 
 
-def _segment(entry: Row, side: Side, total: int, prefix: str, is_compared: bool) -> Segment:
-    place = _place(entry, side)
-    other = entry.on("b" if side == "a" else "a")
+def _segment(
+    row: Row, place: Place, other: Place | None, total: int, prefix: str, is_compared: bool
+) -> Segment:
     lines = [
-        entry.fqn,
+        row.fqn,
         f"byte {place.offset:,} of {place.num_bytes:,}, {place.padded_numel:,} elements of each rank's part",
     ]
     state = "kept"
@@ -266,7 +240,7 @@ def _segment(entry: Row, side: Side, total: int, prefix: str, is_compared: bool)
         state = "moved"
         lines.append(f"in the other run: byte {other.offset:,} of {other.num_bytes:,}, bucket {other.bucket}")
     stretches: Sequence[tuple[float, float]] = []
-    if (reordered := entry.reordered) is not None:
+    if (reordered := row.reordered) is not None:
         lines.append(
             f"{reordered.reason or 'added in another order'}: {reordered.num_elements:,} elements on all ranks"
         )
@@ -275,8 +249,8 @@ def _segment(entry: Row, side: Side, total: int, prefix: str, is_compared: bool)
         if reordered.reason:  # then all of them, and the parts may have other sizes
             stretches = [(0.0, 100.0)]
     width = 100 * place.padded_numel * place.itemsize / total
-    label, left = entry.fqn.removeprefix(prefix), 100 * place.offset / total
-    return Segment(entry.fqn, label, left, width, state, tuple(stretches), "\n".join(lines))
+    label, left = row.fqn.removeprefix(prefix), 100 * place.offset / total
+    return Segment(row.fqn, label, left, width, state, tuple(stretches), "\n".join(lines))
 
 
 def _edges(segment: Segment) -> tuple[float, float]:

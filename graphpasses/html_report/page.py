@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -49,10 +49,7 @@ class _Section:
 
 
 def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes:
-    """Draws runs as a page of HTML that needs nothing else: no network, no other file.
-
-    The others are compared with the first run; one that cannot be compared has a section that says why.
-    """
+    """Draws runs, the others compared with the first, as a page of HTML that needs no network and no other file."""
     names, speeds = RingNames(), speeds or Speeds()
     first, *others = runs
     sections = [_Section("A", first)]
@@ -60,7 +57,8 @@ def render_page(runs: Sequence[ShownRun], speeds: Speeds | None = None) -> bytes
         layout, topologies = first.run.header.layouts, (first.topology, first.topology)
         sections = [_Section("A", first, buckets=draw_buckets(layout, None, topologies, None, names))]
     sections += [
-        _compared(_letter(index), first, other, names) for index, other in enumerate(others, start=1)
+        _compared(chr(ord("A") + index) if index < 26 else f"run-{index + 1}", first, other, names)
+        for index, other in enumerate(others, start=1)
     ]
     sections = [replace(each, scale=scale_tables(each.shown.run, speeds)) for each in sections]
     environment = Environment(
@@ -96,16 +94,10 @@ def _compared(letter: str, first: ShownRun, other: ShownRun, names: RingNames) -
         comparison, differences = compare_runs(first.run, other.run), step_differences(first.run, other.run)
     except CompareError as error:
         return replace(section, trouble=str(error))
-    sentences: Iterable[str] = ()
-    if comparison.divergence is not None:
-        sentences = (
-            *explain(
-                comparison.divergence, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
-            ),
-            how_to_locate(comparison),
+    sentences: list[str] = []
+    if (divergence := comparison.divergence) is not None:
+        sentences += explain(
+            divergence, prediction, letter=letter, has_layouts=has_both, num_moved=len(moved)
         )
+        sentences.append(how_to_locate(comparison))
     return replace(section, comparison=comparison, strip=draw_strip(differences), sentences=tuple(sentences))
-
-
-def _letter(index: int) -> str:
-    return chr(ord("A") + index) if index < 26 else f"run-{index + 1}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
-from graphpasses.integrations.torchtitan.default_buckets import default_buckets
+from graphpasses.integrations.torchtitan.buckets import default_buckets
 from graphpasses.parity.run_file import Run
 from graphpasses.scale import ScaleRow, Speeds, bucketings, scale_rows, steps_of_passes
 
@@ -23,10 +23,7 @@ class ScaleTable:
 
 
 def scale_tables(run: Run, speeds: Speeds) -> tuple[ScaleTable, ...]:
-    """Returns the tables of a run: of its buckets, and of each graph that passes rewrote, before and after each.
-
-    What the run did not record makes no table.
-    """
+    """Returns the tables that a run recorded: of its buckets, and of each graph before and after each pass."""
     found = []
     if run.header.layouts is not None:
         found.append(_of_layout(run.header.layouts, run.header.world_size, speeds))

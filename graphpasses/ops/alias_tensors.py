@@ -28,11 +28,8 @@ def alias_tensors(
 ) -> tuple[Tensor, ...]:
     """Returns tensors with the same memory, whose gradients go to the given ones through one node of autograd.
 
-    They are no views: Dynamo would look at a view's base, too.
-
-    Args:
-        tensors: of any shapes and dtypes.
-        before_backward: called with the gradients, None where none came, before they go on.
+    They are no views: Dynamo would look at a view's base, too. ``before_backward`` is called with the gradients, None
+    where none came, before they go on.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)

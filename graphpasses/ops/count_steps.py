@@ -21,12 +21,7 @@ class _CountSteps(torch.autograd.Function):
 
 
 def count_steps(trigger: Tensor, steps: Tensor, places: Tensor) -> Tensor:
-    """Returns ``trigger``; a backward that reaches it adds one to some of ``steps``.
-
-    Args:
-        trigger: the empty tensor whose gradient makes a fused lookup part of backward.
-        steps: the steps that optimizers count, 1-D, float32.
-        places: where in ``steps`` those of the lookup's tables are, [tables], int64.
+    """Returns ``trigger``, which is empty; a backward that reaches it adds one to ``steps`` at some places.
 
     Example:
         >>> trigger, steps = torch.empty(0, requires_grad=True), torch.zeros(3)

@@ -25,9 +25,8 @@ def exchange_embeddings(
 ) -> Tensor:
     """Sends each rank its part of a tensor, [sum(input_splits), ...]; returns what comes, [sum(output_splits), ...].
 
-    Splits are rows for, and from, each rank of a group, which has the name that functional collectives know.
-    Gradients go back and are divided by ``divisor`` there. TorchRec's ``codec`` encodes what is sent and decodes what
-    comes, and ``gradient_codec`` does so with gradients; without them the numbers themselves are sent.
+    Gradients go back and are divided by ``divisor`` there. TorchRec's codecs encode what is sent and decode what
+    comes.
     """
     splits = output_splits, input_splits
     result: Tensor = _Exchange.apply(tensor, *splits, group, divisor, codec, gradient_codec)  # type: ignore[no-untyped-call]

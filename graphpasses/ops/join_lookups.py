@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ def join_bags(
 ) -> tuple[Tensor, Tensor]:
     """Joins the ids of several lookups; raises IdError if some of them are in no bag.
 
-    Each lookup has ids, integer 1-D; offsets, where its bags begin, feature after feature, and where the last ends,
-    integer [features * B_i + 1]; and its module's name, for messages. Returns all ids, int64, and the lengths of
+    Offsets of each are integer [features * B_i + 1], names for messages. Returns all ids, int64, and the lengths of
     their bags, int64 [sum(num_features), B], where B is the largest batch.
 
     Example:
@@ -55,24 +54,21 @@ def join_bags(
             row[:, :size] = part.view(-1, size) if size else 0
     joined = torch.cat(list(ids)).long()
     if int(lengths.sum()) != joined.numel():
-        _refuse(ids, offsets, names)
+        wrong = next(
+            name
+            for part, ends, name in zip(ids, offsets, names, strict=True)
+            if int(ends[0]) != 0 or int(ends[-1]) != part.numel()
+        )
+        raise IdError(
+            f"{wrong} was called with offsets that leave some of its ids out of all bags, so its lookup cannot be "
+            "one with others: pass offsets that begin with 0 and end with the number of ids, or disable the pass "
+            "'fuse-tbe'"
+        )
     return joined, lengths
 
 
 def _batch_sizes(offsets: Sequence[Tensor], num_features: Sequence[int]) -> list[Any]:
     return [(ends.numel() - 1) // number for ends, number in zip(offsets, num_features, strict=True)]
-
-
-def _refuse(ids: Sequence[Tensor], offsets: Sequence[Tensor], names: Sequence[str]) -> NoReturn:
-    wrong = [
-        name
-        for part, ends, name in zip(ids, offsets, names, strict=True)
-        if int(ends[0]) != 0 or int(ends[-1]) != part.numel()
-    ]
-    raise IdError(
-        f"{wrong[0]} was called with offsets that leave some of its ids out of all bags, so its lookup cannot be one "
-        "with others: pass offsets that begin with 0 and end with the number of ids, or disable the pass 'fuse-tbe'"
-    )
 
 
 def _fake_join_bags(
@@ -102,9 +98,7 @@ JOIN_BAGS = define_operator(
 
 
 def join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Joins embeddings of several lookups side by side, those of smaller batches with zeros under them.
-
-    Of parts [B_i, D_i], floats of one dtype, it makes [num_rows, sum of D_i]; ``num_rows`` is at least every B_i.
+    """Joins parts [B_i, D_i] side by side, those of smaller batches with zeros under them: [num_rows, sum of D_i].
 
     Example:
         >>> join_features([torch.ones(2, 2), torch.ones(1, 1)], 2)
@@ -127,10 +121,7 @@ JOIN_FEATURES = define_operator(
 
 
 def split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[int]) -> list[Tensor]:
-    """Splits what one lookup returns for several, [B, sum(dims)], float.
-
-    Returns per lookup [batch_size, dim], contiguous, of at most B rows; the gradient is made by
-    :func:`join_features`.
+    """Splits what one lookup returns for several, [B, sum(dims)]; returns per lookup [batch_size, dim], contiguous.
 
     Example:
         >>> split_features(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), [2, 1], [2, 1])

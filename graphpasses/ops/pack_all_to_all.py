@@ -47,10 +47,9 @@ def _row_shapes(sizes: Sequence[int], row_dims: Sequence[int]) -> Iterator[Seque
 
 
 def pack_all_to_all(inputs: Sequence[Tensor], splits: Sequence[int]) -> Tensor:
-    """Packs what several all-to-alls send as one 1-D tensor of :func:`packed_dtype`.
+    """Packs what several all-to-alls send, rank after rank, as one 1-D tensor of :func:`packed_dtype`.
 
-    ``inputs`` are each member's rows, [rows, ...], any dtype, rank after rank; ``splits`` say, per member and in it
-    per rank, how many of its rows are for that rank.
+    ``splits`` say, per member and in it per rank, how many of its rows are for that rank.
 
     Example:
         >>> pack_all_to_all([torch.tensor([1, 2, 3]), torch.tensor([7, 8])], [1, 2, 1, 1])
@@ -100,9 +99,8 @@ def unpack_all_to_all(
 ) -> list[Tensor]:
     """Unpacks the rows that one all-to-all brought; returns each member's, [rows, ...], in memory of its own.
 
-    ``packed`` is 1-D, of :func:`packed_dtype`; ``splits`` say, per member and in it per rank, how many of its rows
-    came from that rank. ``row_shapes`` are the shapes of the members' rows, end to end, ``row_dims`` the dims of
-    each.
+    ``splits`` are as for :func:`pack_all_to_all`. ``row_shapes`` are the shapes of the members' rows, end to end,
+    ``row_dims`` the dims of each.
 
     Example:
         >>> unpack_all_to_all(torch.tensor([1, 7, 2, 3, 8]), [1, 2, 1, 1], [], [0, 0], [torch.int64] * 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -44,13 +43,14 @@ def pack_bags(
         starts = starts[:, :-1]
     if not fits.all():
         index = int(fits.int().argmin())
-        _refuse_offsets(
-            tables[index], _starts(ids[index], offsets[index]), ids[index].numel(), include_last_offset
+        found, end = _starts(ids[index], offsets[index]), "end with" if include_last_offset else "not exceed"
+        raise IdError(
+            f"{tables[index]} was looked up with offsets {found.tolist()}; they must begin with 0, not decrease, and "
+            f"{end} the number of ids, {ids[index].numel()}"
         )
     starts = starts + (sizes.cumsum(0) - sizes)
-    return torch.cat([values.flatten() for values in ids]).long(), torch.cat(
-        [starts.flatten(), sizes.sum()[None]]
-    )
+    all_ids = torch.cat([values.flatten() for values in ids]).long()
+    return all_ids, torch.cat([starts.flatten(), sizes.sum()[None]])
 
 
 def _starts(ids: Tensor, offsets: Tensor | None) -> Tensor:
@@ -66,14 +66,6 @@ def _check_ids(table: str, num_rows: int, ids: Tensor) -> None:
         raise IdError(
             f"{table} was looked up with id {wrong}; its {num_rows} rows have ids 0 to {num_rows - 1}"
         )
-
-
-def _refuse_offsets(table: str, offsets: Tensor, num_ids: int, include_last_offset: bool) -> NoReturn:
-    end = "end with" if include_last_offset else "not exceed"
-    raise IdError(
-        f"{table} was looked up with offsets {offsets.tolist()}; they must begin with 0, not decrease, and {end} "
-        f"the number of ids, {num_ids}"
-    )
 
 
 def _fake_pack_bags(

@@ -1,12 +1,4 @@
-"""The operator that packs the gradients of pooled embeddings for the ranks that hold the tables.
-
-::
-
-    packed   = graphpasses::pack_pooled_embeddings([a, b, c], [2, 1])   # a and b for rank 0, c for rank 1
-    received = wait(all_to_all(packed, …))
-
-It moves data and does nothing else, so no bit changes.
-"""
+"""The operator that packs the gradients of pooled embeddings for the ranks that hold the tables; no bit changes."""
 
 from __future__ import annotations
 
@@ -19,10 +11,7 @@ from graphpasses.ops.define import define_operator
 
 
 def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
-    """Packs what is sent to each rank: its pieces side by side, row for row.
-
-    ``pieces`` are [rows, dims] each, of one dtype and number of rows, rank after rank; ``num_pieces`` says how many
-    each rank gets. The result is 1-D: for each rank [rows, dims of its pieces], flattened.
+    """Packs what is sent to each rank, its ``num_pieces`` of the pieces [rows, dims] side by side, as one 1-D tensor.
 
     Example:
         >>> a, b = torch.tensor([[1], [2]]), torch.tensor([[3], [4]])

@@ -19,9 +19,9 @@ def permute_batches(
 ) -> list[Tensor]:
     """Permutes (rank, feature) parts of jagged tensors, each part with a row per sample of that rank's batch.
 
-    ``tensors`` are lengths, integer [rows]; the values of all rows, [sum(lengths)]; and maybe weights like values.
-    ``permute`` says which part of the rank-major order comes where, int32 [len(batch_sizes) * num_local_features];
-    ``is_inverse`` undoes it. Gradients of values and weights are permuted back.
+    ``tensors`` are lengths, [rows]; the values of all rows, [sum(lengths)]; and maybe weights like values.
+    ``permute`` says which part of the rank-major order comes where. Gradients of values and weights are permuted
+    back.
 
     Example:
         >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
@@ -78,10 +78,7 @@ PERMUTE_BATCHES = define_operator(
 def permute_sequences(
     embeddings: Tensor, lengths: Tensor, permute: Tensor, batch_sizes: Sequence[int]
 ) -> Tensor:
-    """Undoes the permutation of (rank, feature) parts for embeddings of sequences, [sum(lengths), dim], float.
-
-    ``lengths`` are integer [rows], as permuted; the rest is as for :func:`permute_batches`. The result has a
-    gradient.
+    """Undoes the permutation for embeddings of sequences, [sum(lengths), dim]; the result has a gradient.
 
     Example:
         >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm

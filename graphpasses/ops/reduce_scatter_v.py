@@ -19,8 +19,7 @@ from graphpasses.ops.define import define_operator
 def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int) -> Tensor:
     """Adds the ranks' tensors, [sum(splits), ...]; each rank gets its rows of the sum, [splits[rank], ...].
 
-    The group has the name that functional collectives know. Gradients, which are gathered, are divided by
-    ``divisor``.
+    Gradients, which are gathered, are divided by ``divisor``.
     """
     output = tensor.new_empty(splits[rank], *tensor.shape[1:])
     if len(set(splits)) == 1:

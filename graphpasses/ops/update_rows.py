@@ -30,19 +30,9 @@ def update_rows(
 ) -> None:
     """Updates a table in place as an optimizer would by the dense gradient of all its lookups, up to rounding.
 
-    Args:
-        table: [rows, D], float32, contiguous, on the CPU.
-        sums: what the optimizer adds up: as ``table`` for ``"adagrad"``, [rows, 1] for ``"rowwise_adagrad"``.
-        step: its number of steps, to which one is added; None as ``sums`` for ``"sgd"``.
-        gradients: of each lookup, that of its bags, [B, D].
-        ids: of each lookup.
-        offsets: of each lookup, where in its ids each bag begins; None if each id is a bag.
-        weights: of each lookup, those of its ids, float32; None for ones.
-        form: ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``.
-        eps: what is added to the root of ``sums``.
-        pooling: 0 if bags are sums, 1 if they are means.
-        has_last_offset: whether ``offsets`` end with the number of ids.
-        rate: the learning rate.
+    ``sums`` and ``step`` are the optimizer's state, None for ``"sgd"``. Each lookup has the gradient of its bags, [B,
+    D]; its ids; where in them each bag begins, None if each id is a bag; and the weights of its ids, None for ones.
+    ``form`` is ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``; ``pooling`` is 0 for sums, 1 for means.
 
     Example:
         >>> table = torch.zeros(3, 4)

@@ -73,10 +73,7 @@ def lanes(tensor: Tensor, global_shape: Sequence[int], offset: Sequence[int]) ->
 def lanes_of_each(
     tensors: Sequence[Tensor], global_shapes: Sequence[Sequence[int]], offsets: Sequence[Sequence[int]]
 ) -> list[Tensor]:
-    """Returns :func:`lanes` of each tensor; small ones are mixed together.
-
-    Returns int64 [2] for each, on its tensor's device.
-    """
+    """Returns :func:`lanes` of each tensor, int64 [2] on its device; small ones are mixed together."""
     found: list[Tensor | None] = [None] * len(tensors)
     together: dict[torch.device, list[tuple[int, Tensor, int]]] = {}
     for index, (tensor, global_shape, offset) in enumerate(zip(tensors, global_shapes, offsets, strict=True)):
@@ -172,10 +169,7 @@ def _row_major_steps(shape: Sequence[int]) -> list[int]:
 
 
 def _in_memory_order(words: Tensor, steps: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Reorders dimensions as they lie in memory and merges those that run on, in memory and in position.
-
-    Neither changes a sum; both make the loop over a transposed or a contiguous tensor as fast as it can be.
-    """
+    """Reorders dims as they lie in memory and merges those that run on, for a fast loop; no sum changes."""
     dims = zip(words.shape, words.stride(), steps, strict=True)
     merged: list[tuple[int, int, int]] = []
     for size, stride, step in sorted((dim for dim in dims if dim[0] > 1), key=lambda dim: -dim[1]):

@@ -6,8 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torch.fx import Node
-
 from graphpasses.errors import TaskError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
@@ -16,8 +14,8 @@ from graphpasses.graph.nodes import reach
 from graphpasses.parity.compare import compare_runs
 from graphpasses.parity.first_difference import Difference
 from graphpasses.parity.location import Location, locate_runs
+from graphpasses.parity.operators import operator_file
 from graphpasses.parity.record import ChosenOperators
-from graphpasses.parity.reproduction import write_operator_script, write_step_script
 from graphpasses.parity.run_file import Run, read_run
 from graphpasses.parity.training import Task, train_eager, train_graph
 from graphpasses.passes.graph_diff import read_lines
@@ -178,7 +176,10 @@ def _rewrite(before: CapturedStep, after: CapturedStep, difference: Difference |
     new = {line.node.name: line for line in read_lines(after)}
     changed = {name for name, line in new.items() if name not in old or old[name].text != line.text}
     node = None if difference is None or difference.operator is None else difference.operator.node
-    feeding = changed if node not in new else _feeding(new[node].node, changed)
+    feeding = changed
+    if node in new:  # what it is computed from, as far as only changed nodes lie between
+        found = reach([new[node].node], lambda each: [n for n in each.all_input_nodes if n.name in changed])
+        feeding = changed & {each.name for each in found}
     lines = [f"  - {line.text}" for name, line in old.items() if name not in new or name in feeding]
     lines += [f"  + {line.text}" for name, line in new.items() if name in feeding]
     if len(lines) > _MAX_LINES:
@@ -186,7 +187,105 @@ def _rewrite(before: CapturedStep, after: CapturedStep, difference: Difference |
     return ["  its rewrite:", *lines] if lines else []
 
 
-def _feeding(node: Node, changed: Collection[str]) -> set[str]:
-    """Returns the changed nodes from which a node is computed, as far as only changed ones lie between."""
-    found = reach([node], lambda each: [other for other in each.all_input_nodes if other.name in changed])
-    return {each.name for each in found} & set(changed)
+_OPERATOR = '''"""{difference}
+
+Calls the operator again on what it read in both runs. Needs torch{imports_note} and the two files beside this one.
+"""
+
+from pathlib import Path
+
+import torch
+{imports}
+HERE = Path(__file__).parent
+
+
+def same_bits(a, b):
+    if not isinstance(a, torch.Tensor):
+        return all(map(same_bits, a, b))
+    a, b = (each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b))
+    return torch.equal(a, b)
+
+
+def call(name):
+    saved = torch.load(HERE / name, weights_only=True)
+    namespace, operator, overload = saved["operator"].split(".")
+    if saved["random_state"] is not None:
+        torch.set_rng_state(saved["random_state"])
+    function = getattr(getattr(getattr(torch.ops, namespace), operator), overload)
+    print(saved["operator"], [each for each in saved["args"] if not isinstance(each, torch.Tensor)], saved["kwargs"])
+    result = function(*saved["args"], **saved["kwargs"])
+    print("  computes what the run computed:", same_bits(result, saved["results"]))
+    return result
+
+
+a, b = call("reproduce-a.pt"), call("reproduce-b.pt")
+print("both runs' operators compute the same bits:", same_bits(a, b))
+'''
+
+_STEP = '''"""{difference}
+
+Trains {num_steps} step(s) eagerly and as a graph with the first {num_passes} pass(es), on a simulated cluster.
+"""
+
+from pathlib import Path
+
+from graphpasses import Pipeline, compare_runs, read_run
+from graphpasses.parity.training import load_task, train_eager, train_graph
+from graphpasses.simulate import Hardware, Topology, TuningLog  # noqa: F401
+
+HERE = Path(__file__).parent
+task = load_task({source!r})
+topology = {topology!r}
+PASSES = {num_passes}
+
+
+def rewrite(captured, plan, layout):
+    passes = task.pipeline(plan, layout).at(captured.stage).passes
+    return Pipeline(passes[:PASSES]).run(captured, prove=False)
+
+
+train_eager(task, topology, {num_steps}, HERE / "reproduce-a.jsonl")
+train_graph(task, topology, {num_steps}, HERE / "reproduce-b.jsonl", rewrite=rewrite)
+comparison = compare_runs(*(read_run(HERE / f"reproduce-{{name}}.jsonl") for name in "ab"))
+print(comparison.verdict, comparison.divergence)
+'''
+
+
+def write_operator_script(folder: Path, difference: Difference) -> Path:
+    """Writes a script that calls an operator on what it read in ``folder``'s eager.jsonl and graph.jsonl."""
+    import torch
+
+    assert difference.a is not None
+    assert difference.b is not None
+    for letter, run, operator in (("a", "eager", difference.a), ("b", "graph", difference.b)):
+        file = operator_file(folder / f"{run}.jsonl", difference.rank).with_suffix(".pt")
+        saved = torch.load(file, weights_only=True)
+        torch.save(saved[operator.position], folder / f"reproduce-{letter}.pt")
+    own = any(each.operator.startswith("graphpasses.") for each in (difference.a, difference.b))
+    text = _OPERATOR.format(
+        difference=difference,
+        imports="import graphpasses.ops  # noqa: F401\n" if own else "",
+        imports_note=" and graphpasses" if own else "",
+    )
+    return _written(folder, text)
+
+
+def write_step_script(
+    folder: Path, difference: Difference, source: str, topology: Topology, step: int, num_passes: int
+) -> Path:
+    """Writes a script that trains a task both ways up to the step that differs, with as few passes as differ."""
+    path = Path(source)
+    text = _STEP.format(
+        difference=difference,
+        source=str(path.resolve()) if path.suffix == ".py" else source,
+        topology=topology,
+        num_steps=step + 1,
+        num_passes=num_passes,
+    )
+    return _written(folder, text)
+
+
+def _written(folder: Path, text: str) -> Path:
+    script = folder / "reproduce.py"
+    script.write_text(text)
+    return script

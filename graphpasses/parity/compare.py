@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -110,7 +110,7 @@ def compare_runs(a: Run, b: Run, *, allow: Collection[str] = ()) -> Comparison:
     if unknown := sorted(set(allow) - set(GAP_KINDS)):
         known = ", ".join(map(repr, GAP_KINDS))
         raise CompareError(f"cannot allow {unknown[0]!r}; allow {known}{did_you_mean(unknown[0], GAP_KINDS)}")
-    common, gaps = _common_steps(a, b), _gaps_of_runs(a, b)
+    common, gaps = _common_steps(a, b), [*_gaps_of_runs(a, b)]
     for gap in gaps:
         if gap.kind in ("torch", "seed") and gap.kind not in allow:
             raise CompareError(gap.text)
@@ -122,7 +122,9 @@ def compare_runs(a: Run, b: Run, *, allow: Collection[str] = ()) -> Comparison:
                 f"step {x.step} has neither loss nor gradients nor weights that both runs recorded"
             )
         if divergence is None and (difference := _difference(x, y, _same_ranks(a, b))):
-            divergence = _divergence(x, y, difference, a.header.layouts, b.header.layouts)
+            losses = (x.loss, y.loss) if x.loss and y.loss else None
+            moves = _moves(difference, a.header.layouts, b.header.layouts)
+            divergence = Divergence(**vars(difference), losses=losses, moves=moves)
     notes = [gap.text for gap in gaps if gap.kind in allow]
     if (a.header.layouts is None) != (b.header.layouts is None):
         notes.append(f"only run {'B' if a.header.layouts is None else 'A'} recorded its bucket layouts")
@@ -147,67 +149,48 @@ def _common_steps(a: Run, b: Run) -> list[tuple[StepRecord, StepRecord]]:
     return common
 
 
-def _gaps_of_runs(a: Run, b: Run) -> list[Gap]:
+def _gaps_of_runs(a: Run, b: Run) -> Iterator[Gap]:
     x, y = a.header, b.header
-    gaps = []
     if x.torch != y.torch:
-        gaps.append(
-            Gap(
-                "torch",
-                f"the runs used torch {x.torch} and torch {y.torch}: "
-                "bits are only comparable on one version; record both on the same",
-            )
-        )
+        advice = "bits are only comparable on one version; record both on the same"
+        yield Gap("torch", f"the runs used torch {x.torch} and torch {y.torch}: {advice}")
     if x.seed != y.seed:
-        gaps.append(Gap("seed", f"the runs began with seeds {x.seed} and {y.seed}: record both with one"))
+        yield Gap("seed", f"the runs began with seeds {x.seed} and {y.seed}: record both with one")
     if x.model != y.model:
-        gaps.append(Gap("model", f"the runs are of models {x.model!r} and {y.model!r}"))
+        yield Gap("model", f"the runs are of models {x.model!r} and {y.model!r}")
     if x.world_size != y.world_size:
-        gaps.append(
-            Gap(
-                "ranks",
-                f"the runs have {x.world_size} and {y.world_size} ranks: "
-                "each rank's loss is not compared, weights and gradients are",
-            )
-        )
+        what = "each rank's loss is not compared, weights and gradients are"
+        yield Gap("ranks", f"the runs have {x.world_size} and {y.world_size} ranks: {what}")
     if x.topology != y.topology and x.topology and y.topology:
-        gaps.append(
-            Gap(
-                "topology",
-                f"the runs' clusters are {dict(x.topology)} and {dict(y.topology)}: sums may be others",
-            )
-        )
+        clusters = f"{dict(x.topology)} and {dict(y.topology)}"
+        yield Gap("topology", f"the runs' clusters are {clusters}: sums may be others")
     for name, run, other in (("A", a, b), ("B", b, a)):
         if not run.complete:
-            gaps.append(Gap("steps", f"run {name} was cut short: it has {_steps(run)}"))
+            yield Gap("steps", f"run {name} was cut short: it has {_steps(run)}")
         others = {record.step for record in other.steps}
         if num_only := sum(record.step not in others for record in run.steps):
-            gaps.append(Gap("steps", f"{num_only} steps of run {name} are not in the other"))
-    return gaps
+            yield Gap("steps", f"{num_only} steps of run {name} are not in the other")
 
 
 def _gaps_of_steps(common: Sequence[tuple[StepRecord, StepRecord]]) -> list[Gap]:
     """Finds what only one run recorded of a step; of a kind the first is enough."""
     found: dict[GapKind, Gap] = {}
     for x, y in common:
-        gaps = [
-            *_other_names("weights", x.step, x.weights, y.weights),
-            *(
-                _other_names("gradients", x.step, x.gradients, y.gradients)
-                if _both_have_gradients(x, y)
-                else ()
-            ),
-        ]
-        if any(x.gradients.values()) != any(y.gradients.values()):
-            only = "A" if any(x.gradients.values()) else "B"
-            gaps.append(Gap("gradients", f"only run {only} has gradients, first in step {x.step}"))
-        if (x.loss is None) != (y.loss is None):
-            gaps.append(
-                Gap("losses", f"only run {'B' if x.loss is None else 'A'} has losses, first in step {x.step}")
-            )
-        for gap in gaps:
+        for gap in _gaps_of_step(x, y):
             found.setdefault(gap.kind, gap)
     return list(found.values())
+
+
+def _gaps_of_step(x: StepRecord, y: StepRecord) -> Iterator[Gap]:
+    yield from _other_names("weights", x.step, x.weights, y.weights)
+    if _both_have_gradients(x, y):
+        yield from _other_names("gradients", x.step, x.gradients, y.gradients)
+    elif any(x.gradients.values()) or any(y.gradients.values()):
+        only = "A" if any(x.gradients.values()) else "B"
+        yield Gap("gradients", f"only run {only} has gradients, first in step {x.step}")
+    if (x.loss is None) != (y.loss is None):
+        only = "B" if x.loss is None else "A"
+        yield Gap("losses", f"only run {only} has losses, first in step {x.step}")
 
 
 def _other_names(
@@ -237,20 +220,12 @@ def _difference(x: StepRecord, y: StepRecord, same_ranks: bool) -> StepDifferenc
     return StepDifference(x.step, loss, gradients, _differing(x.weights, y.weights))
 
 
-def _divergence(
-    x: StepRecord, y: StepRecord, difference: StepDifference, a: Layout | None, b: Layout | None
-) -> Divergence:
-    losses = (x.loss, y.loss) if x.loss and y.loss else None
-    moves = _moves(dict.fromkeys((*(difference.gradients or ()), *difference.weights)), a, b)
-    return Divergence(**vars(difference), losses=losses, moves=moves)
-
-
 def _differing(x: Mapping[str, str | None], y: Mapping[str, str | None]) -> tuple[str, ...]:
     return tuple(name for name in x if name in y and x[name] != y[name])
 
 
-def _moves(fqns: Iterable[str], a: Layout | None, b: Layout | None) -> tuple[Move, ...]:
-    """Returns what moved of some parameters' gradients, in the order of ``fqns``."""
+def _moves(difference: StepDifference, a: Layout | None, b: Layout | None) -> tuple[Move, ...]:
+    """Returns what moved of the gradients of the parameters that differ."""
     if a is None or b is None:
         return ()
     from graphpasses.fsdp.layout_diff import diff_layouts  # imports torch, as the layouts have
@@ -258,6 +233,7 @@ def _moves(fqns: Iterable[str], a: Layout | None, b: Layout | None) -> tuple[Mov
     moves: dict[str, list[Move]] = {}
     for move in diff_layouts(a, b).moves:
         moves.setdefault(move.fqn, []).append(move)
+    fqns = dict.fromkeys((*(difference.gradients or ()), *difference.weights))
     return tuple(move for fqn in fqns for move in moves.get(fqn, ()))
 
 

@@ -80,13 +80,10 @@ class Difference:
 
 
 def first_difference(a: OperatorStep, b: OperatorStep) -> Difference | None:
-    """Finds where a rank's operators in two runs of one step part.
+    """Finds where a rank's operators in two runs of one step first part, in the order of ``a``; None if nowhere.
 
     Calls are the same if they call one operator on the same bits, wherever they stand: passes reorder. What differs
     and is made good before the step ends, as where two operators are fused to one, does not count.
-
-    Returns:
-        The first difference in the order of ``a``; None if there is none.
     """
     start = differing(a.start, b.start)
     if start:
@@ -141,14 +138,11 @@ class _Run:
         return max(makers, key=lambda each: each.position, default=None)
 
     def without_like(self, operators: Iterable[Operator]) -> list[Operator]:
-        """Returns the operators that this run does not call on the same bits with the same result.
-
-        What is found is taken out of ``calls``.
-        """
+        """Takes operators with like calls and results out of ``calls``; returns those that have no like there."""
         left: list[Operator] = []
         for each in operators:
             same = self.calls.get(_call(each), [])
-            like = next((other for other in same if _same_outputs(each, other)), None)
+            like = next((other for other in same if not _differing_outputs(each, other)), None)
             if like is None:
                 left.append(each)
             else:
@@ -288,10 +282,6 @@ def _digests(values: Iterable[Value]) -> Iterator[str]:
 def _sources(values: Iterable[Value]) -> Iterator[str]:
     """Yields under which hashes what is read may have been made."""
     return (digest for each in values for digest in (each.digest, each.base) if digest is not None)
-
-
-def _same_outputs(a: Operator, b: Operator) -> bool:
-    return all((x.digest, x.kind) == (y.digest, y.kind) for x, y in zip(a.outputs, b.outputs, strict=False))
 
 
 def _differing_outputs(a: Operator, b: Operator) -> tuple[str, ...]:

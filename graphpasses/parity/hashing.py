@@ -13,23 +13,15 @@ from torch import Tensor, nn
 from graphpasses._torch.fsdp2 import named_sharded_parameters
 from graphpasses.identity import unwrapped_name
 from graphpasses.parity._lanes import MASK, lanes_of_each
-from graphpasses.parity._local_part import LocalPart, local_part
-from graphpasses.parity._replicas import (
-    ReplicaMismatchError,
+from graphpasses.parity._local_part import (
+    LocalPart,
     check_replicas,
     check_same_tensors,
     communication_device,
+    local_part,
     replica_weight,
 )
-
-__all__ = [
-    "ReplicaMismatchError",
-    "gradient_hashes",
-    "tensor_hash",
-    "tensor_hashes",
-    "weight_hash",
-    "weight_hashes",
-]
+from graphpasses.parity._local_part import ReplicaMismatchError as ReplicaMismatchError
 
 T = TypeVar("T")
 

@@ -51,12 +51,7 @@ def _rank_main(
     has_begun = False
     try:
         torch.set_num_threads(1)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=num_ranks,
-        )
+        dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks)
         dist.barrier()  # none begins before all are connected: until then they can be launched again
         has_begun = True
         result = fn(*args)
@@ -70,10 +65,7 @@ def _rank_main(
 
 
 def end_with_caller() -> None:
-    """Lets this process end when the one that started it has ended, however it did.
-
-    A process that went on alone would write into files of the next run.
-    """
+    """Lets this process end when the one that started it has: alone it would write into files of the next run."""
     caller = multiprocessing.parent_process()
     if caller is not None:
         threading.Thread(target=_wait_and_end, args=(caller.sentinel,), daemon=True).start()
@@ -145,9 +137,7 @@ def _launch(
         pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
         processes = [
             context.Process(
-                target=_rank_main,
-                args=(fn, rank, num_ranks, backend, store, args, sender),
-                daemon=True,
+                target=_rank_main, args=(fn, rank, num_ranks, backend, store, args, sender), daemon=True
             )
             for rank, (_, sender) in enumerate(pipes)
         ]

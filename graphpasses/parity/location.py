@@ -56,9 +56,11 @@ def locate_runs(a: Run, b: Run) -> Location:
         None
     """
     comparison = compare_runs(a, b)
-    step = _step(comparison)
-    if step is None:
+    if comparison.verdict == "not compared":
+        raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
+    if comparison.divergence is None:
         return Location(None)
+    step = comparison.divergence.step
     if a.header.world_size != b.header.world_size:
         raise CompareError(
             f"the runs have {a.header.world_size} and {b.header.world_size} ranks: operators are compared rank by "
@@ -84,17 +86,11 @@ def locate_runs(a: Run, b: Run) -> Location:
     return Location(first_of_ranks(found), tuple(found))
 
 
-def _step(comparison: Comparison) -> int | None:
-    if comparison.verdict == "not compared":
-        raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
-    return None if comparison.divergence is None else comparison.divergence.step
-
-
 def how_to_locate(comparison: Comparison) -> str:
     """Says how to find the operator at which two runs part; empty if they do not."""
-    step = _step(comparison) if comparison.divergence else None
-    if step is None:
+    if comparison.divergence is None:
         return ""
+    step = comparison.divergence.step
     command = f"graphpasses locate {comparison.a.path} {comparison.b.path}"
     if all(step in recorded_steps(run.path) for run in (comparison.a, comparison.b)):
         return f"To find the operator at which they part: {command}"

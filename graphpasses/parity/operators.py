@@ -66,12 +66,7 @@ def _rows(values: Sequence[Value]) -> list[tuple[Any, ...]]:
 
 
 def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> OperatorStep:
-    """Reads the operators of one step of one rank, which lie beside a run file.
-
-    Raises:
-        RunFileError: the file is missing, is none of these, of another format version, damaged, or does not hold the
-            whole step.
-    """
+    """Reads the operators of one step of one rank, beside a run file; raises where they are not all there."""
     file = operator_file(path, rank)
     start: tuple[Value, ...] | None = None
     operators: list[Operator] = []

@@ -20,7 +20,7 @@ from graphpasses.errors import RunFileError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.identity import unwrapped_name
-from graphpasses.parity._replicas import communication_device
+from graphpasses.parity._local_part import communication_device
 from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
 from graphpasses.parity.record_operators import OperatorFile
 from graphpasses.parity.run_file import (

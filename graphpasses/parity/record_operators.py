@@ -12,19 +12,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from graphpasses._torch.fsdp2_stream import fsdp2_streamed
 from graphpasses._torch.operator_facts import kind_of, read_tensors
-from graphpasses._torch.operator_stream import OperatorStream
+from graphpasses._torch.operator_stream import OperatorStream, fsdp2_streamed
 from graphpasses._torch.recorded_operator import Operator, Value
 from graphpasses.parity._lanes import MASK, lanes
 from graphpasses.parity.hashing import named_gradients, named_weights
-from graphpasses.parity.operators import (
-    end_line,
-    header_line,
-    operator_file,
-    operator_line,
-    start_line,
-)
+from graphpasses.parity.operators import end_line, header_line, operator_file, operator_line, start_line
 
 _MAX_PENDING = 256  # digests that stay on the device at a time
 
@@ -60,10 +53,8 @@ class OperatorFile:
 
     def remove(self) -> None:
         """Removes the file that an earlier run left."""
-        try:
+        with self._failure_kept():
             self._path.unlink(missing_ok=True)
-        except OSError as error:
-            self._fail(error)
 
     @contextmanager
     def step(
@@ -72,20 +63,16 @@ class OperatorFile:
         """Writes the operators of a block, and to a file beside the tensors of those at the positions ``keep``."""
         with ExitStack() as stack:
             file: BinaryIO | None = None
-            try:
+            with self._failure_kept():
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(self._path.open("ab"))
                 if file.tell() == 0:
                     file.write(header_line(str(torch.__version__), self._rank, self._world_size))
-            except OSError as error:
-                self._fail(error)
 
             def write(line: bytes) -> None:
-                try:
-                    if file is not None and self.failure is None:
+                if file is not None and self.failure is None:
+                    with self._failure_kept():
                         file.write(line)
-                except OSError as error:
-                    self._fail(error)
 
             num_operators = 0
 
@@ -98,28 +85,26 @@ class OperatorFile:
             with operators_recorded(model, add, keep=frozenset(keep)) as stream:
                 yield
             write(end_line(step, num_operators, values_of(model, gradients=True)))
-            try:
+            with self._failure_kept():
                 if stream.kept:
                     torch.save(stream.kept, self._path.with_suffix(".pt"))
                 if file is not None:
                     file.flush()
                     os.fsync(file.fileno())
-            except OSError as error:
-                self._fail(error)
 
-    def _fail(self, error: OSError) -> None:
-        self.failure = self.failure or f"cannot write '{self._path}': {error.strerror}"
+    @contextmanager
+    def _failure_kept(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or f"cannot write '{self._path}': {error.strerror}"
 
 
 @contextmanager
 def operators_recorded(
     model: nn.Module, write: Callable[[Operator], object], *, keep: frozenset[int] = frozenset()
 ) -> Iterator[OperatorStream]:
-    """Records the operators that a block calls.
-
-    Yields:
-        The stream that sees them.
-    """
+    """Records the operators that a block calls; yields the stream that sees them."""
     operators = _Batches(write)
     stream = OperatorStream(model, _digest, operators.add, keep=keep)
     with torch.autograd.set_multithreading_enabled(False), fsdp2_streamed(model, stream), stream:

@@ -27,10 +27,8 @@ from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.parity.record import ChosenOperators, ParityRecorder
 from graphpasses.passes import default_pipeline
 from graphpasses.passes.runner import Pipeline
-from graphpasses.simulate.cluster import run_cluster, share
-from graphpasses.simulate.memory import check_memory
+from graphpasses.simulate.cluster import check_memory, run_cluster, share, step_for_rank
 from graphpasses.simulate.rings import Topology
-from graphpasses.simulate.shared_step import step_for_rank
 
 Rewrite = Callable[[CapturedStep, BucketPlan, Layout], CapturedStep]
 """Makes of the captured step the one that runs, given eager's buckets and their layout."""
@@ -41,10 +39,6 @@ _REQUIRED = ("model", "shard", "loss_fn", "batch")
 
 def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-def _default_pipeline(plan: BucketPlan, layout: Layout) -> Pipeline:
-    return default_pipeline(plan, expected_layout=layout)
 
 
 @dataclass(frozen=True)
@@ -74,17 +68,15 @@ class Task:
     name: str = ""
     seed: int = 0
     num_replicas: int = 1
-    pipeline: Callable[[BucketPlan, Layout], Pipeline] = _default_pipeline
+    pipeline: Callable[[BucketPlan, Layout], Pipeline] = lambda plan, layout: default_pipeline(
+        plan, expected_layout=layout
+    )
 
 
 def load_task(source: str) -> Task:
-    """Reads a task from a Python file or module that defines ``model``, ``shard``, ``loss_fn`` and ``batch``.
+    """Reads a task from a Python file, which ends in ``.py``, or module, that defines what a :class:`Task` has.
 
-    A source that ends in ``.py`` is a file. ``optimizer``, ``name``, ``seed``, ``num_replicas`` and ``pipeline``
-    may be defined, too.
-
-    Raises:
-        TaskError: it cannot be imported, or lacks a definition; the message names it.
+    What has no default must be defined; it raises otherwise, or where it cannot be imported.
     """
     path = Path(source)
     try:

@@ -13,10 +13,10 @@ from torch import fx
 from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.backward import backward_nodes, tangents
 from graphpasses.analysis.dependencies import dependencies, place_nodes, topological_sort
-from graphpasses.analysis.effects import collective_group, operator_effects
+from graphpasses.analysis.effects import operator_effects
 from graphpasses.analysis.levels import independent_groups, levels
 from graphpasses.graph import TrainGraph, argument
-from graphpasses.graph.nodes import wait_of
+from graphpasses.graph.nodes import collective_group, wait_of
 from graphpasses.ops.pack_all_to_all import PACK
 
 Dependencies = Mapping[fx.Node, set[fx.Node]]
@@ -38,8 +38,7 @@ class LaunchOrder:
     def apply(self, graph: TrainGraph) -> None:
         """Puts the nodes of the graph in an order in which each bucket's launches are adjacent, and its waits.
 
-        A bucket is launched where its last member is. It is waited for where its first member is, or as soon as
-        possible.
+        A bucket is launched where its last member is, and waited for where its first is, or as soon as possible.
         """
         before = {node: set(needed) for node, needed in self.dependencies.items()}
         for unit, following in pairwise(self.units):
@@ -58,11 +57,8 @@ def plan_launch_order(graph: TrainGraph, sequence: CollectiveSequence, *, pass_n
     """Returns one launch order for all ranks; all ranks must call it in the same order.
 
     All-to-alls of one level do not depend on each other, not even by way of other buckets, so all of one level, group
-    and device become one bucket.
-
-    A rank's graph shows only what this rank needs, so the ranks put together what each of their graphs shows. Their
-    collectives come in one order, so this is no cycle either. Buckets and launch order follow from nothing else; each
-    rank places its own computation around them.
+    and device become one bucket. A rank's graph shows only what this rank needs, so the ranks put together what each
+    of their graphs shows.
     """
     needed_by = dependencies(graph.graph, operator_effects)
     members = set(sequence.all_to_alls)
@@ -92,7 +88,6 @@ def needed_launches(
     """Returns for each collective the last ones on the paths to it: bit i is ``launches[i]``.
 
     Tangents exist once the forward pass is over, so they need the collectives that come first and need no tangent.
-    ``members`` are the all-to-alls that may join a bucket.
     """
     number = {node: index for index, node in enumerate(launches)}
     # A bucket starts where it is packed, as an all-to-all does where it reads its input.
@@ -109,10 +104,9 @@ def needed_launches(
 
 
 def order_launches(needed: Sequence[int], keys: Sequence[object]) -> list[tuple[int, ...]]:
-    """Returns the indices of all collectives in launch order; those of one tuple go as one.
+    """Returns the indices of all collectives in launch order; all-to-alls of one level and key go as one.
 
-    Bit i of what a collective needs is the i-th. All-to-alls of one level and key go as one; other collectives have
-    the key None.
+    Bit i of what a collective needs is the i-th. Other collectives have the key None.
 
     Example:
         >>> order_launches([0b0, 0b0, 0b1, 0b10], ["a", "a", None, "a"])  # the last one needs the second

@@ -36,10 +36,9 @@ def read_lines(graph: TrainGraph) -> list[Line]:
 
 
 def diff_lines(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Hunk, ...], int]:
-    """Finds the places where a graph changed, and shows those that look the same once.
+    """Returns the places where a graph changed, in order, those that look the same as one; and how many are left out.
 
-    Nodes that the pass kept are the same objects. Returns the differences in the order of the graph, and how many
-    changed places are not shown, since there would be too many.
+    Nodes that the pass kept are the same objects.
     """
     kept = _kept(before, after)
     staying = {before[index].node for index, _ in kept}

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
+from graphpasses import passes
 from graphpasses.errors import LayoutError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.passes.embedding.bucket_all_to_all import BucketAllToAll
-from graphpasses.passes.embedding.bucket_pooled_all_to_all import BucketPooledAllToAll
-from graphpasses.passes.embedding.deduplicate_lookups import DeduplicateLookups
-from graphpasses.passes.embedding.deduplicate_sizes import DeduplicateSizes
-from graphpasses.passes.embedding.eliminate_split_cat import EliminateSplitCat
-from graphpasses.passes.embedding.fuse_size_tensors import FuseSizeTensors
-from graphpasses.passes.embedding.fuse_table_updates import FuseTableUpdates
-from graphpasses.passes.embedding.fuse_tbe import FuseTBE
-from graphpasses.passes.embedding.hoist_input_dists import HoistInputDists
-from graphpasses.passes.embedding.lower_embedding_bags import LowerEmbeddingBags
-from graphpasses.passes.embedding.reinplace_tbe_updates import ReinplaceTBEUpdates
-from graphpasses.passes.fsdp.bucket_fsdp_collectives import BucketFSDPCollectives
-from graphpasses.passes.fsdp.coalesce_grad_reductions import CoalesceGradReductions
-from graphpasses.passes.fsdp.deduplicate_shared import DeduplicateShared
-from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives
-from graphpasses.passes.fsdp.reshard_after_forward import ReshardAfterForward
-from graphpasses.passes.fsdp.update_in_backward import UpdateInBackward
 from graphpasses.passes.runner import GraphPass, Pipeline
 
 
@@ -49,9 +33,9 @@ def default_pipeline(
         >>> [p.name for p in step.report.passes][:2]
         ['deduplicate-shared', 'coalesce-grad-reductions']
     """
-    first, last = _fsdp_passes(plan, expected_layout)[:-1], UpdateInBackward()
-    fused = (FuseTableUpdates(),) if fuse_table_updates else ()
-    return Pipeline((DeduplicateShared(), *first, *fused, last), disable=disable)
+    first, last = _fsdp_passes(plan, expected_layout)[:-1], passes.UpdateInBackward()
+    fused = (passes.FuseTableUpdates(),) if fuse_table_updates else ()
+    return Pipeline((passes.DeduplicateShared(), *first, *fused, last), disable=disable)
 
 
 def recommender_pipeline(
@@ -86,18 +70,18 @@ def recommender_pipeline(
         )
     return Pipeline(
         (
-            *((LowerEmbeddingBags(),) if lower_embedding_bags else ()),
-            DeduplicateShared(),
-            DeduplicateLookups(),
-            HoistInputDists(),
-            FuseTBE(),
+            *((passes.LowerEmbeddingBags(),) if lower_embedding_bags else ()),
+            passes.DeduplicateShared(),
+            passes.DeduplicateLookups(),
+            passes.HoistInputDists(),
+            passes.FuseTBE(),
             *(_fsdp_passes(plan, expected_layout) if plan is not None else ()),
-            DeduplicateSizes(),
-            BucketPooledAllToAll(),
-            BucketAllToAll(),
-            FuseSizeTensors(),
-            EliminateSplitCat(),
-            ReinplaceTBEUpdates(),
+            passes.DeduplicateSizes(),
+            passes.BucketPooledAllToAll(),
+            passes.BucketAllToAll(),
+            passes.FuseSizeTensors(),
+            passes.EliminateSplitCat(),
+            passes.ReinplaceTBEUpdates(),
         ),
         disable=disable,
     )
@@ -105,9 +89,9 @@ def recommender_pipeline(
 
 def _fsdp_passes(plan: BucketPlan | None, expected_layout: Layout | None) -> tuple[GraphPass, ...]:
     return (
-        CoalesceGradReductions(plan),
-        BucketFSDPCollectives(plan, expected_layout),
-        ReshardAfterForward(plan),
-        PrefetchCollectives(),
-        UpdateInBackward(),
+        passes.CoalesceGradReductions(plan),
+        passes.BucketFSDPCollectives(plan, expected_layout),
+        passes.ReshardAfterForward(plan),
+        passes.PrefetchCollectives(),
+        passes.UpdateInBackward(),
     )

@@ -24,7 +24,7 @@ from graphpasses.graph import DynamoGraph, Stage, TrainGraph
 from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.nodes import eliminate_dead_code
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
-from graphpasses.graph.verification import Verifier
+from graphpasses.graph.rules import Verifier
 from graphpasses.passes.graph_diff import diff_lines, read_lines
 from graphpasses.proof.prove import prove_as
 

@@ -10,8 +10,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch import pytree
-from graphpasses._torch.auto_functionalized import FunctionalizedCall
-from graphpasses._torch.schemas import bind_named, given_arguments, is_seeded
+from graphpasses._torch.schemas import FunctionalizedCall, bind_named, given_arguments, is_seeded
 from graphpasses.analysis.effects import names_written
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import TrainGraph, argument

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.schemas import schemas
-from graphpasses._torch.tracing import outside_tracing
 from graphpasses.analysis.effects import is_elementwise_on_lists
-from graphpasses.graph.constants import attribute, constant_bits
+from graphpasses.graph.nodes import attribute, constant_bits
 from graphpasses.proof.core.evaluated import Argument, Layout
 from graphpasses.proof.core.values import Value, Values
 

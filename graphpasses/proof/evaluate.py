@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch.auto_functionalized import WrittenView, read_functionalized_call
-from graphpasses._torch.schemas import draws
+from graphpasses._torch.schemas import WrittenView, draws, read_functionalized_call
 from graphpasses.analysis.effects import (
     Effects,
     is_elementwise_on_lists,
@@ -18,8 +17,7 @@ from graphpasses.analysis.effects import (
     operator_effects,
 )
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
-from graphpasses.graph.constants import read_constants
-from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective
+from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective, read_constants
 from graphpasses.graph.train_graph import InputKind, OutputKind, Stage
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE

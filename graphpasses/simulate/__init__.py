@@ -12,9 +12,11 @@ from graphpasses.simulate.choice import choose as choose
 from graphpasses.simulate.choice import played as played
 from graphpasses.simulate.cluster import run_cluster as run_cluster
 from graphpasses.simulate.cluster import share as share
+from graphpasses.simulate.cluster import step_for_rank as step_for_rank
 from graphpasses.simulate.collectives import reduce_parts as reduce_parts
 from graphpasses.simulate.collectives import simulate_all_reduce as simulate_all_reduce
 from graphpasses.simulate.collectives import simulate_reduce_scatter as simulate_reduce_scatter
+from graphpasses.simulate.environment import parse_selection as parse_selection
 from graphpasses.simulate.environment import with_environment as with_environment
 from graphpasses.simulate.hardware import Hardware as Hardware
 from graphpasses.simulate.logs import parse_nccl_log as parse_nccl_log
@@ -26,11 +28,11 @@ from graphpasses.simulate.nccl import channel_parts as channel_parts
 from graphpasses.simulate.nccl import num_channels as num_channels
 from graphpasses.simulate.nccl import order_of as order_of
 from graphpasses.simulate.nccl import reduction_parts as reduction_parts
-from graphpasses.simulate.other_algorithms import OtherAlgorithm as OtherAlgorithm
-from graphpasses.simulate.other_algorithms import other_algorithms as other_algorithms
+from graphpasses.simulate.prediction import OtherAlgorithm as OtherAlgorithm
 from graphpasses.simulate.prediction import Prediction as Prediction
 from graphpasses.simulate.prediction import Reordered as Reordered
 from graphpasses.simulate.prediction import Setting as Setting
+from graphpasses.simulate.prediction import other_algorithms as other_algorithms
 from graphpasses.simulate.prediction import predict as predict
 from graphpasses.simulate.prediction import sweep as sweep
 from graphpasses.simulate.process_group import NCCLSimProcessGroup as NCCLSimProcessGroup
@@ -43,8 +45,6 @@ from graphpasses.simulate.rings import Topology as Topology
 from graphpasses.simulate.rings import Tree as Tree
 from graphpasses.simulate.rings import default_topology as default_topology
 from graphpasses.simulate.rings import rings as rings
-from graphpasses.simulate.selection import parse_selection as parse_selection
-from graphpasses.simulate.shared_step import step_for_rank as step_for_rank
 from graphpasses.simulate.trees import tree_order as tree_order
 from graphpasses.simulate.trees import trees as trees
 from graphpasses.simulate.tuning_log import TuningLog as TuningLog

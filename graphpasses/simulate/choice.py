@@ -61,12 +61,10 @@ def choose(
         return Choice("ring", "simple", "one rank")
     log = topology.hardware.log
     shards = topology.num_ranks if collective == "reduce_scatter" else 1
-    seen = (
-        None if log is None else log.choice(collective, count * element_size, shards * count * element_size)
-    )
+    num_bytes = shards * count * element_size
+    seen = None if log is None else log.choice(collective, count * element_size, num_bytes)
     if seen and algorithm in ("auto", seen[0]) and topology.protocol in ("auto", seen[1]):
         return Choice(*seen, "the log")
-    num_bytes = shards * count * element_size
     times = tuple(
         (name, protocol, time(topology, collective, name, protocol, num_bytes, cost))
         for (name, protocol), cost in costs(topology, collective, op, element_size).items()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from graphpasses.simulate import tuning_constants as constants
+from graphpasses.simulate.environment import enabled
 from graphpasses.simulate.rings import Topology
-from graphpasses.simulate.selection import enabled
 from graphpasses.simulate.tuning_log import PROTOCOLS
 
 # Ranks that NVLS joins at most, where it does not all-reduce: NCCL_MAX_NVLS_ARITY.
@@ -33,13 +33,10 @@ def search_channels(topology: Topology) -> int:
 def costs(
     topology: Topology, collective: str, op: str, element_size: int
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """Returns latency (µs) and bandwidth (GB/s of algorithm) of what NCCL compares for a collective.
+    """Returns latency (µs) and bandwidth (GB/s) of what NCCL compares for a collective, in its order.
 
-    A log's table of them replaces the model's. NCCL computes in single precision, this in double. ``element_size``
-    is in bytes. The result has algorithms and protocols in the order in which NCCL compares them; what it may not
-    take is left out.
-
-    Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoTuneModel``), ``src/enqueue.cc`` (``updateCollCostTable``).
+    A log's table of them replaces the model's. Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoTuneModel``),
+    ``src/enqueue.cc`` (``updateCollCostTable``).
     """
     log = topology.hardware.log
     table = log.costs(collective) if log is not None else {}
@@ -68,10 +65,7 @@ def time(
     num_bytes: int,
     cost: tuple[float, float],
 ) -> float:
-    """Returns the microseconds that NCCL expects.
-
-    ``num_bytes`` are those of the larger of input and output on one rank; ``cost`` is latency and bandwidth, see
-    :func:`costs`.
+    """Returns the microseconds that NCCL expects; the bytes are those of the larger of input and output on one rank.
 
     Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoGetAlgoTime``).
     """

@@ -1,17 +1,23 @@
-"""A topology under NCCL's environment variables."""
+"""A topology under NCCL's environment variables, and what ``NCCL_ALGO`` and ``NCCL_PROTO`` allow."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 
 from graphpasses.errors import TopologyError
+from graphpasses.simulate.hardware import Hardware
 from graphpasses.simulate.rings import Topology
+from graphpasses.simulate.tuning_log import ALGORITHMS, PROTOCOLS
 
 VARIABLES = frozenset(
     {"NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_CROSS_NIC"}
 )
 """Those that are read."""
+
+_FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
+_ALGORITHMS = tuple(name.replace("_", "") for name in ALGORITHMS)
 
 
 def with_environment(topology: Topology, variables: Mapping[str, str]) -> Topology:
@@ -55,3 +61,76 @@ def _number(variables: Mapping[str, str], name: str, default: int) -> int:
     if not text.lstrip("-").isdigit():
         raise TopologyError(f'{name} is "{text}"; it must be a number')
     return int(text)
+
+
+def parse_selection(
+    text: str, names: tuple[str, ...], variable: str = "NCCL_ALGO", *, by_function: bool = True
+) -> dict[str, dict[str, bool]]:
+    """Reads a list like ``"ring;allreduce:^ll,ll128"``.
+
+    Entries are separated by ";". All but the first begin with a function and ":", and the first may: without it, it
+    is for all functions. An entry names what is allowed, or, after "^", what is not. Case does not matter.
+    ``variable`` is for messages. Without ``by_function`` the text is read as NCCL 2.23 does: one list for all
+    functions, in which unknown names are ignored. Returns for each function that an entry is for whether each name
+    is allowed.
+
+    Raises:
+        TopologyError: what NCCL refuses: an unknown function or name, or a later entry without a function.
+
+    Example:
+        >>> parse_selection("^tree;allreduce:ring", ("tree", "ring"))["reduce"]
+        {'tree': False, 'ring': True}
+
+    Source: NCCL ``src/graph/tuning.cc`` (``parseList``).
+    """
+    if not by_function:
+        listed = _listed(text, names)
+        return {function: dict(listed) for function in _FUNCTIONS} if text else {}
+    found: dict[str, dict[str, bool]] = {}
+    is_first = not text.startswith(";")
+    for entry in filter(None, text.split(";")):
+        parts = [part for part in entry.split(":") if part]
+        if not parts or (len(parts) == 1 and not is_first):
+            raise TopologyError(
+                f'{variable}="{text}": entry "{entry}" names no function; all but the first need one, '
+                f"as in allreduce:{names[0]}"
+            )
+        is_first = False
+        functions = [parts[0].lower()] if len(parts) > 1 else list(_FUNCTIONS)
+        if functions[0] not in _FUNCTIONS:
+            raise TopologyError(
+                f'{variable}="{text}": NCCL has no function "{parts[0]}"; it has {", ".join(_FUNCTIONS)}'
+            )
+        elements = parts[1] if len(parts) > 1 else parts[0]
+        for unknown in set(filter(None, elements.removeprefix("^").lower().split(","))) - set(names):
+            raise TopologyError(f'{variable}="{text}": NCCL has no "{unknown}"; it has {", ".join(names)}')
+        for function in functions:
+            found[function] = _listed(elements, names)
+    return found
+
+
+@lru_cache(maxsize=64)
+def enabled(hardware: Hardware, collective: str) -> dict[str, bool | None]:
+    """Returns which algorithms and protocols the environment allows for a collective; None: nothing is said of them.
+
+    Example:
+        >>> enabled(Hardware(algorithms="reducescatter:ring", protocols="^LL"), "reduce_scatter")["ll128"]
+        True
+    """
+    by_function = hardware.at_least(2, 24)
+    function = collective.replace("_", "")
+    algorithms = parse_selection(hardware.algorithms, _ALGORITHMS, "NCCL_ALGO", by_function=by_function)
+    protocols = parse_selection(hardware.protocols, PROTOCOLS, "NCCL_PROTO", by_function=by_function)
+    allowed = algorithms.get(function, dict.fromkeys(_ALGORITHMS, True))
+    found: dict[str, bool | None] = {
+        name: allowed[name.replace("_", "")] for name in ("tree", "ring", "nvls", "nvls_tree", "pat")
+    }
+    if not by_function and not any(found[name] for name in ("tree", "ring", "nvls", "nvls_tree")):
+        found["tree"] = found["ring"] = True
+    found.update(protocols.get(function, dict.fromkeys(PROTOCOLS)))
+    return found
+
+
+def _listed(elements: str, names: tuple[str, ...]) -> dict[str, bool]:
+    listed = set(elements.removeprefix("^").lower().split(","))
+    return {name: (name in listed) != elements.startswith("^") for name in names}

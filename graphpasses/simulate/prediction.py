@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
-from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size
+from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size, dtype_bytes
 from graphpasses.fsdp.layout_diff import Move, Place, diff_layouts
-from graphpasses.simulate.choice import choose
-from graphpasses.simulate.nccl import ReductionPart, reduction_parts
-from graphpasses.simulate.other_algorithms import what_to_set
+from graphpasses.simulate.choice import Choice, choose
+from graphpasses.simulate.nccl import reduction_parts
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.trees import Order
 from graphpasses.text import aligned
@@ -28,7 +29,7 @@ class Reordered(Move):
     @property
     def num_elements(self) -> int:
         """Elements that change, on all ranks of one process group."""
-        return sum(stop - start for start, stop in self.stretches) * self._num_parts
+        return sum(stop - start for start, stop in self.stretches) * _num_parts(self._some_place)
 
     @property
     def num_bytes(self) -> int:
@@ -38,17 +39,13 @@ class Reordered(Move):
     @property
     def num_elements_in_all(self) -> int:
         """Elements of the gradient, padding included."""
-        return self._some_place.padded_numel * self._num_parts
+        return self._some_place.padded_numel * _num_parts(self._some_place)
 
     @property
     def _some_place(self) -> Place:
         place = self.before or self.after
         assert place is not None
         return place
-
-    @property
-    def _num_parts(self) -> int:
-        return _num_parts(self._some_place)
 
 
 @dataclass(frozen=True)
@@ -135,17 +132,13 @@ def find_reordered(move: Move, topology: Topology) -> Reordered | None:
 
     Source: see :mod:`graphpasses.simulate.nccl`.
     """
-    stretches: Iterable[tuple[int, int]]
-    if reason := _other_arithmetic(move.before, move.after, topology):
-        place = move.before or move.after
-        assert place is not None
-        stretches = [(0, place.padded_numel)]
+    before, after = move.before, move.after
+    reason = _other_arithmetic(before, after, topology)
+    if before is not None and after is not None and not reason:
+        stretches = _merged(_reordered(before, after, topology))
     else:
-        assert move.before is not None
-        assert move.after is not None
-        stretches = _reordered(move.before, move.after, topology)
-    merged = _merged(stretches)
-    return Reordered(move.fqn, move.before, move.after, merged, reason) if merged else None
+        stretches = tuple((0, place.padded_numel) for place in (before, after) if place is not None)[:1]
+    return Reordered(move.fqn, before, after, stretches, reason) if stretches else None
 
 
 @dataclass(frozen=True)
@@ -229,24 +222,19 @@ def _other_algorithm(before: Place, after: Place, group: Topology) -> Iterator[s
 def _reordered(before: Place, after: Place, topology: Topology) -> Iterator[tuple[int, int]]:
     """Yields the stretches of a rank's part of a gradient that are added in another order."""
     group = topology.restrict(before.ranks)
+    has_one_order = len(before.ranks) == 2 and before.op == "sum"  # a + b is b + a
     runs = [_runs(place, group) for place in (before, after)]
     bounds = sorted({bound for run in runs for start, stop, _ in run for bound in (start, stop)})
-    indices = [0, 0]
     for start, stop in itertools.pairwise(bounds):
-        for side in (0, 1):
-            while runs[side][indices[side]][1] <= start:
-                indices[side] += 1
-        orders = [runs[side][indices[side]][2] for side in (0, 1)]
-        if orders[0] != orders[1] and not (len(before.ranks) == 2 and before.op == "sum"):  # a + b is b + a
+        one, other = (run[bisect_right(run, start, key=itemgetter(0)) - 1][2] for run in runs)
+        if one != other and not has_one_order:
             yield start, stop
 
 
 def _runs(place: Place, group: Topology) -> list[tuple[int, int, Order]]:
     """Returns (start, stop, order) of the elements of a gradient, counted from its first."""
     count, first = place.num_bytes // place.itemsize, place.offset // place.itemsize
-    parts: Sequence[ReductionPart] = reduction_parts(
-        group, place.collective, count, place.itemsize, op=place.op
-    )
+    parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
     runs = ((part.start - first, part.stop - first, part.order) for part in parts)
     last = place.padded_numel
     return [
@@ -265,3 +253,63 @@ def _merged(stretches: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]
 
 def _at(place: Place | None) -> str:
     return "-" if place is None else f"bucket {place.bucket} byte {place.offset} of {place.num_bytes}"
+
+
+@dataclass(frozen=True)
+class OtherAlgorithm:
+    """A bucket whose PREMUL_SUM and SUM would take different algorithms or protocols; printable."""
+
+    bucket: int
+    collective: str
+    num_bytes: int  # of one rank's part
+    eager: Choice  # what NCCL takes for eager's PREMUL_SUM
+    graph: Choice  # what NCCL takes for the graph's SUM
+
+    def __str__(self) -> str:
+        eager, graph = (f"{each.algorithm} {each.protocol}" for each in (self.eager, self.graph))
+        return (
+            f"bucket {self.bucket}, {self.collective} of {self.num_bytes:,} bytes: NCCL takes {eager} for eager's "
+            f"PREMUL_SUM and {graph} for the graph's SUM; {what_to_set(self.collective, self.eager)}"
+        )
+
+
+def other_algorithms(layout: Layout, topology: Topology) -> tuple[OtherAlgorithm, ...]:
+    """Says in which buckets eager's PREMUL_SUM by one and the graph's SUM get different algorithms.
+
+    FSDP2 with a gradient divide factor of 1, as torchtitan sets it, asks NCCL for PREMUL_SUM by one. Functional
+    collectives do not have it; the graph asks for SUM, which has its bits if NCCL takes the same algorithm. NVLS
+    and PAT have no PREMUL_SUM. ``layout`` is the graph's, or eager's; buckets of another op than "sum" ask for one
+    thing on both sides. ``topology`` is that of the world, with ``algorithm="auto"`` to learn anything.
+
+    Raises:
+        TopologyError: a bucket has ranks that the topology has not.
+
+    Example:
+        >>> import torch
+        >>> from graphpasses.fsdp import make_bucket_layout
+        >>> parameters = [("weight", (4096, 4096), 0)]
+        >>> layout = Layout((make_bucket_layout("all_reduce", range(8), "sum", torch.bfloat16, parameters),))
+        >>> node = Topology(8, gpus_per_node=8, algorithm="auto", protocol="auto")
+        >>> print(*other_algorithms(layout, node))  # doctest: +ELLIPSIS
+        bucket 0, all_reduce of 33,554,432 bytes: NCCL takes ring ... for eager's PREMUL_SUM and nvls simple ...
+        >>> other_algorithms(layout, Topology(8, gpus_per_node=8))
+        ()
+
+    Source: NCCL ``src/include/device.h`` (``ncclNvlsSupported``), ``src/enqueue.cc`` (``updateCollCostTable``).
+    """
+    found = []
+    for index, bucket in enumerate(layout.buckets):
+        if bucket.op != "sum":
+            continue
+        group, itemsize = topology.restrict(bucket.ranks), dtype_bytes(bucket.dtype)
+        count = bucket.num_bytes // itemsize
+        eager, graph = (choose(group, bucket.collective, count, itemsize, op) for op in ("premul_sum", "sum"))
+        if (eager.algorithm, eager.protocol) != (graph.algorithm, graph.protocol):
+            found.append(OtherAlgorithm(index, bucket.collective, bucket.num_bytes, eager, graph))
+    return tuple(found)
+
+
+def what_to_set(collective: str, eager: Choice) -> str:
+    """Says how both sides get eager's algorithm."""
+    function = collective.replace("_", "")
+    return f"set NCCL_ALGO={function}:{eager.algorithm} (NCCL_ALGO={eager.algorithm} before 2.24) for both"

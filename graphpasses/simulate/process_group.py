@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from graphpasses._torch.gloo_process_group import GlooProcessGroup
-from graphpasses._torch.process_group import split_evenly
+from graphpasses._torch.process_group import GlooProcessGroup, split_evenly
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.arithmetic import ReduceOpName
 from graphpasses.simulate.collectives import reduce_parts
@@ -82,45 +81,36 @@ class NCCLSimProcessGroup(RingProcessGroup, GlooProcessGroup):
         _check_size(whole, num_ranks)
         return whole.restrict(self._global_ranks)
 
-    def _reduce_scatter(self, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
-        count = flat.numel() // self.size()
-        return self._reduce(self._shards(flat), "reduce_scatter", count, op, factor, self.rank())
+    def _reduce(
+        self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int
+    ) -> Tensor:
+        size, topology = self.size(), self.topology
+        count, offset = flat.numel(), 0
+        if collective == "reduce":
+            gathered = flat.new_empty(size * count)
+            self.all_gather_single(gathered, flat)
+            contributions = split_evenly(gathered, size)
+        elif collective == "reduce_scatter":
+            count, root = count // size, self.rank()
+            contributions = self._shards(flat)
+        else:
+            stretch = -(-count // size)
+            padded = flat.new_zeros(stretch * size)
+            padded[:count] = flat
+            offset = stretch * self.rank()
+            contributions = self._shards(padded)
+        parts = reduction_parts(topology, collective, count, flat.element_size(), root, op)
+        result = reduce_parts([*contributions.values()], parts, topology, op, factor=factor, offset=offset)
+        if collective == "all_reduce":
+            self.all_gather_single(padded, result)
+            result = padded[:count]
+        return result
 
-    def _all_reduce(self, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
-        stretch = -(-flat.numel() // self.size())
-        padded = flat.new_zeros(stretch * self.size())
-        padded[: flat.numel()] = flat
-        offset = stretch * self.rank()
-        mine = self._reduce(self._shards(padded), "all_reduce", flat.numel(), op, factor, offset=offset)
-        self.all_gather_single(padded, mine)
-        return padded[: flat.numel()]
-
-    def _reduce_to(self, root: int, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
-        gathered = flat.new_empty(self.size() * flat.numel())
-        self.all_gather_single(gathered, flat)
-        contributions = list(split_evenly(gathered, self.size()).values())
-        return self._reduce(contributions, "reduce", flat.numel(), op, factor, root)
-
-    def _shards(self, flat: Tensor) -> list[Tensor]:
+    def _shards(self, flat: Tensor) -> dict[int, Tensor]:
         """Returns every rank's contribution to this rank's stretch of the buffer, unreduced."""
         shards = split_evenly(torch.empty_like(flat), self.size())
         self.exchange("reduction", split_evenly(flat, self.size()), shards)
-        return list(shards.values())
-
-    def _reduce(
-        self,
-        contributions: Sequence[Tensor],
-        collective: Collective,
-        count: int,
-        op: ReduceOpName,
-        factor: float,
-        destination: int = 0,
-        offset: int = 0,
-    ) -> Tensor:
-        topology = self.topology
-        size = contributions[0].element_size()
-        parts = reduction_parts(topology, collective, count, size, destination, op)
-        return reduce_parts(contributions, parts, topology, op, factor=factor, offset=offset)
+        return shards
 
 
 def _check_size(topology: Topology, num_ranks: int) -> None:

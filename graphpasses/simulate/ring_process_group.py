@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpasses._torch.process_group import FinishedWork, PythonProcessGroup
+from graphpasses._torch.process_group import PythonProcessGroup, finished_work
 from graphpasses.errors import UnsupportedError
 from graphpasses.simulate.arithmetic import ReduceOpName
+from graphpasses.simulate.nccl import Collective
 
 
 class RingProcessGroup(PythonProcessGroup):
@@ -19,17 +20,20 @@ class RingProcessGroup(PythonProcessGroup):
     The collectives of a coalesced call are simulated one by one.
     """
 
-    def _reduce_scatter(self, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
-        """Returns this rank's shard of the sum of all ranks' ``flat``."""
+    def _reduce(
+        self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int
+    ) -> Tensor:
+        """Returns what this rank gets of the sum of all ranks' ``flat``; other ranks than a root may get anything."""
         raise NotImplementedError
 
-    def _all_reduce(self, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
-        """Returns the sum of all ranks' ``flat``."""
-        raise NotImplementedError
-
-    def _reduce_to(self, root: int, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
-        """Returns the sum of all ranks' ``flat``; ranks other than ``root`` may return anything."""
-        raise NotImplementedError
+    def _reduce_into(
+        self, output: Tensor, collective: Collective, tensor: Tensor, opts: Any, root: int | None = None
+    ) -> None:
+        """Reduces ``tensor`` and writes the result to ``output``, on the root alone if there is one."""
+        flat = tensor.detach().reshape(-1)
+        result = self._reduce(collective, flat, *_parse_op(opts), root=root or 0)
+        if root in (None, self.rank()):
+            output.detach().copy_(result.view(output.shape))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Reduces ``input``, ``size()`` shards of ``output``'s size, into every rank's ``output``."""
@@ -38,8 +42,8 @@ class RingProcessGroup(PythonProcessGroup):
                 f"reduce_scatter needs an input of {self.size()} times the output's {output.numel()} "
                 f"{output.dtype} elements, got {input.numel()} {input.dtype} elements"
             )
-        _assign(output, self._reduce_scatter(input.detach().reshape(-1), *_parse_op(opts)))
-        return FinishedWork([output])
+        self._reduce_into(output, "reduce_scatter", input, opts)
+        return finished_work([output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -47,7 +51,7 @@ class RingProcessGroup(PythonProcessGroup):
         """Reduces several inputs, one after the other."""
         for output, input in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, input, opts)
-        return FinishedWork(outputs)
+        return finished_work(outputs)
 
     def reduce_scatter(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None
@@ -59,10 +63,8 @@ class RingProcessGroup(PythonProcessGroup):
                 self.reduce_scatter_single(output, flat, opts)
                 continue
             for root, shard in enumerate(shards):
-                total = self._reduce_to(root, shard.detach().reshape(-1), *_parse_op(opts))
-                if root == self.rank():
-                    _assign(output, total)
-        return FinishedWork(outputs)
+                self._reduce_into(output, "reduce", shard, opts, root)
+        return finished_work(outputs)
 
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor] | Tensor, opts: Any = None
@@ -70,18 +72,16 @@ class RingProcessGroup(PythonProcessGroup):
         """Reduces tensors in place, one after the other."""
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         for tensor in tensors:
-            _assign(tensor, self._all_reduce(tensor.detach().reshape(-1), *_parse_op(opts)))
-        return FinishedWork(tensors)
+            self._reduce_into(tensor, "all_reduce", tensor, opts)
+        return finished_work(tensors)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         """Reduces tensors in place on the root; other ranks' tensors stay as they are."""
         for tensor in tensors:
-            total = self._reduce_to(opts.rootRank, tensor.detach().reshape(-1), *_parse_op(opts))
-            if opts.rootRank == self.rank():
-                _assign(tensor, total)
-        return FinishedWork(tensors)
+            self._reduce_into(tensor, "reduce", tensor, opts, opts.rootRank)
+        return finished_work(tensors)
 
 
 def _parse_op(opts: Any) -> tuple[ReduceOpName, float]:
@@ -90,7 +90,3 @@ def _parse_op(opts: Any) -> tuple[ReduceOpName, float]:
         if op == getattr(dist.ReduceOp, name.upper()):
             return name, float(op.factor) if name == "premul_sum" else 1.0
     raise UnsupportedError(f"NCCL has no {op.op}; it has {', '.join(get_args(ReduceOpName))}")
-
-
-def _assign(target: Tensor, flat: Tensor) -> None:
-    target.detach().copy_(flat.view(target.shape))

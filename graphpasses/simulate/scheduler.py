@@ -116,10 +116,7 @@ class RankScheduler:
         call: Call,
         perform: Callable[[Sequence[Call]], None],
     ) -> None:
-        """Waits until every rank of a group has called; the last to come performs for all.
-
-        ``perform`` is given the calls in the order of ``ranks``, which are world ranks.
-        """
+        """Waits until every rank of a group has called; the last to come performs for all, with the calls by rank."""
         self._go_on()
         meeting = self._meetings.setdefault(key, _Meeting(ranks))
         meeting.calls[rank] = call

@@ -8,11 +8,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from graphpasses._torch.thread_ranks import serve_collectives_without_tensors
+from graphpasses._torch.process_group import serve_collectives_without_tensors
 from graphpasses.errors import ClusterError
 from graphpasses.simulate.arithmetic import ReduceOpName
 from graphpasses.simulate.collectives import reduce_parts, simulate_all_reduce, simulate_reduce_scatter
-from graphpasses.simulate.nccl import reduction_parts
+from graphpasses.simulate.nccl import Collective, reduction_parts
 from graphpasses.simulate.ring_process_group import RingProcessGroup
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.scheduler import Call, RankScheduler, current
@@ -44,38 +44,22 @@ class ThreadProcessGroup(RingProcessGroup):
 
         self._meet(Call(collective, data=(sent, received)), deliver)
 
-    def _reduce_scatter(self, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
-        return self._reduce_all(
-            "reduce_scatter",
-            flat,
-            op,
-            lambda flats: simulate_reduce_scatter(flats, self.topology, op, factor=factor),
-        )
-
-    def _all_reduce(self, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
-        def all_reduce(flats: Sequence[Tensor]) -> list[Tensor]:
-            return [simulate_all_reduce(flats, self.topology, op, factor=factor)] * len(flats)
-
-        return self._reduce_all("all_reduce", flat, op, all_reduce)
-
-    def _reduce_to(self, root: int, flat: Tensor, op: ReduceOpName, factor: float) -> Tensor:
-        def reduce(flats: Sequence[Tensor]) -> list[Tensor]:
-            parts = reduction_parts(self.topology, "reduce", len(flat), flat.element_size(), root, op)
-            return [reduce_parts(flats, parts, self.topology, op, factor=factor)] * len(flats)
-
-        return self._reduce_all(f"reduce to rank {self._ranks[root]}", flat, op, reduce)
-
-    def _reduce_all(
-        self,
-        name: str,
-        flat: Tensor,
-        op: ReduceOpName,
-        reduce: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    def _reduce(
+        self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int
     ) -> Tensor:
         def perform(calls: Sequence[Call]) -> None:
-            for call, result in zip(calls, reduce([call.data for call in calls]), strict=True):
+            flats = [call.data for call in calls]
+            if collective == "reduce_scatter":
+                results = simulate_reduce_scatter(flats, self.topology, op, factor=factor)
+            elif collective == "all_reduce":
+                results = [simulate_all_reduce(flats, self.topology, op, factor=factor)] * len(calls)
+            else:
+                parts = reduction_parts(self.topology, collective, len(flat), flat.element_size(), root, op)
+                results = [reduce_parts(flats, parts, self.topology, op, factor=factor)] * len(calls)
+            for call, result in zip(calls, results, strict=True):
                 call.result = result
 
+        name = f"reduce to rank {self._ranks[root]}" if collective == "reduce" else collective
         call = Call(name, f"({op}) of {len(flat)} {str(flat.dtype).removeprefix('torch.')}", flat)
         self._meet(call, perform)
         result: Tensor = call.result

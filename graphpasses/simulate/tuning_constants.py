@@ -99,10 +99,7 @@ def ll_max_bandwidth(hardware: Hardware, num_nodes: int) -> float:
 
 
 def per_channel_max(hardware: Hardware, name: str, num_nodes: int) -> float:
-    """Returns the bandwidth that a channel cannot exceed.
-
-    Names are ``"ring_ll128"``, ``"tree_ll128"``, ``"tree"`` and ``"nvls_tree"``.
-    """
+    """Returns the bandwidth that a channel cannot exceed, by a name of the table."""
     row = _PER_CHANNEL[name][generation(hardware)]
     if generation(hardware) == 3:
         older = (values for until, values in _OLDER_BLACKWELL[name] if not hardware.at_least(*until))

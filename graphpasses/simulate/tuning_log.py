@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ def parse_tuning_log(text: str) -> TuningLog | None:
         if head := _HEAD.search(line):
             algorithms = [_snake(name) for name in re.findall(r"\w+", head[1])]
         elif row := _ROW.search(line):
-            cells = zip(_names(algorithms), _CELL.findall(row[2]), strict=False)
+            cells = zip(itertools.product(algorithms, PROTOCOLS), _CELL.findall(row[2]), strict=False)
             for (algorithm, protocol), (latency, bandwidth) in cells:
                 key, value = (_FUNCTIONS[row[1]], algorithm, protocol), (float(latency), float(bandwidth))
                 if table.setdefault(key, value) != value:
@@ -95,10 +96,6 @@ def parse_tuning_log(text: str) -> TuningLog | None:
         tuple((*key, *value) for key, value in table.items()),
         tuple((*key, *value) for key, value in choices.items()),
     )
-
-
-def _names(algorithms: list[str]) -> list[tuple[str, str]]:
-    return [(algorithm, protocol) for algorithm in algorithms for protocol in PROTOCOLS]
 
 
 def _snake(name: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphpasses._torch.module_hooks import hook_ids
-from graphpasses._torch.optimizer_in_backward import find_gradient_hooks
+from graphpasses._torch.optimizers import find_gradient_hooks
 from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.backends import cuda, cudnn, mkldnn
 
-from graphpasses._torch.fsdp2 import find_outdated, fsdp_groups
-from graphpasses._torch.fsdp2_settings import SETTINGS, group_name, group_setting
+from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, fsdp_groups, group_name, group_setting
 from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses.errors import CaptureError
 from graphpasses.state.slots import Asked, Owner

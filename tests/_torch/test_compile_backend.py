@@ -48,7 +48,7 @@ contexts = eval_frame._TorchDynamoContext, eval_frame.OptimizeContext
 calls = [context.__call__ for context in contexts]
 def check():
     assert [context.__call__ for context in contexts] == calls
-import graphpasses, graphpasses.capture.torch_compile, graphpasses.embedding.torchrec.tracing_scope
+import graphpasses, graphpasses.capture.torch_compile, graphpasses.embedding.torchrec.model_call
 check()
 assert "graphpasses" in torch._dynamo.list_backends()
 check()

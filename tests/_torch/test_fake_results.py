@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from graphpasses._torch import fake_results
+from graphpasses._torch import fake_mode
+from graphpasses._torch.fake_mode import fake_call
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses._torch.fake_results import fake_call
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 CASES: dict[Any, list[tuple[Any, ...]]] = {
@@ -57,7 +57,7 @@ def storages(*values: Any) -> list[int]:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("target", CASES, ids=str)
 def test_same_as_the_mode(target: Any, transposed: bool) -> None:
-    assert CASES.keys() == fake_results._BY_META_KERNEL
+    assert CASES.keys() == fake_mode._BY_META_KERNEL
     with fake_process_group(4):
         for shapes, *args in CASES[target]:
             mode = FakeTensorMode()

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from graphpasses._torch.missing import missing_api
+from graphpasses._torch.tested_versions import missing_api
 from graphpasses.errors import UnsupportedError
 
 

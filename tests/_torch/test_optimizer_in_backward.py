@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import nn
 
-from graphpasses._torch.optimizer_in_backward import (
+from graphpasses._torch.optimizers import (
     has_gradient_hooks,
     has_step_hooks,
     optimizers_in_backward,

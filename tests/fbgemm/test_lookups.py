@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from graphpasses.embedding.emit_lookup import layout_arguments, state_arguments
+from graphpasses.embedding.emit_lookup import table_arguments
 from graphpasses.fbgemm.lookups import LookupCall, TableLayout
 from graphpasses.graph import TrainGraph
 from tests.helpers.tables import Lookups, model_graph, tables
@@ -45,14 +45,10 @@ def test_what_is_written_is_what_fbgemm_passes(graph: TrainGraph, call: LookupCa
     (call,) = LookupCall.all(graph)
     module = graph.model.get_submodule("tables.0")
     layout = call.layout()
-    for arguments in (
-        layout_arguments(graph, layout, "new"),
-        state_arguments(graph, layout, call.states, "new"),
-    ):
-        for name, value in arguments.items():
-            expected = call.arguments[name]
-            for new, old in zip(_flat(value), _flat(expected), strict=True):
-                assert _same(graph, call, new, old), name
+    for name, value in table_arguments(graph, layout, call.states, "new").items():
+        expected = call.arguments[name]
+        for new, old in zip(_flat(value), _flat(expected), strict=True):
+            assert _same(graph, call, new, old), name
     assert layout.info_b() == (module.info_B_num_bits, module.info_B_mask)
 
 

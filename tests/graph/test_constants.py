@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from graphpasses.graph.constants import constant_bits, read_constants
+from graphpasses.graph.nodes import constant_bits, read_constants
 
 
 class Module(nn.Module):

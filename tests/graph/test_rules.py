@@ -24,9 +24,8 @@ from graphpasses.graph import (
     TrainGraph,
     argument,
 )
-from graphpasses.graph.contract import Contract
 from graphpasses.graph.known_values import KnownValues
-from graphpasses.graph.rules import FORM, RULES, Checked
+from graphpasses.graph.rules import FORM, RULES, Checked, Contract
 from graphpasses.identity import IdentityMap
 from tests.helpers.models import Even, on_fake_ranks
 

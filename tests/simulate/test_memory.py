@@ -12,13 +12,13 @@ from torch.distributed.fsdp import fully_shard
 
 from graphpasses.errors import ClusterError
 from graphpasses.parity.training import Task, train_eager, train_graph
-from graphpasses.simulate import Topology, memory
+from graphpasses.simulate import Topology, cluster
 
 
 def test_what_is_unsharded_grows_with_the_ranks_and_shards_do_not() -> None:
-    few, many = (memory.cluster_memory([1000, 500], num, torch.bfloat16) for num in (2, 66))
+    few, many = (cluster.cluster_memory([1000, 500], num, torch.bfloat16) for num in (2, 66))
     assert many - few == 64 * (500 + 8 * 1000) * 2
-    assert memory.cluster_memory([1000, 500], 2, torch.float32) - few == 2 * (500 + 8 * 1000) * 2
+    assert cluster.cluster_memory([1000, 500], 2, torch.float32) - few == 2 * (500 + 8 * 1000) * 2
 
 
 @pytest.mark.parametrize("train", [train_eager, train_graph])
@@ -31,7 +31,7 @@ def test_refused_with_the_number(
         loss_fn=lambda model, x: model(x).mean(),
         batch=lambda step, rank: (torch.ones(1, 1000),),
     )
-    monkeypatch.setattr(memory, "_available", lambda: 10**8)
+    monkeypatch.setattr(cluster, "_available", lambda: 10**8)
     with pytest.raises(ClusterError) as caught:
         train(task, Topology(4, gpus_per_node=2), 1, tmp_path / "run.jsonl")
     # 0.42 GB of the process, 16 MB of state, 4 ranks with 9 unsharded copies of 4 MB
@@ -43,5 +43,5 @@ def test_refused_with_the_number(
 
 
 def test_what_linux_reports() -> None:
-    available = memory._available()
+    available = cluster._available()
     assert available is None or available > 2**20

@@ -6,7 +6,7 @@ import pytest
 
 from graphpasses.errors import TopologyError
 from graphpasses.simulate import Hardware, parse_selection
-from graphpasses.simulate.selection import enabled
+from graphpasses.simulate.environment import enabled
 
 PROTOCOLS = ("ll", "ll128", "simple")
 

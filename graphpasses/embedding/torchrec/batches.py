@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphpasses.graph.containers import Containers
+from graphpasses.graph.batch_structure import Containers
 
 _JAGGED = ("._values", "._weights", "._lengths", "._offsets")
 _FIELDS = {
@@ -27,10 +27,7 @@ class _JaggedAndKeyed(Containers):
         return _FIELDS.get(kind.__name__)
 
     def held_items(self, value: Any, items: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Returns the items without those that a jagged tensor does not have, and with its lengths.
-
-        Of offsets alone, a key-jagged tensor asks for ``len``, which would fix their number.
-        """
+        """Returns the items that a jagged tensor has, and a key-jagged one's lengths: offsets fix their number."""
         if self.fields_of(type(value)) is None:
             return items
         is_keyed = type(value).__name__ == "KeyedJaggedTensor"
@@ -41,10 +38,7 @@ class _JaggedAndKeyed(Containers):
         }
 
     def items_by(self, value: Any, items: Mapping[Any, Any], keys: Sequence[Any]) -> Mapping[Any, Any]:
-        """Returns the items, of a jagged tensor with lengths and offsets as another of its structure has them.
-
-        It is made of either, and computes the other when it is asked.
-        """
+        """Returns the items, of a jagged tensor with lengths and offsets as another of its structure has them."""
         if self.fields_of(type(value)) is None:
             return items
         computed = {"._lengths": value.lengths, "._offsets": value.offsets}
@@ -52,10 +46,7 @@ class _JaggedAndKeyed(Containers):
         return own | {key: make() for key, make in computed.items() if key in keys and key not in items}
 
     def reject_reason(self, value: Any) -> str | None:
-        """Returns why a captured step does not take a value as eager does; None if it does.
-
-        A step takes a container apart to its tensors and makes it again of them: what else it holds would be lost.
-        """
+        """Returns why a captured step does not take a value as eager does; None if it does."""
         kind = type(value).__name__
         if kind not in _TAKEN:
             return (

@@ -33,27 +33,21 @@ def _is_compiling(original: Callable[[], bool]) -> Callable[[], bool]:
     return is_torchdynamo_compiling
 
 
-def _without_events(original: Any) -> Any:
-    """The original is a generator's context around forwards; it logs nothing in TorchRec's public builds."""
-    log_event = original.__func__
-
-    def n_batch_log_event_context(cls: Any, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        if not torch.compiler.is_dynamo_compiling():
-            return log_event(cls, *args, **kwargs)  # type: ignore[no-any-return]
-        return nullcontext()
-
-    return classmethod(n_batch_log_event_context)
-
-
 def _without_names(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original names a block for the profiler, which sees none of what Dynamo traces."""
 
-    def maybe_annotate_embedding_event(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+    def enter(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         if not torch.compiler.is_dynamo_compiling():
             return original(*args, **kwargs)  # type: ignore[no-any-return]
         return nullcontext()
 
-    return maybe_annotate_embedding_event
+    enter.__name__ = original.__name__
+    return enter
+
+
+def _without_events(original: Any) -> Any:
+    """The original is a generator's context around forwards; it logs nothing in TorchRec's public builds."""
+    return classmethod(_without_names(original.__func__))
 
 
 def _wait_unnamed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,10 +65,7 @@ def _wait_unnamed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _read_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original also reads the splits that were sent, for a check that ``TORCHREC_OVERFLOW_DEBUG`` turns on.
-
-    And it tells Dynamo of each number that it is a size, which its caller does again.
-    """
+    """The original also reads the splits that were sent, for a check that ``TORCHREC_OVERFLOW_DEBUG`` turns on."""
     from torchrec.distributed import dist_data
 
     def _wait_impl(self: Any) -> Any:

@@ -20,8 +20,8 @@ from graphpasses.ops.alias_tensors import alias_tensors
 class DDPCalls:
     """What DistributedDataParallel modules do around their forward, to be done around a compiled call.
 
-    In the graph a DistributedDataParallel is its module alone. Its reducer's hooks on the parameters are outside of
-    the graph, and reduce gradients as in eager if the reducer was told of the forward.
+    In the graph one is its module alone. Its reducer's hooks reduce as in eager if the reducer was told of the
+    forward.
     """
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
@@ -30,11 +30,7 @@ class DDPCalls:
         self._used: set[DistributedDataParallel] | None = None  # of the modules, by calls until now
 
     def needs_eager_step(self) -> bool:
-        """Returns whether the next step must run eager for its bits, which is so in the first two or three.
-
-        DistributedDataParallel packs gradients in the order in which they came in an early step. An element's place
-        decides the order in which more than two ranks' gradients are added.
-        """
+        """Whether the next step must run eager for its bits: DDP orders its buckets in the first two or three."""
         modules = self.modules if self._used is None else self._used
         return any(map(orders_buckets, modules))
 
@@ -71,9 +67,8 @@ class DDPCalls:
     def in_order(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps what a backend made of a graph, so that the modules' all-reduces start in one order on all ranks.
 
-        All gradients leave a compiled backward at once, and autograd accumulates them in an order that depends on
-        how many there are. Each module's gradients but the first's go through a node of their own, which autograd
-        runs after what is accumulated.
+        All gradients leave a compiled backward at once. Each module's but the first's go through a node of their own,
+        which autograd runs after what is accumulated.
         """
         if len(self.modules) < 2:
             return compiled

@@ -22,11 +22,7 @@ def managed_collisions(original: None) -> Callable[..., Any]:
 
 
 def embeddings_by_steps(original: None) -> Callable[..., Any]:
-    """Makes a sharded collection run eagerly, on all ranks alike, if an optimizer of its tables decides by its steps.
-
-    Such are moving averages of tables, ensembles, and weight decay by counters, a number that FBGEMM takes of a
-    tensor.
-    """
+    """Makes a sharded collection run eagerly, on all ranks, if an optimizer of its tables decides by its steps."""
     inherited = _inherited_forward()
     eagerly = _eagerly(_inherited_forward(is_waited=True), _REASON)
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from graphpasses._torch.operators import Rule, TracingKernels, has_kernel, operator_names
+from graphpasses._torch.schemas import Rule, TracingKernels, has_kernel, operator_names
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.embedding.torchrec.traced_gradients import add_traced_gradients
 
@@ -215,12 +215,8 @@ def _register() -> tuple[TracingKernels, tuple[str, ...]]:
 def fake_kernels() -> Iterator[tuple[str, ...]]:
     """Gives FBGEMM ops of a TorchRec training step that have no fake kernel one, in the block; yields their names.
 
-    It overrides no kernel, and leaves ops that it does not know alone. Ops that hide their gradient in their CPU
-    kernel get one that a tracer sees; eager calls do not change. Blocks may be nested; the kernels are there until
-    the outermost block, or another thread's, ends.
-
-    Raises:
-        CaptureError: FBGEMM cannot be loaded.
+    It overrides no kernel. Ops that hide their gradient in their CPU kernel get one that a tracer sees. All are there
+    until the outermost block, or another thread's, ends.
     """
     load_fbgemm()
     with _REGISTRATION.kept(needed=True) as names:
@@ -229,10 +225,7 @@ def fake_kernels() -> Iterator[tuple[str, ...]]:
 
 @contextmanager
 def fake_kernels_if_loaded() -> Iterator[None]:
-    """Does the same if this process has imported FBGEMM; if not, waits for it.
-
-    What :func:`fake_kernels` registers in the block stays to its end.
-    """
+    """Does the same if FBGEMM is imported; else it waits for an inner :func:`fake_kernels`, and keeps its kernels."""
     is_loaded = "fbgemm_gpu" in sys.modules
     if is_loaded:
         load_fbgemm()

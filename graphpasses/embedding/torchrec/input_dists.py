@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,8 @@ def make_input_dist(
 ) -> None:
     """Makes a sharded collection's input dist, and its output dists, if it has none yet, as its first call does.
 
-    That call also checks the features' values, which a graph does not have; see
-    :func:`~graphpasses.embedding.torchrec.inputs.check_inputs`. ``keys`` are those of the features, e.g.
-    ``kjt.keys()``. ``inverse_keys`` are the names of ``kjt.inverse_indices()``, and ``device`` that of its indices;
-    None where all features have one batch size.
+    ``inverse_keys`` are the names of ``kjt.inverse_indices()``, and ``device`` that of its indices; None where all
+    features have one batch size.
     """
     sharded: Any = module
     if not sharded._has_uninitialized_input_dist:
@@ -46,38 +44,34 @@ def _make_output_dists(output_dists: Iterable[Any], *, is_variable: bool) -> Non
 
 
 def checks_inputs(modules: Iterable[nn.Module]) -> bool:
-    """Returns whether a TorchRec module in ``modules`` checks its features in its first call, which is to come.
-
-    Sharded collections of bags do, before they make their input dists; others take what they get.
-    """
-    return any(_is_unchecked(module) for root in modules for module in root.modules())
+    """Whether a sharded collection of bags is to be called first, where it checks its features; others do not."""
+    return any(_is_collection_of_bags(module) for module in _without_input_dists(modules))
 
 
-def _is_unchecked(module: nn.Module) -> bool:
-    if not getattr(module, "_has_uninitialized_input_dist", False):
-        return False
+def needs_eager_call(modules: Iterable[nn.Module]) -> bool:
+    """Whether a sharded module must be called eagerly once: :func:`make_input_dist` cannot make its input dist."""
+    return any(
+        not _is_collection_of_bags(module) and not _is_plain_collection(module)
+        for module in _without_input_dists(modules)
+    )
+
+
+def _without_input_dists(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yields the sharded TorchRec modules that make their input dists in their first call, which is to come."""
+    names = ("_has_uninitialized_input_dist", "_has_uninitialized_input_dists")
+    for module in (module for root in modules for module in root.modules()):
+        if any(getattr(module, name, False) for name in names):
+            yield module
+
+
+def _is_collection_of_bags(module: nn.Module) -> bool:
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
     return isinstance(module, ShardedEmbeddingBagCollection)
 
 
-def needs_eager_call(modules: Iterable[nn.Module]) -> bool:
-    """Returns whether a sharded TorchRec module in ``modules`` must be called eagerly once.
-
-    It makes its input dist in its first call, and :func:`make_input_dist` does not know how. That call is a step like
-    any other.
-    """
-    return any(_is_unknown(module) for root in modules for module in root.modules())
-
-
-def _is_unknown(module: nn.Module) -> bool:
-    names = ("_has_uninitialized_input_dist", "_has_uninitialized_input_dists")
-    if not any(getattr(module, name, False) for name in names):
-        return False
+def _is_plain_collection(module: nn.Module) -> bool:
+    """Whether a module looks up sequences; without duplicates it needs the sizes of tables, which its call has."""
     from torchrec.distributed.embedding import ShardedEmbeddingCollection
-    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-    # Indices without duplicates need the sizes of the tables, which are in the context of the call.
-    return not isinstance(module, ShardedEmbeddingBagCollection) and not (
-        isinstance(module, ShardedEmbeddingCollection) and not getattr(module, "_use_index_dedup", False)
-    )
+    return isinstance(module, ShardedEmbeddingCollection) and not getattr(module, "_use_index_dedup", False)

@@ -38,9 +38,7 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedIn
     """Replaces (key-)jagged tensors by ones without caches, whose numbers of values and samples may vary.
 
     They are found in tuples, lists, dicts, dataclasses and TorchRec's ``Pipelineable`` objects. Tensors beside them
-    whose first dim is a number of samples are replaced, too, by aliases in which it may vary. Nothing that the user
-    holds changes: replaced objects are new, and their tensors share memory and gradients with the user's. Where there
-    is no jagged tensor, everything stays the same object.
+    become aliases if their first dim is a number of samples, which may vary. Nothing that the user holds changes.
     """
     module = sys.modules.get("torchrec.sparse.jagged_tensor")
     if module is None:

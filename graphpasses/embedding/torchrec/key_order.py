@@ -20,8 +20,7 @@ def shardings_of(sharded: Any) -> Iterable[Any]:
 def check_key_order(module: nn.Module, keys: Iterable[str]) -> None:
     """Raises unless a sharded collection gets its features, e.g. ``kjt.keys()``, where it looks for them.
 
-    TorchRec finds each feature's position in the first call; features that come in another order later, or are
-    missing, are looked up in the wrong tables.
+    TorchRec finds their positions in the first call; in another order later, it looks up the wrong tables.
     """
     sharded: Any = module
     names = [name for sharding in shardings_of(sharded) for name in sharding.feature_names()]

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
-from graphpasses.embedding.torchrec.ddp_calls import DDPCalls
+from graphpasses._torch.dynamo import FailOnRecompileLimitHit, InternalTorchDynamoError, change_settings
+from graphpasses.embedding.torchrec.ddp_calls import DDP_PATCHES, DDPCalls
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.embedding.torchrec.input_dists import checks_inputs, needs_eager_call
 from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
-from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
+from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
+from graphpasses.errors import AgreementError, GraphPassesError
 
 
 class ModelCall:
     """Calls a compiled TorchRec model in the scope in which Dynamo can trace it.
 
-    Every call gives Dynamo key-jagged tensors without caches, so that batch lengths may vary. Calls that decide
-    something for the later ones run as in eager: those from which DistributedDataParallel takes the order of its
-    buckets, and the first of a model with modules whose input dists nothing else can make. ``modules`` are those that
-    the call runs.
+    Calls that decide something for the later ones run as in eager: those from which DistributedDataParallel takes the
+    order of its buckets, and the first of a model with modules whose input dists nothing else can make.
     """
 
     def __init__(
@@ -53,3 +54,25 @@ class ModelCall:
             outputs = self._compiled(*inputs.args, **inputs.kwargs)
         inputs.write_back()
         return call.end(outputs)
+
+
+@contextmanager
+def tracing_scope() -> Iterator[None]:
+    """Sets Dynamo and TorchRec up for whole graphs; after the block everything is as before. It may be nested."""
+    with DDP_PATCHES, nullcontext() if sys.modules.get("torchrec") is None else TORCHREC_PATCHES:
+        undo_settings = change_settings()
+        try:
+            yield
+        except FailOnRecompileLimitHit as error:
+            raise AgreementError(
+                "Dynamo has compiled a function of the model as often as it may (recompile_limit), and this rank "
+                "alone would run it eagerly now, and launch other collectives than the others. "
+                f"TORCH_LOGS=recompiles says why it does so. {error.__cause__}"
+            ) from error
+        except InternalTorchDynamoError as error:
+            # What traced code raises, Dynamo raises in its own words.
+            if isinstance(error.__context__, GraphPassesError):
+                raise error.__context__ from None
+            raise
+        finally:
+            undo_settings()

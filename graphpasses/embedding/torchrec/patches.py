@@ -60,11 +60,7 @@ def _without_cast(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_copies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original's bounds check corrects ids in place, in slices of unknown length of a tensor.
-
-    AOTAutograd cannot write such a slice back. Corrected in a copy, ids that are out of range stay so in the tensor
-    that they came from, which nothing else looks up.
-    """
+    """The original's bounds check corrects ids in place, in slices that AOTAutograd cannot write back."""
 
     def prepare_inputs(
         self: Any,
@@ -84,11 +80,7 @@ def _on_copies(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_caches(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An unsharded collection caches in its batch what it computes per feature.
-
-    The cache would be outputs of the graph, which are made anew at each call and read by nobody: the batch that is
-    traced is a copy. So is this, whose cache stays in the graph.
-    """
+    """An unsharded collection caches in its batch what it computes; in a copy of it, this stays in the graph."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     def maybe_td_to_kjt(features: Any, keys: list[str] | None = None) -> Any:

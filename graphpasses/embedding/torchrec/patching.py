@@ -49,8 +49,7 @@ def constant(method: Callable[..., Any]) -> Callable[[None], Callable[..., Any]]
 class PatchSet:
     """Patches that are in place while at least one thread is in the ``with`` block; blocks may be nested.
 
-    When the set is first entered it calls ``check``, which raises where the patches do not fit, and then imports the
-    modules of the patches.
+    When first entered it calls ``check``, which raises where the patches do not fit, and imports what they patch.
     """
 
     def __init__(self, *patches: Patch, check: Callable[[], None] | None = None) -> None:

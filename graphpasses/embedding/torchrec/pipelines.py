@@ -9,10 +9,9 @@ from graphpasses.errors import UnsupportedError
 
 
 def check_pipeline() -> None:
-    """Raises if the pipeline that traces a compiled model now is ``TrainPipelineSemiSync``.
+    """Raises if the pipeline that traces a compiled model now is ``TrainPipelineSemiSync``, whose bits no loop has.
 
-    A pipeline finds no module in a compiled model whose input dist it could start early: the graph starts its own.
-    So a model is trained as without a pipeline, with its bits. That pipeline alone has other bits than a plain loop.
+    Other pipelines find no module in a compiled model whose input dist they could start early, so they have a loop's.
     """
     pipelines = sys.modules.get("torchrec.distributed.train_pipeline.train_pipelines")
     frame: FrameType | None = sys._getframe(1)

@@ -26,8 +26,8 @@ import torch
 from torch import fx
 
 from graphpasses._torch.group_ranks import named_group
-from graphpasses.analysis.effects import collective_group
 from graphpasses.graph import argument
+from graphpasses.graph.nodes import collective_group
 from graphpasses.graph.size_arithmetic import Size, size_expression
 
 aten = torch.ops.aten
@@ -82,8 +82,7 @@ class PooledAllToAll:
 def batch_classes(members: Sequence[PooledAllToAll | None]) -> list[int]:
     """Returns a number for each all-to-all: those of one number have the same batch, so they can become one.
 
-    The number is -1 for None, which is neither pooled embeddings nor their gradients, and for a batch that has the
-    size, but not the parts, of one before it.
+    It is -1 for None, and for a batch that has the size, but not the parts, of one before it.
     """
     number_of: dict[object, int] = {}
     rows_of: dict[object, list[object]] = {}
@@ -106,10 +105,7 @@ def _divide(size: Any, num_dims: int) -> Any:
 
 
 def read_pooled_all_to_all(launch: fx.Node) -> PooledAllToAll | None:
-    """Returns what an all-to-all carries, if it is pooled embeddings or their gradients.
-
-    The only user of ``launch`` is its wait.
-    """
+    """Returns what an all-to-all carries, if it is pooled embeddings or their gradients; its wait alone reads it."""
     return _read_embeddings(launch) or _read_sums(launch) or _read_gradients(launch)
 
 
@@ -117,10 +113,9 @@ def _read_embeddings(launch: fx.Node) -> PooledAllToAll | None:
     rows, flat = _only_user(_only_user(launch)), argument(launch)
     if rows is None or str(rows.target) != _SPLIT_1D_CAT_2D or flat.target not in _VIEWS:
         return None
-    num_rows, dims = rows.args[1:3]
-    return _checked(
-        PooledAllToAll(launch, False, (rows,), _numbers(dims), argument(flat), num_rows=num_rows)  # type: ignore[arg-type]
-    )
+    arguments: Any = rows.args
+    _, num_rows, dims = arguments
+    return _checked(PooledAllToAll(launch, False, (rows,), tuple(dims), argument(flat), num_rows=num_rows))
 
 
 def _read_sums(launch: fx.Node) -> PooledAllToAll | None:
@@ -147,8 +142,8 @@ def _read_gradients(launch: fx.Node) -> PooledAllToAll | None:
     tables = _only_user(received)
     if str(flat.target) != _SPLIT_1D_CAT_2D_BACKWARD or tables is None or tables.target not in _VIEWS:
         return None
-    gradient = argument(flat)
-    return _checked(PooledAllToAll(launch, True, (gradient,), _numbers(flat.args[1]), tables, scale=scale))
+    dims: Any = flat.args[1]
+    return _checked(PooledAllToAll(launch, True, (argument(flat),), tuple(dims), tables, scale=scale))
 
 
 def _parts(
@@ -164,10 +159,6 @@ def _parts(
         return None
     dims = (shape[1],) * len(parts)
     return _checked(PooledAllToAll(launch, is_gradient, parts, dims, table_side, unit=shape[1], **details))
-
-
-def _numbers(dims: Any) -> tuple[int, ...]:
-    return tuple(dims)
 
 
 def _checked(member: PooledAllToAll) -> PooledAllToAll | None:

@@ -133,8 +133,7 @@ class _ReduceScatter(torch.autograd.Function):
 def reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original, traced, adds what an all-to-all brought, in another order than eager's reduce-scatter.
 
-    Two numbers have only one sum, so between two ranks the all-to-all, which a pass can merge with others, stays if
-    nothing is encoded.
+    Two numbers have only one sum: between two ranks the all-to-all, which passes merge, stays if nothing is encoded.
     """
     from torchrec.distributed.comm_ops import get_gradient_division, pg_name
 

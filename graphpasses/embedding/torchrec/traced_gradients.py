@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses._torch.operators import Rule, TracingKernels, below_autograd, has_kernel
+from graphpasses._torch.schemas import Rule, TracingKernels, below_autograd, has_kernel
 
 
 class _DenseLookup(torch.autograd.Function):
@@ -85,10 +85,7 @@ _RULES: dict[str, Rule] = {
 
 
 def add_traced_gradients(kernels: TracingKernels, names: Container[str]) -> None:
-    """Gives the ops among ``names`` whose gradient is hidden one that a tracer sees; eager does not change.
-
-    The gradients last as long as ``kernels``; ``names`` are full ones, e.g. ``"fbgemm::index_select_dim0"``.
-    """
+    """Gives the ops among ``names`` whose gradient is hidden one that a tracer sees, as long as ``kernels`` last."""
     for name, rule in _RULES.items():
         if name in names and not has_kernel(name, "Autograd", "AutogradCPU"):
             kernels.add_autograd(name, rule)

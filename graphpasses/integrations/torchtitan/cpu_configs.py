@@ -96,10 +96,7 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
 
 
 def make_repeatable(config: Any, folder: Path, num_steps: int) -> None:
-    """Lets a configuration train a few short steps on a CPU, the same ones each time, on torchtitan's test data.
-
-    ``folder`` has ``tests/assets``.
-    """
+    """Lets a configuration train a few short steps on a CPU, the same each time, on the data in ``folder``."""
     config.hf_assets_path = str(folder / "tests" / "assets" / "tokenizer")
     config.dataloader.dataset = "c4_test"
     config.dataloader.dataset_path = str(folder / "tests" / "assets" / "c4_test")

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from graphpasses.errors import CaptureError, UnsupportedError
 from graphpasses.graph import CapturedStep
@@ -29,10 +29,7 @@ class TraceWatch:
 
     @classmethod
     def of(cls, trainer: Any) -> TraceWatch:
-        """Returns the watch of a trainer that was made by graph_trainer's hook.
-
-        Raises where its ``train_context`` was replaced.
-        """
+        """Returns the watch of a trainer that graph_trainer's hook made; raises if it was replaced."""
         watch = trainer.train_context
         if not isinstance(watch, cls):
             raise UnsupportedError(
@@ -60,40 +57,34 @@ class TraceWatch:
             self.snapshot = Snapshot.of(model, reads.attributes, reads.names)
 
 
-class StepGuards:
-    """Checks, at each call of graph_trainer's graph, what the graph has built in."""
+def step_check(trainer: Any, step: CapturedStep) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """Returns a hook that checks, before each call of graph_trainer's graph, what the graph has built in."""
+    loss, model, snapshot = trainer.loss_fn, step.model, step.snapshot
+    num_state = sum(item.is_state for item in step.inputs)
+    leaves = [
+        (_name(path), leaf)
+        for path, (_, leaf) in zip(step.batch_structure.paths, step.batch_leaves, strict=True)
+    ]
+    varying = {
+        path: {dim: VaryingDim() for dim, size in enumerate(leaf.shape) if isinstance(size, torch.SymInt)}
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor)
+    }
 
-    def __init__(self, trainer: Any, step: CapturedStep) -> None:
-        self._trainer, self._loss = trainer, trainer.loss_fn
-        self._model, self._snapshot = step.model, step.snapshot
-        self._num_state = sum(item.is_state for item in step.inputs)
-        self._leaves = [
-            (_name(path), leaf)
-            for path, (_, leaf) in zip(step.batch_structure.paths, step.batch_leaves, strict=True)
-        ]
-        self._varying = {
-            path: {dim: VaryingDim() for dim, size in enumerate(leaf.shape) if isinstance(size, torch.SymInt)}
-            for path, leaf in self._leaves
-            if isinstance(leaf, torch.Tensor)
-        }
-
-    def watch(self, gm: fx.GraphModule) -> None:
-        """Lets a graph check each of its calls."""
-        gm.register_forward_pre_hook(self._check)
-
-    def _check(self, gm: nn.Module, flat: tuple[Any, ...]) -> None:
-        """Checks a call."""
+    def check(gm: nn.Module, flat: tuple[Any, ...]) -> None:
         for name, now, traced in (
-            ("loss_fn", self._trainer.loss_fn, self._loss),
-            ("model_parts[0]", self._trainer.model_parts[0], self._model),
+            ("loss_fn", trainer.loss_fn, loss),
+            ("model_parts[0]", trainer.model_parts[0], model),
         ):
             if now is not traced:
                 raise CaptureError(
                     f"the trainer's {name} was replaced since graph_trainer traced its step, which goes on with the "
                     "one before; put that back, or make a new trainer"
                 )
-        self._snapshot.check(self._model)
-        check_leaves(flat[self._num_state :], self._leaves, self._varying)
+        snapshot.check(model)
+        check_leaves(flat[num_state:], leaves, varying)
+
+    return check
 
 
 def _name(path: str) -> str:

@@ -26,7 +26,7 @@ from graphpasses.graph import TrainGraph
 from graphpasses.graph.certificate import Certificate
 from graphpasses.graph.pass_report import PassReport, PipelineReport
 from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, eager_buckets
-from graphpasses.integrations.torchtitan.guards import StepGuards, TraceWatch
+from graphpasses.integrations.torchtitan.guards import TraceWatch, step_check
 from graphpasses.integrations.torchtitan.refusals import (
     PIPELINE,
     refuse_options,
@@ -73,12 +73,12 @@ def graph_passes(
     trainer = _trainer_of(config)
     watch = TraceWatch.of(trainer)
     step = read_traced_result(traced, model=trainer.model_parts[0], snapshot=watch.snapshot)
-    guards = StepGuards(trainer, step)
+    check = step_check(trainer, step)
     plan, expected_layout = eager_buckets(trainer)
     refuse_step(trainer, step, expected_layout)
     layout = None if config.compile.disable_passes else expected_layout
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)
-    own = _OwnPasses(step, step.copy(), traced, plan, layout, guards, on_rewritten)
+    own = _OwnPasses(step, step.copy(), traced, plan, layout, check, on_rewritten)
     ours = {
         p.name: p.as_function(step, own.reports, graph_diff=on_rewritten is not None)
         for p in default_pipeline(plan, expected_layout=expected_layout).passes
@@ -139,7 +139,7 @@ class _OwnPasses:
     traced: Any  # what torchtitan made of it
     plan: BucketPlan
     layout: Layout | None  # that the rewritten step must have
-    guards: StepGuards
+    check: Callable[..., None]  # of each call of the graph
     on_rewritten: Callable[[PipelineReport, TrainGraph], None] | None
     reports: list[PassReport] = field(default_factory=list)
     certificate: Certificate | None = None
@@ -168,8 +168,8 @@ class _OwnPasses:
     def _order_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Orders a tied weight's gradients as eager adds them to ``.grad``: what ran in chunks is reduced first.
 
-        torchtitan adds a step's outputs to ``.grad`` in the order of names. That is seen where gradients accumulate:
-        (grad + chunks) + rest has other bits than (grad + rest) + chunks.
+        torchtitan adds by names; where gradients accumulate, (grad + chunks) + rest has other bits than (grad + rest)
+        + chunks.
         """
         in_chunks = {fqn for entry in self.plan.entries if entry.accumulates for fqn in entry.fqns}
         node = gm.graph.output_node()
@@ -198,5 +198,5 @@ class _OwnPasses:
 
     def guard_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Lets the graph check at each call that the model, the batch and settings are what it was traced with."""
-        self.guards.watch(gm)
+        gm.register_forward_pre_hook(self.check)
         return gm

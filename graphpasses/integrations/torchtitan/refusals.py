@@ -5,7 +5,6 @@ from __future__ import annotations
 import dis
 import inspect
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -33,11 +32,7 @@ _UNSUPPORTED = (
 
 
 def refuse_trainer(trainer: Any) -> None:
-    """Refuses a trainer whose steps would not have eager's bits, before anything is traced.
-
-    That is where graph_trainer would ask for no pipeline, and train without a word; where an option asks for a pass
-    that does not go with ours; and where SimpleFSDP took wrapper classes of an earlier model.
-    """
+    """Refuses a trainer whose steps would not have eager's bits, before anything is traced."""
     asks = f"--compile.pass_pipeline {PIPELINE} would do nothing:"
     if trainer.parallel_dims.pp_enabled:
         raise UnsupportedError(
@@ -55,10 +50,7 @@ def refuse_trainer(trainer: Any) -> None:
 
 
 def refuse_step(trainer: Any, step: CapturedStep, expected_layout: Layout) -> None:
-    """Refuses a step that is not what torchtitan's eager trainer computes, whatever passes do to it.
-
-    That is where eager shards a parameter otherwise, loses a gradient, or gives the loss more.
-    """
+    """Refuses a step that is not what torchtitan's eager trainer computes, whatever passes do to it."""
     _refuse_lost_gradients(trainer)
     _refuse_other_loss(trainer.loss_fn, step)
     _refuse_other_shards(step, expected_layout)
@@ -127,19 +119,14 @@ def _refuse_other_loss(loss: Any, step: CapturedStep) -> None:
     paths = (path for path in step.batch_structure.paths if path.endswith("['positions']"))
     if next(paths, None) is None:
         return
-    for each in _losses(loss):
-        if _reads_positions(type(each).__call__):
-            raise UnsupportedError(
-                f"the loss {type(each).__name__} may read the batch's positions, which torchtitan's eager trainer "
-                "gives it and graph_trainer does not: they would train otherwise. Let it take none (and no **kwargs "
-                f"that it reads), or {_ELSE}"
-            )
-
-
-def _losses(loss: Any) -> Iterator[Any]:
     while isinstance(loss, ChunkedLossWrapper):  # which gives all on
         loss = loss.loss_fn
-    yield loss
+    if _reads_positions(type(loss).__call__):
+        raise UnsupportedError(
+            f"the loss {type(loss).__name__} may read the batch's positions, which torchtitan's eager trainer "
+            "gives it and graph_trainer does not: they would train otherwise. Let it take none (and no **kwargs "
+            f"that it reads), or {_ELSE}"
+        )
 
 
 def _reads_positions(call: Any) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
-from graphpasses.analysis.effects import collective_group
+from graphpasses.analysis.levels import grouped
 from graphpasses.embedding.emit_pooled_all_to_all import MergedPooledAllToAll
 from graphpasses.embedding.torchrec.pooled_all_to_all import (
     PooledAllToAll,
@@ -17,12 +17,12 @@ from graphpasses.embedding.torchrec.pooled_all_to_all import (
     read_pooled_all_to_all,
 )
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.graph.nodes import wait_of
+from graphpasses.graph.nodes import collective_group, wait_of
 from graphpasses.passes.all_to_all_buckets import plan_launch_order
 from graphpasses.passes.runner import GraphPass, Numerics
 
 # Those of one key have the same batch on every rank.
-Classes = Mapping[fx.Node, tuple[PooledAllToAll, object]]
+Classes = Mapping[fx.Node, tuple[PooledAllToAll, Hashable]]
 
 
 # ---- plan ------------------------------------------------------------------------------------------------
@@ -31,13 +31,13 @@ Classes = Mapping[fx.Node, tuple[PooledAllToAll, object]]
 def _agree_on_batches(sequence: CollectiveSequence) -> Classes:
     """Returns what carries pooled embeddings, or gradients, on every rank, with a key of the batch."""
     members = {launch: read_pooled_all_to_all(launch) for launch in sequence.all_to_alls}
-    agreed: dict[fx.Node, tuple[PooledAllToAll, object]] = {}
+    agreed: dict[fx.Node, tuple[PooledAllToAll, Hashable]] = {}
     for group in sequence.groups:
         launches = [launch for launch in members if collective_group(launch) == group]
         if not launches:
             continue
         own = batch_classes([members[launch] for launch in launches])
-        keys = sequence.agree_in_group(group, _SAME_BATCH, own)
+        keys = sequence.agree(_SAME_BATCH, own, [group])
         for launch, key in zip(launches, keys, strict=True):
             if key >= 0 and (member := members[launch]) is not None:
                 agreed[launch] = member, (group, key)
@@ -64,13 +64,9 @@ def _group(
     """Returns for each bucket which of its all-to-alls become one."""
     groups = {}
     for bucket in buckets:
-        by_key: dict[object, list[PooledAllToAll]] = {}
-        for launch in bucket:
-            if launch in classes:
-                member, key = classes[launch]
-                by_key.setdefault(key, []).append(member)
-        if by_key:
-            groups[bucket] = [*by_key.values()]
+        found = grouped(filter(classes.__contains__, bucket), key=lambda launch: classes[launch][1])
+        if found:
+            groups[bucket] = [[classes[launch][0] for launch in launches] for launches in found]
     return groups
 
 

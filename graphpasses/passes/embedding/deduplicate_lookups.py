@@ -11,15 +11,15 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
-from graphpasses._torch.auto_functionalized import read_functionalized_call
+from graphpasses._torch.fake_mode import outside_tracing
+from graphpasses._torch.schemas import read_functionalized_call
 from graphpasses._torch.symbols import can_unify_sizes, unify_sizes
-from graphpasses._torch.tracing import outside_tracing
 from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
 from graphpasses.analysis.backward import backward_nodes
-from graphpasses.analysis.effects import operator_effects, storages
+from graphpasses.analysis.effects import operator_effects
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, argument
-from graphpasses.graph.nodes import freeze
+from graphpasses.graph.nodes import freeze, storages
 from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
@@ -135,9 +135,8 @@ def _local_repeats(graph: TrainGraph, classes: Mapping[fx.Node, int]) -> dict[fx
 def _plan(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
     """Returns each node of the forward pass that repeats an earlier one, in order, with that one.
 
-    An all-to-all repeats another if it does on every rank: a rank without tables may see less difference than the
-    rest. Each rank says which it sees repeated; of these, the ones that all see may be merged. Without the others a
-    rank may see fewer, so they ask until nothing changes.
+    An all-to-all repeats another if it does on every rank. Without those that some rank sees differ, a rank may see
+    fewer, so they ask until nothing changes.
     """
     launches = graph.graph.find_nodes(op="call_function", target=ALL_TO_ALL)
     index = {node: number for number, node in enumerate(launches)}

@@ -13,9 +13,9 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from graphpasses._torch.group_ranks import named_group
 from graphpasses._torch.symbols import can_unify_sizes, unify_sizes
 from graphpasses.agreement import CollectiveSequence, Question
-from graphpasses.analysis.effects import collective_group
 from graphpasses.analysis.value_numbering import Received, SizeNumbering
 from graphpasses.graph import Stage, TrainGraph, argument
+from graphpasses.graph.nodes import collective_group
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.passes.runner import GraphPass, Numerics
 
@@ -31,8 +31,7 @@ def _is_number(size: fx.Node) -> bool:
 def _sent(launch: fx.Node, sizes: SizeNumbering) -> list[list[int]]:
     """Returns the ids of the sizes that this rank sends to each rank; nothing if it does not know them.
 
-    Those of constants are negative, and not compared between ranks: another compilation, for batches of another size,
-    may have other constants.
+    Those of constants are negative, and not compared between ranks: batches of another size may have other constants.
     """
     if launch not in sizes:
         return []
@@ -127,7 +126,7 @@ class DeduplicateSizes(GraphPass):
         groups = {group: named_group(str(group)) for group in sequence.groups}
         rank_in = {group: ranks.rank() for group, ranks in groups.items()}
         everyone = {
-            group: sequence.agree_in_group(group, _question(ranks.rank(), ranks.size()), [*sent.values()])
+            group: sequence.agree(_question(ranks.rank(), ranks.size()), [*sent.values()], [group])
             for group, ranks in groups.items()
         }
         number_of = {launch: index for index, launch in enumerate(sent)}

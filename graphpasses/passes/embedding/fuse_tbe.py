@@ -34,7 +34,6 @@ aten = torch.ops.aten
 # What a lookup reads of the batch.
 _BAGS = ("indices", "offsets", "indice_weights")
 
-
 # Of each lookup, by the FQN of its module, the number of samples; None if nothing is known of them.
 _Sizes = Mapping[str, int | None]
 
@@ -167,7 +166,7 @@ def _fuse(graph: DynamoGraph, calls: Sequence[LookupCall]) -> None:
     layout = TableLayout.join([call.layout() for call in calls], *starts)
     with graph.graph.inserting_before(last.node.next):
         bags = _join(graph, calls) if len(calls) > 1 else {key: first.arguments[key] for key in _BAGS}
-        fused = emit_lookup_like(graph, first, layout, states, **bags, name=name)
+        fused = emit_lookup_like(graph, first, layout, states, bags, name=name)
         outputs = _split(graph, calls, fused) if len(calls) > 1 else [fused]
     for call, output in zip(calls, outputs, strict=True):
         graph.replace(call.node, output)

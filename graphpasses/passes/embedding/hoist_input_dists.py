@@ -20,10 +20,7 @@ _OF_OURS = (EXCHANGE_EMBEDDINGS, REDUCE_SCATTER_V)
 
 
 def _brings_output(node: fx.Node) -> bool:
-    """Whether a node is a differentiable collective: TorchRec sends ids without gradients, embeddings with.
-
-    It is one by what it calls, an ``autograd.Function`` or our operator, also where no gradient is asked for.
-    """
+    """Whether a node is a differentiable collective: TorchRec sends ids without gradients, embeddings with."""
     return node.target in _OF_OURS or (is_higher_order(node) and launches_collective(node))
 
 

@@ -18,7 +18,7 @@ from graphpasses.analysis.dependencies import grad_modes, place_nodes
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
 from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.embedding.arena import Arena
-from graphpasses.embedding.backward_checks import OneBackwardPerForward, check_gradient_arrives
+from graphpasses.embedding.backward_checks import check_gradient_arrives, one_backward_per_forward
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls
 from graphpasses.embedding.emit_lookup import emit_lookup
 from graphpasses.embedding.fused_update import FusedUpdate
@@ -38,10 +38,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _plan(graph: DynamoGraph) -> tuple[list[tuple[BagCall, ...]], tuple[fx.Node, ...]]:
-    """Returns the calls that become one lookup each, table by table, and an order in which they are adjacent.
-
-    Notes of each table whose calls stay, why.
-    """
+    """Returns the calls that become one lookup each, table by table, and an order in which they are adjacent."""
     calls, left_alone = read_bag_calls(graph)
     levels = call_levels(graph.graph, calls.__contains__)
     modes, reached = grad_modes(graph.graph), reached_outputs(graph.graph)
@@ -83,10 +80,7 @@ def _layout(calls: Sequence[BagCall], arena: Arena, update: FusedUpdate) -> Tabl
 
 
 def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collection[int]) -> fx.Node:
-    """Emits the lookup that looks up what ``calls`` do; returns its embeddings [B, total_D].
-
-    ``outputs`` are the positions of the graph's outputs that depend on the calls.
-    """
+    """Emits the lookup that looks up what ``calls``, on which some outputs depend, do; returns [B, total_D]."""
     tables = {call.fqn: call.table for call in calls}
     name = " to ".join(dict.fromkeys((calls[0].fqn, calls[-1].fqn)))
     arena = Arena.of(list(tables.values()), list(tables))
@@ -104,9 +98,8 @@ def _emit_lookup(graph: DynamoGraph, calls: Sequence[BagCall], outputs: Collecti
         f"the optimizers in backward of {', '.join(tables)} are one {update.form.name}",
     )
     if outputs:
-        graph.backward_checks.append(
-            OneBackwardPerForward(name, outputs, graph.remembered.setdefault(arena, [0]))
-        )
+        num_updates = graph.remembered.setdefault(arena, [0])
+        graph.backward_checks.append(one_backward_per_forward(name, outputs, num_updates))
         if update.form.states:
             check = check_gradient_arrives(name, outputs, "counts a step")
             graph.backward_checks.append(lambda: check)

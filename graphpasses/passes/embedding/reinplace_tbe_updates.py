@@ -12,19 +12,14 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch import pytree
-from graphpasses._torch.auto_functionalized import FunctionalizedCall, WrittenView, read_functionalized_call
-from graphpasses._torch.schemas import bind_named
-from graphpasses.analysis.effects import Effects, operator_effects, storages
+from graphpasses._torch.schemas import FunctionalizedCall, WrittenView, bind_named, read_functionalized_call
+from graphpasses.analysis.effects import Effects, nodes_in, operator_effects
 from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.graph import Stage, TrainGraph, argument
+from graphpasses.graph.nodes import storages
 from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
-
-
-def _nodes(value: Any) -> list[fx.Node]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
 
 
 def _is_empty(node: fx.Node) -> bool:
@@ -74,7 +69,7 @@ class _Memory:
         owners = {owner for storage in old for owner in self.owners[storage]}
         readers = [self.last_reader[storage] for storage in old if storage in self.last_reader]
         late = [reader for reader in readers if self.position[reader] > self.position[node]]
-        others = _nodes(call.reads) + [other for other in call.bases if other is not base]
+        others = [*nodes_in(call.reads), *(other for other in call.bases if other is not base)]
         if _is_empty(base):
             return None
         if late:

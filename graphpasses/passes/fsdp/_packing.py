@@ -13,8 +13,8 @@ from graphpasses.analysis.parameter_collectives import (
     ALL_REDUCE,
     CAST,
     REDUCE_SCATTER,
+    Gather,
     GradReduction,
-    Unshard,
 )
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.graph_layout import SPLIT
@@ -24,11 +24,10 @@ from graphpasses.graph import WAIT, TrainGraph, argument
 aten = torch.ops.aten
 
 
-def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Unshard], order: Mapping[fx.Node, int]) -> None:
-    """Launches one all-gather where the first of several was, and gives each reader its part of the result.
+def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Gather], order: Mapping[fx.Node, int]) -> None:
+    """Launches one all-gather where the first of several, in byte order, was; ``order`` is that of the nodes before.
 
-    Unshards of one process group come in byte order; ``order`` has the position of each node of the graph as it
-    was. Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather``.
+    Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather``.
     """
     first = min((unshard.all_gather for unshard in unshards), key=order.__getitem__)
     shards = [argument(unshard.all_gather) for unshard in unshards]
@@ -68,14 +67,10 @@ def _move_before(point: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) ->
 def pack_reductions(
     graph: TrainGraph, reductions: Sequence[GradReduction], how: Reduction, order: Mapping[fx.Node, int]
 ) -> dict[fx.Node, fx.Node]:
-    """Reduces several gradients with one reduce-scatter and, with HSDP, one all-reduce, after the last of them.
+    """Reduces gradients, in byte order, with one reduce-scatter and, with HSDP, one all-reduce, after the last.
 
-    Where the groups of shards have one rank, there is the all-reduce alone.
-
-    Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce``.
-
-    Reductions of one process group come in byte order; ``order`` has the position of each node of the graph as it
-    was. Returns each reduced gradient and what takes its place; only the output reads them.
+    Where the groups of shards have one rank, there is the all-reduce alone. Returns each reduced gradient and what
+    takes its place; only the output reads them. Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce``.
     """
     last = max((reduction.gradient for reduction in reductions), key=order.__getitem__)
     like, reduce_scatter = reductions[0].launch, reductions[0].reduce_scatter

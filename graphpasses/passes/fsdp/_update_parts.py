@@ -25,7 +25,7 @@ class Group:
 
 
 def owners_of(update: Update) -> dict[fx.Node, Any] | str:
-    """Returns the parameter for which each call of an update computes, or of several results a list; None: for all.
+    """Returns the parameter for which each call of an update computes, of several results a list; None: for all.
 
     A string says which call needs several parameters at once.
     """

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 from torch import fx
 
 from graphpasses.analysis.backward import is_backward
+from graphpasses.analysis.levels import grouped
 from graphpasses.analysis.parameter_collectives import (
+    Gather,
     GradReduction,
-    Unshard,
     find_grad_reductions,
     find_unshards,
 )
@@ -25,17 +26,14 @@ from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes.fsdp._packing import pack_all_gathers, pack_reductions
 from graphpasses.passes.runner import GraphPass, Numerics
 
-T = TypeVar("T")
-
-
-_Gather = tuple[Unshard, ...]  # all-gathers to launch as one, in byte order
+_Gather = tuple[Gather, ...]  # all-gathers to launch as one, in byte order
 _Reduce = tuple[tuple[GradReduction, ...], Reduction]  # gradients to reduce as one, in byte order, and how
 
 
 def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], list[_Reduce], list[str]]:
     """Returns what to bucket, and what was left alone and why. Reads nothing that differs between ranks."""
     # A parameter is gathered in forward and, where activations are recomputed, again in backward.
-    unshards: dict[tuple[str, bool], list[Unshard]] = {}
+    unshards: dict[tuple[str, bool], list[Gather]] = {}
     for unshard in find_unshards(graph):
         unshards.setdefault((unshard.fqn, is_backward(unshard.all_gather)), []).append(unshard)
     # By the names under which buckets have them: a tied parameter may be in two, see chunked_buckets.
@@ -51,12 +49,12 @@ def _plan(graph: TrainGraph, buckets: Sequence[Bucket]) -> tuple[list[_Gather], 
         # FSDP2 splits a group by process group, in first-seen order (shard_placement_fn can choose one).
         for backward in (False, True):
             found = [unshards[fqn, backward][0] for fqn in bucket.fqns if (fqn, backward) in unshards]
-            for members in _by_group(found, lambda unshard: unshard.all_gather.args[1:]):
+            for members in grouped(found, lambda unshard: unshard.all_gather.args[1:]):
                 if len(members) > 1:
                     gathers.append(members)
         _refuse_zeros(graph, bucket, without_gradient)
         reduced = [reductions[fqn][0] for fqn in bucket.fqns if len(reductions.get(fqn, ())) == 1]
-        for together in _by_group(reduced, _reduce_group):
+        for together in grouped(reduced, _reduce_group):
             captured = _captured_reduction(together[0])
             how = bucket.reduction or captured
             how = replace(how, dtype=how.dtype or captured.dtype)
@@ -82,14 +80,7 @@ def _refuse_zeros(graph: TrainGraph, bucket: Bucket, without_gradient: Set[str])
         )
 
 
-def _by_group(members: Iterable[T], key: Callable[[T], object]) -> list[tuple[T, ...]]:
-    groups: dict[object, list[T]] = {}
-    for member in members:
-        groups.setdefault(key(member), []).append(member)
-    return [tuple(group) for group in groups.values()]
-
-
-def _reduce_group(reduction: GradReduction) -> object:
+def _reduce_group(reduction: GradReduction) -> Hashable:
     return tuple(each and each.args[1:] for each in (reduction.reduce_scatter, reduction.all_reduce))
 
 
@@ -102,7 +93,7 @@ def _captured_reduction(reduction: GradReduction) -> Reduction:
 def _notes(
     graph: TrainGraph,
     buckets: Sequence[Bucket],
-    unshards: Mapping[tuple[str, bool], Sequence[Unshard]],
+    unshards: Mapping[tuple[str, bool], Sequence[Gather]],
     reductions: Mapping[str, Sequence[GradReduction]],
 ) -> list[str]:
     gathered = {fqn for fqn, _ in unshards}

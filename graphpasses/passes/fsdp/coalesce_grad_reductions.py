@@ -30,12 +30,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _Coalesce:
-    """Reduce the sum of ``reductions``' gradients, in order, once; put it in ``slot`` and clear ``cleared``."""
+    """Reduce the sum of ``reductions``' gradients, in order, once; put it in the first slot and clear the others."""
 
-    fqn: str
     reductions: tuple[GradReduction, ...]
-    slot: int
-    cleared: tuple[int, ...]
+    slots: list[int]
     after_cast: bool
 
 
@@ -58,7 +56,8 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
         if reason:
             notes.append(f"{fqn}: {num_summands} gradients are not added before their reduction: {reason}")
             continue
-        if any(_is_reduced_already(reduction) for reduction in found):
+        sources = (source for reduction in found for source, _ in gradient_summands(reduction.gradient))
+        if any(source.target == WAIT for source in sources):
             raise UnsupportedError(
                 f"parameter {fqn!r} is read {num_summands} times, and tensor parallelism reduces the gradient of "
                 "each use before FSDP does; eager adds the uses first. Read it once in forward and share what was "
@@ -72,17 +71,14 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
             )
         # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
         in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
-        plans.append(_Coalesce(fqn, in_order, slots[0], tuple(slots[1:]), after_cast))
+        plans.append(_Coalesce(in_order, slots, after_cast))
     return plans, notes
 
 
 def _reduced_together(
     graph: TrainGraph, accumulated: frozenset[str]
 ) -> Iterator[tuple[str, list[int], bool]]:
-    """Yields FQNs and gradient outputs that eager reduces as one, and whether it adds them after their cast.
-
-    A tied parameter's gradients of several backward calls are apart from its others.
-    """
+    """Yields FQNs and gradient outputs that eager reduces as one, and whether it adds them after their cast."""
     values = graph.output_values
     for fqn, slots in graph.gradient_slots().items():
         by_cast: dict[bool, list[int]] = {}
@@ -130,10 +126,6 @@ def _refuse_one_rank(graph: TrainGraph, fqn: str, slots: list[int]) -> None:
         )
 
 
-def _is_reduced_already(reduction: GradReduction) -> bool:
-    return any(source.target == WAIT for source, _ in gradient_summands(reduction.gradient))
-
-
 def _is_sum(gradient: fx.Node) -> bool:
     while gradient.target in {*SAME_TENSOR_OPS, aten.view.default}:
         gradient = argument(gradient)
@@ -151,9 +143,9 @@ def _apply(graph: TrainGraph, plan: _Coalesce) -> None:
     for reader in readers:
         reader.replace_input_with(last, total)
     values = graph.output_values
-    for slot in (plan.slot, *plan.cleared):
+    for slot in plan.slots:
         _free(values[slot])
-        graph.set_output(slot, None if slot in plan.cleared else reduction.reduced)
+        graph.set_output(slot, reduction.reduced if slot == plan.slots[0] else None)
 
 
 def _summands(plan: _Coalesce) -> list[fx.Node]:

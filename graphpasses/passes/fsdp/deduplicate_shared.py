@@ -31,8 +31,7 @@ def _plan_placeholders(graph: TrainGraph) -> dict[int, int]:
 def _plan_chains(graph: TrainGraph) -> dict[fx.Node, fx.Node]:
     """Maps every node that repeats another unshard chain's node to that node.
 
-    Forward and backward are kept apart: a parameter that is gathered again in backward was freed on purpose.
-    A parameter that the step writes has another value in each chain.
+    Not between forward and backward, where a parameter was freed on purpose, nor of parameters that the step writes.
     """
     first: dict[object, fx.Node] = {}
     repeated: dict[fx.Node, fx.Node] = {}

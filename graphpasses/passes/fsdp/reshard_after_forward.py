@@ -15,16 +15,8 @@ from graphpasses.graph.nodes import reach
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
-@dataclass(frozen=True)
-class _Regather:
-    """Nodes to repeat, in order, before ``point`` for the backward ``readers`` of any of them."""
-
-    nodes: tuple[fx.Node, ...]
-    readers: tuple[fx.Node, ...]
-
-
-def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[_Regather]:
-    """Returns, per forward all-gather of resharded parameters that backward reads, what to repeat for it."""
+def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """Returns, per forward all-gather of resharded parameters that backward reads, what to repeat, and for whom."""
     order = {node: index for index, node in enumerate(graph.graph.nodes)}
     plans = []
     for gather in find_gathers(graph):
@@ -36,7 +28,7 @@ def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[_Regather]:
         )
         if readers:
             nodes = sorted({*gather.chain, *_needed(unsharded, readers)}, key=order.__getitem__)
-            plans.append(_Regather(tuple(nodes), tuple(sorted(readers, key=order.__getitem__))))
+            plans.append((nodes, sorted(readers, key=order.__getitem__)))
     return plans
 
 
@@ -61,13 +53,13 @@ def _needed(values: dict[fx.Node, None], readers: dict[fx.Node, None]) -> set[fx
     return reach(readers, lambda node: values.keys() & set(node.all_input_nodes)) - readers.keys()
 
 
-def _apply(graph: TrainGraph, plan: _Regather) -> None:
+def _apply(graph: TrainGraph, nodes: list[fx.Node], readers: list[fx.Node]) -> None:
     again: dict[fx.Node, fx.Node] = {}
-    with graph.graph.inserting_before(plan.readers[0]):
-        for node in plan.nodes:
+    with graph.graph.inserting_before(readers[0]):
+        for node in nodes:
             again[node] = graph.emit_copy(node, again)
             again[node].meta["autograd_backward"] = True
-    for reader in plan.readers:
+    for reader in readers:
         for source in reader.all_input_nodes:
             if source in again:
                 reader.replace_input_with(source, again[source])
@@ -125,6 +117,6 @@ class ReshardAfterForward(GraphPass):
             fqn for bucket in plan.resolve(graph.model) if bucket.reshard_after_forward for fqn in bucket.fqns
         )
         regathers = _plan(graph, resharded)
-        for regather in regathers:
-            _apply(graph, regather)
+        for nodes, readers in regathers:
+            _apply(graph, nodes, readers)
         return len(regathers)

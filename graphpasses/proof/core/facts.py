@@ -10,12 +10,10 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch.fake_mode import fake_mode_of, is_fake
-from graphpasses._torch.fake_results import fake_call
+from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake
 from graphpasses._torch.schemas import returns_alias
 from graphpasses.graph import WAIT
-from graphpasses.graph.constants import attribute
-from graphpasses.graph.nodes import freeze
+from graphpasses.graph.nodes import attribute, freeze
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.proof.core.evaluated import Layout
 from graphpasses.proof.core.operators import is_free_of_offset

@@ -22,7 +22,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.pt2 import checks
 
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
+from graphpasses.embedding.torchrec.model_call import tracing_scope
 
 
 class Ready(Awaitable[Tensor]):

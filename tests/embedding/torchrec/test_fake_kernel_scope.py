@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("fbgemm_gpu")
 
 import graphpasses
-from graphpasses._torch.operators import has_kernel
+from graphpasses._torch.schemas import has_kernel
 from graphpasses.capture.compile_options import Inner
 from graphpasses.embedding.torchrec.fake_kernels import fake_kernels, fake_kernels_if_loaded
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm

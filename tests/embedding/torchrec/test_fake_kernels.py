@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytest.importorskip("fbgemm_gpu")
 
-from graphpasses._torch.operators import TracingKernels
+from graphpasses._torch.schemas import TracingKernels
 from graphpasses.embedding.torchrec.fake_kernels import _lacking, fake_kernels
 
 with fake_kernels() as REGISTERED:

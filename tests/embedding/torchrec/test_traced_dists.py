@@ -16,7 +16,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed import dist_data
 
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
+from graphpasses.embedding.torchrec.model_call import tracing_scope
 
 
 def flat(features: list[KeyedJaggedTensor]) -> Tensor:

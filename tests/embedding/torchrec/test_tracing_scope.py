@@ -19,9 +19,9 @@ from tests.helpers.recommenders import CPU, DIM, Compiled, Scored, bags, ids  # 
 from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 
-from graphpasses._torch.dynamo_breaks import record_graph_breaks
+from graphpasses._torch.dynamo import record_graph_breaks
+from graphpasses.embedding.torchrec.model_call import tracing_scope
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
-from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -115,7 +115,7 @@ sys.modules["torchrec"] = None  # not installed
 from graphpasses.embedding.torchrec.input_dists import needs_eager_call
 from graphpasses.embedding.torchrec.inputs import check_inputs, prepare_inputs
 from graphpasses.embedding.torchrec.patches import TORCHREC_PATCHES
-from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
+from graphpasses.embedding.torchrec.model_call import tracing_scope
 model = torch.compile(torch.nn.Linear(2, 2), backend="eager", fullgraph=True)
 assert not needs_eager_call([model])
 check_inputs((torch.ones(2, 2),), {})

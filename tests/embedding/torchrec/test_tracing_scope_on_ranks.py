@@ -25,7 +25,7 @@ from torchrec.optim import RowWiseAdagrad
 
 import graphpasses
 from graphpasses.embedding.torchrec.ddp_calls import DDPCall
-from graphpasses.embedding.torchrec.tracing_scope import tracing_scope
+from graphpasses.embedding.torchrec.model_call import tracing_scope
 from graphpasses.errors import CaptureError, KeyOrderError
 from graphpasses.parity.launch import run_ranks
 from tests.helpers.recommenders import (

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from graphpasses import agreement
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.analysis.effects import collective_group
 from graphpasses.errors import AgreementError
 from graphpasses.graph import ALL_TO_ALL, WAIT, InputKind, Stage, TrainGraph
+from graphpasses.graph.nodes import collective_group
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import BucketAllToAll

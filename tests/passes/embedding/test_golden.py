@@ -214,7 +214,7 @@ def test_deduplicate_sizes() -> None:
     def step(x: Tensor) -> list[Tensor]:
         return [x.new_zeros(send(x.shape[0])), x.new_zeros(send(x.shape[0]))]
 
-    def both_say(self: CollectiveSequence, group: Any, question: str, facts: Any) -> Any:
+    def both_say(self: CollectiveSequence, question: Any, facts: Any, groups: Any) -> Any:
         return [facts, facts]
 
     graph = capture(step, torch.ones(5))
@@ -242,7 +242,7 @@ new_zeros_1 = aten.new_zeros(input_0, [local_scalar_dense_1], pin_memory=False) 
 return new_zeros, new_zeros_1  # output 0, output 1
 """,
     )
-    with mock.patch.object(CollectiveSequence, "agree_in_group", both_say):
+    with mock.patch.object(CollectiveSequence, "agree", both_say):
         assert_expected_inline(
             golden(DeduplicateSizes(), graph),
             """\
