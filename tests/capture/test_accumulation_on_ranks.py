@@ -49,7 +49,11 @@ TRAININGS: dict[str, Accumulation] = {
     "hybrid_clipped": Accumulation(CASES["hybrid_fp16_reduce"], HYBRID_STEPS, **UPDATED),  # type: ignore[arg-type]
     "tensor_parallel_fp32_reduce": Accumulation(CASES["tensor_parallel_fp32_reduce"], STEPS, updates=True),
 }
-CONTROLS = {f"{name}_dropped": replace(TRAININGS[name], drops=True) for name in ("clipped", "hybrid")}
+# One step shows it.
+CONTROLS = {
+    f"{name}_dropped": replace(TRAININGS[name], drops=True, steps=TRAININGS[name].steps[:1], check_every=None)
+    for name in ("clipped", "hybrid")
+}
 REFUSED = {
     # FSDP2 reduces what has waited when the first of two calls of a module has its gradients, and then the rest.
     "runs_twice": Accumulation(CASES["interleaved"], [[KEPT, LAST]]),

@@ -19,8 +19,6 @@ from graphpasses.parity.launch import run_ranks
 from graphpasses.passes import default_pipeline
 from tests.helpers.models import make_mesh, same_bits
 
-NUM_RANKS = 4
-
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -45,7 +43,7 @@ def batch(step: int, *, is_full: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def sharded(model: nn.Module, *, hybrid: bool) -> nn.Module:
-    mesh = make_mesh(NUM_RANKS, hybrid=hybrid)
+    mesh = make_mesh(dist.get_world_size(), hybrid=hybrid)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -61,16 +59,17 @@ def bits(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())]
 
 
-# Who has a full mask in each step, rank by rank, and how often the step was captured then.
+# Who has a full mask in each step, rank by rank (the last two where there are two), and how often the step was
+# captured then.
 STEPS = ((1, 1, 1, 1), 1), ((1, 1, 0, 1), 2), ((1, 1, 1, 1), 2), ((0, 0, 0, 0), 3), ((1, 1, 0, 1), 3)
 
 
-def train(hybrid: bool) -> list[tuple[bool, int]]:
+def train(*, hybrid: bool) -> list[tuple[bool, int]]:
     model, eager = models(hybrid=hybrid)
     step: CapturedStep | None = None
     seen = []
     for number, (full, _) in enumerate(STEPS):
-        args = batch(number, is_full=bool(full[dist.get_rank()]))
+        args = batch(number, is_full=bool(full[dist.get_rank() - dist.get_world_size()]))
         if step is None:
             step = default_pipeline().run(capture_train_step(loss_fn, model, *args))
         found = bits(model, step(*args))
@@ -87,7 +86,7 @@ def refuse() -> str:
     model, _ = models()
     step = capture_train_step(loss_fn, model, *batch(0, is_full=True), recapture=False)
     try:
-        step(*batch(1, is_full=dist.get_rank() != 2))
+        step(*batch(1, is_full=dist.get_rank() != 0))
     except CaptureError as error:
         return str(error)
     return ""
@@ -112,13 +111,13 @@ def decide_alone() -> list[Any]:
 
 
 def fail_alone() -> str:
-    """What rank 3 would be captured for is refused."""
+    """What rank 1 would be captured for is refused."""
 
     def failing(model: nn.Module, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         loss = loss_fn(model, x, mask)
         if mask.all():
             return loss
-        return loss * 2 if dist.get_rank() != 3 or loss > 0 else loss
+        return loss * 2 if dist.get_rank() != 1 or loss > 0 else loss
 
     model, _ = models()
     step = capture_train_step(failing, model, *batch(0, is_full=True))
@@ -130,17 +129,21 @@ def fail_alone() -> str:
 
 
 def all_checks() -> dict[str, Any]:
-    checks = (partial(train, False), partial(train, True), refuse, decide_alone, fail_alone)
-    return {str(index): check() for index, check in enumerate(checks)}
+    """Runs on two ranks."""
+    return {
+        "train": train(hybrid=False),
+        "refuse": refuse(),
+        "decide alone": decide_alone(),
+        "fail alone": fail_alone(),
+    }
 
 
 @pytest.mark.multiprocess
 def test_ranks_that_decide_differently() -> None:
-    ranks = run_ranks(all_checks, NUM_RANKS, timeout=300.0)
-    for rank, seen in enumerate(ranks):
-        assert seen["0"] == seen["1"] == [(True, num_captures) for _, num_captures in STEPS]
-        difference, rest = seen["2"].split(". ", 1)
-        if rank == 2:
+    for rank, seen in enumerate(run_ranks(all_checks, 2, timeout=300.0)):
+        assert seen["train"] == [(True, num_captures) for _, num_captures in STEPS]
+        difference, rest = seen["refuse"].split(". ", 1)
+        if rank == 0:
             assert difference.startswith("loss_fn decided by a tensor's value at ")
             assert difference.endswith(
                 ": it was True when the step was captured, and is False for this batch"
@@ -148,8 +151,17 @@ def test_ranks_that_decide_differently() -> None:
         else:
             assert difference == "on another rank, loss_fn decided otherwise than it does now"
         assert rest == "Capture it with recapture=True, or capture a step for each of these cases"
-        assert seen["3"] == [(True, 1), (True, 2), (True, 2)]
-        assert seen["4"] == (
-            "another rank could not capture the step again; its message says why" if rank != 3 else seen["4"]
-        )
-        assert rank != 3 or "depends on parameter" in seen["4"]
+        assert seen["decide alone"] == [(True, 1), (True, 2), (True, 2)]
+        if rank == 1:
+            assert "depends on parameter" in seen["fail alone"]
+        else:
+            assert seen["fail alone"] == (
+                "another rank could not capture the step again; its message says why"
+            )
+
+
+@pytest.mark.multiprocess
+def test_replicas_that_decide_differently() -> None:
+    """A rank that decides otherwise shares no group with some of the others."""
+    for seen in run_ranks(partial(train, hybrid=True), 4, timeout=300.0):
+        assert seen == [(True, num_captures) for _, num_captures in STEPS]

@@ -40,7 +40,7 @@ CONTROLS = {
     "nccl_wrong_order": Case(Wide, [["layers.0"]], is_nccl=True, is_reversed=True, num_ranks=4),
 }
 if HAS_DTYPES_BY_PARAMETER:
-    for name in ("promoting", "tensor_parallel_fp32_reduce", "tensor_parallel_promoting"):
+    for name in ("promoting", "tensor_parallel_fp32_reduce"):
         CONTROLS[f"{name}_rounded"] = replace(CASES[name], is_rounded=True)
 
 

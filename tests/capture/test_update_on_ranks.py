@@ -200,7 +200,7 @@ def train_all() -> dict[str, Outcome]:
         return outcomes
     for name in ("tied", "hybrid"):
         outcomes[f"other_norms_{name}"] = capture_with_other_norms(name)
-    outcomes["other_norms_unchecked"] = capture_with_other_norms("tied", check=False)
+    outcomes["other_norms_unchecked"] = capture_with_other_norms("fp32", check=False)
     return outcomes
 
 

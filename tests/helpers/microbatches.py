@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,7 +35,7 @@ class Accumulation:
         clip_norm: None does not clip.
         reshards: whether eager frees unsharded parameters after each microbatch.
         drops: whether the captured side leaves out each first microbatch, so that it must differ.
-        check_every: how often the captured side is compared with eager by itself.
+        check_every: how often the captured side is compared with eager by itself; None does not do so at all.
         loss_fn: of both.
     """
 
@@ -66,8 +67,11 @@ def train(how: Accumulation) -> list[str]:
         models = [parallelize(each, case.parallel_meshes[1]) for each in models]
     eager, model = (shard_eagerly(case, each) for each in models)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=True) for each in (eager, model)]
-    options = {"optimizer": optimizers[1], "clip_norm": how.clip_norm} if how.updates else {}
-    step = capture_train_step(how.loss_fn, model, *case.batch(0), check_every=how.check_every, **options)
+    options: dict[str, Any] = {}
+    if how.updates:
+        options = {"optimizer": optimizers[1], "clip_norm": how.clip_norm}
+    options |= {"check": how.check_every is not None, "check_every": how.check_every}
+    step = capture_train_step(how.loss_fn, model, *case.batch(0), **options)
     step = default_pipeline().run(step)
     different: list[str] = []
     seed = 0

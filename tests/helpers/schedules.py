@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import (
 
 __all__ = ["MAKERS", "NUM_STEPS", "SCHEDULES", "WeightDecay"]
 
-NUM_STEPS = 30
+NUM_STEPS = 16  # cycles go up for seven, and down for seven
 
 
 class WeightDecay(LRScheduler):

@@ -71,7 +71,7 @@ class Case:
     tensor_parallel: bool = False
     shard_dim: int = 0
     factor: float | None = None
-    force_sum: bool = False
+    is_summed_by_layers: bool = False  # whose gradients are then not divided, whatever the factor of the root
     reshard_after_forward: bool | None = False
     num_backwards: int = 1
     disable: tuple[str, ...] = ()
@@ -113,14 +113,9 @@ CASES = {
     "tensor_parallel": Case(
         Parallel, reshard_after_forward=None, tensor_parallel=True, num_backwards=2, num_ranks=4
     ),
+    # A weight that is used twice, and norms whose weights get float32 gradients.
     "tensor_parallel_fp32_reduce": Case(
-        partial(Parallel, num_ups=2),
-        policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        tensor_parallel=True,
-        num_ranks=4,
-    ),
-    "tensor_parallel_promoting": Case(
-        partial(Parallel, norm=nn.RMSNorm),
+        partial(Parallel, num_ups=2, norm=nn.RMSNorm),
         policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32),
         tensor_parallel=True,
         num_ranks=4,
@@ -136,8 +131,7 @@ CASES = {
     "hybrid_fp16_reduce": Case(
         Short, LAYER, MixedPrecisionPolicy(torch.bfloat16, torch.float16), hybrid=True, num_ranks=4
     ),
-    "factor_one_sum": Case(Short, LAYER, factor=1.0, force_sum=True, num_ranks=4),
-    "factor_world": Case(Short, LAYER, factor=4.0, num_ranks=4),
+    "factors": Case(Short, LAYER, factor=4.0, is_summed_by_layers=True, num_ranks=4),
     # Long enough for two NCCL rings, whose order of addition depends on the place in the buffer.
     "nccl_order": Case(Wide, [["layers.0"]], is_nccl=True, num_ranks=4),
     # As torchtitan shards: FSDP2 asks for PREMUL_SUM by one.
@@ -165,9 +159,10 @@ def shard_eagerly(case: Case, model: nn.Module) -> nn.Module:
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            is_summed = case.is_summed_by_layers and module is not model
             if case.factor is not None:
-                module.set_gradient_divide_factor(case.factor)
-            module.set_force_sum_reduction_for_comms(case.force_sum)
+                module.set_gradient_divide_factor(1.0 if is_summed else case.factor)
+            module.set_force_sum_reduction_for_comms(is_summed)
     return model
 
 

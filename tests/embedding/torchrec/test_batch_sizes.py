@@ -69,7 +69,7 @@ def dense(num_tables: int, sizes: Sequence[Sequence[int]], rank: int, step: int)
 
 
 def sparse(sizes: Sequence[Sequence[int]], rank: int, step: int) -> tuple[KeyedJaggedTensor]:
-    return (ids(rank, step + 3, 4, batch_size=sizes[step][rank]),)
+    return (ids(rank, step + 3, 4, batch_size=sizes[step][rank], dtype=torch.int32),)
 
 
 def on_dense(shardings: Sequence[Any], *sizes: tuple[int, int], max_graphs: int = 1) -> Case:

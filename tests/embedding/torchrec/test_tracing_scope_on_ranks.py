@@ -97,17 +97,6 @@ class Several(nn.Module):
         return (self.left(left) * self.right(right)).mean()
 
 
-class Both(nn.Module):
-    """Bags and sequences."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bags, self.sequences = Scored(bags(2), 2 * DIM), Scored(sequences(2), DIM)
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return self.bags(features) + self.sequences(features)
-
-
 class Shared(nn.Module):
     """One collection under two parents."""
 
@@ -133,16 +122,13 @@ def several_batches(rank: int, step: int) -> tuple[KeyedJaggedTensor, ...]:
     )
 
 
-def smaller_on_rank_1(rank: int, step: int) -> tuple[KeyedJaggedTensor]:
-    return (ids(rank, step, 2, batch_size=BATCH_SIZE - (step if rank == 1 else 0), dtype=torch.int32),)
-
-
 def one(num_features: int, rank: int, step: int, **options: Any) -> tuple[KeyedJaggedTensor]:
     return (ids(rank, step, num_features, **options),)
 
 
 # ---- real ranks ----------------------------------------------------------------------------------------
-# experiments/torchrec_parity has more kinds of sharding, also over 4 ranks.
+# experiments/torchrec_parity has more kinds of sharding, also over 4 ranks; test_batch_sizes.py has sizes that differ
+# between ranks.
 
 ON_2_RANKS: dict[str, Callable[[], Case]] = {
     "pooled": lambda: Case(
@@ -159,8 +145,6 @@ ON_2_RANKS: dict[str, Callable[[], Case]] = {
         (TW0, CW),
         lambda rank, step: (batch_sizes_per_feature(rank, step),),
     ),
-    # Pooled row-wise tables are left out: gloo cannot gather tensors of different sizes, in eager either.
-    "smaller batches on a rank": lambda: Case(Both, (TW1, CW, TW0, RW), smaller_on_rank_1),
     "unused parameters": lambda: Case(
         partial(OnBatch, 2),
         (DP, RW),
