@@ -61,6 +61,13 @@ class CapturedSteps:
             CaptureError: inputs have had more than eight shapes; see also
                 :func:`~graphpasses.capture_train_step`.
         """
+        trainer: Any = self
+        for each in (
+            model,
+            trainer.optimizer,
+        ):  # as the trainer does, since an evaluation may have been before
+            if callable(getattr(each, "train", None)):
+                each.train()
         batch = dict(inputs), num_items_in_batch
         shapes = [] if self.dynamic_shapes else [_shape(each) for each in pytree.tree_leaves(batch)]
         steps: list[tuple[list[Any], CapturedStep]] = vars(self).setdefault("captured_steps", [])

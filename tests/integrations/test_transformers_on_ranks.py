@@ -22,7 +22,7 @@ from graphpasses.parity.launch import run_ranks
 pytest.importorskip("accelerate")
 
 CASES: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": True},
+    "bf16, evaluated": {"bf16": True, "eval_strategy": "steps", "eval_steps": 1},
     "fp32, accumulated, recomputed, smoothed": {
         "gradient_accumulation_steps": 2,
         "gradient_checkpointing": True,
@@ -78,7 +78,11 @@ def train(
         **{"max_steps": 3, "save_strategy": "no", **options},
     )
     trainer = {"eager": Trainer, "captured": CapturedTrainer}[kind](
-        model=model, args=arguments, train_dataset=Tokens(), data_collator=Cut(lengths) if lengths else None
+        model=model,
+        args=arguments,
+        train_dataset=Tokens(),
+        eval_dataset=Tokens(),
+        data_collator=Cut(lengths) if lengths else None,
     )
     trainer.train(resume_from_checkpoint=resume)
     assert type(trainer.model).__name__ == "FSDPLlamaForCausalLM"
@@ -155,7 +159,7 @@ def test_losses_norms_and_weights_are_eagers(name: str, trained: dict[str, Any])
 
 @pytest.mark.multiprocess
 def test_another_learning_rate_shows(trained: dict[str, Any]) -> None:
-    assert trained["other rate"][1] != trained["bf16"][0][1]
+    assert trained["other rate"][1] != trained["bf16, evaluated"][0][1]
 
 
 @pytest.mark.multiprocess
