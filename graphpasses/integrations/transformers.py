@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 from unittest import mock
 
@@ -23,10 +24,11 @@ MAX_SHAPES = 8
 
 
 class CapturedSteps:
-    """Lets a trainer of transformers, or of TRL, run its forward, loss and backward as captured steps.
+    """Lets a trainer run its forward, loss and backward as captured steps.
 
-    Written before the trainer's class: ``class MyTrainer(CapturedSteps, SFTTrainer)``. The trainer's own
-    ``training_step`` is what is traced, up to its backward. Its loop, clipping, optimizer, schedules, logs and
+    Written before the class of the trainer, whose ``compute_loss`` may be its own: ``class Mine(CapturedSteps,
+    MyTrainer)``. The trainer's ``training_step`` is what is traced, up to its backward. One that keeps metrics
+    meanwhile, as TRL's trainers do, is refused. Its loop, clipping, optimizer, schedules, logs and
     checkpoints stay as they are, and accumulation by ``gradient_accumulation_steps`` is FSDP2's.
 
     A step is captured for each shape that the inputs of all ranks have together, at most eight: pad to a fixed
@@ -89,10 +91,8 @@ class CapturedSteps:
                 "accelerate divides the loss by gradient_accumulation_steps of its own, which the loss that is "
                 "logged is not; give it to TrainingArguments"
             )
-        training_step = super().training_step  # type: ignore[misc]
-        step = capture_train_step(
-            _loss_of(trainer, training_step), model, *batch, dynamic_shapes=self.dynamic_shapes
-        )
+        loss_fn = _loss_of(trainer, super().training_step)  # type: ignore[misc]
+        step = capture_train_step(loss_fn, model, *batch, dynamic_shapes=self.dynamic_shapes)
         if self.pipeline is not None:
             return self.pipeline.run(step)
         return default_pipeline().run(step) if fsdp_groups(model) else step
@@ -103,15 +103,24 @@ class Trainer(CapturedSteps, _Trainer):
 
 
 def _loss_of(trainer: Any, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Returns what computes the loss that the trainer's own step gives to backward."""
+    """Returns what computes the loss that the trainer's own step gives to backward.
 
-    def loss_fn(model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> torch.Tensor:
+    It is a method of the trainer, all of whose attributes that the step reads are then watched.
+    """
+
+    def loss_fn(
+        trainer: Any, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any
+    ) -> torch.Tensor:
         losses: list[torch.Tensor] = []
-        with mock.patch.object(trainer.accelerator, "backward", lambda loss, **_: losses.append(loss)):
+        # Of the class: what is set of an object that the step reads counts as a change.
+        keep = mock.patch.object(
+            type(trainer.accelerator), "backward", lambda _, loss, **options: losses.append(loss)
+        )
+        with keep:
             training_step(model, dict(inputs), num_items_in_batch)
         return losses[0]
 
-    return loss_fn
+    return MethodType(loss_fn, trainer)
 
 
 def _shape(leaf: Any) -> Any:

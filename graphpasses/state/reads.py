@@ -60,6 +60,7 @@ class Reads:
         self._classes: set[type] = {nn.Module}
         self._codes: dict[int, tuple[CodeType, bool]] = {}  # that ran, and whether they are the user's
         self._nested: set[int] = set()  # the ids of code in these
+        self._is_looking = False  # what is read meanwhile the user does not read
         self._stack = ExitStack()
         for path, module in walk_modules(model):
             self._watch_object(module, self._outside.owner(module, path, of_model=True))
@@ -192,7 +193,7 @@ class Reads:
         sets: Any = kind.__setattr__
 
         def get(this: Any, name: str) -> Any:
-            if not self._is_seen(this, name):
+            if self._is_looking or not self._is_seen(this, name):
                 return reads(this, name)
             if name == "__dict__":
                 for each, value in [*reads(this, name).items()]:
@@ -234,6 +235,13 @@ class Reads:
         return not first or reader.f_locals.get(first[0]) is not this
 
     def _on_read(self, this: Any, name: str, value: Any) -> None:
+        self._is_looking = True
+        try:
+            self._look_at(this, name, value)
+        finally:
+            self._is_looking = False
+
+    def _look_at(self, this: Any, name: str, value: Any) -> None:
         owner, of_model = self._watched[id(this)], id(this) in self._outside.of_model
         if name in owner.slots or (id(this), name) in self._ignored:
             return

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
+from graphpasses.errors import CaptureError
 from graphpasses.parity.hashing import weight_hash
 from graphpasses.parity.launch import run_ranks
 
@@ -172,6 +173,47 @@ def test_checkpoints_of_captured_steps(trained: dict[str, Any]) -> None:
 @pytest.mark.multiprocess
 def test_many_shapes_are_refused(trained: dict[str, Any]) -> None:
     assert re.match("CaptureError: the inputs of the trainer have had 8 shapes", trained["many lengths"])
+
+
+def of_ones_own(folder: Path, change: str) -> None:
+    """Trains with a trainer whose ``compute_loss`` reads an attribute, which it, or a callback, changes."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+
+    from graphpasses.integrations.transformers import Trainer
+
+    class Mine(Trainer):
+        scale, num_tokens = 1.0, 0
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if change == "in the loss":
+                self.num_tokens += inputs["input_ids"].numel()
+            return self.scale * super().compute_loss(model, inputs, *args, **kwargs)
+
+    class Anneal(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if change == "by a callback":
+                trainer.scale /= 2
+
+    sizes = {"vocab_size": 64, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes))
+    options: dict[str, Any] = {"max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+    arguments = TrainingArguments(output_dir=str(folder), disable_tqdm=True, **options)
+    trainer = Mine(model=model, args=arguments, train_dataset=Tokens(), callbacks=[Anneal()])
+    trainer.train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("in the loss", "'Mine.num_tokens' was 0, and is 128 now: the code of the step changes it"),
+        ("by a callback", "'Mine.scale' was 1.0 when the step was captured, and is 0.5 now"),
+    ],
+)
+def test_what_a_trainer_changes_is_refused(change: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CaptureError, match=message):
+        of_ones_own(tmp_path, change)
+    of_ones_own(tmp_path, "nothing")
 
 
 @pytest.mark.multiprocess

@@ -286,3 +286,23 @@ def test_a_step_for_a_model_with_parametrizations_of_its_own() -> None:
         nn.utils.parametrizations.weight_norm(each[0].linear)
     step = capture_train_step(loss_fn, model, X)
     assert same_bits(step.for_model(other)(X), step(X))
+
+
+class Proxy:
+    """Says that it is of another class, which it reads of itself, as proxies of data loaders do."""
+
+    def __init__(self) -> None:
+        self.of, self.scale = Config(), 2.0
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self.of)
+
+
+def test_an_object_that_reads_itself_to_say_its_class() -> None:
+    proxy, model = Proxy(), build()
+    step = capture_train_step(lambda model, x: proxy.scale * model(x).sum(), model, X)
+    proxy.scale = 3.0
+    assert refused(lambda: step(X)).startswith(
+        "'proxy.scale' was 2.0 when the step was captured, and is 3.0 now"
+    )
