@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import pytree
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses._torch.schemas import out_of_place_view, returns_alias, writes_arguments
 from graphpasses.analysis.effects import is_written
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.embedding.torchrec.batches import TORCHREC
@@ -87,6 +88,7 @@ def read_step(
 
     ``marks`` are the last values that the traced function returns: where it may be cut.
     """
+    _make_views(traced.gm)
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     inputs: list[GraphInput] = []
@@ -152,6 +154,35 @@ def read_step(
     _keep_one_total(step)
     keep_unrounded(step, model)
     return step
+
+
+def _make_views(module: fx.GraphModule) -> None:
+    """Lets operators that give their operand another shape in place, as ``squeeze_`` does, return a view instead.
+
+    Who computed fake values again would change that of the operand. One without such a form stays, and one of a
+    tensor from outside, whose shape the step changes.
+    """
+    position = {node: index for index, node in enumerate(module.graph.nodes)}
+    is_changed = False
+    for node in position:
+        view = out_of_place_view(node.target)
+        if view is None or _object_of(node).op != "call_function":
+            continue
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        node.target = view
+        for user in [user for user in operand.users if position[user] > position[node]]:
+            user.replace_input_with(operand, node)
+        is_changed = True
+    if is_changed:
+        module.recompile()
+
+
+def _object_of(node: fx.Node) -> fx.Node:
+    """Returns the node that has made the tensor that calls in place return."""
+    while node.op == "call_function" and writes_arguments(node.target) and returns_alias(node.target):
+        (node, *_) = node.args  # type: ignore[assignment]
+    return node
 
 
 def _take_marks(module: fx.GraphModule, marks: Marks) -> Cuts | None:
