@@ -46,7 +46,29 @@ CORPUS = (
     Case(("return (self.v + self.w).sum()",), ("lost: output 1, of w, is lost",)),
     Case((_END,), ("law: aten.ones_like.default is div.Tensor(a, a)",), optimizer=True),
     Case((_END,), ("update: write, aten.add_.Tensor is written by aten.zero_.default",), optimizer=True),
+    # What cannot be run in a term of which it must be known what it is: one whose shape was changed in place, and
+    # parts that lie backwards.
+    Case(
+        ("a0 = torch.rand(8)", "a1 = F.linear(a0, self.w)", "return a1.float().mean()"),
+        ("spelling: arguments of aten.mm.default by name",),
+    ),
+    Case(
+        ("a0 = torch.cat(self.h.split(3, 1)[::-1], 1)", "return a0.float().mean() + self.u.square().sum()"),
+        ("identity: aten.add.Tensor: flip(flip(x, [0]), [0])",),
+    ),
+    Case(
+        ("a0 = torch.cat(self.w.split(3, 0)[::-1], 0)", "return a0.double().mean() + self.u.square().sum()"),
+        ("identity: aten.sum.default: view.dtype(view.dtype(x, bits), dtype)",),
+    ),
     # Right, in other words.
+    Case(
+        (
+            'a0 = c10d.wait_tensor(c10d.all_reduce(self.u.detach(), "sum", "0"))',
+            "self.k0[:32].copy_(a0)",
+            _END,
+        ),
+        ("spelling: arguments of _c10d_functional.all_reduce.default by name",),
+    ),
     Case((_END,), ("spelling: defaults of aten.sum.default",)),
     Case((_END,), ("spelling: arguments of aten.mul.Scalar by name",)),
     Case((_END,), ("identity: aten.mul.Scalar: sub.Tensor(x, 0.0)",)),

@@ -38,6 +38,10 @@ class Calls(Memory):
         seen = None if first is None else self._facts.geometries.get(first)
         return plain_call(target, args, kwargs, seen[0] if seen and first is not None else None)
 
+    def _arguments(self, node: fx.Node) -> Call:
+        """Returns the arguments of a node as all that mean the same have them."""
+        return self._plain(node.target, node.args, node.kwargs)
+
     def _after_others(self, is_drawn: bool, has_hidden_state: bool, key: Hashable) -> Hashable:
         """Returns what a call depends on that may draw random numbers, or have a state of its own."""
         if is_drawn:
@@ -73,7 +77,8 @@ class Calls(Memory):
 
     def _written(self, node: fx.Node, writes: tuple[fx.Node, ...], key: Hashable, result: Result) -> Result:
         """Evaluates an operator that writes arguments."""
-        first = next(iter(self._plain(node.target, node.args, node.kwargs)[0]), None)
+        given = self._arguments(node)[0]
+        first = next(iter(given), None)
         fake = self._facts[node]
         is_first = len(writes) == 1 and writes[0] is first
         if is_first and self._roots(node) == self._roots(first) and isinstance(result, Value):  # type: ignore[arg-type]
@@ -86,13 +91,13 @@ class Calls(Memory):
             return result
         for index, each in enumerate(writes):
             written = self.opaque(each, self._facts[each], ("written", index, key))
-            if str(node.target) == BOUNDS_CHECK and each is node.args[warning_of(node.target)]:
+            if str(node.target) == BOUNDS_CHECK and each is given[warning_of(node.target)]:
                 self._note_count(self._read(each), written)
             self._write(each, written, node)
         return result
 
     def _copied(self, node: fx.Node) -> Value | None:
-        to, of, *_ = self._plain(node.target, node.args, node.kwargs)[0]
+        to, of, *_ = self._arguments(node)[0]
         target, given, source = self._facts[to], self._facts[of], self._read(of)
         if not isinstance(source, Value):
             return None
@@ -109,7 +114,7 @@ class Calls(Memory):
         self._done.axioms.add("lists")
         results: list[Any] = []
         written = names_written(node)
-        args, kwargs = evaluated((node.args, node.kwargs), lambda each: self._argument(each, node.target))
+        args, kwargs = evaluated(self._arguments(node), lambda each: self._argument(each, node.target))
         targets = [
             [leaf for each in value for leaf in self._leaves(each)]
             if isinstance(value, (list, tuple))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,7 +182,7 @@ class _Run:
         for piece in value.pieces:
             data = yield "source", piece.source, rank
             sizes, places, reads = zip(*piece.dims, strict=True) if piece.dims else ((), (), ())
-            part = torch.as_strided(data.view(value.dtype), sizes, reads, piece.offset)
+            part = _strided(data.view(value.dtype), sizes, reads, piece.offset)
             torch.as_strided(result, sizes, places, piece.start).copy_(part)
         return result.reshape(value.shape or ())
 
@@ -371,6 +371,15 @@ def _laid_out(data: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     view = memory.as_strided(data.shape, layout.strides, offset)
     view[apart].copy_(data[apart])
     return view
+
+
+def _strided(
+    data: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int
+) -> torch.Tensor:
+    """Returns elements of a tensor that step evenly, also backwards, which torch's views cannot."""
+    backwards = [dim for dim, stride in enumerate(strides) if stride < 0]
+    first = offset + sum((sizes[dim] - 1) * strides[dim] for dim in backwards)
+    return torch.as_strided(data, sizes, [abs(stride) for stride in strides], first).flip(backwards)
 
 
 def _buffer(data: torch.Tensor, held: Any) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from graphpasses._torch.schemas import named_arguments
 from graphpasses.graph import ALL_TO_ALL, argument
 from graphpasses.graph.certificate import Launch
 from graphpasses.proof.core.evaluated import Collective, Evaluated
@@ -36,7 +37,8 @@ def _call(node: fx.Node) -> str:
     sent = argument(node).meta.get("val")
     if node.target == ALL_TO_ALL or not isinstance(sent, torch.Tensor):  # each rank has splits of its own
         return f"{node.target} of {getattr(sent, 'dtype', None)}"
-    plain = ", ".join(str(each) for each in node.args[1:-1] if isinstance(each, (str, int)))
+    given = [*named_arguments(node).values()][1:-1]  # between what is sent and the group
+    plain = ", ".join(str(each) for each in given if isinstance(each, (str, int)))
     return f"{node.target}({plain}) of {sent.numel()} {sent.dtype}"
 
 
