@@ -60,6 +60,14 @@ CORPUS = (
         ("a0 = torch.cat(self.w.split(3, 0)[::-1], 0)", "return a0.double().mean() + self.u.square().sum()"),
         ("identity: aten.sum.default: view.dtype(view.dtype(x, bits), dtype)",),
     ),
+    # A number of a dtype in which a CPU does not compute.
+    Case(
+        ("return self.g.float().mean()",),
+        (
+            "dtype: aten.ones_like.default passes through torch.float8_e5m2",
+            "law: aten._to_copy.default is alias(a)",
+        ),
+    ),
     # Right, in other words.
     Case(
         (

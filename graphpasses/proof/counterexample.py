@@ -373,9 +373,7 @@ def _laid_out(data: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     return view
 
 
-def _strided(
-    data: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int
-) -> torch.Tensor:
+def _strided(data: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int) -> torch.Tensor:
     """Returns elements of a tensor that step evenly, also backwards, which torch's views cannot."""
     backwards = [dim for dim, stride in enumerate(strides) if stride < 0]
     first = offset + sum((sizes[dim] - 1) * strides[dim] for dim in backwards)

@@ -220,11 +220,14 @@ def _lifted(
 def _of_constant(
     key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Any:
-    """Returns what an operator makes of a constant; None where another device may make another of it."""
+    """Returns what an operator makes of a constant; None where another device may make another of it, or a CPU cannot."""
     if key[0] != "constant" or key[1] != dtype or key[3] is None:
         return None
     with outside_tracing():
-        made = apply(torch.full((), key[3], dtype=key[1], device="cpu"))
+        try:
+            made = apply(torch.full((), key[3], dtype=key[1], device="cpu"))
+        except NotImplementedError:  # of this dtype
+            return None
         return None if made is None else made.item()
 
 
