@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from graphpasses.proof.core.values import Piece, Pieces, merged
+from graphpasses.proof.core.values import Geometry, Piece, Pieces, merged
 
 
 class _Box(NamedTuple):
@@ -25,57 +25,71 @@ class _Box(NamedTuple):
     offset: int  # as in :class:`Piece`
 
 
+def viewed(pieces: Pieces, shape: Sequence[int], views: Sequence[Geometry]) -> list[Pieces] | None:
+    """Returns the maps of views of a tensor, which lie as given where that is contiguous.
+
+    A view may cut, reorder and repeat dims. None if one does something else, or a piece cannot be cut so.
+
+    Example:
+        >>> from graphpasses.proof.core.values import whole
+        >>> viewed(whole(7, 6), (2, 3), [((2, 1), (3, 1), 0), ((2, 2), (3, 1), 1), ((3, 2), (1, 3), 0)])
+        ... # doctest: +NORMALIZE_WHITESPACE
+        [(Piece(start=0, dims=((2, 1, 3),), source=7, offset=0),),
+         (Piece(start=0, dims=((2, 2, 3), (2, 1, 1)), source=7, offset=1),),
+         (Piece(start=0, dims=((3, 2, 1), (2, 1, 3)), source=7, offset=0),)]
+    """
+    boxes = _boxes(pieces, shape)
+    found = None if boxes is None else [_viewed(boxes, shape, *view) for view in views]
+    return None if found is None or None in found else found  # type: ignore[return-value]
+
+
+def _viewed(
+    boxes: list[_Box], shape: Sequence[int], sizes: Sequence[int], steps: Sequence[int], offset: int
+) -> Pieces | None:
+    if not math.prod(sizes):
+        return ()
+    strides = _strides(shape)
+    corner = _indices(offset, strides)
+    place: dict[int, int] = {}  # by dims of the tensor, dims of the view
+    repeated = []
+    for index, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+        if size == 1:
+            continue
+        if step == 0:
+            repeated.append((size, index, 1, 0))
+            continue
+        dims = [dim for dim, stride in enumerate(strides) if stride == step and shape[dim] > 1]
+        if not dims or dims[0] in place:
+            return None
+        place[dims[0]] = index
+    for dim, first in enumerate(corner):
+        end = first + (sizes[place[dim]] if dim in place else 1)
+        if end > shape[dim]:
+            return None
+        if (first, end) != (0, shape[dim]):
+            cut = [_cut(box, dim, first, end) for box in boxes]
+            if None in cut:
+                return None
+            boxes = [box for some in cut for box in some or ()]
+    moved = []
+    for box in boxes:
+        start = [0] * len(sizes)
+        for dim, index in place.items():
+            start[index] = box.corner[dim]
+        kept = tuple((size, place[dim], *steps) for size, dim, *steps in box.dims if size > 1)
+        moved.append(_Box(tuple(start), (*kept, *repeated), box.source, box.offset))  # type: ignore[arg-type]
+    return _pieces(moved, sizes)
+
+
 def sliced(
     pieces: Pieces, shape: Sequence[int], dim: int, cuts: Sequence[tuple[int, int]]
 ) -> list[Pieces] | None:
-    """Cuts a tensor along one dim.
-
-    Each cut is ``(first index, index after the last)``. None if a piece cannot be cut so.
-
-    Example:
-        >>> from graphpasses.proof.core.values import whole
-        >>> sliced(whole(7, 6), (2, 3), 1, [(0, 1), (1, 3)])
-        ... # doctest: +NORMALIZE_WHITESPACE
-        [(Piece(start=0, dims=((2, 1, 3),), source=7, offset=0),),
-         (Piece(start=0, dims=((2, 2, 3), (2, 1, 1)), source=7, offset=1),)]
-    """
-    boxes = _boxes(pieces, shape)
-    if boxes is None:
-        return None
-    found = []
-    for first, end in cuts:
-        kept: list[_Box] = []
-        for box in boxes:
-            cut = _cut(box, dim, first, end)
-            if cut is None:
-                return None
-            kept += cut
-        found.append(_pieces(kept, (*shape[:dim], end - first, *shape[dim + 1 :])))
-    return found
-
-
-def permuted(pieces: Pieces, shape: Sequence[int], order: Sequence[int]) -> Pieces | None:
-    """Reorders a tensor's dims.
-
-    ``order`` has the old dim at each place.
-
-    Example:
-        >>> from graphpasses.proof.core.values import whole
-        >>> permuted(whole(7, 6), (2, 3), (1, 0))
-        (Piece(start=0, dims=((3, 2, 1), (2, 1, 3)), source=7, offset=0),)
-    """
-    boxes = _boxes(pieces, shape)
-    if boxes is None:
-        return None
-    place = {old: new for new, old in enumerate(order)}
-    moved = [
-        box._replace(
-            corner=tuple(box.corner[old] for old in order),
-            dims=tuple((size, place[dim], step, source) for size, dim, step, source in box.dims),
-        )
-        for box in boxes
-    ]
-    return _pieces(moved, [shape[old] for old in order])
+    """Cuts a tensor along one dim; each cut is ``(first index, index after the last)``."""
+    steps = tuple(_strides(shape))
+    sizes = [(*shape[:dim], end - first, *shape[dim + 1 :]) for first, end in cuts]
+    return viewed(
+        pieces, shape, [(size, steps, cut[0] * steps[dim]) for size, cut in zip(sizes, cuts, strict=True)]
+    )
 
 
 def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pieces | None:
@@ -99,16 +113,6 @@ def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pie
         index += shape[dim]
     shape = parts[0][1]
     return _pieces(boxes, (*shape[:dim], index, *shape[dim + 1 :]))
-
-
-def expanded(pieces: Pieces, shape: Sequence[int], wanted: Sequence[int]) -> Pieces | None:
-    """Repeats a tensor along its dims of size one, and along new ones before them."""
-    shape = (*(1 for _ in range(len(wanted) - len(shape))), *shape)
-    boxes = _boxes(pieces, shape)
-    if boxes is None:
-        return None
-    new = tuple((size, dim, 1, 0) for dim, size in enumerate(wanted) if shape[dim] == 1 and size != 1)
-    return _pieces([box._replace(dims=(*box.dims, *new)) for box in boxes], wanted)
 
 
 def joined(pieces: Iterable[Piece]) -> Pieces:
@@ -179,6 +183,15 @@ def _strides(shape: Sequence[int]) -> list[int]:
     return strides[::-1]
 
 
+def _indices(number: int, strides: Sequence[int]) -> tuple[int, ...]:
+    """Returns the indices of an element in each dim."""
+    found = []
+    for stride in strides:
+        index, number = divmod(number, stride)
+        found.append(index)
+    return tuple(found)
+
+
 def _boxes(pieces: Pieces, shape: Sequence[int]) -> list[_Box] | None:
     """Cuts pieces so that each of their dims lies in one dim of the tensor; None where that is not possible."""
     strides = _strides(shape)
@@ -200,10 +213,7 @@ def _boxes(pieces: Pieces, shape: Sequence[int]) -> list[_Box] | None:
 
 def _box(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> _Box | list[Piece] | None:
     """Returns a piece as a box; or in smaller pieces, where it crosses the end of a dim; or None."""
-    corner, rest = [], piece.start
-    for stride in strides:
-        corner.append(rest // stride)
-        rest %= stride
+    corner = _indices(piece.start, strides)
     used = list(corner)  # the highest index in each dim
     dims = []
     for index, (size, step, source) in enumerate(piece.dims):
@@ -245,7 +255,7 @@ def _box(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> _Box | l
             each_part._replace(dims=tuple(dim for dim in each_part.dims if dim[0] != 1))
             for each_part in parts
         ]
-    return _Box(tuple(corner), tuple(dims), piece.source, piece.offset)
+    return _Box(corner, tuple(dims), piece.source, piece.offset)
 
 
 def _cut(box: _Box, dim: int, first: int, end: int) -> list[_Box] | None:
