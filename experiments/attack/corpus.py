@@ -60,6 +60,15 @@ CORPUS = (
         ("a0 = torch.cat(self.w.split(3, 0)[::-1], 0)", "return a0.double().mean() + self.u.square().sum()"),
         ("identity: aten.sum.default: view.dtype(view.dtype(x, bits), dtype)",),
     ),
+    # A write to what overlaps, after something else.
+    Case(
+        ("a0 = 2.0 - self.d", "a0.unfold(0, 2, 1).mul_(3)", "return a0.float().mean()"),
+        ("identity: aten.ones_like.default: flip(flip(x, [0]), [0])",),
+    ),
+    Case(
+        ("a0 = x * 2.0", "a0[1:].add_(a0[:-1])", "self.k0.copy_(a0.reshape(-1))", _END),
+        ("identity: aten.mul.Tensor: flip(flip(x, [0]), [0])",),
+    ),
     # A number of a dtype in which a CPU does not compute.
     Case(
         ("return self.g.float().mean()",),

@@ -103,7 +103,7 @@ def writes_arguments(target: Any) -> bool:
 
 @cache
 def out_of_place_view(target: Any) -> Any:
-    """Returns what makes a view as an operator, such as ``squeeze_``, changes its operand's shape; None for others."""
+    """Returns what makes a view as an operator, e.g. ``squeeze_``, changes its operand's shape; None for others."""
     if not is_operator(target) or torch.Tag.inplace_view not in target.tags:
         return None
     _, name, overload = str(target).split(".")

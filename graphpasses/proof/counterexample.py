@@ -279,8 +279,6 @@ class _Run:
 
     def _operator(self, key: Any, rank: int, state: torch.Tensor | None) -> Steps:
         _, name, args, kwargs, *overlaps = key
-        if overlaps:
-            raise _CannotRunError(f"what {name} writes overlaps with what it reads")
         text = name[0] if isinstance(name, tuple) else name
         if not text.startswith(_FUNCTIONS if isinstance(name, tuple) else _LIBRARIES):
             raise ValueError("only ATen's operators are run here")
@@ -293,21 +291,23 @@ class _Run:
         namespace, packet, overload = name.split(".")
         target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         (schema,) = schemas(target)
+        places = {argument.name: argument for argument in schema.arguments}
+        arguments = {**dict(zip(places, given, strict=False)), **named}
+        if overlaps:
+            arguments |= _in_one_memory(overlaps[1], arguments)
         written: list[torch.Tensor] = []
         is_on_lists = is_elementwise_on_lists(target)
-        for index, argument in enumerate(schema.arguments):
-            where: Any = given if index < len(given) else named
-            at: Any = index if index < len(given) else argument.name
-            if index >= len(given) and argument.name not in named:
-                continue
-            if argument.is_write and isinstance(where[at], torch.Tensor):
-                where[at] = where[at].clone()
-                written.append(where[at])
-            if is_on_lists and str(argument.type).startswith("List") and not isinstance(where[at], list):
-                where[at] = [where[at]]
+        for argument in [place for name, place in places.items() if name in arguments]:
+            value = arguments[argument.name]
+            if argument.is_write and isinstance(value, torch.Tensor):
+                value = value if overlaps else value.clone()
+                written.append(value)
+            if is_on_lists and str(argument.type).startswith("List") and not isinstance(value, list):
+                value = [value]
+            arguments[argument.name] = value
         if state is not None:
             torch.set_rng_state(state)
-        result = target(*given, **named)
+        result = target(**arguments)
         if is_on_lists and isinstance(result, (list, tuple)):
             result = result[0]
         return result, written, torch.get_rng_state()
@@ -367,9 +367,8 @@ def _laid_out(data: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     if data.numel() == 0 or last > MAX_ELEMENTS:
         return data
     memory = torch.zeros(offset + last + 1, dtype=data.dtype)
-    apart = tuple(slice(None) if stride else 0 for stride in layout.strides)  # what is expanded is there once
     view = memory.as_strided(data.shape, layout.strides, offset)
-    view[apart].copy_(data[apart])
+    _fill(view, data)
     return view
 
 
@@ -380,12 +379,34 @@ def _strided(data: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], o
     return torch.as_strided(data, sizes, [abs(stride) for stride in strides], first).flip(backwards)
 
 
+def _in_one_memory(overlaps: Any, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the arguments of a call that overlap, each as a view of the memory that they share."""
+    views = {name: view for each in overlaps for name, view in zip(each[::2], each[1::2], strict=True)}
+    given = [arguments[name] for name, _ in views]
+    are_tensors = all(isinstance(each, torch.Tensor) for each in given)
+    # One that overlaps with itself, or two with each other; of more it is not known which lie in one memory.
+    if not are_tensors or not any(len(each) == 2 * len(views) for each in overlaps):
+        raise _CannotRunError("several arguments overlap")
+    held = [_buffer(value, view) for value, view in zip(given, views.values(), strict=True)]
+    buffer = max(held, key=torch.Tensor.numel)
+    found = {name: _view(buffer, view) for (name, _), view in views.items()}
+    for value, view in zip(given, found.values(), strict=True):
+        _fill(view, value)
+    return found
+
+
+def _fill(view: torch.Tensor, data: torch.Tensor) -> None:
+    """Copies into a tensor whose dims may be expanded: what is expanded is there once."""
+    apart = tuple(slice(None) if stride else 0 for stride in view.stride())
+    view[apart].copy_(data[apart])
+
+
 def _buffer(data: torch.Tensor, held: Any) -> torch.Tensor:
     """Returns bytes in which a tensor lies as it is held."""
     shape, strides, offset, dtype, *_ = held
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     buffer = torch.zeros((last + 1) * dtype.itemsize, dtype=torch.uint8)
-    _view(buffer, held).copy_(data)
+    _fill(_view(buffer, held), data)
     return buffer
 
 

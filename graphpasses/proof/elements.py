@@ -220,7 +220,7 @@ def _lifted(
 def _of_constant(
     key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Any:
-    """Returns what an operator makes of a constant; None where another device may make another of it, or a CPU cannot."""
+    """Returns what an operator makes of a constant; None where another device may make another, or a CPU none."""
     if key[0] != "constant" or key[1] != dtype or key[3] is None:
         return None
     with outside_tracing():
