@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -10,16 +11,23 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch import pytree
-from graphpasses._torch.schemas import FunctionalizedCall, bind_named, given_arguments, is_seeded
+from graphpasses._torch.schemas import (
+    FunctionalizedCall,
+    bind_named,
+    given_arguments,
+    is_operator,
+    is_seeded,
+    schemas,
+)
 from graphpasses.analysis.effects import names_written
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import TrainGraph, argument
 from graphpasses.proof import elements, movement
 from graphpasses.proof.core.axioms import RULES
-from graphpasses.proof.core.evaluated import Result
+from graphpasses.proof.core.evaluated import Argument, Result
 from graphpasses.proof.core.facts import Facts, Place, leaves
-from graphpasses.proof.core.memory import Memory, evaluated, warning_of
-from graphpasses.proof.core.operators import Call, out_of_place
+from graphpasses.proof.core.memory import Memory, evaluated
+from graphpasses.proof.core.operators import Call
 from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.spelling import plain_call
 
@@ -32,6 +40,7 @@ class Calls(Memory):
         self._random = values.source(("random state",))
         self._hidden = values.source(("hidden state",))
         self._inputs: dict[fx.Node, str] = {}
+        self._counts: dict[int, int] = {}  # by the number of a count of bad ids, where it began
 
     def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
         first = args[0] if args and isinstance(args[0], fx.Node) else None
@@ -41,6 +50,12 @@ class Calls(Memory):
     def _arguments(self, node: fx.Node) -> Call:
         """Returns the arguments of a node as all that mean the same have them."""
         return self._plain(node.target, node.args, node.kwargs)
+
+    def _call_of(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
+        if str(target) == BOUNDS_CHECK:  # no check reads the count of bad ids
+            place = _warning_of(target)
+            args[place] = Argument(self._counts.get(args[place].number, args[place].number), None)
+        return super()._call_of(target, args, kwargs)
 
     def _after_others(self, is_drawn: bool, has_hidden_state: bool, key: Hashable) -> Hashable:
         """Returns what a call depends on that may draw random numbers, or have a state of its own."""
@@ -85,13 +100,13 @@ class Calls(Memory):
             if "overlapping" not in _parts_of(key):
                 if node.target == torch.ops.aten.copy_.default:
                     result = result if (copied := self._copied(node)) is None else copied
-                elif (moved := self._moved(node, fake, out_of_place(node.target))) is not None:
+                elif (moved := self._moved(node, fake, _out_of_place(node.target))) is not None:
                     result = moved
             self._write(first, result, node)  # type: ignore[arg-type]
             return result
         for index, each in enumerate(writes):
             written = self.opaque(each, self._facts[each], ("written", index, key))
-            if str(node.target) == BOUNDS_CHECK and each is given[warning_of(node.target)]:
+            if str(node.target) == BOUNDS_CHECK and each is given[_warning_of(node.target)]:
                 self._note_count(self._read(each), written)
             self._write(each, written, node)
         return result
@@ -165,7 +180,7 @@ class Calls(Memory):
             number = max(place for place, base in enumerate(written) if base == index)
             results.append(self.opaque(node, fake, ("written", number, key)))
         if str(call.op) == BOUNDS_CHECK:
-            count = args[warning_of(call.op)]
+            count = args[_warning_of(call.op)]
             self._note_count(self._read(count), results[call.num_results + call.bases.index(count)])
         return results
 
@@ -182,6 +197,22 @@ def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | Non
             return None
         node = node.all_input_nodes[0]
     return inputs[node]
+
+
+@functools.cache
+def _out_of_place(target: Any) -> Any:
+    """Returns what makes a tensor of the elements that an operator writes in place, each alone; None for others."""
+    name = str(target).removeprefix("aten.")
+    packet, _, overload = name.rpartition(".")
+    if not is_operator(target) or torch.Tag.pointwise not in target.tags or not packet.endswith("_"):
+        return None
+    return getattr(getattr(torch.ops.aten, packet[:-1], None), overload, None)
+
+
+def _warning_of(check: Any) -> int:
+    """Returns which argument of a bounds check is the count of bad ids, which it overwrites or leaves."""
+    (schema,) = schemas(check)
+    return [argument.name for argument in schema.arguments].index("warning")
 
 
 def is_function(target: Any) -> bool:

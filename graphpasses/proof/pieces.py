@@ -139,30 +139,27 @@ def joined(pieces: Iterable[Piece]) -> Pieces:
 
 
 def _continue(one: Piece, two: Piece) -> Piece | None:
-    """Joins two pieces where the second goes on along a dim of the first."""
+    """Joins two pieces where the second goes on along a dim of the first; either may be one row of it."""
     if one.source != two.source:
         return None
     gap, moved = two.start - one.start, two.offset - one.offset
-    if len(one.dims) == len(two.dims):
-        unlike = [index for index, (a, b) in enumerate(zip(one.dims, two.dims, strict=True)) if a != b]
-        if len(unlike) > 1 or any(one.dims[i][1:] != two.dims[i][1:] for i in unlike):
-            return None
-        for index in unlike or range(len(one.dims)):
-            size, step, source = one.dims[index]
-            if (gap, moved) == (size * step, size * source):
-                longer = (size + two.dims[index][0], step, source)
-                return one._replace(dims=merged((*one.dims[:index], longer, *one.dims[index + 1 :])))
-    elif len(one.dims) == len(two.dims) + 1:  # the second is one row more
-        for index, (size, step, source) in enumerate(one.dims):
-            others = (one.dims[:index], one.dims[index + 1 :])
-            if (*others[0], *others[1]) == two.dims and (gap, moved) == (size * step, size * source):
-                return one._replace(dims=merged((*others[0], (size + 1, step, source), *others[1])))
-    elif len(one.dims) + 1 == len(two.dims):  # the first is one row
-        for index, (size, step, source) in enumerate(two.dims):
-            others = (two.dims[:index], two.dims[index + 1 :])
-            if (*others[0], *others[1]) == one.dims and (gap, moved) == (step, source):
-                return one._replace(dims=merged((*others[0], (size + 1, step, source), *others[1])))
+    dims = max(one.dims, two.dims, key=len)
+    for index, (_, step, source) in enumerate(dims):
+        sizes = _rows(one, dims, index), _rows(two, dims, index)
+        if all(sizes) and (gap, moved) == (sizes[0] * step, sizes[0] * source):
+            return one._replace(dims=merged((*dims[:index], (sum(sizes), step, source), *dims[index + 1 :])))
     return None
+
+
+def _rows(piece: Piece, dims: Sequence[tuple[int, int, int]], index: int) -> int:
+    """Returns how many rows along a dim a piece has that has the other dims; 0 if it has not."""
+    others = (*dims[:index], *dims[index + 1 :])
+    if piece.dims == others:
+        return 1
+    is_alike = len(piece.dims) == len(dims) and piece.dims[index][1:] == dims[index][1:]
+    return (
+        piece.dims[index][0] if is_alike and (*piece.dims[:index], *piece.dims[index + 1 :]) == others else 0
+    )
 
 
 def _stack(one: Piece, two: Piece) -> Piece | None:

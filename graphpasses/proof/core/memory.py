@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses._torch.schemas import given_arguments, schemas
-from graphpasses.fbgemm.names import BOUNDS_CHECK
+from graphpasses._torch.schemas import given_arguments
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
@@ -30,16 +29,6 @@ class Held:
     view: Any  # how that value lies there, see :class:`Place`
     value: Value | None = None  # what it holds now; None while no one wrote
 
-    @property
-    def geometry(self) -> Geometry | None:
-        """Shape, strides and offset of the value; None where they depend on data."""
-        return _geometry(self.view)
-
-
-def _geometry(view: Any) -> Geometry | None:
-    is_known = type(view[2]) is int and not view[4] and not view[5]
-    return view[:3] if is_known else None
-
 
 class Memory:
     """The values of a graph's nodes as far as they are known, and the memory in which they lie."""
@@ -51,7 +40,6 @@ class Memory:
         self._done = Evaluated()
         self._waiting: dict[fx.Node, Any] = {}
         self._held: dict[Leaf, Held] = {}
-        self._counts: dict[int, int] = {}
         self._freed: dict[Leaf, fx.Node] = {}
 
     def _roots(self, node: fx.Node) -> set[Leaf]:
@@ -83,12 +71,10 @@ class Memory:
             return value
         if place.view == memory.view:
             return memory.value
-        seen, held = _geometry(place.view), memory.geometry
-        is_alike = seen and held and fills_alike(seen, held) and memory.value.dtype == value.dtype
-        if is_alike and memory.value.pieces is not None:
-            return self._table.moved(value.dtype, seen[0], memory.value.pieces)  # type: ignore[index]
+        if (seen := self._reshaped(memory.value, memory.view, place.view)) is not None:
+            return seen
         # What lies beside the root is what it was.
-        beside = None if held and seen and _holds(held, place.view, memory.view) else value.number
+        beside = None if _holds(memory.view, place.view) else value.number
         key = ("part of memory", memory.value.number, memory.view, place.view, beside)
         fake = self._facts[node] if index is None else self._facts[node][index]
         return self.opaque(node, fake, key)
@@ -117,13 +103,9 @@ class Memory:
             key: Hashable = ("written", (old_number, memory.view, place.view), (self._key(writer), by[1]))
             value = self.opaque(of, fake, key)
         elif place.view != memory.view:
-            seen, held = _geometry(place.view), memory.geometry
-            is_alike = seen and held and fills_alike(seen, held) and value.dtype == old.dtype
-            if is_alike and value.pieces is not None:
-                value = self._table.moved(value.dtype, held[0], value.pieces)  # type: ignore[index]
-            else:
-                key = ("written in part", old.number, memory.view, place.view, value.number)
-                value = self.opaque(of, fake, key)
+            whole = self._reshaped(value, place.view, memory.view)
+            key = ("written in part", old.number, memory.view, place.view, value.number)
+            value = self.opaque(of, fake, key) if whole is None else whole
         memory.value = value
         memory.node = writer
         # What else comes from outside in this memory, and lies there otherwise, may have changed, too.
@@ -136,6 +118,14 @@ class Memory:
             beside: Hashable = ("written beside", self._numbers(was, None), value.number)
             held_beside.value = self.opaque(other[0], self._facts[other[0]], beside)
             held_beside.node = writer
+
+    def _reshaped(self, value: Value, held: Any, seen: Any) -> Value | None:
+        """Returns a value that lies in memory in one way as another reads it; None if that has not all its bytes."""
+        one, two = _geometry(held), _geometry(seen)
+        is_alike = one and two and fills_alike(one, two) and value.dtype == held[3] == seen[3]
+        if not is_alike or value.pieces is None:
+            return None
+        return self._table.moved(value.dtype, seen[0], value.pieces)
 
     def _value_of(self, leaf: Leaf) -> Result:
         value = self._done.values[leaf[0]]
@@ -227,9 +217,6 @@ class Memory:
         return args, kwargs
 
     def _call_of(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
-        if str(target) == BOUNDS_CHECK:  # no check reads the count of bad ids
-            place = warning_of(target)
-            args[place] = Argument(self._counts.get(args[place].number, args[place].number), None)
         if target in COMMUTATIVE and len(args) == 2 and not kwargs:
             args = sorted(args, key=_order)
         return ("call", name_of(target), freeze(args), freeze(kwargs))
@@ -269,22 +256,23 @@ class Memory:
         return self._table.tensor(fake.dtype, seen[0], source)
 
 
-def warning_of(check: Any) -> int:
-    """Returns which argument of a bounds check is the count of bad ids, which it overwrites or leaves."""
-    (schema,) = schemas(check)
-    return [argument.name for argument in schema.arguments].index("warning")
-
-
 def _order(argument: Any) -> Any:
     is_value = isinstance(argument, Argument)
     return (0, argument.number, str(argument.layout)) if is_value else (1, 0, str(argument))
 
 
+def _geometry(view: Any) -> Geometry | None:
+    """Returns how a tensor lies in memory; None where that depends on data, or it is read conjugated or negated."""
+    shape, strides, offset, _, *marks = view
+    is_known = all(type(each) is int for each in (*shape, *strides, offset))
+    return (shape, strides, offset) if is_known and not any(marks) else None
+
+
 def _extent(view: Any) -> tuple[int, int]:
     """Returns between which bytes of its memory a tensor lies; all where that depends on data."""
-    shape, strides, offset, dtype, *_ = view
-    if not all(type(each) is int for each in (*shape, *strides, offset)):
+    if (known := _geometry((*view[:4],))) is None:
         return 0, sys.maxsize
+    (shape, strides, offset), dtype = known, view[3]
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     end = offset + last + 1 if math.prod(shape) else offset
     return offset * dtype.itemsize, end * dtype.itemsize
@@ -305,11 +293,12 @@ def _laps(view: Any) -> bool:
     return False
 
 
-def _holds(held: Geometry, view: Any, of: Any) -> bool:
-    """Whether all bytes of a tensor are such of another, which has no gaps."""
-    (first, end), (start, stop) = _extent(view), _extent(of)
-    size = math.prod(held[0]) * of[3].itemsize
-    return start <= first and end <= stop and size == stop - start
+def _holds(held: Any, seen: Any) -> bool:
+    """Whether all bytes of a tensor ``seen`` are such of one that is held, and has no gaps."""
+    if _geometry(held) is None or _geometry(seen) is None:
+        return False
+    (start, stop), (first, end) = _extent(held), _extent(seen)
+    return start <= first and end <= stop and math.prod(held[0]) * held[3].itemsize == stop - start
 
 
 def evaluated(args: Any, read: Callable[[fx.Node], Any]) -> Any:
