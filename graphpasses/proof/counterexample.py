@@ -17,6 +17,7 @@ from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.graph.nodes import attribute, constant_bits
 from graphpasses.proof.core.evaluated import Argument, Layout
 from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.terms import KINDS, Term
 
 MAX_ELEMENTS = 1 << 22
 MAX_TERMS = 20_000
@@ -194,24 +195,17 @@ class _Run:
             case ["padding", _, dtype, [text, number], *_]:
                 fill = float(text) if number is None else number
                 return torch.full((self._values.numel(source),), fill, dtype=dtype)
-            case ["cast", given, dtype, of]:
-                return (yield "source", of, rank).view(given).to(dtype)
-            case ["div" | "mul" as name, given, dtype, _, number, of]:
-                data = (yield "source", of, rank).view(given)
-                return (data / number if name == "div" else data * number).to(dtype)
-            case ["neg", given, of]:
-                return -(yield "source", of, rank).view(given)
-            case ["sum" | "product" as name, given, one, two]:
-                x, y = (yield "source", one, rank).view(given), (yield "source", two, rank).view(given)
-                return x + y if name == "sum" else x * y
-            case ["sum of tensors" | "product of tensors" as name, one, two]:
-                x, y = (yield "value", one, rank), (yield "value", two, rank)
-                return (x + y if name.startswith("sum") else x * y).reshape(-1)
-            case ["bytes", _, of]:
-                return (yield "source", of, rank).contiguous().view(torch.uint8)
-            case ["remote", _, of]:
+            case Term("remote", _, _, (of,)):
                 num_ranks = self._values.numel(source) // self._values.numel(of)
                 return torch.cat((yield from self._of_ranks("source", of, num_ranks)))
+            case Term("tensor", (number,)):
+                return (yield "value", number, rank).reshape(-1)
+            case Term(kind, parameters, read_as, operands):
+                given = []
+                for each in operands:
+                    data = yield "source", each, rank
+                    given.append(data if read_as is None else data.view(read_as))
+                return KINDS[kind].compute(*given, *parameters)  # type: ignore[misc]
             case ["random state"]:
                 return torch.Generator().manual_seed(self.seed + rank).get_state()
             case ["random state after", call]:

@@ -12,7 +12,7 @@ from graphpasses.graph import ALL_TO_ALL, argument
 from graphpasses.graph.certificate import Launch
 from graphpasses.proof.core.evaluated import Collective, Evaluated
 from graphpasses.proof.core.values import Value, Values
-from graphpasses.proof.elements import BINARY, UNARY
+from graphpasses.proof.terms import Term
 
 
 def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[Launch, ...]:
@@ -64,12 +64,9 @@ def _sources(values: Values, value: Value) -> Iterator[int]:
         if source is None:
             continue
         key = values.key(source)
-        if key[0] in (*UNARY, "remote", "bytes"):
-            pending.insert(0, key[-1])
-        elif key[0] in BINARY:
-            pending = [key[2], key[3], *pending]
-        elif key[0].endswith(" of tensors"):
-            for number in key[1:]:
-                yield from _sources(values, values[number])
+        if isinstance(key, Term) and key.kind == "tensor":
+            yield from _sources(values, values[key.parameters[0]])
+        elif isinstance(key, Term):
+            pending = [*key.operands, *pending]
         elif key[0] != "constant":
             yield source

@@ -18,6 +18,7 @@ from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
 from graphpasses.proof.core.values import Geometry, Piece, Value, Values
 from graphpasses.proof.elements import constant, filled
 from graphpasses.proof.pieces import concatenated, joined, viewed
+from graphpasses.proof.terms import Term
 
 aten = torch.ops.aten
 
@@ -218,6 +219,6 @@ def gathered(values: Values, x: Value, num_ranks: int, group: str, shape: tuple[
     found: list[Piece] = []
     for piece in x.pieces:
         numel = values.numel(piece.source)
-        source = values.source(("remote", group, piece.source), numel * num_ranks)
+        source = values.source(Term("remote", (group,), None, (piece.source,)), numel * num_ranks)
         found.append(piece._replace(dims=((num_ranks, x.numel, numel), *piece.dims), source=source))
     return values.moved(x.dtype, shape, joined(found))
