@@ -155,18 +155,19 @@ def _unscaled(values: Values, x: Value, number: float) -> tuple[Value, float] | 
     """Returns of what, and by what, a multiple of a tensor is one, if both factors are 2, 4, 8, …; else None."""
     assert x.pieces is not None
     assert x.shape is not None
-    terms = {piece.source: term_of(values, piece.source, "mul") for piece in x.pieces}
-    factors = {
-        term.parameters[2] if term and term.dtype == term.parameters[0] == x.dtype else None
-        for term in terms.values()
-    }
-    if len(factors) != 1 or None in factors:
+    pieces: list[Piece] = []
+    factors: set[float] = set()
+    for piece in x.pieces:
+        term = term_of(values, piece.source, "mul")
+        if term is None or not term.dtype == term.parameters[0] == x.dtype:
+            return None
+        pieces.append(piece._replace(source=term.operands[0]))
+        factors.add(term.parameters[2])
+    if len(factors) != 1:
         return None
     if not all(each > 0 and _is_power_of_two(each, at_least=1.0) for each in (number, *factors)):
         return None
-    of = {source: term.operands[0] for source, term in terms.items() if term is not None}
-    pieces = tuple(sorted(piece._replace(source=of[piece.source]) for piece in x.pieces))
-    return values.moved(x.dtype, x.shape, pieces), number * factors.pop()
+    return values.moved(x.dtype, x.shape, tuple(sorted(pieces))), number * factors.pop()
 
 
 axiom("scaling", _SCALING, aten.div.Scalar, aten.div.Tensor)(_scaled("div", aten.div.Scalar))

@@ -202,8 +202,8 @@ class Evaluation(Calls):
     def _size(self, node: fx.Node, fake: Any) -> Result:
         """Returns the value of a size; what a collective brings has one as soon as it is launched."""
         (of, *dim), named = self._arguments(node)
-        value = self._brought[of] if of in self._brought else self._read(of)  # type: ignore[index, arg-type]
-        given = self._numbers(value, self._facts.layout(of))  # type: ignore[arg-type]
+        value = self._brought[of] if of in self._brought else self._read(of)
+        given = self._numbers(value, self._facts.layout(of))
         key = (fake,) if type(fake) is int else (str(node.target), given, *dim, freeze(named))
         return self.opaque(node, fake, ("size", *key))
 
@@ -216,7 +216,7 @@ class Evaluation(Calls):
         result: Result = None
         if node.target == ALL_GATHER and isinstance(sent, Value) and geometry(fake) is not None:
             group = str(collective_group(node))
-            result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))  # type: ignore[arg-type]
+            result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
             if result is not None:
                 self._done.axioms.add("all-gather")
         if result is None:
@@ -225,7 +225,8 @@ class Evaluation(Calls):
             self._exchanges.send(
                 sent.number,
                 result.number,
-                *given_args[1:3],
+                given_args[1],
+                given_args[2],
                 str(collective_group(node)),
                 is_made_of_sizes=argument(node).target == SIZE_TENSOR,
             )
