@@ -43,13 +43,15 @@ def evaluate(
     facts: Facts,
     given: Mapping[str, Result] | None = None,
     constants: Mapping[str, Hashable] | None = None,
+    random_state: int | None = None,
 ) -> Evaluated:
     """Evaluates a graph of ATen operators.
 
     Two graphs that share ``values`` can be compared. ``given`` has the values of inputs that are known, by name;
-    ``constants`` say what constants held before a pass could write them.
+    ``constants`` say what constants held before a pass could write them; ``random_state`` is the number of that in
+    which the graph finds the generator.
     """
-    return Evaluation(graph, values, facts, given, constants).run()
+    return Evaluation(graph, values, facts, given, constants, random_state).run()
 
 
 class Evaluation(Calls):
@@ -62,8 +64,11 @@ class Evaluation(Calls):
         facts: Facts,
         given: Mapping[str, Result] | None = None,
         constants: Mapping[str, Hashable] | None = None,
+        random_state: int | None = None,
     ) -> None:
         super().__init__(graph, values, facts)
+        if random_state is not None:
+            self._random = random_state
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
         self._exchanges = Exchanges(facts)

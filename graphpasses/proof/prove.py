@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
@@ -118,9 +118,14 @@ def prove_as(
         facts = Facts(before.graph)
         one = evaluate(before, values, facts, constants=after.copied_constants)
         two = evaluate(after, values, Facts(after.graph, facts))
-        for graph, found in ((before, one), (after, two)):
-            updated |= (updates := _updates(graph, values, two, found.written)).keys()
-            found.written |= updates
+        known: Facts | None = None
+        for graph, done in ((before, one), (after, two)):
+            if (update := _update_of(graph, two)) is not None:
+                known = Facts(update.graph, known)
+                given = _given_to(graph, two) | done.written
+                then = evaluate(update, values, known, given, random_state=done.random_state)
+                updated |= then.written.keys()
+                done.go_on(then)
     _refuse_chance(subject, one, two)
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
@@ -135,22 +140,18 @@ def prove_as(
     )
 
 
-def _updates(
-    graph: TrainGraph, values: Values, two: Evaluated, written: Mapping[str, Value]
-) -> dict[str, Value]:
-    """Returns what a step's update writes that is not in its own graph, of the gradients of the rewritten step.
-
-    That these are eager's is proved beside it. The step has ``written`` some of what the update reads.
-    """
+def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:
+    """Returns a step's update that is not in its own graph; None without all gradients, which is told by itself."""
     update = graph.update
-    if update is None or update.is_in_step:
-        return {}
-    names = {fqn: f"the gradient of {fqn!r}" for fqn in update.gradients}
-    if any(two.outputs.get(name) is None for name in names.values()):  # which is told by itself
-        return {}
-    graph = replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
-    given = {f"gradient {fqn}": two.outputs[name] for fqn, name in names.items()} | {**written}
-    return evaluate(graph, values, Facts(update.module.graph), given).written
+    if update is None or update.is_in_step or None in _given_to(graph, two).values():
+        return None
+    return replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
+
+
+def _given_to(graph: TrainGraph, two: Evaluated) -> dict[str, Value | None]:
+    """Returns what the update reads of the rewritten step's gradients: that they are eager's is proved beside it."""
+    gradients = () if graph.update is None else graph.update.gradients
+    return {f"gradient {fqn}": two.outputs.get(f"the gradient of {fqn!r}") for fqn in gradients}
 
 
 def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:
