@@ -66,7 +66,7 @@ CORPUS = (
         ("identity: aten.ones_like.default: flip(flip(x, [0]), [0])",),
     ),
     Case(
-        ("a0 = x * 2.0", "a0[1:].add_(a0[:-1])", "self.k0.copy_(a0.reshape(-1))", _END),
+        ("a0 = self.c * 2.0", "a0.t().add_(a0)", "self.k0.copy_(a0.reshape(-1))", _END),
         ("identity: aten.mul.Tensor: flip(flip(x, [0]), [0])",),
     ),
     # A number of a dtype in which a CPU does not compute.
@@ -77,6 +77,8 @@ CORPUS = (
             "law: aten._to_copy.default is alias(a)",
         ),
     ),
+    # Numbers that an update draws.
+    Case((_END,), ("update: draws, numbers are drawn before aten.mul_.Tensor",), optimizer=True),
     # Right, in other words.
     Case(
         (
