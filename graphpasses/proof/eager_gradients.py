@@ -17,7 +17,7 @@ from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.proof import elements, movement
 from graphpasses.proof.core.evaluated import Argument, Evaluated
 from graphpasses.proof.core.values import Pieces, Value, Values
-from graphpasses.proof.pieces import concatenated, sliced
+from graphpasses.proof.pieces import concatenated, strides_of, viewed
 from graphpasses.proof.terms import Term, term_of
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ class EagerGradients:
         if place is None:
             return f"no {reduction.name} is expected for it"
         assert sent.pieces is not None
-        cut = sliced(sent.pieces, (shards, sent.numel // shards), 1, [(offset, offset + place.padded_numel)])
+        row = sent.numel // shards
+        cut = viewed(sent.pieces, (shards, row), [((shards, place.padded_numel), (row, 1), offset)])
         pieces = cut and self._unscaled(cut[0])
         columns = pieces and self._values.moved(sent.dtype, (shards, place.padded_numel), pieces)
         if not columns:
@@ -179,7 +180,9 @@ class EagerGradients:
         if dim:  # the chunks of another dim than 0 are brought to dim 0
             size = shape[dim] // shards
             chunk = (*shape[:dim], size, *shape[dim + 1 :])
-            parts = sliced(pieces, shape, dim, [(rank * size, (rank + 1) * size) for rank in range(shards)])
+            strides = strides_of(shape)
+            views = [(chunk, strides, rank * size * strides[dim]) for rank in range(shards)]
+            parts = viewed(pieces, shape, views)
             joined = parts and concatenated([(part, chunk) for part in parts], 0)
             if not joined:
                 return None

@@ -119,7 +119,7 @@ axiom("picks", _PICKED, aten.split_with_sizes_copy.default)(_picked(aten.split_w
 
 @axiom("joins", "cat, stack and _chunk_cat copy their parts, and zeros behind them", aten.cat.default)
 def _cat(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) -> Result:
-    if not _have_pieces(parts) or len({each.dtype for each in parts}) > 1:
+    if not _can_be_joined(parts):
         return None
     parts = [each for each in parts if each.shape != (0,)]
     shape = tuple(result.shape)
@@ -128,7 +128,7 @@ def _cat(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) -> R
 
 @axiom("joins", AXIOMS["joins"], aten.stack.default)
 def _stack(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) -> Result:
-    if not _have_pieces(parts) or len({each.dtype for each in parts}) > 1:
+    if not _can_be_joined(parts):
         return None
     shape = tuple(result.shape)
     dim %= len(shape)
@@ -140,7 +140,7 @@ def _stack(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) ->
 
 @axiom("joins", AXIOMS["joins"], aten._chunk_cat.default)
 def _chunk_cat(values: Values, result: Any, parts: Sequence[Value], dim: int, num_chunks: int) -> Result:
-    if dim or not _have_pieces(parts) or len({each.dtype for each in parts}) > 1:
+    if dim or not _can_be_joined(parts):
         return None
     found = chunk_cat(values, parts, num_chunks)
     return found and values.moved(found.dtype, tuple(result.shape), found.pieces or ())
@@ -201,10 +201,12 @@ def _concatenated(values: Values, parts: Sequence[Value], dim: int, shape: tuple
     return None if pieces is None else values.moved(parts[0].dtype, shape, pieces)
 
 
-def _have_pieces(parts: Any) -> bool:
-    return isinstance(parts, (list, tuple)) and all(
-        isinstance(each, Value) and each.pieces is not None for each in parts
-    )
+def _can_be_joined(parts: Any) -> bool:
+    """Whether all are tensors of one dtype whose elements are known."""
+    if not isinstance(parts, (list, tuple)):
+        return False
+    are_known = all(isinstance(each, Value) and each.pieces is not None for each in parts)
+    return are_known and len({each.dtype for each in parts}) == 1
 
 
 # ---- all-gathers --------------------------------------------------------------------------------------------------

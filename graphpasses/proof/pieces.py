@@ -48,7 +48,7 @@ def _viewed(
 ) -> Pieces | None:
     if not math.prod(sizes):
         return ()
-    strides = _strides(shape)
+    strides = strides_of(shape)
     corner = _indices(offset, strides)
     place: dict[int, int] = {}  # by dims of the tensor, dims of the view
     repeated = []
@@ -79,17 +79,6 @@ def _viewed(
         kept = tuple((size, place[dim], *steps) for size, dim, *steps in box.dims if size > 1)
         moved.append(_Box(tuple(start), (*kept, *repeated), box.source, box.offset))  # type: ignore[arg-type]
     return _pieces(moved, sizes)
-
-
-def sliced(
-    pieces: Pieces, shape: Sequence[int], dim: int, cuts: Sequence[tuple[int, int]]
-) -> list[Pieces] | None:
-    """Cuts a tensor along one dim; each cut is ``(first index, index after the last)``."""
-    steps = tuple(_strides(shape))
-    sizes = [(*shape[:dim], end - first, *shape[dim + 1 :]) for first, end in cuts]
-    return viewed(
-        pieces, shape, [(size, steps, cut[0] * steps[dim]) for size, cut in zip(sizes, cuts, strict=True)]
-    )
 
 
 def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pieces | None:
@@ -172,12 +161,13 @@ def _stack(one: Piece, two: Piece) -> Piece | None:
     return _continue(one, two)
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor."""
     strides, numel = [], 1
     for size in reversed(shape):
         strides.append(numel)
         numel *= size
-    return strides[::-1]
+    return tuple(strides[::-1])
 
 
 def _indices(number: int, strides: Sequence[int]) -> tuple[int, ...]:
@@ -191,7 +181,7 @@ def _indices(number: int, strides: Sequence[int]) -> tuple[int, ...]:
 
 def _boxes(pieces: Pieces, shape: Sequence[int]) -> list[_Box] | None:
     """Cuts pieces so that each of their dims lies in one dim of the tensor; None where that is not possible."""
-    strides = _strides(shape)
+    strides = strides_of(shape)
     found: list[_Box] = []
     for piece in pieces:
         pending = [piece]
@@ -284,7 +274,7 @@ def _cut(box: _Box, dim: int, first: int, end: int) -> list[_Box] | None:
 
 
 def _pieces(boxes: Iterable[_Box], shape: Sequence[int]) -> Pieces:
-    strides = _strides(shape)
+    strides = strides_of(shape)
     return joined(_flat(boxes, strides))
 
 

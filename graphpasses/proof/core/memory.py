@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -19,6 +19,8 @@ from graphpasses.proof.core.evaluated import Argument, Evaluated, Result
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import COMMUTATIVE, Call, is_element_by_element, name_of
 from graphpasses.proof.core.values import Geometry, Value, Values, fills_alike, geometry
+
+Tensor = TypeVar("Tensor", bound=tuple[Place, Any, Any])
 
 
 @dataclass
@@ -143,7 +145,7 @@ class Memory:
         It may then read what it has written. That makes no difference where it computes element by element, and reads
         the elements that it writes. ``written`` are names of arguments; of a function's, of the nodes.
         """
-        found_places: list[tuple[tuple[str, int], Place, bool]] = []
+        tensors: list[tuple[Place, tuple[str, int], bool]] = []
         given = [(each.name, value, each.name in written) for each, value in given_arguments(node)]
         if not given:  # a function has no schema
             given = [(each.name, each, each.name in written) for each in node.all_input_nodes]
@@ -152,54 +154,49 @@ class Memory:
             for each in value if isinstance(value, (list, tuple)) else [value]:
                 for place in self._facts.places[each] if isinstance(each, fx.Node) else ():
                     if place is not None:
-                        found_places.append(((name, number), place, is_written))
+                        tensors.append((place, (name, number), is_written))
                     number += 1
-        # Elements of one tensor may lie on each other.
-        twice = [
-            (name, place.view) for name, place, is_written in found_places if is_written and _laps(place.view)
-        ]
         by_element = is_element_by_element(node.target)
-        by_memory: dict[Leaf, list[tuple[tuple[int, int], Any, Any, bool]]] = {}
-        for (name, number), place, is_written in found_places:
-            some = by_memory.setdefault(self._memory_of(place.root), [])
-            some.append((_extent(place.view), (name, number), place.view, is_written))
-        found: list[Hashable] = [*twice]
-        for some in by_memory.values():
-            some.sort(key=lambda each: each[0])
-            for index, (extent, name, view, is_written) in enumerate(some):
-                for other in some[index + 1 :]:
-                    if other[0][0] >= extent[1]:
-                        break
-                    is_itself = by_element and view == other[2] and name[1] == other[1][1]
-                    if (is_written or other[3]) and not is_itself:
-                        found.append((name, view, *other[1:3]))
+        # Elements of one tensor may lie on each other.
+        found: list[Hashable] = [
+            (name, place.view) for place, name, is_written in tensors if is_written and _laps(place.view)
+        ]
+        for one, two in self._touching(tensors):
+            is_itself = by_element and one[0].view == two[0].view and one[1][1] == two[1][1]
+            if (one[2] or two[2]) and not is_itself:
+                found.append((one[1], one[0].view, two[1], two[0].view))
         return tuple(found)
 
     def _sharing(self, nodes: Mapping[str, fx.Node]) -> dict[str, frozenset[str]]:
         """Returns which of some tensors, and of those from outside, have bytes in common; none with itself."""
         outside = {node.name: node for node in self._facts.places if node.op in ("placeholder", "get_attr")}
-        by_memory: dict[Leaf, list[tuple[tuple[int, int], str, fx.Node]]] = {}
-        for name, node in {**outside, **nodes}.items():
-            for place in self._facts.places[node]:
-                if place is not None:
-                    some = by_memory.setdefault(self._memory_of(place.root), [])
-                    some.append((_extent(place.view), name, node))
+        tensors = [
+            (place, name, node)
+            for name, node in {**outside, **nodes}.items()
+            for place in self._facts.places[node]
+            if place is not None
+        ]
         found: dict[str, set[str]] = {name: set() for name in nodes}
-        for some in by_memory.values():
-            some.sort(key=lambda each: each[0])
-            for index, (extent, name, node) in enumerate(some):
-                for (start, _), other, its in some[index + 1 :]:
-                    if start >= extent[1]:
-                        break
-                    if node is not its:  # a step copies a value that it returns twice
-                        found.get(name, set()).add(other)
-                        found.get(other, set()).add(name)
+        for (_, name, node), (_, other, its) in self._touching(tensors):
+            if node is not its:  # a step copies a value that it returns twice
+                found.get(name, set()).add(other)
+                found.get(other, set()).add(name)
         return {name: frozenset(others) for name, others in found.items()}
 
-    def _memory_of(self, root: Leaf) -> Leaf:
-        """Returns one tensor for all of a memory."""
-        beside = self._beside(root)
-        return min((root, *beside), key=lambda each: each[0].name) if beside else root
+    def _touching(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields pairs of tensors, each a place and more, that may have bytes in common."""
+        by_memory: dict[Leaf, list[tuple[tuple[int, int], Tensor]]] = {}
+        for each in tensors:
+            root = each[0].root
+            memory = min((root, *self._beside(root)), key=lambda leaf: leaf[0].name)
+            by_memory.setdefault(memory, []).append((_extent(each[0].view), each))
+        for some in by_memory.values():
+            some.sort(key=lambda each: each[0])
+            for index, ((_, end), one) in enumerate(some):
+                for (start, _), two in some[index + 1 :]:
+                    if start >= end:
+                        break
+                    yield one, two
 
     # ---- numbers --------------------------------------------------------------------------------------------------
 
