@@ -125,6 +125,8 @@ class Evaluation(Calls):
                 name = self._inputs.get(root, f"the attribute {root.target}")
                 done.written[name] = memory.value
                 done.nodes[name] = memory.node
+                if memory.beyond is not None:
+                    done.written[f"what lies beside {name}"] = self._table[memory.beyond]
 
     # ---- one node -------------------------------------------------------------------------------------------------
 

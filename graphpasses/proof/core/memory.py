@@ -30,6 +30,7 @@ class Held:
     node: fx.Node  # the one whose value fills it
     view: Any  # how that value lies there, see :class:`Place`
     value: Value | None = None  # what it holds now; None while no one wrote
+    beyond: int | None = None  # the number of all that views have written beside it, in the same memory
 
 
 class Memory:
@@ -75,8 +76,8 @@ class Memory:
             return memory.value
         if (seen := self._reshaped(memory.value, memory.view, place.view)) is not None:
             return seen
-        # What lies beside the root is what it was.
-        beside = None if _holds(memory.view, place.view) else value.number
+        # What lies beside the root is what it was, or what was written there.
+        beside = None if _holds(memory.view, place.view) else (value.number, memory.beyond)
         key = ("part of memory", memory.value.number, memory.view, place.view, beside)
         fake = self._facts[node] if index is None else self._facts[node][index]
         return self.opaque(node, fake, key)
@@ -110,6 +111,8 @@ class Memory:
             value = self.opaque(of, fake, key) if whole is None else whole
         memory.value = value
         memory.node = writer
+        if place.view != memory.view and not _holds(memory.view, place.view):
+            memory.beyond = self._table.other(("written beyond", memory.beyond, value.number)).number
         # What else comes from outside in this memory, and lies there otherwise, may have changed, too.
         for other in self._beside(root):
             if other[0] not in self._done.values:  # a constant that is read later
