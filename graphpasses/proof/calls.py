@@ -51,11 +51,12 @@ class Calls(Memory):
         """Returns the arguments of a node as all that mean the same have them."""
         return self._plain(node.target, node.args, node.kwargs)
 
-    def _call_of(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
-        if str(target) == BOUNDS_CHECK:  # no check reads the count of bad ids
+    def _as_read(self, target: Any, args: list[Any]) -> list[Any]:
+        """Returns the arguments of a call as far as it reads them: no bounds check reads the count of bad ids."""
+        if str(target) == BOUNDS_CHECK:
             place = _warning_of(target)
             args[place] = Argument(self._counts.get(args[place].number, args[place].number), None)
-        return super()._call_of(target, args, kwargs)
+        return args
 
     def _after_others(self, is_drawn: bool, has_hidden_state: bool, key: Hashable) -> Hashable:
         """Returns what a call depends on that may draw random numbers, or have a state of its own."""

@@ -145,8 +145,8 @@ class Evaluation(Calls):
                 return of[index]  # what its memory holds since is read where this is
         if is_collective(node):
             return self._launch(node)
-        if node.target == WAIT and node.args[0] in self._waiting:
-            return self._waiting.pop(node.args[0])  # type: ignore[arg-type]
+        if node.target == WAIT and (launch := node.all_input_nodes[0]) in self._waiting:
+            return self._waiting.pop(launch)
         if node.target == UNPACK and (unpacked := self._unpacked(node, fake)) is not None:
             return unpacked
         if node.target in METADATA_OPS:

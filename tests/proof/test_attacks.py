@@ -17,6 +17,7 @@ from graphpasses.capture import capture_train_step
 from graphpasses.errors import ProofError
 from graphpasses.graph import CapturedStep
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
+from graphpasses.proof.prove import prove
 from tests.proof.code import Code, Make, Model, X, answer, capture_model
 
 aten = torch.ops.aten
@@ -275,6 +276,33 @@ def test_attack(captured: CapturedStep, case: Case) -> None:
 @pytest.mark.parametrize("name", UNPROTECTED)
 def test_nothing_to_protect(captured: CapturedStep, name: str) -> None:
     assert answer(captured, *UNPROTECTED[name]) == "proved"
+
+
+def returned(view: str, doubles: bool) -> Make:
+    """Writes what a call returns, which is its last argument; the first is a view, or a copy, of that."""
+
+    def make(code: Code) -> fx.Node:
+        base = code.mul_Tensor(code.x, code.x)
+        given = getattr(code, view)(base)
+        sum_ = code.call(aten.add.out, given, code.x, out=base)
+        code.mul__Scalar(sum_, 2.0 if doubles else 1.0)
+        return code.tanh_default(base)
+
+    return make
+
+
+def test_who_returns_an_argument_returns_that_one(captured: CapturedStep) -> None:
+    code = Code(captured)
+    step = code.finished(returned("alias_default", False)(code))
+    other = step.copy()
+    (view,) = [node for node in other.graph.nodes if node.target == aten.alias.default][-1:]
+    view.target = aten.clone.default
+    view.meta["val"] = view.meta["val"].clone()
+    (scaled,) = other.graph.find_nodes(op="call_function", target=aten.mul_.Scalar)
+    assert prove(step, other).proved
+    scaled.args = (scaled.args[0], 2.0)
+    with pytest.raises(ProofError):
+        prove(step, other)
 
 
 class PartOfMemory(Model):

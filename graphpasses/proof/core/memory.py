@@ -216,7 +216,12 @@ class Memory:
         """Returns the arguments of a call as all that mean the same have them."""
         return args, kwargs
 
+    def _as_read(self, target: Any, args: list[Any]) -> list[Any]:
+        """Returns the arguments of a call as far as it reads them."""
+        return args
+
     def _call_of(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
+        args = self._as_read(target, args)
         if target in COMMUTATIVE and len(args) == 2 and not kwargs:
             args = sorted(args, key=_order)
         return ("call", name_of(target), freeze(args), freeze(kwargs))
