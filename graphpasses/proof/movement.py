@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphpasses._torch.tracing import outside_tracing
+from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph import WAIT
 from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
 from graphpasses.proof.core.values import Geometry, Piece, Value, Values
