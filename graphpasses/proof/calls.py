@@ -131,14 +131,11 @@ class Calls(Memory):
         results: list[Any] = []
         written = names_written(node)
         args, kwargs = evaluated(self._arguments(node), lambda each: self._argument(each, node.target))
-        targets = [
-            [leaf for each in value for leaf in self._leaves(each)]
-            if isinstance(value, (list, tuple))
-            else self._leaves(value)
+        targets = {
+            argument.name: [leaf for each in pytree.tree_leaves(value) for leaf in self._leaves(each)]
             for argument, value in given_arguments(node)
             if argument.name in written
-        ]
-        names = [argument.name for argument, _ in given_arguments(node) if argument.name in written]
+        }
         length = max(len(value) for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
         for index in range(length):
 
@@ -150,7 +147,7 @@ class Calls(Memory):
             )
             if isinstance(fakes, (list, tuple)):
                 results.append(self.opaque(node, fakes[index], key))
-            for name, leaves_written in zip(names, targets, strict=True):
+            for name, leaves_written in targets.items():
                 if index < len(leaves_written):
                     of, fake, place = leaves_written[index]
                     value = self.opaque(of, fake, ("written", name, key))
