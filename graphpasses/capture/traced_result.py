@@ -11,12 +11,21 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import pytree
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses._torch.operator_facts import writes_first
 from graphpasses._torch.schemas import out_of_place_view, returns_alias, writes_arguments
 from graphpasses.analysis.effects import is_written
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError, UnsupportedError
-from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph import (
+    CapturedStep,
+    GraphInput,
+    GraphOutput,
+    InputKind,
+    OutputKind,
+    TrainGraph,
+    argument,
+)
 from graphpasses.graph.accumulation import Cuts, Marks
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.parameters import get_state, parameter_infos
@@ -166,7 +175,7 @@ def _make_views(module: fx.GraphModule) -> None:
     is_changed = False
     for node in position:
         view = out_of_place_view(node.target)
-        if view is None or _object_of(node).op != "call_function":
+        if view is None or not _is_made_here(node):
             continue
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
@@ -178,11 +187,12 @@ def _make_views(module: fx.GraphModule) -> None:
         module.recompile()
 
 
-def _object_of(node: fx.Node) -> fx.Node:
-    """Returns the node that has made the tensor that calls in place return."""
-    while node.op == "call_function" and writes_arguments(node.target) and returns_alias(node.target):
-        (node, *_) = node.args  # type: ignore[assignment]
-    return node
+def _is_made_here(node: fx.Node) -> bool:
+    """Whether the tensor that calls in place return is one that the step has made; False where that is not known."""
+    while writes_first(node.target) and node.args:
+        node = argument(node)
+    is_another = writes_arguments(node.target) and returns_alias(node.target)  # of ``out=``
+    return node.op == "call_function" and not is_another
 
 
 def _take_marks(module: fx.GraphModule, marks: Marks) -> Cuts | None:
