@@ -46,7 +46,48 @@ CORPUS = (
     Case(("return (self.v + self.w).sum()",), ("lost: output 1, of w, is lost",)),
     Case((_END,), ("law: aten.ones_like.default is div.Tensor(a, a)",), optimizer=True),
     Case((_END,), ("update: write, aten.add_.Tensor is written by aten.zero_.default",), optimizer=True),
+    # What cannot be run in a term of which it must be known what it is: one whose shape was changed in place, and
+    # parts that lie backwards.
+    Case(
+        ("a0 = torch.rand(8)", "a1 = F.linear(a0, self.w)", "return a1.float().mean()"),
+        ("spelling: arguments of aten.mm.default by name",),
+    ),
+    Case(
+        ("a0 = torch.cat(self.h.split(3, 1)[::-1], 1)", "return a0.float().mean() + self.u.square().sum()"),
+        ("identity: aten.add.Tensor: flip(flip(x, [0]), [0])",),
+    ),
+    Case(
+        ("a0 = torch.cat(self.w.split(3, 0)[::-1], 0)", "return a0.double().mean() + self.u.square().sum()"),
+        ("identity: aten.sum.default: view.dtype(view.dtype(x, bits), dtype)",),
+    ),
+    # A write to what overlaps, after something else.
+    Case(
+        ("a0 = 2.0 - self.d", "a0.unfold(0, 2, 1).mul_(3)", "return a0.float().mean()"),
+        ("identity: aten.ones_like.default: flip(flip(x, [0]), [0])",),
+    ),
+    Case(
+        ("a0 = self.b * 2.0", "a0[::2].add_(a0[:8])", "self.k0[:16].copy_(a0)", _END),
+        ("identity: aten.mul.Tensor: flip(flip(x, [0]), [0])",),
+    ),
+    # A number of a dtype in which a CPU does not compute.
+    Case(
+        ("return self.g.float().mean()",),
+        (
+            "dtype: aten.ones_like.default passes through torch.float8_e5m2",
+            "law: aten._to_copy.default is alias(a)",
+        ),
+    ),
+    # Numbers that an update draws.
+    Case((_END,), ("update: draws, numbers are drawn before aten.mul_.Tensor",), optimizer=True),
     # Right, in other words.
+    Case(
+        (
+            'a0 = c10d.wait_tensor(c10d.all_reduce(self.u.detach(), "sum", "0"))',
+            "self.k0[:32].copy_(a0)",
+            _END,
+        ),
+        ("spelling: arguments of _c10d_functional.all_reduce.default by name",),
+    ),
     Case((_END,), ("spelling: defaults of aten.sum.default",)),
     Case((_END,), ("spelling: arguments of aten.mul.Scalar by name",)),
     Case((_END,), ("identity: aten.mul.Scalar: sub.Tensor(x, 0.0)",)),

@@ -88,14 +88,15 @@ STATEMENTS = {
     "collectives": """
         c10d.wait_tensor(c10d.all_reduce({x}.detach(), "sum", "0"))
         c10d.wait_tensor(c10d.all_reduce({x}.detach(), "avg", "0"))
-        c10d.wait_tensor(c10d.all_gather_into_tensor({x}.detach(), 2, "0"))
-        c10d.wait_tensor(c10d.reduce_scatter_tensor({x}.detach(), "sum", 2, "0"))
-        c10d.wait_tensor(c10d.all_to_all_single({x}.detach(), [4, 4], [4, 4], "0"))""",
+        c10d.wait_tensor(c10d.all_gather_into_tensor({r}, 2, "0"))
+        c10d.wait_tensor(c10d.reduce_scatter_tensor({r}, "sum", 2, "0"))
+        c10d.wait_tensor(c10d.all_to_all_single({r}, [4, 4], [4, 4], "0"))""",
     "lookups": """
         F.embedding(i, {x}) | F.embedding(i, self.w) | {x}[i] | {x}.index_select(0, i)
         {x}.index_add(0, i, {y}) | {x}.index_put((i,), {y}) | {x}.gather(0, i[:, None])""",
 }
-"""By kind: ``{x}``, ``{y}`` are values, ``{s}`` state, ``{c}`` a number, ``{k}`` a small integer, ``{d}`` a dim."""
+"""By kind: ``{x}``, ``{y}`` are values, ``{r}`` is one that has rows, ``{s}`` state, ``{c}`` a number, ``{k}`` a
+small integer, ``{d}`` a dim."""
 
 _SCOPE = {"torch": torch, "nn": nn, "F": F, "c10d": torch.ops._c10d_functional}
 _CONSTANTS = ("0.0", "-0.0", "1.0", "2.0", "0.5", "0.1", "3", "-1.0", "1e-40", "1e30", "float('nan')")
@@ -218,6 +219,7 @@ def _fill(rng: random.Random, template: str, values: list[str]) -> str:
     x, y = operand(), operand()
     return template.format(
         x=x,
+        r=f"torch.atleast_1d({x}.detach())",  # torch 2.13 crashes where it cuts a number into rows
         y=x if rng.random() < 0.1 else y,
         s=rng.choice(["self.b", "self.c", "self.z"]),
         c=rng.choice(_CONSTANTS),

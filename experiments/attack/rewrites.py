@@ -227,6 +227,17 @@ def constants(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
                 yield _rewrite("constants", f"{node} is {value}", _become, node, text)
 
 
+def draws_more(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
+    """Random numbers are drawn that nothing reads."""
+
+    def draw(copy: Copy, node: fx.Node) -> None:
+        emit(copy, copy[node], "rand([3], dtype=f32)", node)
+
+    for node in calls(graph):
+        if isinstance(node.meta.get("val"), Tensor):
+            yield _rewrite("draws", f"numbers are drawn before {node}", draw, node)
+
+
 def lost(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
     """A gradient, or the update, is lost."""
 
@@ -263,7 +274,19 @@ def passes(graph: TrainGraph, facts: _Facts) -> Iterator[Rewrite]:
         yield Rewrite("passes", "update", lambda copy: UpdateInBackward().rewrite(copy.graph), is_right=True)
 
 
-_MAKERS = (identities, laws, moves, spellings, common_calls, in_place, constants, lost, updates, passes)
+_MAKERS = (
+    identities,
+    laws,
+    moves,
+    spellings,
+    common_calls,
+    in_place,
+    constants,
+    draws_more,
+    lost,
+    updates,
+    passes,
+)
 
 
 def rewrites_of(graph: TrainGraph) -> Iterator[Rewrite]:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
 from graphpasses._torch.pytree import tree_leaves
 from graphpasses._torch.recorded_operator import Operator
-from graphpasses._torch.schemas import inner_names, written_names
+from graphpasses._torch.schemas import inner_names, out_of_place_view, written_names
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """How the paths of files begin that are not the user's own."""
@@ -116,6 +116,7 @@ def computes_nothing(func: Any) -> bool:
     )
     # As `.device`, or `.item()`; C++ asks fake tensors for their sizes, too.
     is_question = bool(returns) and not any("Tensor" in str(each.type) for each in returns)
+    is_view |= out_of_place_view(func) is not None  # of its operand itself
     return is_view or is_question or func in _WAITS or func.namespace == "profiler" or str(func) in _STATES
 
 

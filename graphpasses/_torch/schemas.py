@@ -102,6 +102,19 @@ def writes_arguments(target: Any) -> bool:
 
 
 @cache
+def out_of_place_view(target: Any) -> Any:
+    """Returns what makes a view as an operator, e.g. ``squeeze_``, changes its operand's shape; None for others."""
+    if not is_operator(target) or torch.Tag.inplace_view not in target.tags:
+        return None
+    _, name, overload = str(target).split(".")
+    for each in (overload, "int"):  # transpose_ has one overload, transpose several
+        view = getattr(getattr(torch.ops.aten, name.removesuffix("_"), None), each, None)
+        if view is not None and returns_alias(view):
+            return view
+    return None
+
+
+@cache
 def written_names(target: Any) -> frozenset[str]:
     """Returns the names of the arguments that an operator writes, also where its schema does not say so."""
     return frozenset(

@@ -11,11 +11,21 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch import pytree
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses._torch.operator_facts import writes_first
+from graphpasses._torch.schemas import out_of_place_view, returns_alias, writes_arguments
 from graphpasses.analysis.effects import is_written
 from graphpasses.capture.unrounded_gradients import keep_unrounded
 from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError, UnsupportedError
-from graphpasses.graph import CapturedStep, GraphInput, GraphOutput, InputKind, OutputKind, TrainGraph
+from graphpasses.graph import (
+    CapturedStep,
+    GraphInput,
+    GraphOutput,
+    InputKind,
+    OutputKind,
+    TrainGraph,
+    argument,
+)
 from graphpasses.graph.accumulation import Cuts, Marks
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.parameters import get_state, parameter_infos
@@ -87,6 +97,7 @@ def read_step(
 
     ``marks`` are the last values that the traced function returns: where it may be cut.
     """
+    _make_views(traced.gm)
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     inputs: list[GraphInput] = []
@@ -152,6 +163,36 @@ def read_step(
     _keep_one_total(step)
     keep_unrounded(step, model)
     return step
+
+
+def _make_views(module: fx.GraphModule) -> None:
+    """Lets operators that give their operand another shape in place, as ``squeeze_`` does, return a view instead.
+
+    Who computed fake values again would change that of the operand. One without such a form stays, and one of a
+    tensor from outside, whose shape the step changes.
+    """
+    position = {node: index for index, node in enumerate(module.graph.nodes)}
+    is_changed = False
+    for node in position:
+        view = out_of_place_view(node.target)
+        if view is None or not _is_made_here(node):
+            continue
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        node.target = view
+        for user in [user for user in operand.users if position[user] > position[node]]:
+            user.replace_input_with(operand, node)
+        is_changed = True
+    if is_changed:
+        module.recompile()
+
+
+def _is_made_here(node: fx.Node) -> bool:
+    """Whether the tensor that calls in place return is one that the step has made; False where that is not known."""
+    while writes_first(node.target) and node.args:
+        node = argument(node)
+    is_another = writes_arguments(node.target) and returns_alias(node.target)  # of ``out=``
+    return node.op == "call_function" and not is_another
 
 
 def _take_marks(module: fx.GraphModule, marks: Marks) -> Cuts | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -10,16 +11,23 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 from graphpasses._torch import pytree
-from graphpasses._torch.schemas import FunctionalizedCall, bind_named, given_arguments, is_seeded
+from graphpasses._torch.schemas import (
+    FunctionalizedCall,
+    bind_named,
+    given_arguments,
+    is_operator,
+    is_seeded,
+    schemas,
+)
 from graphpasses.analysis.effects import names_written
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import TrainGraph, argument
 from graphpasses.proof import elements, movement
 from graphpasses.proof.core.axioms import RULES
-from graphpasses.proof.core.evaluated import Result
+from graphpasses.proof.core.evaluated import Argument, Result
 from graphpasses.proof.core.facts import Facts, Place, leaves
-from graphpasses.proof.core.memory import Memory, evaluated, warning_of
-from graphpasses.proof.core.operators import Call, out_of_place
+from graphpasses.proof.core.memory import Memory, evaluated
+from graphpasses.proof.core.operators import Call
 from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.spelling import plain_call
 
@@ -32,11 +40,23 @@ class Calls(Memory):
         self._random = values.source(("random state",))
         self._hidden = values.source(("hidden state",))
         self._inputs: dict[fx.Node, str] = {}
+        self._counts: dict[int, int] = {}  # by the number of a count of bad ids, where it began
 
     def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
         first = args[0] if args and isinstance(args[0], fx.Node) else None
         seen = None if first is None else self._facts.geometries.get(first)
         return plain_call(target, args, kwargs, seen[0] if seen and first is not None else None)
+
+    def _arguments(self, node: fx.Node) -> Call:
+        """Returns the arguments of a node as all that mean the same have them."""
+        return self._plain(node.target, node.args, node.kwargs)
+
+    def _as_read(self, target: Any, args: list[Any]) -> list[Any]:
+        """Returns the arguments of a call as far as it reads them: no bounds check reads the count of bad ids."""
+        if str(target) == BOUNDS_CHECK:
+            place = _warning_of(target)
+            args[place] = Argument(self._counts.get(args[place].number, args[place].number), None)
+        return args
 
     def _after_others(self, is_drawn: bool, has_hidden_state: bool, key: Hashable) -> Hashable:
         """Returns what a call depends on that may draw random numbers, or have a state of its own."""
@@ -73,26 +93,27 @@ class Calls(Memory):
 
     def _written(self, node: fx.Node, writes: tuple[fx.Node, ...], key: Hashable, result: Result) -> Result:
         """Evaluates an operator that writes arguments."""
-        first = next(iter(self._plain(node.target, node.args, node.kwargs)[0]), None)
+        given = self._arguments(node)[0]
+        first = next(iter(given), None)
         fake = self._facts[node]
         is_first = len(writes) == 1 and writes[0] is first
         if is_first and self._roots(node) == self._roots(first) and isinstance(result, Value):  # type: ignore[arg-type]
             if "overlapping" not in _parts_of(key):
                 if node.target == torch.ops.aten.copy_.default:
                     result = result if (copied := self._copied(node)) is None else copied
-                elif (moved := self._moved(node, fake, out_of_place(node.target))) is not None:
+                elif (moved := self._moved(node, fake, _out_of_place(node.target))) is not None:
                     result = moved
             self._write(first, result, node)  # type: ignore[arg-type]
             return result
         for index, each in enumerate(writes):
             written = self.opaque(each, self._facts[each], ("written", index, key))
-            if str(node.target) == BOUNDS_CHECK and each is node.args[warning_of(node.target)]:
+            if str(node.target) == BOUNDS_CHECK and each is given[_warning_of(node.target)]:
                 self._note_count(self._read(each), written)
             self._write(each, written, node)
         return result
 
     def _copied(self, node: fx.Node) -> Value | None:
-        to, of, *_ = self._plain(node.target, node.args, node.kwargs)[0]
+        to, of, *_ = self._arguments(node)[0]
         target, given, source = self._facts[to], self._facts[of], self._read(of)
         if not isinstance(source, Value):
             return None
@@ -109,15 +130,12 @@ class Calls(Memory):
         self._done.axioms.add("lists")
         results: list[Any] = []
         written = names_written(node)
-        args, kwargs = evaluated((node.args, node.kwargs), lambda each: self._argument(each, node.target))
-        targets = [
-            [leaf for each in value for leaf in self._leaves(each)]
-            if isinstance(value, (list, tuple))
-            else self._leaves(value)
+        args, kwargs = evaluated(self._arguments(node), lambda each: self._argument(each, node.target))
+        targets = {
+            argument.name: [leaf for each in pytree.tree_leaves(value) for leaf in self._leaves(each)]
             for argument, value in given_arguments(node)
             if argument.name in written
-        ]
-        names = [argument.name for argument, _ in given_arguments(node) if argument.name in written]
+        }
         length = max(len(value) for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple)))
         for index in range(length):
 
@@ -129,7 +147,7 @@ class Calls(Memory):
             )
             if isinstance(fakes, (list, tuple)):
                 results.append(self.opaque(node, fakes[index], key))
-            for name, leaves_written in zip(names, targets, strict=True):
+            for name, leaves_written in targets.items():
                 if index < len(leaves_written):
                     of, fake, place = leaves_written[index]
                     value = self.opaque(of, fake, ("written", name, key))
@@ -160,7 +178,7 @@ class Calls(Memory):
             number = max(place for place, base in enumerate(written) if base == index)
             results.append(self.opaque(node, fake, ("written", number, key)))
         if str(call.op) == BOUNDS_CHECK:
-            count = args[warning_of(call.op)]
+            count = args[_warning_of(call.op)]
             self._note_count(self._read(count), results[call.num_results + call.bases.index(count)])
         return results
 
@@ -177,6 +195,22 @@ def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | Non
             return None
         node = node.all_input_nodes[0]
     return inputs[node]
+
+
+@functools.cache
+def _out_of_place(target: Any) -> Any:
+    """Returns what makes a tensor of the elements that an operator writes in place, each alone; None for others."""
+    name = str(target).removeprefix("aten.")
+    packet, _, overload = name.rpartition(".")
+    if not is_operator(target) or torch.Tag.pointwise not in target.tags or not packet.endswith("_"):
+        return None
+    return getattr(getattr(torch.ops.aten, packet[:-1], None), overload, None)
+
+
+def _warning_of(check: Any) -> int:
+    """Returns which argument of a bounds check is the count of bad ids, which it overwrites or leaves."""
+    (schema,) = schemas(check)
+    return [argument.name for argument in schema.arguments].index("warning")
 
 
 def is_function(target: Any) -> bool:

@@ -15,10 +15,19 @@ from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.schemas import schemas
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.graph.nodes import attribute, constant_bits
-from graphpasses.proof.core.evaluated import Argument, Layout
+from graphpasses.proof.core.evaluated import Argument
 from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.real_memory import (
+    MAX_ELEMENTS,
+    CannotRunError,
+    buffer_of,
+    in_one_memory,
+    laid_out,
+    strided,
+    view_of,
+)
+from graphpasses.proof.terms import KINDS, Term
 
-MAX_ELEMENTS = 1 << 22
 MAX_TERMS = 20_000
 SEEDS = (0, 1)
 _REFUSALS = (
@@ -45,10 +54,6 @@ Request = tuple[str, Any, int]
 """``("value" | "source" | "call", its number or key, rank)``: of other ranks than this all have the same inputs."""
 
 Steps = Generator[Request, Any, Any]
-
-
-class _CannotRunError(RuntimeError):
-    """A term that has no meaning on the CPU of one rank, or is too large."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Runs:
         for run in self._runs:
             try:
                 x, y = run(one), run(two)
-            except _CannotRunError as error:
+            except CannotRunError as error:
                 return Trial(reason=str(error))
             if parts := _where_unlike(x, y):
                 others = f" and results of {', '.join(run.stood_in)}" if run.stood_in else ""
@@ -148,7 +153,7 @@ class _Run:
                 answer = self._known[asked] = self._counted(done.value)
                 continue
             except _REFUSALS as error:
-                failed = _CannotRunError(f"{_named(asked)}: {str(error).splitlines()[0]}")
+                failed = CannotRunError(f"{_named(asked)}: {str(error).splitlines()[0]}")
                 failed.__cause__ = error
                 if asked[0] != "call":
                     raise failed from error
@@ -163,7 +168,7 @@ class _Run:
     def _counted(self, made: Any) -> Any:
         self._num_elements += made.numel() if isinstance(made, torch.Tensor) else 1
         if self._num_elements > MAX_ELEMENTS or len(self._known) > MAX_TERMS:
-            raise _CannotRunError("it is too large")
+            raise CannotRunError("it is too large")
         return made
 
     def _steps(self, request: Request) -> Steps:
@@ -177,12 +182,12 @@ class _Run:
             return (yield "source", value.source, rank)
         self._counted(None)
         if value.numel > MAX_ELEMENTS:
-            raise _CannotRunError("it is too large")
+            raise CannotRunError("it is too large")
         result = torch.empty(value.numel, dtype=value.dtype)
         for piece in value.pieces:
             data = yield "source", piece.source, rank
             sizes, places, reads = zip(*piece.dims, strict=True) if piece.dims else ((), (), ())
-            part = torch.as_strided(data.view(value.dtype), sizes, reads, piece.offset)
+            part = strided(data.view(value.dtype), sizes, reads, piece.offset)
             torch.as_strided(result, sizes, places, piece.start).copy_(part)
         return result.reshape(value.shape or ())
 
@@ -194,24 +199,17 @@ class _Run:
             case ["padding", _, dtype, [text, number], *_]:
                 fill = float(text) if number is None else number
                 return torch.full((self._values.numel(source),), fill, dtype=dtype)
-            case ["cast", given, dtype, of]:
-                return (yield "source", of, rank).view(given).to(dtype)
-            case ["div" | "mul" as name, given, dtype, _, number, of]:
-                data = (yield "source", of, rank).view(given)
-                return (data / number if name == "div" else data * number).to(dtype)
-            case ["neg", given, of]:
-                return -(yield "source", of, rank).view(given)
-            case ["sum" | "product" as name, given, one, two]:
-                x, y = (yield "source", one, rank).view(given), (yield "source", two, rank).view(given)
-                return x + y if name == "sum" else x * y
-            case ["sum of tensors" | "product of tensors" as name, one, two]:
-                x, y = (yield "value", one, rank), (yield "value", two, rank)
-                return (x + y if name.startswith("sum") else x * y).reshape(-1)
-            case ["bytes", _, of]:
-                return (yield "source", of, rank).contiguous().view(torch.uint8)
-            case ["remote", _, of]:
+            case Term("remote", _, _, (of,)):
                 num_ranks = self._values.numel(source) // self._values.numel(of)
                 return torch.cat((yield from self._of_ranks("source", of, num_ranks)))
+            case Term("tensor", (number,)):
+                return (yield "value", number, rank).reshape(-1)
+            case Term(kind, parameters, read_as, operands):
+                given = []
+                for each in operands:
+                    data = yield "source", each, rank
+                    given.append(data if read_as is None else data.view(read_as))
+                return KINDS[kind].compute(*given, *parameters)  # type: ignore[misc]
             case ["random state"]:
                 return torch.Generator().manual_seed(self.seed + rank).get_state()
             case ["random state after", call]:
@@ -234,7 +232,7 @@ class _Run:
                 made = done[1][call[1] if type(call[1]) is int else 0] if is_written else done[0]
                 made = made if part is None else made[part]
                 return made.reshape(-1) if isinstance(made, torch.Tensor) else made
-        raise _CannotRunError(f"{key[0]} has no value on one rank")
+        raise CannotRunError(f"{key[0]} has no value on one rank")
 
     def _stand_in(self, source: int, error: Exception, kind: Any, rank: int) -> torch.Tensor:
         """Returns random numbers for what cannot be run, if both graphs have it."""
@@ -250,7 +248,7 @@ class _Run:
 
     def _input(self, name: Hashable, dtype: torch.dtype, numel: int) -> torch.Tensor:
         if numel > MAX_ELEMENTS:
-            raise _CannotRunError("it is too large")
+            raise CannotRunError("it is too large")
         generator = torch.Generator().manual_seed(hash_of(f"{name} {self.seed}"))
         if not dtype.is_floating_point and not dtype.is_complex:
             return torch.randint(0, 2, (numel,), generator=generator).to(dtype)
@@ -270,17 +268,15 @@ class _Run:
                 return (yield from self._collective(name, args, rank)), [], None
             case ["part of memory", number, held, seen, None]:
                 data = yield "value", number, rank
-                return _view(_buffer(data, held), seen).clone(), [], None
+                return view_of(buffer_of(data, held), seen).clone(), [], None
             case ["written in part", old, held, seen, new]:
-                buffer = _buffer((yield "value", old, rank), held)
-                _view(buffer, seen).copy_((yield "value", new, rank))
-                return _view(buffer, held).clone(), [], None
-        raise _CannotRunError(f"{key[0]} has no value on one rank")
+                buffer = buffer_of((yield "value", old, rank), held)
+                view_of(buffer, seen).copy_((yield "value", new, rank))
+                return view_of(buffer, held).clone(), [], None
+        raise CannotRunError(f"{key[0]} has no value on one rank")
 
     def _operator(self, key: Any, rank: int, state: torch.Tensor | None) -> Steps:
         _, name, args, kwargs, *overlaps = key
-        if overlaps:
-            raise _CannotRunError(f"what {name} writes overlaps with what it reads")
         text = name[0] if isinstance(name, tuple) else name
         if not text.startswith(_FUNCTIONS if isinstance(name, tuple) else _LIBRARIES):
             raise ValueError("only ATen's operators are run here")
@@ -293,21 +289,23 @@ class _Run:
         namespace, packet, overload = name.split(".")
         target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         (schema,) = schemas(target)
+        places = {argument.name: argument for argument in schema.arguments}
+        arguments = {**dict(zip(places, given, strict=False)), **named}
+        if overlaps:
+            arguments |= in_one_memory(overlaps[1], arguments)
         written: list[torch.Tensor] = []
         is_on_lists = is_elementwise_on_lists(target)
-        for index, argument in enumerate(schema.arguments):
-            where: Any = given if index < len(given) else named
-            at: Any = index if index < len(given) else argument.name
-            if index >= len(given) and argument.name not in named:
-                continue
-            if argument.is_write and isinstance(where[at], torch.Tensor):
-                where[at] = where[at].clone()
-                written.append(where[at])
-            if is_on_lists and str(argument.type).startswith("List") and not isinstance(where[at], list):
-                where[at] = [where[at]]
+        for argument in [place for name, place in places.items() if name in arguments]:
+            value = arguments[argument.name]
+            if argument.is_write and isinstance(value, torch.Tensor):
+                value = value if overlaps else value.clone()
+                written.append(value)
+            if is_on_lists and str(argument.type).startswith("List") and not isinstance(value, list):
+                value = [value]
+            arguments[argument.name] = value
         if state is not None:
             torch.set_rng_state(state)
-        result = target(*given, **named)
+        result = target(**arguments)
         if is_on_lists and isinstance(result, (list, tuple)):
             result = result[0]
         return result, written, torch.get_rng_state()
@@ -319,7 +317,7 @@ class _Run:
         elif operator in ("reduce_scatter_tensor", "all_gather_into_tensor"):
             num_ranks = args[-2][1]
         else:
-            raise _CannotRunError(f"{name} needs other ranks")
+            raise CannotRunError(f"{name} needs other ranks")
         sent = yield from self._of_ranks("value", args[0][1].number, num_ranks)
         if operator == "all_gather_into_tensor":
             return torch.cat(sent)
@@ -336,7 +334,7 @@ class _Run:
         kind, value = frozen
         if kind is Argument:
             made = yield "value", value.number, rank
-            return _laid_out(made, value.layout) if isinstance(made, torch.Tensor) else made
+            return laid_out(made, value.layout) if isinstance(made, torch.Tensor) else made
         if kind is float:
             return float.fromhex(value)
         return torch.device("cpu") if kind is torch.device else value
@@ -356,34 +354,3 @@ def hash_of(text: str) -> int:
     for byte in text.encode():
         number = (number * 31 + byte) % (1 << 32)
     return number
-
-
-def _laid_out(data: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-    """Returns a tensor with the strides, and behind the aligned address, that an operator saw."""
-    if layout is None or not all(type(each) is int for each in layout.strides):
-        return data
-    offset = layout.offset[1] // data.element_size() if layout.offset and type(layout.offset[1]) is int else 0
-    last = sum((size - 1) * stride for size, stride in zip(data.shape, layout.strides, strict=True))
-    if data.numel() == 0 or last > MAX_ELEMENTS:
-        return data
-    memory = torch.zeros(offset + last + 1, dtype=data.dtype)
-    apart = tuple(slice(None) if stride else 0 for stride in layout.strides)  # what is expanded is there once
-    view = memory.as_strided(data.shape, layout.strides, offset)
-    view[apart].copy_(data[apart])
-    return view
-
-
-def _buffer(data: torch.Tensor, held: Any) -> torch.Tensor:
-    """Returns bytes in which a tensor lies as it is held."""
-    shape, strides, offset, dtype, *_ = held
-    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    buffer = torch.zeros((last + 1) * dtype.itemsize, dtype=torch.uint8)
-    _view(buffer, held).copy_(data)
-    return buffer
-
-
-def _view(buffer: torch.Tensor, view: Any) -> torch.Tensor:
-    shape, strides, offset, dtype, *marks = view
-    if any(marks):
-        raise _CannotRunError("it is conjugated in memory")
-    return buffer.view(dtype).as_strided(shape, strides, offset)

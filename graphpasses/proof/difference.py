@@ -12,7 +12,7 @@ from graphpasses.fbgemm.names import BOUNDS_CHECK, FBGEMM
 from graphpasses.graph.nodes import source_line
 from graphpasses.proof.core.evaluated import Argument, Evaluated, Layout
 from graphpasses.proof.core.values import Value, Values
-from graphpasses.proof.elements import BINARY, UNARY
+from graphpasses.proof.terms import KINDS, Term
 
 # What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.
 _FOLLOWED = (
@@ -27,7 +27,6 @@ _FOLLOWED = (
     "graphpasses.pack_bags.",
 )
 _ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
-_ONE_SOURCE = (*UNARY, "remote", "bytes")
 
 
 @dataclass(frozen=True)
@@ -143,17 +142,13 @@ def _parts(values: Values, one: Value, two: Value) -> _Leaf | _Sources | tuple[V
 
 def _sources(values: Values, one: int, two: int) -> _Leaf | _Sources | tuple[Value, Value]:
     a, b = values.key(one), values.key(two)
-    while a[0] == b[0] and a[0] in (*_ONE_SOURCE, *BINARY) and a != b:
-        if a[0] in BINARY and a[1] == b[1]:
-            one, two = _apart(a[2:], b[2:])
-        elif a[:-1] == b[:-1]:
-            one, two = a[-1], b[-1]
-        else:
+    while isinstance(a, Term) and isinstance(b, Term) and a != b:
+        if a.kind == b.kind == "tensor":
+            return values[a.parameters[0]], values[b.parameters[0]]
+        if a._replace(operands=()) != b._replace(operands=()):
             break
+        one, two = _apart(a.operands, b.operands)
         a, b = values.key(one), values.key(two)
-    if a[0] == b[0] and a[0].endswith(" of tensors"):
-        x, y = _apart(a[1:], b[1:])
-        return values[x], values[y]
     return _Sources(one, two)
 
 
@@ -213,25 +208,15 @@ def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:
 def _operator(values: Values, source: int) -> str:
     """Returns what people call a source."""
     key = values.key(source)
+    if isinstance(key, Term):
+        return KINDS[key.kind].words.format(*key.parameters)
     match key[0]:
         case "result":
             return _called(key[1])
         case "constant":
             return f"the constant {key[2]}"
-        case "remote":
-            return f"an all-gather of {_operator(values, key[-1])}"
         case "padding":
             return f"the padding of {key[1]}"
-        case "cast":
-            return f"a cast to {key[2]}"
-        case "sum" | "sum of tensors":
-            return "a sum"
-        case "product" | "product of tensors":
-            return "a product"
-        case "neg":
-            return "a negative"
-        case "mul" | "div":
-            return f"a {'product with' if key[0] == 'mul' else 'quotient by'} {key[4]}"
     return str(key[0])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,8 @@ from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.proof import elements, movement
 from graphpasses.proof.core.evaluated import Argument, Evaluated
 from graphpasses.proof.core.values import Pieces, Value, Values
-from graphpasses.proof.pieces import concatenated, sliced
+from graphpasses.proof.pieces import concatenated, strides_of, viewed
+from graphpasses.proof.terms import Term, term_of
 
 if TYPE_CHECKING:
     from graphpasses.simulate import Topology
@@ -124,7 +125,8 @@ class EagerGradients:
         if place is None:
             return f"no {reduction.name} is expected for it"
         assert sent.pieces is not None
-        cut = sliced(sent.pieces, (shards, sent.numel // shards), 1, [(offset, offset + place.padded_numel)])
+        row = sent.numel // shards
+        cut = viewed(sent.pieces, (shards, row), [((shards, place.padded_numel), (row, 1), offset)])
         pieces = cut and self._unscaled(cut[0])
         columns = pieces and self._values.moved(sent.dtype, (shards, place.padded_numel), pieces)
         if not columns:
@@ -178,7 +180,9 @@ class EagerGradients:
         if dim:  # the chunks of another dim than 0 are brought to dim 0
             size = shape[dim] // shards
             chunk = (*shape[:dim], size, *shape[dim + 1 :])
-            parts = sliced(pieces, shape, dim, [(rank * size, (rank + 1) * size) for rank in range(shards)])
+            strides = strides_of(shape)
+            views = [(chunk, strides, rank * size * strides[dim]) for rank in range(shards)]
+            parts = viewed(pieces, shape, views)
             joined = parts and concatenated([(part, chunk) for part in parts], 0)
             if not joined:
                 return None
@@ -192,10 +196,15 @@ class EagerGradients:
         return tuple(sorted(each._replace(source=self._unscaled_source(each.source)) for each in pieces))
 
     def _unscaled_source(self, source: int) -> int:
-        while self._may_scale and _divides(self._values.key(source)):
-            source = self._values.key(source)[-1]
+        while self._may_scale and (quotient := self._quotient(source)):
+            (source,) = quotient.operands
             self.is_scaled = True
         return source
+
+    def _quotient(self, source: int) -> Term | None:
+        """Returns the term of a source that is a quotient; one by a power of two is known as a product."""
+        term = term_of(self._values, source, "div", "mul")
+        return term if term is not None and (term.kind == "div" or 0 < term.parameters[2] < 1) else None
 
     def _reduced(self, value: Value) -> _Reduction | None:
         """Returns the reduction of which a value is a part, if it is one run of its elements, cast."""
@@ -204,12 +213,9 @@ class EagerGradients:
         (piece,) = value.pieces
         if piece.dims and piece.dims != ((value.numel, 1, 1),):
             return None
-        source = piece.source
-        key = self._values.key(source)
-        if key[0] == "cast":  # once, back to the parameter's dtype
-            source = key[-1]
-        source = self._unscaled_source(source)
-        key = self._values.key(source)
+        cast = term_of(self._values, piece.source, "cast")  # once, back to the parameter's dtype
+        source = piece.source if cast is None else cast.operands[0]
+        key = self._values.key(self._unscaled_source(source))
         if key[0] != "result" or key[1][0] != "collective" or key[1][1] not in _NAMES:
             return None
         _, operator, args, _ = key[1]
@@ -217,11 +223,6 @@ class EagerGradients:
         assert isinstance(sent, Argument)
         op, group = args[1][1], args[-1][1]
         return _Reduction(_NAMES[operator], self._values[sent.number], op, str(group), piece.offset)
-
-
-def _divides(key: Any) -> bool:
-    """Whether a source is a quotient; one by a power of two is known as a product."""
-    return key[0] == "div" or bool(key[0] == "mul" and 0 < key[4] < 1)
 
 
 class _Reduction:

@@ -13,6 +13,7 @@ from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph.nodes import freeze
 from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
 from graphpasses.proof.core.values import Piece, Value, Values
+from graphpasses.proof.terms import Term, term_of
 
 aten = torch.ops.aten
 
@@ -63,11 +64,6 @@ axiom("constants", _CONSTANTS, aten.scalar_tensor.default)(_fill(0))
 
 # ---- operators that compute element by element --------------------------------------------------------------------
 
-UNARY = ("cast", "div", "mul", "neg")
-"""What the key of a source begins with that an operator makes of each element of one, the last part of the key."""
-BINARY = ("sum", "product")
-"""Likewise of two sources, the last two parts; the same with `` of tensors`` of two tensors."""
-
 AXIOMS["NaNs"] = (
     "of a NaN it counts that it is one: its sign and payload, which may differ between a vector and its tail, are "
     "not compared, and no operator looks at them; denormals are not flushed to zero"
@@ -99,11 +95,12 @@ def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
             made if torch.equal(made.to(element.dtype), element) else None
         )  # devices round alike, but to integers
 
-    keys = [values.key(piece.source)[:2] for piece in x.pieces or ()]
-    if x.dtype in _FLOATS and dtype in _FLOATS and keys and set(keys) == {("neg", x.dtype)}:
+    terms = [term_of(values, piece.source, "neg") for piece in x.pieces or ()]
+    are_negatives = terms and all(term is not None and term.dtype == x.dtype for term in terms)
+    if x.dtype in _FLOATS and dtype in _FLOATS and are_negatives:
         return _negative(values, cast(values, _negative(values, x), dtype))
-    undone = ("cast", dtype, x.dtype) if _holds_all(x.dtype, dtype) else None
-    return _lifted(values, x, dtype, ("cast", x.dtype, dtype), apply, undone)
+    undone = ("cast", (x.dtype,), dtype) if _holds_all(x.dtype, dtype) else None
+    return _lifted(values, x, dtype, ("cast", (dtype,), x.dtype), apply, undone)
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -138,7 +135,7 @@ def _scaled(name: str, target: Any) -> Rule:
             number = float(number)
         if name == "mul" and result.dtype == x.dtype and (whole := _unscaled(values, x, number)):
             return rule(values, result, *whole)
-        key = (name, x.dtype, result.dtype, freeze(number), number)
+        key = (name, (result.dtype, freeze(number), number), x.dtype)
 
         def apply(element: torch.Tensor) -> torch.Tensor | None:
             is_zero = element.item() == 0 and number != 0 and math.isfinite(number)
@@ -158,14 +155,19 @@ def _unscaled(values: Values, x: Value, number: float) -> tuple[Value, float] | 
     """Returns of what, and by what, a multiple of a tensor is one, if both factors are 2, 4, 8, …; else None."""
     assert x.pieces is not None
     assert x.shape is not None
-    keys = [values.key(piece.source) for piece in x.pieces]
-    factors = {key[4] for key in keys if key[:3] == ("mul", x.dtype, x.dtype)}
-    if not (len(factors) == 1 and all(key[:3] == ("mul", x.dtype, x.dtype) for key in keys)):
+    pieces: list[Piece] = []
+    factors: set[float] = set()
+    for piece in x.pieces:
+        term = term_of(values, piece.source, "mul")
+        if term is None or not term.dtype == term.parameters[0] == x.dtype:
+            return None
+        pieces.append(piece._replace(source=term.operands[0]))
+        factors.add(term.parameters[2])
+    if len(factors) != 1:
         return None
     if not all(each > 0 and _is_power_of_two(each, at_least=1.0) for each in (number, *factors)):
         return None
-    pieces = tuple(sorted(piece._replace(source=values.key(piece.source)[-1]) for piece in x.pieces))
-    return values.moved(x.dtype, x.shape, pieces), number * factors.pop()
+    return values.moved(x.dtype, x.shape, tuple(sorted(pieces))), number * factors.pop()
 
 
 axiom("scaling", _SCALING, aten.div.Scalar, aten.div.Tensor)(_scaled("div", aten.div.Scalar))
@@ -183,20 +185,20 @@ def _negated(values: Values, result: Any, x: Value) -> Result:
 
 def _negative(values: Values, x: Value) -> Value:
     assert x.dtype is not None
-    return _lifted(values, x, x.dtype, ("neg", x.dtype), torch.neg, ("neg", x.dtype))
+    return _lifted(values, x, x.dtype, ("neg", (), x.dtype), torch.neg, ("neg", (), x.dtype))
 
 
 def _lifted(
     values: Values,
     x: Value,
     dtype: torch.dtype,
-    key: tuple[Any, ...],
+    key: tuple[str, tuple[Any, ...], torch.dtype | None],
     apply: Callable[[torch.Tensor], torch.Tensor | None],
-    undone: tuple[Any, ...] | None = None,
+    undone: tuple[str, tuple[Any, ...], torch.dtype | None] | None = None,
 ) -> Value:
     """Applies to each source what is applied to each element; to a constant at once.
 
-    It takes back what a source that begins with ``undone`` did.
+    ``key`` is the term's without its operand; a term that is ``undone`` is taken back.
     """
     assert x.pieces is not None
     assert x.shape is not None
@@ -209,10 +211,10 @@ def _lifted(
         element = _of_constant(made_of, x.dtype, apply)
         if element is not None:
             of[piece.source] = constant(values, dtype, element)
-        elif undone is not None and made_of[:-1] == undone:
-            of[piece.source] = made_of[-1]
+        elif isinstance(made_of, Term) and made_of[:3] == undone:
+            (of[piece.source],) = made_of.operands
         else:
-            of[piece.source] = values.source((*key, piece.source), values.numel(piece.source))
+            of[piece.source] = values.source(Term(*key, (piece.source,)), values.numel(piece.source))
     pieces = tuple(sorted(piece._replace(source=of[piece.source]) for piece in x.pieces))
     return values.moved(dtype, x.shape, pieces)
 
@@ -220,11 +222,14 @@ def _lifted(
 def _of_constant(
     key: Any, dtype: torch.dtype | None, apply: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Any:
-    """Returns what an operator makes of a constant; None where another device may make another of it."""
+    """Returns what an operator makes of a constant; None where another device may make another, or a CPU none."""
     if key[0] != "constant" or key[1] != dtype or key[3] is None:
         return None
     with outside_tracing():
-        made = apply(torch.full((), key[3], dtype=key[1], device="cpu"))
+        try:
+            made = apply(torch.full((), key[3], dtype=key[1], device="cpu"))
+        except NotImplementedError:  # of this dtype
+            return None
         return None if made is None else made.item()
 
 
@@ -275,11 +280,12 @@ def _combined(values: Values, name: str, x: Value, y: Value) -> Value | None:
     if x.pieces is not None and y.pieces is not None and len(x.pieces) == len(y.pieces) == 1:
         (a,), (b,) = x.pieces, y.pieces
         if a[:2] == b[:2] and a.offset == b.offset and values.numel(a.source) == values.numel(b.source):
-            sources = sorted((a.source, b.source))
-            source = values.source((name, x.dtype, *sources), values.numel(a.source))
+            operands = sorted((a.source, b.source))
+            source = values.source(Term(name, (), x.dtype, (*operands,)), values.numel(a.source))
             return values.moved(x.dtype, x.shape, (a._replace(source=source),))
-    key = (f"{name} of tensors", *sorted((x.number, y.number)))
-    return values.tensor(x.dtype, x.shape, values.source(key, x.numel))
+    whole = [Term("tensor", (number,), None, ()) for number in sorted((x.number, y.number))]
+    term = Term(name, (), x.dtype, tuple(values.source(each, x.numel) for each in whole))
+    return values.tensor(x.dtype, x.shape, values.source(term, x.numel))
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------
@@ -302,7 +308,7 @@ def _view_dtype(values: Values, result: Any, x: Value, dtype: torch.dtype) -> Re
 
 
 def _bytes(values: Values, piece: Piece, size: int) -> Piece:
-    source = values.source(("bytes", size, piece.source), values.numel(piece.source) * size)
+    source = values.source(Term("bytes", (size,), None, (piece.source,)), values.numel(piece.source) * size)
     dims = tuple((count, step * size, read * size) for count, step, read in piece.dims)
     if dims and dims[-1][1:] == (size, size):
         dims = (*dims[:-1], (dims[-1][0] * size, 1, 1))
@@ -312,16 +318,14 @@ def _bytes(values: Values, piece: Piece, size: int) -> Piece:
 
 
 def _of_bytes(values: Values, piece: Piece, dtype: torch.dtype) -> Piece | None:
-    size, key = dtype.itemsize, values.key(piece.source)
-    if key[0] == "remote" and values.key(key[2])[0] == "bytes":
-        kind, group, inner = key
-        _, of, source = values.key(inner)
-        source = values.source((kind, group, source), values.numel(piece.source) // of)
-    elif key[0] == "bytes":
-        _, of, source = key
-    else:
+    size, remote = dtype.itemsize, term_of(values, piece.source, "remote")
+    of_bytes = term_of(values, piece.source if remote is None else remote.operands[0], "bytes")
+    if of_bytes is None or of_bytes.parameters != (size,):
         return None
-    if of != size or not piece.dims or piece.dims[-1][1:] != (1, 1) or piece.dims[-1][0] % size:
+    (source,) = of_bytes.operands
+    if remote is not None:
+        source = values.source(remote._replace(operands=(source,)), values.numel(piece.source) // size)
+    if not piece.dims or piece.dims[-1][1:] != (1, 1) or piece.dims[-1][0] % size:
         return None
     inner_dim = piece.dims[-1][0] // size
     steps = [each for count, step, read in piece.dims[:-1] for each in (step, read)]

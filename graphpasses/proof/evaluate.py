@@ -43,13 +43,15 @@ def evaluate(
     facts: Facts,
     given: Mapping[str, Result] | None = None,
     constants: Mapping[str, Hashable] | None = None,
+    random_state: int | None = None,
 ) -> Evaluated:
     """Evaluates a graph of ATen operators.
 
     Two graphs that share ``values`` can be compared. ``given`` has the values of inputs that are known, by name;
-    ``constants`` say what constants held before a pass could write them.
+    ``constants`` say what constants held before a pass could write them; ``random_state`` is the number of that in
+    which the graph finds the generator.
     """
-    return Evaluation(graph, values, facts, given, constants).run()
+    return Evaluation(graph, values, facts, given, constants, random_state).run()
 
 
 class Evaluation(Calls):
@@ -62,8 +64,11 @@ class Evaluation(Calls):
         facts: Facts,
         given: Mapping[str, Result] | None = None,
         constants: Mapping[str, Hashable] | None = None,
+        random_state: int | None = None,
     ) -> None:
         super().__init__(graph, values, facts)
+        if random_state is not None:
+            self._random = random_state
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
         self._exchanges = Exchanges(facts)
@@ -120,6 +125,8 @@ class Evaluation(Calls):
                 name = self._inputs.get(root, f"the attribute {root.target}")
                 done.written[name] = memory.value
                 done.nodes[name] = memory.node
+                if memory.beyond is not None:
+                    done.written[f"what lies beside {name}"] = self._table[memory.beyond]
 
     # ---- one node -------------------------------------------------------------------------------------------------
 
@@ -138,8 +145,8 @@ class Evaluation(Calls):
                 return of[index]  # what its memory holds since is read where this is
         if is_collective(node):
             return self._launch(node)
-        if node.target == WAIT and node.args[0] in self._waiting:
-            return self._waiting.pop(node.args[0])  # type: ignore[arg-type]
+        if node.target == WAIT and (launch := node.all_input_nodes[0]) in self._waiting:
+            return self._waiting.pop(launch)
         if node.target == UNPACK and (unpacked := self._unpacked(node, fake)) is not None:
             return unpacked
         if node.target in METADATA_OPS:
@@ -166,9 +173,9 @@ class Evaluation(Calls):
         key = self._after_others(draws(node), self._has_state(node, effects), key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
-            inputs, splits = node.args
+            inputs, splits = self._arguments(node)[0]
             numbers = evaluated(inputs, self._number), evaluated(splits, self._number)
-            self._exchanges.pack(result.number, node, *numbers)
+            self._exchanges.pack(result.number, inputs, splits, *numbers)
         if effects.writes:
             return self._written(node, effects.writes, key, result)
         return result
@@ -201,21 +208,22 @@ class Evaluation(Calls):
 
     def _size(self, node: fx.Node, fake: Any) -> Result:
         """Returns the value of a size; what a collective brings has one as soon as it is launched."""
-        of, *dim = node.args
-        value = self._brought[of] if of in self._brought else self._read(of)  # type: ignore[index, arg-type]
-        given = self._numbers(value, self._facts.layout(of))  # type: ignore[arg-type]
-        key = (fake,) if type(fake) is int else (str(node.target), given, *dim)
+        (of, *dim), named = self._arguments(node)
+        value = self._brought[of] if of in self._brought else self._read(of)
+        given = self._numbers(value, self._facts.layout(of))
+        key = (fake,) if type(fake) is int else (str(node.target), given, *dim, freeze(named))
         return self.opaque(node, fake, ("size", *key))
 
     def _launch(self, node: fx.Node) -> Value:
         sent = self._read(node.all_input_nodes[0])
-        args, kwargs = evaluated((node.args, node.kwargs), self._number)
+        given_args, given_kwargs = self._arguments(node)
+        args, kwargs = evaluated((given_args, given_kwargs), self._number)
         key = ("collective", str(node.target), freeze(args), freeze(kwargs))
         fake = self._facts[node]
         result: Result = None
         if node.target == ALL_GATHER and isinstance(sent, Value) and geometry(fake) is not None:
             group = str(collective_group(node))
-            result = movement.gathered(self._table, sent, int(node.args[1]), group, tuple(fake.shape))  # type: ignore[arg-type]
+            result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
             if result is not None:
                 self._done.axioms.add("all-gather")
         if result is None:
@@ -224,28 +232,29 @@ class Evaluation(Calls):
             self._exchanges.send(
                 sent.number,
                 result.number,
-                node,
+                given_args[1],
+                given_args[2],
                 str(collective_group(node)),
                 is_made_of_sizes=argument(node).target == SIZE_TENSOR,
             )
         self._waiting[node] = self._brought[node] = result
-        given = tuple(
+        inputs = tuple(
             each for each in (self._read(x) for x in node.all_input_nodes) if isinstance(each, Value)
         )
         is_followed = isinstance(sent, Value) and sent.number in self._exchanges
-        launch = Collective(node, given, str(collective_group(node)), freeze(args[1:]), is_followed)
+        launch = Collective(node, inputs, str(collective_group(node)), freeze(args[1:]), is_followed)
         self._done.collectives.append(launch)
         return self._table.other(("launched", key, len(self._done.collectives)))
 
     def _unpacked(self, node: fx.Node, fakes: Any) -> list[Any] | None:
         """Returns what each of several all-to-alls brings that travelled as one."""
         received = self._read(argument(node))
-        splits = evaluated(node.args[1], self._number)
+        splits = evaluated(self._arguments(node)[0][1], self._number)
         if not isinstance(received, Value):
             return None
         if received.number in self._exchanges.made_of_sizes:
             self._done.unknown = str(SIZE_TENSOR)
-        found = self._exchanges.unpack(received.number, node, splits)
+        found = self._exchanges.unpack(received.number, self._arguments(node)[0], splits)
         if found is None:
             return None
         self._done.axioms.add(EXCHANGED)

@@ -57,11 +57,19 @@ class Exchanges:
         self.made_of_sizes: set[int] = set()
         self._received: dict[int, tuple[_Packed, Sequence[Any], Hashable]] = {}
 
-    def pack(self, packed: int, node: fx.Node, numbers: Sequence[Any], splits: Sequence[Hashable]) -> None:
-        """Notes a call that packs; all are numbers of values: its result, what it packs, and its splits."""
-        inputs: Any = node.args[0]
+    def pack(
+        self,
+        packed: int,
+        inputs: Sequence[fx.Node],
+        sizes: Sequence[Any],
+        numbers: Sequence[Any],
+        splits: Sequence[Hashable],
+    ) -> None:
+        """Notes a call that packs ``inputs``, cut in ``sizes``.
+
+        The others are numbers of values: of its result, of what it packs, and of how that is cut.
+        """
         fakes = tuple(self._facts[each] for each in inputs)
-        sizes: Any = node.args[1]
         self._packed[packed] = _Packed(
             fakes, tuple(numbers), _by_member(self._sizes(sizes), len(fakes)), _by_member(splits, len(fakes))
         )
@@ -71,35 +79,44 @@ class Exchanges:
         return packed in self._packed
 
     def send(
-        self, sent: int, received: int, node: fx.Node, group: Hashable, *, is_made_of_sizes: bool
+        self,
+        sent: int,
+        received: int,
+        outputs: Sequence[Any],
+        inputs: Sequence[Any],
+        group: Hashable,
+        *,
+        is_made_of_sizes: bool,
     ) -> None:
-        """Notes an all-to-all; one of what was packed counts.
+        """Notes an all-to-all, of its splits ``outputs`` and ``inputs``; one of what was packed counts.
 
         It ``is_made_of_sizes`` if one operator made what is sent of sizes, as what several would pack.
         """
         if is_made_of_sizes:
             self.made_of_sizes.add(received)
         if sent in self._packed:
-            outputs: Any = node.args[1]
             packed = self._packed[sent]
-            if self._totals(packed.inputs, packed.splits) == self._sizes(node.args[2]):  # type: ignore[arg-type]
+            if self._totals(packed.inputs, packed.splits) == self._sizes(inputs):
                 self._received[received] = packed, self._sizes(outputs), group
 
     def unpack(
-        self, received: int, node: fx.Node, splits: Sequence[Hashable]
+        self, received: int, given: Sequence[Any], splits: Sequence[Hashable]
     ) -> tuple[list[Member], Hashable] | None:
-        """Returns the all-to-alls that a call unpacks, and their group; None where it does not undo the packing."""
+        """Returns the all-to-alls that a call unpacks, and their group; None where it does not undo the packing.
+
+        It is ``given`` these arguments.
+        """
         if received not in self._received:
             return None
         packed, totals, group = self._received[received]
-        _, given, row_shapes, row_dims, dtypes = node.args
+        _, by_rank, row_shapes, row_dims, dtypes = given
         num = len(packed.inputs)
-        sizes = _by_member(self._sizes(given), num)  # type: ignore[arg-type]
+        sizes = _by_member(self._sizes(by_rank), num)
         rows = [size for fake in packed.inputs for size in self._sizes(fake.shape[1:])]
         is_undone = (
-            [fake.dtype for fake in packed.inputs] == list(dtypes)  # type: ignore[arg-type]
-            and [fake.dim() - 1 for fake in packed.inputs] == list(row_dims)  # type: ignore[arg-type]
-            and rows == self._sizes(row_shapes)  # type: ignore[arg-type]
+            [fake.dtype for fake in packed.inputs] == list(dtypes)
+            and [fake.dim() - 1 for fake in packed.inputs] == list(row_dims)
+            and rows == self._sizes(row_shapes)
             and [*map(len, sizes)] == [*map(len, packed.splits)]
             and self._totals(packed.inputs, sizes) == totals
         )

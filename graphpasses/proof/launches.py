@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from graphpasses._torch.schemas import named_arguments
 from graphpasses.graph import ALL_TO_ALL, argument
 from graphpasses.graph.certificate import Launch
 from graphpasses.proof.core.evaluated import Collective, Evaluated
 from graphpasses.proof.core.values import Value, Values
-from graphpasses.proof.elements import BINARY, UNARY
+from graphpasses.proof.terms import Term
 
 
 def launches_of(values: Values, before: Evaluated, after: Evaluated) -> tuple[Launch, ...]:
@@ -36,7 +37,8 @@ def _call(node: fx.Node) -> str:
     sent = argument(node).meta.get("val")
     if node.target == ALL_TO_ALL or not isinstance(sent, torch.Tensor):  # each rank has splits of its own
         return f"{node.target} of {getattr(sent, 'dtype', None)}"
-    plain = ", ".join(str(each) for each in node.args[1:-1] if isinstance(each, (str, int)))
+    given = [*named_arguments(node).values()][1:-1]  # between what is sent and the group
+    plain = ", ".join(str(each) for each in given if isinstance(each, (str, int)))
     return f"{node.target}({plain}) of {sent.numel()} {sent.dtype}"
 
 
@@ -62,12 +64,9 @@ def _sources(values: Values, value: Value) -> Iterator[int]:
         if source is None:
             continue
         key = values.key(source)
-        if key[0] in (*UNARY, "remote", "bytes"):
-            pending.insert(0, key[-1])
-        elif key[0] in BINARY:
-            pending = [key[2], key[3], *pending]
-        elif key[0].endswith(" of tensors"):
-            for number in key[1:]:
-                yield from _sources(values, values[number])
+        if isinstance(key, Term) and key.kind == "tensor":
+            yield from _sources(values, values[key.parameters[0]])
+        elif isinstance(key, Term):
+            pending = [*key.operands, *pending]
         elif key[0] != "constant":
             yield source

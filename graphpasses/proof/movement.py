@@ -5,18 +5,20 @@ A rule returns None where it cannot tell; the operator then is a source of its o
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph import WAIT
-from graphpasses.proof.core.axioms import AXIOMS, Result, axiom
-from graphpasses.proof.core.values import Piece, Pieces, Value, Values
+from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
+from graphpasses.proof.core.values import Geometry, Piece, Value, Values
 from graphpasses.proof.elements import constant, filled
-from graphpasses.proof.pieces import concatenated, expanded, joined, permuted, sliced
+from graphpasses.proof.pieces import concatenated, joined, viewed
+from graphpasses.proof.terms import Term
 
 aten = torch.ops.aten
 
@@ -56,93 +58,68 @@ def _same_elements(values: Values, result: Any, x: Value, *_: Any, **__: Any) ->
     return values.moved(x.dtype, tuple(result.shape), x.pieces) if x.pieces is not None else None
 
 
-# ---- what cuts, joins and reorders --------------------------------------------------------------------------------
+# ---- what picks and joins --------------------------------------------------------------------------------
 
 
-@axiom(
-    "transposition",
-    "t, transpose and permute reorder dims",
+_PICKS = (
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,
-)
-def _permute(values: Values, result: Any, x: Value, *args: Any) -> Result:
-    if x.shape is None or x.pieces is None:
-        return None
-    dim = len(x.shape)
-    order = list(range(dim))
-    if len(args) == 1:
-        order = [each % dim for each in args[0]]
-    elif dim > 1:
-        a, b = (each % dim for each in args or (0, 1))
-        order[a], order[b] = b, a
-    return _moved(values, x, tuple(result.shape), permuted(x.pieces, x.shape, order))
-
-
-@axiom("expansion", "expand repeats dims of size one", aten.expand.default)
-def _expand(values: Values, result: Any, x: Value, *_: Any, **__: Any) -> Result:
-    if x.shape is None or x.pieces is None:
-        return None
-    shape = tuple(result.shape)
-    return _moved(values, x, shape, expanded(x.pieces, x.shape, shape))
-
-
-_CUTS = "slice, select, split, chunk and their copying forms cut a tensor along a dim"
-
-
-@axiom("cuts", _CUTS, aten.slice.Tensor)
-def _slice(
-    values: Values, result: Any, x: Value, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
-) -> Result:
-    if x.shape is None or step != 1 or not all(each is None or type(each) is int for each in (start, end)):
-        return None
-    first, last, _ = slice(start, end).indices(x.shape[dim])
-    return _cut(values, x, dim, [(first, max(first, last))], [result])
-
-
-@axiom("cuts", _CUTS, aten.select.int)
-def _select(values: Values, result: Any, x: Value, dim: int, index: int) -> Result:
-    if x.shape is None or type(index) is not int:
-        return None
-    index %= x.shape[dim]
-    return _cut(values, x, dim, [(index, index + 1)], [result])
-
-
-@axiom(
-    "cuts",
-    _CUTS,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
     aten.split.Tensor,
     aten.split_with_sizes.default,
-    aten.split_with_sizes_copy.default,
     aten.chunk.default,
     aten.unbind.int,
 )
-def _split(values: Values, result: Any, x: Value, sizes: Any = 0, dim: int = 0, **_: Any) -> Result:
-    if x.shape is None:
-        return None
-    if len(result) and result[0].dim() != len(x.shape):  # unbind
-        dim, lengths = sizes, [1] * len(result)
-    else:
-        lengths = [part.shape[dim] for part in result]
-    ends = list(itertools.accumulate(lengths))
-    cuts = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    found = _cut(values, x, dim, cuts, result)
-    return [found] if isinstance(found, Value) else found
 
 
-def _cut(values: Values, x: Value, dim: int, cuts: Sequence[tuple[int, int]], like: Any) -> Result:
-    if x.pieces is None or x.shape is None:
-        return None
-    parts = sliced(x.pieces, x.shape, dim % len(x.shape), cuts)
-    if parts is None:
-        return None
-    found = [values.moved(x.dtype, tuple(each.shape), part) for each, part in zip(like, parts, strict=True)]
-    return found if len(found) > 1 else found[0]
+_PICKED = (
+    "views (transpose, permute, expand, slice, select, split, chunk and their like) pick of any tensor the elements "
+    "that they pick of a contiguous one; split_with_sizes_copy copies these"
+)
+
+
+def _picked(view: Any) -> Rule:
+    """Returns the rule of an operator that picks the elements of which ``view`` makes a view."""
+
+    def rule(values: Values, result: Any, x: Value, *args: Any, **kwargs: Any) -> Result:
+        given = tuple(tuple(each) if isinstance(each, list) else each for each in args)
+        sizes = [size for each in given for size in (each if isinstance(each, tuple) else (each,))]
+        is_known = all(size is None or type(size) is int for size in sizes)
+        if kwargs or not is_known or x.pieces is None or x.shape is None:
+            return None
+        are_several, seen = _seen(view, x.shape, given)
+        parts = viewed(x.pieces, x.shape, seen)
+        if parts is None:
+            return None
+        found = [values.moved(x.dtype, each[0], part) for each, part in zip(seen, parts, strict=True)]
+        return found if are_several else found[0]
+
+    return rule
+
+
+@functools.cache
+def _seen(view: Any, shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[bool, list[Geometry]]:
+    """Returns whether an operator makes several views, and where they lie in a contiguous tensor."""
+    with outside_tracing():
+        made = view(torch.empty(shape, device="meta"), *args)
+    are_several = isinstance(made, (list, tuple))
+    return are_several, [
+        (tuple(each.shape), each.stride(), int(each.storage_offset()))
+        for each in (made if are_several else [made])
+    ]
+
+
+for _target in _PICKS:
+    axiom("picks", _PICKED, _target)(_picked(_target))
+axiom("picks", _PICKED, aten.split_with_sizes_copy.default)(_picked(aten.split_with_sizes.default))
 
 
 @axiom("joins", "cat, stack and _chunk_cat copy their parts, and zeros behind them", aten.cat.default)
 def _cat(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) -> Result:
-    if not _have_pieces(parts) or len({each.dtype for each in parts}) > 1:
+    if not _can_be_joined(parts):
         return None
     parts = [each for each in parts if each.shape != (0,)]
     shape = tuple(result.shape)
@@ -151,7 +128,7 @@ def _cat(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) -> R
 
 @axiom("joins", AXIOMS["joins"], aten.stack.default)
 def _stack(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) -> Result:
-    if not _have_pieces(parts) or len({each.dtype for each in parts}) > 1:
+    if not _can_be_joined(parts):
         return None
     shape = tuple(result.shape)
     dim %= len(shape)
@@ -163,7 +140,7 @@ def _stack(values: Values, result: Any, parts: Sequence[Value], dim: int = 0) ->
 
 @axiom("joins", AXIOMS["joins"], aten._chunk_cat.default)
 def _chunk_cat(values: Values, result: Any, parts: Sequence[Value], dim: int, num_chunks: int) -> Result:
-    if dim or not _have_pieces(parts) or len({each.dtype for each in parts}) > 1:
+    if dim or not _can_be_joined(parts):
         return None
     found = chunk_cat(values, parts, num_chunks)
     return found and values.moved(found.dtype, tuple(result.shape), found.pieces or ())
@@ -221,17 +198,15 @@ def _padded(
 
 def _concatenated(values: Values, parts: Sequence[Value], dim: int, shape: tuple[int, ...]) -> Value | None:
     pieces = concatenated([(each.pieces, each.shape) for each in parts], dim)  # type: ignore[misc]
-    return _moved(values, parts[0], shape, pieces)
+    return None if pieces is None else values.moved(parts[0].dtype, shape, pieces)
 
 
-def _have_pieces(parts: Any) -> bool:
-    return isinstance(parts, (list, tuple)) and all(
-        isinstance(each, Value) and each.pieces is not None for each in parts
-    )
-
-
-def _moved(values: Values, x: Value, shape: tuple[int, ...], pieces: Pieces | None) -> Value | None:
-    return None if pieces is None else values.moved(x.dtype, shape, pieces)
+def _can_be_joined(parts: Any) -> bool:
+    """Whether all are tensors of one dtype whose elements are known."""
+    if not isinstance(parts, (list, tuple)):
+        return False
+    are_known = all(isinstance(each, Value) and each.pieces is not None for each in parts)
+    return are_known and len({each.dtype for each in parts}) == 1
 
 
 # ---- all-gathers --------------------------------------------------------------------------------------------------
@@ -246,6 +221,6 @@ def gathered(values: Values, x: Value, num_ranks: int, group: str, shape: tuple[
     found: list[Piece] = []
     for piece in x.pieces:
         numel = values.numel(piece.source)
-        source = values.source(("remote", group, piece.source), numel * num_ranks)
+        source = values.source(Term("remote", (group,), None, (piece.source,)), numel * num_ranks)
         found.append(piece._replace(dims=((num_ranks, x.numel, numel), *piece.dims), source=source))
     return values.moved(x.dtype, shape, joined(found))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from graphpasses.proof.core.values import Piece, Pieces, merged
+from graphpasses.proof.core.values import Geometry, Piece, Pieces, merged
 
 
 class _Box(NamedTuple):
@@ -25,57 +25,60 @@ class _Box(NamedTuple):
     offset: int  # as in :class:`Piece`
 
 
-def sliced(
-    pieces: Pieces, shape: Sequence[int], dim: int, cuts: Sequence[tuple[int, int]]
-) -> list[Pieces] | None:
-    """Cuts a tensor along one dim.
+def viewed(pieces: Pieces, shape: Sequence[int], views: Sequence[Geometry]) -> list[Pieces] | None:
+    """Returns the maps of views of a tensor, which lie as given where that is contiguous.
 
-    Each cut is ``(first index, index after the last)``. None if a piece cannot be cut so.
+    A view may cut, reorder and repeat dims. None if one does something else, or a piece cannot be cut so.
 
     Example:
         >>> from graphpasses.proof.core.values import whole
-        >>> sliced(whole(7, 6), (2, 3), 1, [(0, 1), (1, 3)])
+        >>> viewed(whole(7, 6), (2, 3), [((2, 1), (3, 1), 0), ((2, 2), (3, 1), 1), ((3, 2), (1, 3), 0)])
         ... # doctest: +NORMALIZE_WHITESPACE
         [(Piece(start=0, dims=((2, 1, 3),), source=7, offset=0),),
-         (Piece(start=0, dims=((2, 2, 3), (2, 1, 1)), source=7, offset=1),)]
+         (Piece(start=0, dims=((2, 2, 3), (2, 1, 1)), source=7, offset=1),),
+         (Piece(start=0, dims=((3, 2, 1), (2, 1, 3)), source=7, offset=0),)]
     """
     boxes = _boxes(pieces, shape)
-    if boxes is None:
-        return None
-    found = []
-    for first, end in cuts:
-        kept: list[_Box] = []
-        for box in boxes:
-            cut = _cut(box, dim, first, end)
-            if cut is None:
+    found = None if boxes is None else [_viewed(boxes, shape, *view) for view in views]
+    return None if found is None or None in found else found  # type: ignore[return-value]
+
+
+def _viewed(
+    boxes: list[_Box], shape: Sequence[int], sizes: Sequence[int], steps: Sequence[int], offset: int
+) -> Pieces | None:
+    if not math.prod(sizes):
+        return ()
+    strides = strides_of(shape)
+    corner = _indices(offset, strides)
+    place: dict[int, int] = {}  # by dims of the tensor, dims of the view
+    repeated = []
+    for index, (size, step) in enumerate(zip(sizes, steps, strict=True)):
+        if size == 1:
+            continue
+        if step == 0:
+            repeated.append((size, index, 1, 0))
+            continue
+        dims = [dim for dim, stride in enumerate(strides) if stride == step and shape[dim] > 1]
+        if not dims or dims[0] in place:
+            return None
+        place[dims[0]] = index
+    for dim, first in enumerate(corner):
+        end = first + (sizes[place[dim]] if dim in place else 1)
+        if end > shape[dim]:
+            return None
+        if (first, end) != (0, shape[dim]):
+            cut = [_cut(box, dim, first, end) for box in boxes]
+            if None in cut:
                 return None
-            kept += cut
-        found.append(_pieces(kept, (*shape[:dim], end - first, *shape[dim + 1 :])))
-    return found
-
-
-def permuted(pieces: Pieces, shape: Sequence[int], order: Sequence[int]) -> Pieces | None:
-    """Reorders a tensor's dims.
-
-    ``order`` has the old dim at each place.
-
-    Example:
-        >>> from graphpasses.proof.core.values import whole
-        >>> permuted(whole(7, 6), (2, 3), (1, 0))
-        (Piece(start=0, dims=((3, 2, 1), (2, 1, 3)), source=7, offset=0),)
-    """
-    boxes = _boxes(pieces, shape)
-    if boxes is None:
-        return None
-    place = {old: new for new, old in enumerate(order)}
-    moved = [
-        box._replace(
-            corner=tuple(box.corner[old] for old in order),
-            dims=tuple((size, place[dim], step, source) for size, dim, step, source in box.dims),
-        )
-        for box in boxes
-    ]
-    return _pieces(moved, [shape[old] for old in order])
+            boxes = [box for some in cut for box in some or ()]
+    moved = []
+    for box in boxes:
+        start = [0] * len(sizes)
+        for dim, index in place.items():
+            start[index] = box.corner[dim]
+        kept = tuple((size, place[dim], *steps) for size, dim, *steps in box.dims if size > 1)
+        moved.append(_Box(tuple(start), (*kept, *repeated), box.source, box.offset))  # type: ignore[arg-type]
+    return _pieces(moved, sizes)
 
 
 def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pieces | None:
@@ -99,16 +102,6 @@ def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pie
         index += shape[dim]
     shape = parts[0][1]
     return _pieces(boxes, (*shape[:dim], index, *shape[dim + 1 :]))
-
-
-def expanded(pieces: Pieces, shape: Sequence[int], wanted: Sequence[int]) -> Pieces | None:
-    """Repeats a tensor along its dims of size one, and along new ones before them."""
-    shape = (*(1 for _ in range(len(wanted) - len(shape))), *shape)
-    boxes = _boxes(pieces, shape)
-    if boxes is None:
-        return None
-    new = tuple((size, dim, 1, 0) for dim, size in enumerate(wanted) if shape[dim] == 1 and size != 1)
-    return _pieces([box._replace(dims=(*box.dims, *new)) for box in boxes], wanted)
 
 
 def joined(pieces: Iterable[Piece]) -> Pieces:
@@ -135,30 +128,27 @@ def joined(pieces: Iterable[Piece]) -> Pieces:
 
 
 def _continue(one: Piece, two: Piece) -> Piece | None:
-    """Joins two pieces where the second goes on along a dim of the first."""
+    """Joins two pieces where the second goes on along a dim of the first; either may be one row of it."""
     if one.source != two.source:
         return None
     gap, moved = two.start - one.start, two.offset - one.offset
-    if len(one.dims) == len(two.dims):
-        unlike = [index for index, (a, b) in enumerate(zip(one.dims, two.dims, strict=True)) if a != b]
-        if len(unlike) > 1 or any(one.dims[i][1:] != two.dims[i][1:] for i in unlike):
-            return None
-        for index in unlike or range(len(one.dims)):
-            size, step, source = one.dims[index]
-            if (gap, moved) == (size * step, size * source):
-                longer = (size + two.dims[index][0], step, source)
-                return one._replace(dims=merged((*one.dims[:index], longer, *one.dims[index + 1 :])))
-    elif len(one.dims) == len(two.dims) + 1:  # the second is one row more
-        for index, (size, step, source) in enumerate(one.dims):
-            others = (one.dims[:index], one.dims[index + 1 :])
-            if (*others[0], *others[1]) == two.dims and (gap, moved) == (size * step, size * source):
-                return one._replace(dims=merged((*others[0], (size + 1, step, source), *others[1])))
-    elif len(one.dims) + 1 == len(two.dims):  # the first is one row
-        for index, (size, step, source) in enumerate(two.dims):
-            others = (two.dims[:index], two.dims[index + 1 :])
-            if (*others[0], *others[1]) == one.dims and (gap, moved) == (step, source):
-                return one._replace(dims=merged((*others[0], (size + 1, step, source), *others[1])))
+    dims = max(one.dims, two.dims, key=len)
+    for index, (_, step, source) in enumerate(dims):
+        sizes = _rows(one, dims, index), _rows(two, dims, index)
+        if all(sizes) and (gap, moved) == (sizes[0] * step, sizes[0] * source):
+            return one._replace(dims=merged((*dims[:index], (sum(sizes), step, source), *dims[index + 1 :])))
     return None
+
+
+def _rows(piece: Piece, dims: Sequence[tuple[int, int, int]], index: int) -> int:
+    """Returns how many rows along a dim a piece has that has the other dims; 0 if it has not."""
+    others = (*dims[:index], *dims[index + 1 :])
+    if piece.dims == others:
+        return 1
+    is_alike = len(piece.dims) == len(dims) and piece.dims[index][1:] == dims[index][1:]
+    return (
+        piece.dims[index][0] if is_alike and (*piece.dims[:index], *piece.dims[index + 1 :]) == others else 0
+    )
 
 
 def _stack(one: Piece, two: Piece) -> Piece | None:
@@ -171,17 +161,27 @@ def _stack(one: Piece, two: Piece) -> Piece | None:
     return _continue(one, two)
 
 
-def _strides(shape: Sequence[int]) -> list[int]:
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor."""
     strides, numel = [], 1
     for size in reversed(shape):
         strides.append(numel)
         numel *= size
-    return strides[::-1]
+    return tuple(strides[::-1])
+
+
+def _indices(number: int, strides: Sequence[int]) -> tuple[int, ...]:
+    """Returns the indices of an element in each dim."""
+    found = []
+    for stride in strides:
+        index, number = divmod(number, stride)
+        found.append(index)
+    return tuple(found)
 
 
 def _boxes(pieces: Pieces, shape: Sequence[int]) -> list[_Box] | None:
     """Cuts pieces so that each of their dims lies in one dim of the tensor; None where that is not possible."""
-    strides = _strides(shape)
+    strides = strides_of(shape)
     found: list[_Box] = []
     for piece in pieces:
         pending = [piece]
@@ -200,10 +200,7 @@ def _boxes(pieces: Pieces, shape: Sequence[int]) -> list[_Box] | None:
 
 def _box(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> _Box | list[Piece] | None:
     """Returns a piece as a box; or in smaller pieces, where it crosses the end of a dim; or None."""
-    corner, rest = [], piece.start
-    for stride in strides:
-        corner.append(rest // stride)
-        rest %= stride
+    corner = _indices(piece.start, strides)
     used = list(corner)  # the highest index in each dim
     dims = []
     for index, (size, step, source) in enumerate(piece.dims):
@@ -245,7 +242,7 @@ def _box(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> _Box | l
             each_part._replace(dims=tuple(dim for dim in each_part.dims if dim[0] != 1))
             for each_part in parts
         ]
-    return _Box(tuple(corner), tuple(dims), piece.source, piece.offset)
+    return _Box(corner, tuple(dims), piece.source, piece.offset)
 
 
 def _cut(box: _Box, dim: int, first: int, end: int) -> list[_Box] | None:
@@ -277,7 +274,7 @@ def _cut(box: _Box, dim: int, first: int, end: int) -> list[_Box] | None:
 
 
 def _pieces(boxes: Iterable[_Box], shape: Sequence[int]) -> Pieces:
-    strides = _strides(shape)
+    strides = strides_of(shape)
     return joined(_flat(boxes, strides))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Container
+from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING
 
@@ -118,9 +119,14 @@ def prove_as(
         facts = Facts(before.graph)
         one = evaluate(before, values, facts, constants=after.copied_constants)
         two = evaluate(after, values, Facts(after.graph, facts))
-        for graph, found in ((before, one), (after, two)):
-            updated |= (updates := _updates(graph, values, two, found.written)).keys()
-            found.written |= updates
+        known: Facts | None = None
+        for graph, done in ((before, one), (after, two)):
+            if (update := _update_of(graph, two)) is not None:
+                known = Facts(update.graph, known)
+                given = _given_to(graph, two) | done.written
+                then = evaluate(update, values, known, given, random_state=done.random_state)
+                updated |= then.written.keys()
+                done.go_on(then)
     _refuse_chance(subject, one, two)
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
@@ -135,22 +141,18 @@ def prove_as(
     )
 
 
-def _updates(
-    graph: TrainGraph, values: Values, two: Evaluated, written: Mapping[str, Value]
-) -> dict[str, Value]:
-    """Returns what a step's update writes that is not in its own graph, of the gradients of the rewritten step.
-
-    That these are eager's is proved beside it. The step has ``written`` some of what the update reads.
-    """
+def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:
+    """Returns a step's update that is not in its own graph; None without all gradients, which is told by itself."""
     update = graph.update
-    if update is None or update.is_in_step:
-        return {}
-    names = {fqn: f"the gradient of {fqn!r}" for fqn in update.gradients}
-    if any(two.outputs.get(name) is None for name in names.values()):  # which is told by itself
-        return {}
-    graph = replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
-    given = {f"gradient {fqn}": two.outputs[name] for fqn, name in names.items()} | {**written}
-    return evaluate(graph, values, Facts(update.module.graph), given).written
+    if update is None or update.is_in_step or None in _given_to(graph, two).values():
+        return None
+    return replace_fields(graph, module=update.module, inputs=update.inputs, outputs=())
+
+
+def _given_to(graph: TrainGraph, two: Evaluated) -> dict[str, Value | None]:
+    """Returns what the update reads of the rewritten step's gradients: that they are eager's is proved beside it."""
+    gradients = () if graph.update is None else graph.update.gradients
+    return {f"gradient {fqn}": two.outputs.get(f"the gradient of {fqn!r}") for fqn in gradients}
 
 
 def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:
@@ -160,92 +162,91 @@ def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:
             raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
 
 
+@dataclass
 class _Proof:
-    def __init__(
-        self,
-        subject: str,
-        before: TrainGraph,
-        after: TrainGraph,
-        values: Values,
-        one: Evaluated,
-        two: Evaluated,
-        layout: Layout | None,
-        topology: Topology | None,
-        is_planned: bool,
-    ) -> None:
-        self._before, self._after = before, after
-        self._values, self._one, self._two = values, one, two
-        self._subject = subject
-        self._is_eagers = layout is not None
-        self._may_scale = is_planned
-        self._eager = self._eager_gradients(layout, topology)
-        self._uses_layout = False
-        modules = [each.module for each in (before, after, before.update, after.update) if each is not None]
-        common = one.made.keys() & two.made.keys()
-        self._runs = Runs(values, [module.graph for module in modules], common)
-        self._refused: list[tuple[str, Difference]] = []
-        self.proved: list[str] = []
-        self.unproved: list[tuple[str, str]] = []
-        self._found: list[tuple[str, Difference]] = []
+    """Compares what two graphs do; see :func:`prove_as`."""
+
+    subject: str
+    before: TrainGraph
+    after: TrainGraph
+    values: Values
+    one: Evaluated  # what the graph ``before`` does
+    two: Evaluated  # what the graph ``after`` does
+    layout: Layout | None
+    topology: Topology | None
+    is_planned: bool
+    proved: list[str] = field(default_factory=list)
+    unproved: list[tuple[str, str]] = field(default_factory=list)
+    changed: list[tuple[str, Difference]] = field(default_factory=list)
+    refused: list[tuple[str, Difference]] = field(default_factory=list)  # what may be as it was
+    uses_layout: bool = False
+
+    def __post_init__(self) -> None:
+        self._eager = self._eager_gradients()
+        updates = [graph.update for graph in (self.before, self.after) if graph.update is not None]
+        modules = [self.before.module, self.after.module, *(update.module for update in updates)]
+        common = self.one.made.keys() & self.two.made.keys()
+        self._runs = Runs(self.values, [module.graph for module in modules], common)
 
     @property
     def axioms_of_layout(self) -> set[str]:
         """Names of the axioms about where gradients are reduced that were used."""
         used = {
-            "eager's place": self._uses_layout,
+            "eager's place": self.uses_layout,
             "eager's order": self._eager and self._eager.uses_topology,
         }
         return {name for name, is_used in used.items() if is_used}
 
-    def _eager_gradients(self, layout: Layout | None, topology: Topology | None) -> EagerGradients | None:
+    def _eager_gradients(self) -> EagerGradients | None:
         """Returns what gradients are in eager, in the layout that the graph has where eager's is not known."""
-        if not self._before.gradient_slots() or not self._before.collectives():
+        if not self.before.gradient_slots() or not self.before.collectives():
             return None
+        layout = self.layout
         if layout is None:
             try:
-                layout = graph_layout(self._after)
+                layout = graph_layout(self.after)
             except LayoutError:  # a bucket has a part that is no gradient
                 return None
         known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
-        layout = layout.without(known & self._before.without_gradient)
+        layout = layout.without(known & self.before.without_gradient)
         return EagerGradients(
-            self._values,
-            self._before,
-            self._one,
+            self.values,
+            self.before,
+            self.one,
             layout,
-            is_eagers=self._is_eagers,
-            may_scale=self._may_scale,
-            topology=topology,
+            is_eagers=self.layout is not None,
+            may_scale=self.is_planned,
+            topology=self.topology,
         )
 
     def compare(self) -> None:
         """Compares all outputs and all written tensors."""
-        one = {**self._one.outputs, **self._one.written}
-        two = {**self._two.outputs, **self._two.written}
+        one = {**self.one.outputs, **self.one.written}
+        two = {**self.two.outputs, **self.two.written}
         for name in {**one, **two}:
             self._compare(name, one.get(name), two.get(name), is_known=name in one)
         self._compare_uses()
-        if self._one.random_state != self._two.random_state:
+        if self.one.random_state != self.two.random_state:
             name = "the state of random numbers after the step"
-            if are_drawn_alike(self._values, self._one.random_state, self._two.random_state):
+            if are_drawn_alike(self.values, self.one.random_state, self.two.random_state):
                 self.unproved.append((name, "numbers are drawn for other values"))  # which the outputs tell
             else:
                 found = Difference(None, None, "other numbers are drawn, or the state is put back otherwise")
-                trial = self._runs.compare_states(self._one.random_state, self._two.random_state)
+                trial = self._runs.compare_states(self.one.random_state, self.two.random_state)
                 self._judge(name, found, trial)
-        if not self._found and not self._refused:
+        if not self.changed and not self.refused:
             return
-        order = {node: index for index, node in enumerate(self._after.graph.nodes)}
-        candidates = self._found or self._refused
+        order = {node: index for index, node in enumerate(self.after.graph.nodes)}
+        candidates = self.changed or self.refused
         name, first = min(candidates, key=lambda each: order.get(each[1].after, len(order)))
-        others = [other for other, _ in (*self._found, *self._refused) if other != name]
+        others = [other for other, _ in (*self.changed, *self.refused) if other != name]
         more = (
             f" (and {len(others)} others: {', '.join(others[:3])}{', …' if len(others) > 3 else ''})"
             if others
             else ""
         )
-        verb = "changes" if self._found else "is not proved to keep"
-        raise ProofError(f"{self._subject} {verb} {name}{more}: {first}")
+        verb = "changes" if self.changed else "is not proved to keep"
+        raise ProofError(f"{self.subject} {verb} {name}{more}: {first}")
 
     def leave_open(self, updated: Container[str]) -> None:
         """Takes back what was proved of gradients that are not."""
@@ -257,11 +258,9 @@ class _Proof:
     def _judge(self, name: str, found: Difference, trial: Trial) -> None:
         """Notes what was found to be computed otherwise, by what running it has shown."""
         if trial.parts:
-            self._found.append((name, replace_fields(found, shown=trial.parts)))
+            self.changed.append((name, replace_fields(found, shown=trial.parts)))
         elif trial.reason:
-            self._refused.append(
-                (name, replace_fields(found, shown=f"it cannot be run here: {trial.reason}"))
-            )
+            self.refused.append((name, replace_fields(found, shown=f"it cannot be run here: {trial.reason}")))
         else:
             self.unproved.append(
                 (name, f"no rule says that it is the same, as it is on random inputs: {found}")
@@ -269,16 +268,16 @@ class _Proof:
 
     def _compare_uses(self) -> None:
         """Compares in which order autograd adds gradients, of values that both graphs have."""
-        for number, uses in self._one.uses.items():
-            others = self._two.uses.get(number, uses)
+        for number, uses in self.one.uses.items():
+            others = self.two.uses.get(number, uses)
             if uses != others and max(len(uses), len(others)) > 1:
-                nodes = self._one.makers.get(number), self._two.makers.get(number)
+                nodes = self.one.makers.get(number), self.two.makers.get(number)
                 reason = "autograd adds it up from other calls, or in another order"
                 if nodes[0] is None or nodes[1] is None:
                     self.unproved.append(("the gradient of a value that no call returns", reason))
                     continue
                 mine, theirs = ({each for use in found for each in use} for found in (uses, others))
-                if not (mine <= self._two.makers.keys() and theirs <= self._one.makers.keys()):
+                if not (mine <= self.two.makers.keys() and theirs <= self.one.makers.keys()):
                     # What reads it was not found to be equal, which the outputs tell.
                     self.unproved.append((f"the gradient of {nodes[0].name}", "other values are made of it"))
                     continue
@@ -287,11 +286,11 @@ class _Proof:
                         (f"the gradient of {nodes[0].name}", f"{reason}: lookups update a table")
                     )
                     continue
-                self._refused.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
+                self.refused.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
         if one is two and not self._lost_another(name):
-            shared = self._two.shares.get(name, frozenset()) - self._one.shares.get(name, frozenset())
+            shared = self.two.shares.get(name, frozenset()) - self.one.shares.get(name, frozenset())
             if shared:  # who writes one of them would change both
                 its = some(sorted(shared), limit=3)
                 self.unproved.append((name, f"it lies in the memory of {its}, as it did not"))
@@ -300,8 +299,8 @@ class _Proof:
             return
         reason = self._unlike_eager(name, two)
         if one is two and reason != "":
-            self._found.append(
-                (name, Difference(None, self._two.nodes.get(name), "the gradient of another use is lost"))
+            self.changed.append(
+                (name, Difference(None, self.two.nodes.get(name), "the gradient of another use is lost"))
             )
             return
         if reason and self._eager is not None and self._eager.is_apart(_parameter_of(name)):
@@ -310,39 +309,39 @@ class _Proof:
         if reason == "":
             if self._eager is not None and self._eager.is_scaled:
                 self.unproved.append((name, "it is divided, and no layout says by what eager divides"))
-            elif self._is_eagers:
-                self._uses_layout = True
+            elif self.layout is not None:
+                self.uses_layout = True
                 self.proved.append(name)
             else:
                 self.unproved.append(
                     (name, "its summands are autograd's, but where eager reduces it was not given")
                 )
             return
-        if (one is None or two is None) and self._two.unknown:
-            self.unproved.append((name, f"no rule looks into {self._two.unknown}"))
+        if (one is None or two is None) and self.two.unknown:
+            self.unproved.append((name, f"no rule looks into {self.two.unknown}"))
             return
         if one is None or two is None:
             if reason is None:
                 self._lost_or_gained(name, two, is_known)
             else:
-                self._found.append((name, Difference(None, self._two.nodes.get(name), reason)))
+                self.changed.append((name, Difference(None, self.two.nodes.get(name), reason)))
             return
-        found = find_difference(self._values, self._one, self._two, one, two)
+        found = find_difference(self.values, self.one, self.two, one, two)
         if reason is not None and self._is_reduction(found):
             found = Difference(found.before, found.after, reason)
         trial = Trial() if reason is not None else self._runs.compare(one, two)
-        unknown = found.unknown or self._two.unknown or self._rests_on_others(found)
+        unknown = found.unknown or self.two.unknown or self._rests_on_others(found)
         if unknown and not trial.parts:
             self.unproved.append((name, f"no rule looks into {unknown}: {found}"))
         elif reason is not None:  # it is not where eager has it
-            self._found.append((name, found))
+            self.changed.append((name, found))
         else:
             self._judge(name, found, trial)
 
     def _lost_another(self, name: str) -> bool:
         """Whether another output of the same gradient, of a tied parameter, is lost: this one must have the total."""
-        others = [other for other in self._one.outputs if other.startswith(f"{name} (")]
-        return any(self._two.outputs.get(other) is None for other in others)
+        others = [other for other in self.one.outputs if other.startswith(f"{name} (")]
+        return any(self.two.outputs.get(other) is None for other in others)
 
     def _rests_on_others(self, found: Difference) -> str:
         """Returns what ranks tell each other, of all that a value is made of, so that no rule follows it; or nothing.
@@ -350,13 +349,13 @@ class _Proof:
         That are sizes that depend on data, and all-to-alls that cut what is sent as none did: what one brings may be
         what others brought.
         """
-        known = {launch.arguments for launch in self._one.collectives}
+        known = {launch.arguments for launch in self.one.collectives}
         odd = {
             launch.node
-            for launch in self._two.collectives
+            for launch in self.two.collectives
             if launch.node.target == ALL_TO_ALL and launch.arguments not in known and not launch.is_followed
         }
-        odd |= {unpack for unpack, members in self._two.unpacked.items() if not known.issuperset(members)}
+        odd |= {unpack for unpack, members in self.two.unpacked.items() if not known.issuperset(members)}
         pending, seen = [node for node in (found.before, found.after) if node is not None], set[fx.Node]()
         while pending:
             node = pending.pop()
@@ -373,7 +372,7 @@ class _Proof:
         if is_known and two is None and name.endswith(")") and self._eager is not None:
             return  # of a tied parameter's outputs one has the total
         reason = "it is lost" if two is None else "it was not computed, or written, before"
-        self._found.append((name, Difference(self._one.nodes.get(name), self._two.nodes.get(name), reason)))
+        self.changed.append((name, Difference(self.one.nodes.get(name), self.two.nodes.get(name), reason)))
 
     def _unlike_eager(self, name: str, two: Value | None) -> str | None:
         """Returns how a gradient differs from eager's; None where nothing is known of eager's."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.terms import KINDS
 
 
 def materialized(values: Values, value: Value, inputs: dict[str, Tensor]) -> Tensor:
@@ -37,22 +38,8 @@ def _data(values: Values, source: int, inputs: dict[str, Tensor]) -> Tensor:
             return inputs[key[1]].reshape(-1)
         case "constant":
             return torch.full((1,), float(key[2]) if key[3] is None else key[3], dtype=key[1])
-        case "cast":
-            return _data(values, key[3], inputs).to(key[2])
-        case "div" | "mul":
-            function = torch.div if key[0] == "div" else torch.mul
-            return function(_data(values, key[5], inputs), key[4])
-        case "neg":
-            return -_data(values, key[2], inputs)
-        case "sum" | "product":
-            return _combined(key[0], *(_data(values, source, inputs) for source in key[2:]))
-        case "sum of tensors" | "product of tensors":
-            operands = [materialized(values, values[number], inputs) for number in key[1:]]
-            return _combined(key[0], *operands).reshape(-1)
-        case "bytes":
-            return _data(values, key[2], inputs).contiguous().view(torch.uint8)
-    raise AssertionError(key)
-
-
-def _combined(name: str, x: Tensor, y: Tensor) -> Tensor:
-    return x + y if name.startswith("sum") else x * y
+        case "tensor":
+            return materialized(values, values[key.parameters[0]], inputs).reshape(-1)
+        case kind:
+            operands = [_data(values, source, inputs) for source in key.operands]
+            return KINDS[kind].compute(*operands, *key.parameters)

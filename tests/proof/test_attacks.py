@@ -17,7 +17,8 @@ from graphpasses.capture import capture_train_step
 from graphpasses.errors import ProofError
 from graphpasses.graph import CapturedStep
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
-from tests.proof.code import Code, Make, X, answer, capture_model
+from graphpasses.proof.prove import prove
+from tests.proof.code import Code, Make, Model, X, answer, capture_model
 
 aten = torch.ops.aten
 
@@ -275,6 +276,60 @@ def test_attack(captured: CapturedStep, case: Case) -> None:
 @pytest.mark.parametrize("name", UNPROTECTED)
 def test_nothing_to_protect(captured: CapturedStep, name: str) -> None:
     assert answer(captured, *UNPROTECTED[name]) == "proved"
+
+
+def returned(view: str, doubles: bool) -> Make:
+    """Writes what a call returns, which is its last argument; the first is a view, or a copy, of that."""
+
+    def make(code: Code) -> fx.Node:
+        base = code.mul_Tensor(code.x, code.x)
+        given = getattr(code, view)(base)
+        sum_ = code.call(aten.add.out, given, code.x, out=base)
+        code.mul__Scalar(sum_, 2.0 if doubles else 1.0)
+        return code.tanh_default(base)
+
+    return make
+
+
+def test_who_returns_an_argument_returns_that_one(captured: CapturedStep) -> None:
+    code = Code(captured)
+    step = code.finished(returned("alias_default", False)(code))
+    other = step.copy()
+    (view,) = [node for node in other.graph.nodes if node.target == aten.alias.default][-1:]
+    view.target = aten.clone.default
+    view.meta["val"] = view.meta["val"].clone()
+    (scaled,) = other.graph.find_nodes(op="call_function", target=aten.mul_.Scalar)
+    assert prove(step, other).proved
+    scaled.args = (scaled.args[0], 2.0)
+    with pytest.raises(ProofError):
+        prove(step, other)
+
+
+class PartOfMemory(Model):
+    """Its buffer is a part of larger memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("buffer", torch.arange(64.0)[:32])
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_view_writes_beside_what_it_is_a_view_of(is_read: bool) -> None:
+    step = capture_train_step(lambda model, x: model(x), PartOfMemory(), X, check=False)
+
+    def make(*writes: float) -> Make:
+        def function(code: Code) -> fx.Node:
+            for each in writes:
+                code.add__Tensor(code.as_strided_default(code.buffer, [4], [1], 40), each)
+            code.copy__default(code.buffer, code.view_default(code.slice_Tensor(code.x, 0, 0, 4), [32]))
+            read = code.as_strided_default(code.buffer, [4], [1], 40)
+            return code.sum_default(read if is_read else code.x)
+
+        return function
+
+    assert answer(step, make(1.0), make(1.0)) == "proved"
+    assert answer(step, make(1.0), make()) != "proved"
+    assert answer(step, make(1.0), make(2.0)) != "proved"
 
 
 @dataclass(frozen=True)

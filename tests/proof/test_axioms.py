@@ -165,7 +165,7 @@ def test_all_gather_keeps_ranks_and_elements_apart() -> None:
     found = gathered(values, x, 2, "0", (6,))
     assert found is not None
     (piece,) = found.pieces or ()
-    assert values.key(piece.source) == ("remote", "0", values.source(("input", X), 3))
+    assert values.key(piece.source) == ("remote", ("0",), None, (values.source(("input", X), 3),))
     assert piece.dims == ((6, 1, 1),)
     assert gathered(values, x, 2, "1", (6,)) is not found
 

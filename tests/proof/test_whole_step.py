@@ -85,6 +85,34 @@ def test_a_parameter_written_before_its_update() -> None:
             assert f"parameter {name}" in refused(step, other)
 
 
+def draw(graph: fx.Graph) -> None:
+    with graph.inserting_before(graph.output_node()):
+        node = graph.call_function(aten.rand.default, ([2],), {"device": torch.device("cpu")})
+    node.meta["val"] = torch.empty(2, device="meta")
+
+
+def test_an_update_that_draws_random_numbers() -> None:
+    step = updating()
+    other = step.copy()
+    assert other.update is not None
+    draw(other.update.module.graph)
+    assert "the state of random numbers" in refused(step, other)
+    assert prove(other, other.copy()).proved
+
+
+def test_an_update_that_waits_for_no_one() -> None:
+    with fake_process_group(2):
+        step = updating()
+        other = step.copy()
+        assert other.update is not None
+        graph = other.update.module.graph
+        given = next(iter(graph.find_nodes(op="placeholder")))
+        with graph.inserting_before(graph.output_node()):
+            node = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (given, "sum", "0"))
+        node.meta["val"] = given.meta["val"]
+        assert "is launched and never waited for" in refused(step, other)
+
+
 def test_a_lost_update() -> None:
     step = updating()
     other = step.copy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,10 +138,20 @@ class Facts:
         mine, theirs = node.all_input_nodes, original.all_input_nodes
         if len(mine) != len(theirs) or freeze(_plain(node)) != freeze(_plain(original)):
             return False
+        if self.sharing(mine) != known.sharing(
+            theirs
+        ):  # in whose memory the result lies, storages do not tell
+            return False
         return all(
             self.geometries[a] == known.geometries[b] and _dtypes(self.values[a]) == _dtypes(known.values[b])
             for a, b in zip(mine, theirs, strict=True)
         )
+
+    def sharing(self, nodes: Sequence[fx.Node]) -> list[int]:
+        """Returns which tensors of some nodes lie in one memory: of each the number of the first that lies there."""
+        roots = [place and place.root for node in nodes for place in self.places[node]]
+        first: dict[Leaf | None, int] = {}
+        return [first.setdefault(root, index) for index, root in enumerate(roots)]
 
     def _computed(self, node: fx.Node) -> Any:
         if node.op != "call_function" or _depends_on_data(node.meta.get("val")):

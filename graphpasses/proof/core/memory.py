@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
-from graphpasses._torch.schemas import given_arguments, schemas
-from graphpasses.fbgemm.names import BOUNDS_CHECK
+from graphpasses._torch.schemas import given_arguments
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
@@ -20,6 +19,8 @@ from graphpasses.proof.core.evaluated import Argument, Evaluated, Result
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import COMMUTATIVE, Call, is_element_by_element, name_of
 from graphpasses.proof.core.values import Geometry, Value, Values, fills_alike, geometry
+
+Tensor = TypeVar("Tensor", bound=tuple[Place, Any, Any])
 
 
 @dataclass
@@ -29,16 +30,7 @@ class Held:
     node: fx.Node  # the one whose value fills it
     view: Any  # how that value lies there, see :class:`Place`
     value: Value | None = None  # what it holds now; None while no one wrote
-
-    @property
-    def geometry(self) -> Geometry | None:
-        """Shape, strides and offset of the value; None where they depend on data."""
-        return _geometry(self.view)
-
-
-def _geometry(view: Any) -> Geometry | None:
-    is_known = type(view[2]) is int and not view[4] and not view[5]
-    return view[:3] if is_known else None
+    beyond: int | None = None  # the number of all that views have written beside it, in the same memory
 
 
 class Memory:
@@ -51,7 +43,6 @@ class Memory:
         self._done = Evaluated()
         self._waiting: dict[fx.Node, Any] = {}
         self._held: dict[Leaf, Held] = {}
-        self._counts: dict[int, int] = {}
         self._freed: dict[Leaf, fx.Node] = {}
 
     def _roots(self, node: fx.Node) -> set[Leaf]:
@@ -83,12 +74,10 @@ class Memory:
             return value
         if place.view == memory.view:
             return memory.value
-        seen, held = _geometry(place.view), memory.geometry
-        is_alike = seen and held and fills_alike(seen, held) and memory.value.dtype == value.dtype
-        if is_alike and memory.value.pieces is not None:
-            return self._table.moved(value.dtype, seen[0], memory.value.pieces)  # type: ignore[index]
-        # What lies beside the root is what it was.
-        beside = None if held and seen and _holds(held, place.view, memory.view) else value.number
+        if (seen := self._reshaped(memory.value, memory.view, place.view)) is not None:
+            return seen
+        # What lies beside the root is what it was, or what was written there.
+        beside = None if _holds(memory.view, place.view) else (value.number, memory.beyond)
         key = ("part of memory", memory.value.number, memory.view, place.view, beside)
         fake = self._facts[node] if index is None else self._facts[node][index]
         return self.opaque(node, fake, key)
@@ -117,15 +106,13 @@ class Memory:
             key: Hashable = ("written", (old_number, memory.view, place.view), (self._key(writer), by[1]))
             value = self.opaque(of, fake, key)
         elif place.view != memory.view:
-            seen, held = _geometry(place.view), memory.geometry
-            is_alike = seen and held and fills_alike(seen, held) and value.dtype == old.dtype
-            if is_alike and value.pieces is not None:
-                value = self._table.moved(value.dtype, held[0], value.pieces)  # type: ignore[index]
-            else:
-                key = ("written in part", old.number, memory.view, place.view, value.number)
-                value = self.opaque(of, fake, key)
+            whole = self._reshaped(value, place.view, memory.view)
+            key = ("written in part", old.number, memory.view, place.view, value.number)
+            value = self.opaque(of, fake, key) if whole is None else whole
         memory.value = value
         memory.node = writer
+        if place.view != memory.view and not _holds(memory.view, place.view):
+            memory.beyond = self._table.other(("written beyond", memory.beyond, value.number)).number
         # What else comes from outside in this memory, and lies there otherwise, may have changed, too.
         for other in self._beside(root):
             if other[0] not in self._done.values:  # a constant that is read later
@@ -136,6 +123,14 @@ class Memory:
             beside: Hashable = ("written beside", self._numbers(was, None), value.number)
             held_beside.value = self.opaque(other[0], self._facts[other[0]], beside)
             held_beside.node = writer
+
+    def _reshaped(self, value: Value, held: Any, seen: Any) -> Value | None:
+        """Returns a value that lies in memory in one way as another reads it; None if that has not all its bytes."""
+        one, two = _geometry(held), _geometry(seen)
+        is_alike = one and two and fills_alike(one, two) and value.dtype == held[3] == seen[3]
+        if not is_alike or value.pieces is None:
+            return None
+        return self._table.moved(value.dtype, seen[0], value.pieces)
 
     def _value_of(self, leaf: Leaf) -> Result:
         value = self._done.values[leaf[0]]
@@ -153,7 +148,7 @@ class Memory:
         It may then read what it has written. That makes no difference where it computes element by element, and reads
         the elements that it writes. ``written`` are names of arguments; of a function's, of the nodes.
         """
-        found_places: list[tuple[tuple[str, int], Place, bool]] = []
+        tensors: list[tuple[Place, tuple[str, int], bool]] = []
         given = [(each.name, value, each.name in written) for each, value in given_arguments(node)]
         if not given:  # a function has no schema
             given = [(each.name, each, each.name in written) for each in node.all_input_nodes]
@@ -162,54 +157,49 @@ class Memory:
             for each in value if isinstance(value, (list, tuple)) else [value]:
                 for place in self._facts.places[each] if isinstance(each, fx.Node) else ():
                     if place is not None:
-                        found_places.append(((name, number), place, is_written))
+                        tensors.append((place, (name, number), is_written))
                     number += 1
-        # Elements of one tensor may lie on each other.
-        twice = [
-            (name, place.view) for name, place, is_written in found_places if is_written and _laps(place.view)
-        ]
         by_element = is_element_by_element(node.target)
-        by_memory: dict[Leaf, list[tuple[tuple[int, int], Any, Any, bool]]] = {}
-        for (name, number), place, is_written in found_places:
-            some = by_memory.setdefault(self._memory_of(place.root), [])
-            some.append((_extent(place.view), (name, number), place.view, is_written))
-        found: list[Hashable] = [*twice]
-        for some in by_memory.values():
-            some.sort(key=lambda each: each[0])
-            for index, (extent, name, view, is_written) in enumerate(some):
-                for other in some[index + 1 :]:
-                    if other[0][0] >= extent[1]:
-                        break
-                    is_itself = by_element and view == other[2] and name[1] == other[1][1]
-                    if (is_written or other[3]) and not is_itself:
-                        found.append((name, view, *other[1:3]))
+        # Elements of one tensor may lie on each other.
+        found: list[Hashable] = [
+            (name, place.view) for place, name, is_written in tensors if is_written and _laps(place.view)
+        ]
+        for one, two in self._touching(tensors):
+            is_itself = by_element and one[0].view == two[0].view and one[1][1] == two[1][1]
+            if (one[2] or two[2]) and not is_itself:
+                found.append((one[1], one[0].view, two[1], two[0].view))
         return tuple(found)
 
     def _sharing(self, nodes: Mapping[str, fx.Node]) -> dict[str, frozenset[str]]:
         """Returns which of some tensors, and of those from outside, have bytes in common; none with itself."""
         outside = {node.name: node for node in self._facts.places if node.op in ("placeholder", "get_attr")}
-        by_memory: dict[Leaf, list[tuple[tuple[int, int], str, fx.Node]]] = {}
-        for name, node in {**outside, **nodes}.items():
-            for place in self._facts.places[node]:
-                if place is not None:
-                    some = by_memory.setdefault(self._memory_of(place.root), [])
-                    some.append((_extent(place.view), name, node))
+        tensors = [
+            (place, name, node)
+            for name, node in {**outside, **nodes}.items()
+            for place in self._facts.places[node]
+            if place is not None
+        ]
         found: dict[str, set[str]] = {name: set() for name in nodes}
-        for some in by_memory.values():
-            some.sort(key=lambda each: each[0])
-            for index, (extent, name, node) in enumerate(some):
-                for (start, _), other, its in some[index + 1 :]:
-                    if start >= extent[1]:
-                        break
-                    if node is not its:  # a step copies a value that it returns twice
-                        found.get(name, set()).add(other)
-                        found.get(other, set()).add(name)
+        for (_, name, node), (_, other, its) in self._touching(tensors):
+            if node is not its:  # a step copies a value that it returns twice
+                found.get(name, set()).add(other)
+                found.get(other, set()).add(name)
         return {name: frozenset(others) for name, others in found.items()}
 
-    def _memory_of(self, root: Leaf) -> Leaf:
-        """Returns one tensor for all of a memory."""
-        beside = self._beside(root)
-        return min((root, *beside), key=lambda each: each[0].name) if beside else root
+    def _touching(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields pairs of tensors, each a place and more, that may have bytes in common."""
+        by_memory: dict[Leaf, list[tuple[tuple[int, int], Tensor]]] = {}
+        for each in tensors:
+            root = each[0].root
+            memory = min((root, *self._beside(root)), key=lambda leaf: leaf[0].name)
+            by_memory.setdefault(memory, []).append((_extent(each[0].view), each))
+        for some in by_memory.values():
+            some.sort(key=lambda each: each[0])
+            for index, ((_, end), one) in enumerate(some):
+                for (start, _), two in some[index + 1 :]:
+                    if start >= end:
+                        break
+                    yield one, two
 
     # ---- numbers --------------------------------------------------------------------------------------------------
 
@@ -226,10 +216,12 @@ class Memory:
         """Returns the arguments of a call as all that mean the same have them."""
         return args, kwargs
 
+    def _as_read(self, target: Any, args: list[Any]) -> list[Any]:
+        """Returns the arguments of a call as far as it reads them."""
+        return args
+
     def _call_of(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
-        if str(target) == BOUNDS_CHECK:  # no check reads the count of bad ids
-            place = warning_of(target)
-            args[place] = Argument(self._counts.get(args[place].number, args[place].number), None)
+        args = self._as_read(target, args)
         if target in COMMUTATIVE and len(args) == 2 and not kwargs:
             args = sorted(args, key=_order)
         return ("call", name_of(target), freeze(args), freeze(kwargs))
@@ -269,22 +261,23 @@ class Memory:
         return self._table.tensor(fake.dtype, seen[0], source)
 
 
-def warning_of(check: Any) -> int:
-    """Returns which argument of a bounds check is the count of bad ids, which it overwrites or leaves."""
-    (schema,) = schemas(check)
-    return [argument.name for argument in schema.arguments].index("warning")
-
-
 def _order(argument: Any) -> Any:
     is_value = isinstance(argument, Argument)
     return (0, argument.number, str(argument.layout)) if is_value else (1, 0, str(argument))
 
 
+def _geometry(view: Any) -> Geometry | None:
+    """Returns how a tensor lies in memory; None where that depends on data, or it is read conjugated or negated."""
+    shape, strides, offset, _, *marks = view
+    is_known = all(type(each) is int for each in (*shape, *strides, offset))
+    return (shape, strides, offset) if is_known and not any(marks) else None
+
+
 def _extent(view: Any) -> tuple[int, int]:
     """Returns between which bytes of its memory a tensor lies; all where that depends on data."""
-    shape, strides, offset, dtype, *_ = view
-    if not all(type(each) is int for each in (*shape, *strides, offset)):
+    if (known := _geometry((*view[:4],))) is None:
         return 0, sys.maxsize
+    (shape, strides, offset), dtype = known, view[3]
     last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     end = offset + last + 1 if math.prod(shape) else offset
     return offset * dtype.itemsize, end * dtype.itemsize
@@ -305,11 +298,12 @@ def _laps(view: Any) -> bool:
     return False
 
 
-def _holds(held: Geometry, view: Any, of: Any) -> bool:
-    """Whether all bytes of a tensor are such of another, which has no gaps."""
-    (first, end), (start, stop) = _extent(view), _extent(of)
-    size = math.prod(held[0]) * of[3].itemsize
-    return start <= first and end <= stop and size == stop - start
+def _holds(held: Any, seen: Any) -> bool:
+    """Whether all bytes of a tensor ``seen`` are such of one that is held, and has no gaps."""
+    if _geometry(held) is None or _geometry(seen) is None:
+        return False
+    (start, stop), (first, end) = _extent(held), _extent(seen)
+    return start <= first and end <= stop and math.prod(held[0]) * held[3].itemsize == stop - start
 
 
 def evaluated(args: Any, read: Callable[[fx.Node], Any]) -> Any:

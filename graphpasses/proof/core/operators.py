@@ -89,13 +89,3 @@ def name_of(target: Any) -> Any:
     plain = name.replace("_.", ".", 1)
     is_in_place = plain != name and not name.split(".")[1].startswith("_")
     return plain if is_in_place and is_element_by_element(target) else name
-
-
-@functools.cache
-def out_of_place(target: Any) -> Any:
-    """Returns what makes a tensor of the elements that an operator writes in place, each alone; None for others."""
-    name = str(target).removeprefix("aten.")
-    packet, _, overload = name.rpartition(".")
-    if not is_operator(target) or torch.Tag.pointwise not in target.tags or not packet.endswith("_"):
-        return None
-    return getattr(getattr(aten, packet[:-1], None), overload, None)

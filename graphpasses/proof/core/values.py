@@ -25,19 +25,14 @@ class Piece(NamedTuple):
 Pieces = tuple[Piece, ...]
 
 
-def whole(source: int, numel: int) -> Pieces:
-    """Returns the map of a tensor that is a source.
+def whole(source: int, numel: int, step: int = 1) -> Pieces:
+    """Returns the map of a tensor that is a source; with step 0 all its elements are the source's one.
 
     Example:
         >>> whole(7, 6)
         (Piece(start=0, dims=((6, 1, 1),), source=7, offset=0),)
     """
-    return (Piece(0, merged(((numel, 1, 1),)), source, 0),) if numel else ()
-
-
-def repeated(source: int, numel: int) -> Pieces:
-    """Returns the map of a tensor whose elements are all the one element of a source."""
-    return (Piece(0, merged(((numel, 1, 0),)), source, 0),) if numel else ()
+    return (Piece(0, merged(((numel, 1, step),)), source, 0),) if numel else ()
 
 
 def merged(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
@@ -113,23 +108,21 @@ class Values:
 
     def constant(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Value:
         """Returns a tensor all whose elements are a source of one element."""
-        return self.moved(dtype, shape, repeated(source, math.prod(shape)))
+        return self.moved(dtype, shape, whole(source, math.prod(shape), step=0))
 
     def moved(self, dtype: torch.dtype | None, shape: tuple[int, ...], pieces: Pieces) -> Value:
         """Returns a tensor whose elements are those of sources."""
-        key = (dtype, shape, pieces)
-        value = self._values.get(key)
-        if value is None:
-            value = self._values[key] = Value(len(self._values), dtype, shape, pieces)
-            self._by_number.append(value)
-        return value
+        return self._value((dtype, shape, pieces), dtype, shape, pieces)
 
     def other(self, key: Hashable, dtype: torch.dtype | None = None) -> Value:
         """Returns a value that is no tensor, or whose shape depends on data; it depends on ``key`` alone."""
         source = self.source(key)
-        value = self._values.get(("other", source))
+        return self._value(("other", source), dtype, None, None, source)
+
+    def _value(self, key: Hashable, *parts: Any) -> Value:
+        value = self._values.get(key)
         if value is None:
-            value = self._values["other", source] = Value(len(self._values), dtype, None, None, source)
+            value = self._values[key] = Value(len(self._values), *parts)
             self._by_number.append(value)
         return value
 

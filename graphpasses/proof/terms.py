@@ -1,0 +1,58 @@
+"""The sources that rules make of others: what is computed of their elements, and what people call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from graphpasses.proof.core.values import Values
+
+
+class Term(NamedTuple):
+    """The key of a source each of whose elements is computed of one of each of other sources.
+
+    Args:
+        kind: see :data:`KINDS`.
+        parameters: what else counts.
+        dtype: in which the operands are read; None if as they are.
+        operands: the other sources.
+    """
+
+    kind: str
+    parameters: tuple[Any, ...]
+    dtype: torch.dtype | None
+    operands: tuple[int, ...]
+
+
+class Kind(NamedTuple):
+    """What terms of a kind are.
+
+    Args:
+        words: what people call one, from its parameters.
+        compute: of tensors, and of the parameters; None where it takes more.
+    """
+
+    words: str
+    compute: Callable[..., torch.Tensor] | None = None
+
+
+KINDS = {
+    "cast": Kind("a cast to {}", lambda x, dtype: x.to(dtype)),
+    "mul": Kind("a product with {2}", lambda x, dtype, _, number: (x * number).to(dtype)),
+    "div": Kind("a quotient by {2}", lambda x, dtype, _, number: (x / number).to(dtype)),
+    "neg": Kind("a negative", lambda x: -x),
+    "sum": Kind("a sum", lambda x, y: x + y),
+    "product": Kind("a product", lambda x, y: x * y),
+    "bytes": Kind("the bytes", lambda x, _: x.contiguous().view(torch.uint8)),
+    "remote": Kind("an all-gather in {}"),  # of what each rank of a group has
+    "tensor": Kind("a tensor"),  # all elements of a value, by its number
+}
+"""By name; factors are a dtype, and a number as :func:`freeze` has it and as it is."""
+
+
+def term_of(values: Values, source: int, *kinds: str) -> Term | None:
+    """Returns a source's key if it is a term of one of some kinds; by default of any."""
+    key = values.key(source)
+    return key if isinstance(key, Term) and (not kinds or key.kind in kinds) else None
