@@ -66,7 +66,7 @@ def other_reduction(graph: TrainGraph) -> Iterator[Edit]:
         return apply
 
     for node in _collectives(graph):
-        if node.target not in _REDUCTIONS:
+        if node.target not in _REDUCTIONS or len(node.args) < 2:  # an attack gives it arguments by name
             continue
         for op in ("sum", "avg", "max"):
             if op != node.args[1]:

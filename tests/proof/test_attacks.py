@@ -305,6 +305,24 @@ def test_who_returns_an_argument_returns_that_one(captured: CapturedStep) -> Non
         prove(step, other)
 
 
+def test_strides_of_a_size_that_depends_on_data(captured: CapturedStep) -> None:
+    code = Code(captured)
+    ids = code._to_copy_default(code.nonzero_default(code.x), dtype=torch.float32)
+    copy = code.clone_default(code.t_default(ids))
+    total = code.call(aten.sum.dim_IntList, code.alias_default(copy), [1])
+    step = code.finished(code.sum_default(total))
+    assert prove(step, step.copy()).proved
+    other = step.copy()
+    (copy,) = [node for node in other.graph.nodes if node.name == copy.name]
+    with other.graph.inserting_after(copy):
+        moved = other.emit(aten.clone.default, (copy,), {"memory_format": torch.contiguous_format}, like=copy)
+    copy.replace_all_uses_with(moved, lambda user: user is not moved)
+    with pytest.raises(
+        ProofError, match="reads a tensor of strides"
+    ):  # the alias says that it has the old ones
+        prove(step, other)
+
+
 class PartOfMemory(Model):
     """Its buffer is a part of larger memory."""
 

@@ -67,6 +67,7 @@ class Facts:
         self.beside: dict[Leaf, list[Leaf]] = {}
         self._shared: dict[Hashable, Leaf] = {}
         self._live = live or {}
+        self._stale: set[fx.Node] = set()  # whose strides follow from others than they did, and are not known
         for node in graph.nodes:
             self.by_name[node.name] = node
             if node.op == "output":
@@ -79,6 +80,9 @@ class Facts:
                 self.origins[node] = known.origins.get(original, [])
             else:
                 self.values[node] = self._computed(node)
+                is_old = original is not None and self.given(node) is original.meta.get("val")
+                if _depends_on_data(self.values[node]) and is_old:
+                    self._stale.add(node)
             self.geometries[node] = geometries(self.values[node])
             self._place(node)
         for some in self._outside.values():
@@ -143,9 +147,13 @@ class Facts:
         ):  # in whose memory the result lies, storages do not tell
             return False
         return all(
-            self.geometries[a] == known.geometries[b] and _dtypes(self.values[a]) == _dtypes(known.values[b])
+            self.views(a) == known.views(b) and _dtypes(self.values[a]) == _dtypes(known.values[b])
             for a, b in zip(mine, theirs, strict=True)
         )
+
+    def views(self, node: fx.Node) -> list[Hashable]:
+        """Returns how the tensors of a node lie in memory."""
+        return [place and place.view for place in self.places[node]]
 
     def sharing(self, nodes: Sequence[fx.Node]) -> list[int]:
         """Returns which tensors of some nodes lie in one memory: of each the number of the first that lies there."""
@@ -189,7 +197,11 @@ class Facts:
                 root = places[origin].root  # type: ignore[union-attr]
             else:
                 root = self.places[inputs[origin[0]]][origin[1] or 0].root
-            places.append(Place(root, _view(fake)))
+            view: Any = _view(fake)
+            if node in self._stale:
+                strides = tuple(f"stride {dim} of {node.name}" for dim in range(len(view[0])))
+                view = (view[0], strides, *view[2:])
+            places.append(Place(root, view))
         self.places[node] = places
 
     def _place_outside(self, node: fx.Node, fake: Any, index: int | None) -> Place | None:
