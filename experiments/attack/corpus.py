@@ -79,6 +79,17 @@ CORPUS = (
     ),
     # Numbers that an update draws.
     Case((_END,), ("update: draws, numbers are drawn before aten.mul_.Tensor",), optimizer=True),
+    # A parameter that is not proved, by which the next step's loss differs.
+    Case(
+        (
+            "a0 = F.embedding(i, self.w)",
+            "a2 = a0.index_select(0, i)",
+            "a3 = a2.index_select(0, i)",
+            "return a3.float().mean()",
+        ),
+        ("operands: aten.index_add.default: aten.new_zeros.default and aten.div.Scalar exchanged",),
+        optimizer=True,
+    ),
     # Right, in other words.
     Case(
         (
