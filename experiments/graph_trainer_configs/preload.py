@@ -10,7 +10,7 @@ use_cpu()
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import torchtitan.experiments.graph_trainer.trainer
-    import torchtitan.train  # noqa: F401
+    import torchtitan.train  # noqa: F401  loaded here, where its warnings are ignored
 
     import graphpasses.integrations.torchtitan.pass_pipeline
-    import graphpasses.parity.record_trainer  # noqa: F401
+    import graphpasses.parity.record_trainer  # noqa: F401  loaded here, as the one above

@@ -27,9 +27,9 @@ class CapturedSteps:
     """Lets a trainer run its forward, loss and backward as captured steps.
 
     Written before the class of the trainer, whose ``compute_loss`` may be its own: ``class Mine(CapturedSteps,
-    MyTrainer)``. The trainer's ``training_step`` is what is traced, up to its backward. One that keeps metrics
-    meanwhile, as TRL's trainers do, is refused. Its loop, clipping, optimizer, schedules, logs and
-    checkpoints stay as they are, and accumulation by ``gradient_accumulation_steps`` is FSDP2's.
+    MyTrainer)``. The trainer's ``training_step`` is what is traced, up to its backward. Its loop, clipping,
+    optimizer, schedules, logs and checkpoints stay as they are, and accumulation by ``gradient_accumulation_steps``
+    is FSDP2's. A trainer that keeps metrics while it computes the loss, as TRL's do, is refused.
 
     A step is captured for each shape that the inputs of all ranks have together, at most eight: pad to a fixed
     length, or say in :attr:`dynamic_shapes` which dims vary.

@@ -60,8 +60,11 @@ class Optimizers:
 
     def state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Returns what the optimizers keep of a parameter; nothing before they make it."""
-        found = (optimizer.state.get(parameter) for optimizer in self.each)
-        return next(filter(None, found), {})
+        for optimizer in self.each:
+            state: dict[str, Any] | None = optimizer.state.get(parameter)
+            if state:
+                return state
+        return {}
 
     def step(self) -> None:
         """Runs the step of each."""
