@@ -239,7 +239,10 @@ def decided_by_values(
 
 @contextmanager
 def floats_stay_open() -> Iterator[None]:
-    """Lets DTensor's caches ask a float that is traced for truth and hash, and decide nothing by that."""
+    """Lets DTensor's caches ask a float that is traced for truth and hash, and decide nothing by that.
+
+    Powers of it are Python's, whose base may be negative: torch would ask, for each, sympy.
+    """
 
     def truth(number: torch.SymFloat) -> bool:
         return bool(number != 0.0)
@@ -248,7 +251,13 @@ def floats_stay_open() -> Iterator[None]:
         raise TypeError("a float that is traced has no hash")
 
     patch: Any = mock.patch.object
-    with patch(torch.SymFloat, "__bool__", truth), patch(torch.SymFloat, "__hash__", refuse):
+    floats = torch.SymFloat
+    with (
+        patch(floats, "__bool__", truth),
+        patch(floats, "__hash__", refuse),
+        patch(floats, "__pow__", floats.__float_pow__),
+        patch(floats, "__rpow__", floats.__rfloat_pow__),
+    ):
         yield
 
 

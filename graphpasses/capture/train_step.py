@@ -34,6 +34,7 @@ from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
+from graphpasses.progress import stage, stages_shown
 from graphpasses.state.kept_tensors import new_objects_together, refuse_kept_tensors
 from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.settings import check_unsharded
@@ -131,7 +132,7 @@ def _capture_alone(
     loss_fn: Callable[..., torch.Tensor], model: nn.Module, *batch: Any, **options: Any
 ) -> CapturedStep:
     """Captures a step that reduces all gradients of its own batch, whatever FSDP2 keeps or is to keep now."""
-    with accumulation_set_aside(model):
+    with accumulation_set_aside(model), stages_shown():
         return _capture(loss_fn, model, *batch, **options)
 
 
@@ -158,6 +159,7 @@ def _capture(
     varying = read_dynamic_shapes(structure, leaves, dynamic_shapes)
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
     # Trace
+    stage("traces loss_fn and its backward")
     with new_objects_together() as generation:
         trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying)
         refuse_kept_tensors(trace.result, generation())
@@ -178,14 +180,18 @@ def _capture(
     if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
         step.note(note)
     source = find_update(step, optimizers, clip_norm)
+    if source is not None:
+        stage("traces the optimizer's step")
     update = None if source is None else trace_update(step, source)
     traced_everywhere()
     # Compare
     if unchecked:
         step.note(f"the capture was not compared with an eager step: {unchecked}")
     elif check:
+        stage("compares the step with an eager one")
         check_step(step, loss_fn, batch, trace.calls)
         if source is not None and update is not None and has_equal_bits(model):
+            stage("compares the update with the optimizer's own")
             check_update(update, source)
         elif update is not None:
             step.note(

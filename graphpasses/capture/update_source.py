@@ -88,25 +88,24 @@ class UpdateSource:
     def state(self) -> State:
         """Returns the state of each parameter: the live one or, where it is not there yet, one like it will be."""
         live = self.live_state()
+        made = self.without([fqn for fqn, values in live.items() if values])._made_state()
+        return {fqn: values or made[fqn] for fqn, values in live.items()}
+
+    def _made_state(self) -> State:
+        """Returns state like the first step makes, which is taken on fake tensors."""
+        if not self.parameters:
+            return {}
         mode = new_fake_mode()
 
         def fake(value: Any) -> Any:
-            return (
-                mode.from_tensor(value.detach(), static_shapes=True)
-                if isinstance(value, torch.Tensor)
-                else value
-            )
+            return mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
 
-        parameters = {fqn: fake(parameter) for fqn, parameter in self.parameters.items()}
-        given = {fqn: {name: fake(value) for name, value in values.items()} for fqn, values in live.items()}
+        parameters = {fqn: fake(parameter.detach()) for fqn, parameter in self.parameters.items()}
         with mode:
             gradients = {fqn: torch.empty_like(parameter) for fqn, parameter in parameters.items()}
             numbers = {number: fake(value) for number, value in numbers_of(self.optimizers).items()}
-            made = self.step(parameters, gradients, given, numbers)
-        return {
-            fqn: live[fqn] or {name: like(value) for name, value in values.items()}
-            for fqn, values in made.items()
-        }
+            made = self.step(parameters, gradients, {}, numbers)
+        return {fqn: {name: like(value) for name, value in values.items()} for fqn, values in made.items()}
 
 
 def like(value: Any) -> Any:

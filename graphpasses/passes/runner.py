@@ -26,6 +26,7 @@ from graphpasses.graph.nodes import eliminate_dead_code
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
 from graphpasses.graph.rules import Verifier
 from graphpasses.passes.graph_diff import diff_lines, read_lines
+from graphpasses.progress import stage, stages_shown
 from graphpasses.proof.prove import prove_as
 
 __all__ = ["GraphPass", "Numerics", "PassReport", "Pipeline", "PipelineReport"]
@@ -210,12 +211,17 @@ class Pipeline:
             GraphPassesError: what the passes themselves refuse.
         """
         notes = tuple(graph.notes) if graph.report is None else graph.report.notes
-        with paused_gc():
-            rewritten = graph.copy()
-            folder = Path(dump) if dump is not None else None
-            reports, rounded = self._rewrite(rewritten, folder, graph_diff, keeps_rounded=prove is not False)
-        original, rounding = (graph, None) if rounded is None else rounded
-        certificate = None if prove is False else self._prove(original, rewritten, rounding)
+        with stages_shown():
+            with paused_gc():
+                rewritten = graph.copy()
+                folder = Path(dump) if dump is not None else None
+                reports, rounded = self._rewrite(
+                    rewritten, folder, graph_diff, keeps_rounded=prove is not False
+                )
+            original, rounding = (graph, None) if rounded is None else rounded
+            if prove is not False:
+                stage("proves that the passes keep bits")
+            certificate = None if prove is False else self._prove(original, rewritten, rounding)
         if prove and (why := _why_not_proved(certificate, rounding)):
             raise ProofError(f"prove=True: {why}")
         rewritten.report = PipelineReport(tuple(reports), notes, certificate, _proof(certificate, rounding))
@@ -233,6 +239,7 @@ class Pipeline:
         for p in self.passes:
             if p.name not in self.disable:
                 before = tuple(report.name for report in reports)
+                stage(p.name)
                 reports.append(_run_pass(p, graph, verifier, before, graph_diff))
                 _write(folder, len(reports), p.name, graph)
                 if keeps_rounded and p.numerics is Numerics.ROUNDING and reports[-1].num_rewrites:
