@@ -88,10 +88,10 @@ class UpdateSource:
     def state(self) -> State:
         """Returns the state of each parameter: the live one or, where it is not there yet, one like it will be."""
         live = self.live_state()
-        made = self.without([fqn for fqn, values in live.items() if values])._made_state()
+        made = self.without([fqn for fqn, values in live.items() if values]).made_state()
         return {fqn: values or made[fqn] for fqn, values in live.items()}
 
-    def _made_state(self) -> State:
+    def made_state(self) -> State:
         """Returns state like the first step makes, which is taken on fake tensors."""
         if not self.parameters:
             return {}
