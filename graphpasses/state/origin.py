@@ -77,6 +77,8 @@ def _is_users(name: str, file: str) -> bool:
     top = name.partition(".")[0]
     if top in _NEVER or file.startswith(("<frozen", "frozen", "built-in")):
         return False
+    if file == "<string>" and name.startswith("namedtuple_"):  # the constructor of one, which Python wrote
+        return False
     if top in sys.stdlib_module_names and file.startswith(_STDLIB):
         return False
     return not file.startswith(_folders(top))

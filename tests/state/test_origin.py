@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -145,3 +146,13 @@ def test_torch_from_a_source_tree(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith(f"{tmp_path / 'source' / 'torch'}"), ran.stdout
     assert "'SCALE' was 1.0 when the step was captured, and is 2.0 now" in ran.stdout
+
+
+class Point(NamedTuple):
+    x: float
+
+
+def test_the_constructor_of_a_named_tuple_is_pythons() -> None:
+    assert not origin.is_users(Point.__new__)  # else all objects of the process are searched for its functions
+    exec("def mine(): ...", made := {"__name__": "mine"})
+    assert origin.is_users(made["mine"])
