@@ -153,6 +153,8 @@ class Point(NamedTuple):
 
 
 def test_the_constructor_of_a_named_tuple_is_pythons() -> None:
-    assert not origin.is_users(Point.__new__)  # else all objects of the process are searched for its functions
+    assert not origin.is_users(
+        Point.__new__
+    )  # else all objects of the process are searched for its functions
     exec("def mine(): ...", made := {"__name__": "mine"})
     assert origin.is_users(made["mine"])
