@@ -37,10 +37,6 @@ class Reads:
     variables of enclosing functions, and its defaults. Which attributes are read, is asked of the classes of the
     model's modules and of all objects found on the way, whose ``__getattribute__`` is another meanwhile.
 
-    Args:
-        model: the model whose step is traced.
-        loss_fn: the function that is traced, which calls the model.
-
     Example:
         >>> scale = [2.0]
         >>> reads = Reads(nn.Identity(), loss_fn := lambda x: x * scale[0])
@@ -85,8 +81,7 @@ class Reads:
     def watched(self) -> Iterator[None]:
         """Watches what the block reads and sets, and puts it back, but for the model's own attributes.
 
-        Raises:
-            CaptureError: it reads an iterator, or changes what it reads outside the model.
+        Raises if it reads an iterator, or changes what it reads outside the model.
         """
         try:
             with self._stack:
