@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,13 +51,8 @@ class ModelStructure:
         """Reads a model."""
         modules = _modules(model)
         names = [(tuple(module._parameters), tuple(module._buffers)) for module in modules]
-        starts: dict[nn.Module, int] = {}
-        parameters: list[int] = []
-        size = 0
-        for module, (of_parameters, of_buffers) in zip(modules, names, strict=True):
-            starts[module] = size
-            parameters += range(size, size + len(of_parameters))
-            size += len(of_parameters) + len(of_buffers)
+        sizes = (len(of_parameters) + len(of_buffers) for of_parameters, of_buffers in names)
+        starts = dict(zip(modules, accumulate(sizes, initial=0), strict=False))
         paths: dict[nn.Module, str] = {}
         slots: dict[str, int] = {}
         for path, module in walk_modules(model):
@@ -67,8 +63,9 @@ class ModelStructure:
         first = _first(tensors)
         trainable = {
             slot: parameter.requires_grad
-            for slot in parameters
-            if (parameter := tensors[slot]) is not None and first[slot] == slot
+            for module, start in starts.items()
+            for slot, parameter in enumerate(module._parameters.values(), start)
+            if parameter is not None and first[slot] == slot
         }
         return cls(
             modules,

@@ -64,18 +64,12 @@ class Reads:
     @property
     def attributes(self) -> list[Owner]:
         """The modules of the model and the objects that these hold of which attributes were read."""
-        return [
-            each for key, each in self._outside.owners.items() if each.slots and key in self._outside.of_model
-        ]
+        return self._outside.read(of_model=True)
 
     @property
     def names(self) -> list[Owner]:
         """All else of which something was read: what functions have names for."""
-        return [
-            each
-            for key, each in self._outside.owners.items()
-            if each.slots and key not in self._outside.of_model
-        ]
+        return self._outside.read(of_model=False)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

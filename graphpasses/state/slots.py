@@ -158,9 +158,8 @@ class Slot:
     _copy: Any = None
 
     def __post_init__(self) -> None:
-        state = torch_state(self.value)
-        if state is not None or type(self.value) in (list, dict, set, deque):
-            self._copy = (self.value if state is None else state).copy()
+        if (items := _items_of(self.value)) is not None:
+            self._copy = items.copy()
 
     def difference(
         self, now: Any, *, strict: bool = False, alike: bool = False, inside: tuple[Owner, ...] = ()
@@ -195,8 +194,12 @@ class Slot:
         ):
             write(owner, self.name, self.value)
         if self._copy is not None:
-            state = torch_state(self.value)
-            put_back(self.value if state is None else state, self._copy)
+            put_back(_items_of(self.value), self._copy)
+
+
+def _items_of(value: Any) -> Any:
+    """Returns what has the items of a value that can be put back: itself, or an object's of torch attributes."""
+    return value if type(value) in (list, dict, set, deque) else torch_state(value)
 
 
 def put_back(value: Any, copy: Any) -> None:
