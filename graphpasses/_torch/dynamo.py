@@ -93,6 +93,13 @@ def change_settings() -> Callable[[], None]:
     return undo
 
 
+def read_size(sizes: Tensor, index: int) -> int:
+    """Reads a number that a tracer shall take for a size."""
+    size: int = sizes[index].item()  # type: ignore[assignment]
+    torch._check_is_size(size)  # type: ignore[no-untyped-call]
+    return size
+
+
 def mark_any_length(tensor: Tensor) -> None:
     """Lets dim 0 of ``tensor`` have any size, 0 and 1 too, in the graph that Dynamo traces next."""
     mark_unbacked(tensor, 0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -113,8 +112,9 @@ def capture_train_step(
     if check_every not in (None, "sparse") and not (type(check_every) is int and check_every > 0):
         raise CaptureError(f'check_every is {check_every!r}; give a number of calls, "sparse", or None')
     model, optimizers = with_others(model, others), Optimizers.of(optimizer)
-    if check:  # without it one rank may capture for others, which wait for its step
-        RankConsensus.of_model(model).check_update(optimizers, clip_norm)
+    # Without a check one rank may capture for others, which wait for its step.
+    consensus = RankConsensus.of_model(model if check else nn.Module())
+    consensus.check_update(optimizers, clip_norm)
     capture = partial(
         _capture_alone,
         loss_fn,
@@ -123,7 +123,9 @@ def capture_train_step(
         dynamic_shapes=dynamic_shapes,
         check=check,
     )
-    with _together(model if check else nn.Module()) as traced_everywhere:
+    # The eager step communicates: the other ranks would wait in it for one that could not trace.
+    elsewhere = FailedElsewhereError("another rank could not capture the step; its message says why")
+    with consensus.raised_together(elsewhere) as traced_everywhere:
         step = capture(model, *batch, traced_everywhere=traced_everywhere)
     return replace(step, recapture=capture if recapture else None, check_every=check_every)
 
@@ -198,25 +200,3 @@ def _capture(
                 "the update was not compared with the optimizer's own: its bits may differ from run to run"
             )
     return step if update is None else step.with_update(update)
-
-
-@contextmanager
-def _together(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Raises on all ranks of a model if the block raises on one before it calls what is yielded.
-
-    The eager step communicates: the other ranks would wait in it for one that could not trace.
-    """
-    consensus, is_traced = RankConsensus.of_model(model), False
-
-    def traced_everywhere() -> None:
-        nonlocal is_traced
-        is_traced = True
-        if not consensus.all_ranks([True])[0]:
-            raise FailedElsewhereError("another rank could not capture the step; its message says why")
-
-    try:
-        yield traced_everywhere
-    except Exception:
-        if not is_traced:
-            consensus.all_ranks([False])
-        raise

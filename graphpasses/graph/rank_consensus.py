@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from graphpasses.errors import AgreementError
 from graphpasses.graph.certificate import Launch, find_unlike_launch
 from graphpasses.graph.nodes import collective_group
 from graphpasses.state.optimizers import Optimizers
+
+T = TypeVar("T")
 
 
 class RankConsensus:
@@ -65,39 +68,35 @@ class RankConsensus:
 
         ``launches`` are this rank's, in order; None if they are not known: then no rank's are checked.
         """
-        if not self.groups or not self.all_ranks([launches is not None])[0]:
-            return
-        assert launches is not None
-        if self._are_the_same("\n".join(map(repr, launches))):
-            return
-        unlike = (_unlike_launches(*pair) for pair in self._pairs(launches))
-        found = next(filter(None, unlike), None)
-        if not self.all_ranks([found is None])[0]:
-            raise AgreementError(
-                found or "other ranks launch different collectives; their messages say which"
-            )
+        if self.groups and self.all_ranks([launches is not None])[0]:
+            self._check_alike(launches, _unlike_launches, "launch different collectives")
 
     def check_update(self, optimizers: Optimizers | None, clip_norm: float | None) -> None:
         """Raises on all ranks if they were given optimizers of different classes, or other norms to clip to."""
-        what = "capture one step with different {}"
-        self._check_same(what.format("optimizer"), repr(None if optimizers is None else optimizers.name))
-        self._check_same(what.format("clip_norm"), repr(clip_norm))
+        given = {"optimizer": None if optimizers is None else optimizers.name, "clip_norm": clip_norm}
+        for name, value in given.items():
+            what = f"capture one step with different {name}"
+            self._check_alike(repr(value), partial(_unlike, what), f"were given different {name}")
 
     def check_waiting(self, waiting: str) -> None:
         """Raises on all ranks if the gradients that wait to be reduced, or are to wait, are others on some."""
-        self._check_same("run one step with different gradients that wait", waiting)
+        what = "run one step with different gradients that wait"
+        self._check_alike(waiting, partial(_unlike, what), what)
 
-    def _check_same(self, what: str, text: str) -> None:
-        if not self.groups or self._are_the_same(text):
+    def _check_alike(
+        self, fact: T, difference: Callable[[tuple[int, T], tuple[int, T]], str | None], elsewhere: str
+    ) -> None:
+        """Raises on all ranks if two of them, which share a group, have facts that differ.
+
+        ``difference`` says how, of two ranks' numbers and facts; ranks that do not see it hear of it ``elsewhere``.
+        """
+        if not self.groups or self._are_the_same(repr(fact)):
             return
-        found = f"other ranks {what.replace('capture one step with', 'were given')}; their messages say which"
-        for (first, one), (rank, other) in self._pairs(text):
-            if one != other:
-                found = f"ranks {first} and {rank} {what}: {one} and {other}. Give all ranks the same"
-                break
-        raise AgreementError(found)
+        found = next(filter(None, (difference(*pair) for pair in self._pairs(fact))), None)
+        if not self.all_ranks([found is None])[0]:
+            raise AgreementError(found or f"other ranks {elsewhere}; their messages say which")
 
-    def _pairs(self, value: Any) -> list[tuple[tuple[int, Any], tuple[int, Any]]]:
+    def _pairs(self, value: T) -> list[tuple[tuple[int, T], tuple[int, T]]]:
         """Returns, group by group, the first rank's number and value beside those of each other rank."""
         pairs = []
         for group in map(named_group, self.groups):  # all: others wait there
@@ -114,15 +113,34 @@ class RankConsensus:
         return bool(extremes[0] == -extremes[1])
 
     @contextmanager
-    def raised_together(self, error: Exception) -> Iterator[None]:
-        """Raises on all ranks if the block raises on one, so that none waits for it; ``error`` is for the others."""
+    def raised_together(self, error: Exception) -> Iterator[Callable[[], None]]:
+        """Raises on all ranks if the block raises on one, so that none waits for it; ``error`` is for the others.
+
+        What it yields may be called once in the block, on all ranks: what is raised after that is one rank's own.
+        """
+        has_met = False
+
+        def meet() -> None:
+            nonlocal has_met
+            has_met = True
+            if not self.all_ranks([True])[0]:
+                raise error
+
         try:
-            yield
+            yield meet
         except Exception:
-            self.all_ranks([False])
+            if not has_met:
+                self.all_ranks([False])
             raise
-        if not self.all_ranks([True])[0]:
-            raise error
+        if not has_met:
+            meet()
+
+
+def _unlike(what: str, one: tuple[int, str], other: tuple[int, str]) -> str | None:
+    (first, text), (rank, another) = one, other
+    if text == another:
+        return None
+    return f"ranks {first} and {rank} {what}: {text} and {another}. Give all ranks the same"
 
 
 def _unlike_launches(one: tuple[int, Sequence[Launch]], other: tuple[int, Sequence[Launch]]) -> str | None:

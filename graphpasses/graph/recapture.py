@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -98,15 +99,12 @@ class GuardedCache(Generic[S]):
             raise CaptureError(
                 f"{difference}. The step was captured for {MAX_STEPS} such cases, and no more are kept. {NO_DECISION}"
             )
-        try:
-            with torch.enable_grad():
-                step: S = first.recapture(first.model, *batch, traced_everywhere=self._meet)
-        except FailedElsewhereError:
-            raise
-        except Exception:
-            self._consensus.all_ranks([False])
-            raise
-        self._meet()
+        elsewhere = FailedElsewhereError(
+            "another rank could not capture the step again; its message says why"
+        )
+        together = partial(self._consensus.raised_together, elsewhere)
+        with together(), together() as traced_everywhere, torch.enable_grad():
+            step: S = first.recapture(first.model, *batch, traced_everywhere=traced_everywhere)
         with accumulation_set_aside(first.model):  # passes read how FSDP2 reduces
             for rewrite in first.rewrites:
                 step = rewrite(step)
@@ -117,8 +115,3 @@ class GuardedCache(Generic[S]):
         """Raises on all ranks if they launch different collectives in a step."""
         certificate = None if step.report is None else step.report.certificate
         self._consensus.check_launches(None if certificate is None else certificate.launches)
-
-    def _meet(self) -> None:
-        """Returns once all ranks came here; raises if one failed before."""
-        if not self._consensus.all_ranks([True])[0]:
-            raise FailedElsewhereError("another rank could not capture the step again; its message says why")

@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -63,7 +63,7 @@ def local_part(
 
 def _local_part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup | None) -> LocalPart:
     mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
-    description = f"{tensor.dtype} {list(shape)} {list(placements)} on mesh {_on_mesh(mesh).ranks}"
+    description = f"{tensor.dtype} {list(shape)} {list(placements)} on mesh {_ranks_of(mesh)}"
     local = wait_for(tensor.to_local().detach())
     problem = _placement_problem(tensor, group) or _problem(local)
     if problem:
@@ -71,7 +71,7 @@ def _local_part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup 
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank only knows of the tensor
         return LocalPart(name, local.new_empty(0), tensor.dtype, shape, (), -1, 1, description)
-    place = _place(tensor)
+    place = local_offset(tensor)
     if place is None:
         problem = f"with {list(placements)}, a rank's shard is not one contiguous range of the whole tensor"
         return LocalPart(name, None, description=description, problem=problem)
@@ -87,31 +87,14 @@ def _local_part_of_dtensor(name: str, tensor: DTensor, group: dist.ProcessGroup 
     return LocalPart(name, local, tensor.dtype, shape, offset, replica, num_replicas, description)
 
 
-@dataclass
-class _OnMesh:
-    """What torch computes of a mesh at each call, and every parameter of a model asks for in every step."""
-
-    ranks: list[object]  # of the mesh
-    # What ``local_offset`` says of each global shape, placements and rank: meshes of the same ranks are
-    # equal, also where a process plays one rank after the other.
-    places: dict[object, tuple[tuple[int, ...], tuple[int, ...]] | None] = field(default_factory=dict)
+# What torch computes of a mesh at each call, and every parameter of a model asks for in every step.
+_RANKS: weakref.WeakKeyDictionary[DeviceMesh, list[object]] = weakref.WeakKeyDictionary()
 
 
-_meshes: weakref.WeakKeyDictionary[DeviceMesh, _OnMesh] = weakref.WeakKeyDictionary()
-
-
-def _on_mesh(mesh: DeviceMesh) -> _OnMesh:
-    if mesh not in _meshes:
-        _meshes[mesh] = _OnMesh(mesh.mesh.tolist())
-    return _meshes[mesh]
-
-
-def _place(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    mesh = tensor.device_mesh
-    places, key = _on_mesh(mesh).places, (tensor.shape, tensor.placements, mesh.get_rank())
-    if key not in places:
-        places[key] = local_offset(tensor)
-    return places[key]
+def _ranks_of(mesh: DeviceMesh) -> list[object]:
+    if mesh not in _RANKS:
+        _RANKS[mesh] = mesh.mesh.tolist()
+    return _RANKS[mesh]
 
 
 def _placement_problem(tensor: DTensor, group: dist.ProcessGroup | None) -> str:

@@ -59,20 +59,13 @@ def calls_watched(on_call: Callable[[FrameType], None]) -> Iterator[None]:
 
 
 class CodeNames(NamedTuple):
-    """The names that the code of a function has, without those of the functions in it.
+    """The names that the code of a function has, without those of the functions in it."""
 
-    Args:
-        globals: that it reads or sets.
-        attributes: that it may read or set, of anything: by name, or by a text that ``getattr`` may be given; and the
-            name of the function.
-        optional: of these the texts, where code asks by name and does without.
-        imports: the modules that it imports.
-    """
-
-    globals: frozenset[str]
+    globals: frozenset[str]  # that it reads or sets
+    # That it may read or set of anything: by name, or by a text that ``getattr`` may be given; and the function's.
     attributes: frozenset[str]
-    optional: frozenset[str]
-    imports: frozenset[str]
+    optional: frozenset[str]  # of these the texts, where code asks by name and does without
+    imports: frozenset[str]  # the modules that it imports
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -6,9 +6,10 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor, Placement
 from torch.optim import Optimizer
 
 from graphpasses.state.optimizers import Optimizers
@@ -25,6 +26,26 @@ class NumberDecision:
     holds: Callable[[Mapping[Number, Any]], bool]  # whether it falls as it did, by the numbers of now
 
 
+class TensorFacts(NamedTuple):
+    """What an update has built in of a tensor that it reads."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...]
+    placements: tuple[Placement, ...] | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorFacts:
+        """Reads a tensor."""
+        placements = tensor.placements if isinstance(tensor, DTensor) else None
+        return cls(tensor.shape, tensor.dtype, tensor.device, tensor.stride(), placements)
+
+    def __str__(self) -> str:
+        placed = f", {self.placements}" if self.placements else ""
+        return f"{list(self.shape)} {self.dtype} on {self.device}, strides {list(self.strides)}{placed}"
+
+
 def is_number(value: object) -> bool:
     """Whether an update can read a value as a number when it runs: a float, or an int; not a bool.
 
@@ -35,14 +56,9 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _counts(optimizer: Optimizer) -> frozenset[str]:
-    kind: Any = type(optimizer)
-    return _integers(kind)
-
-
 @functools.cache
-def _integers(kind: type[Optimizer]) -> frozenset[str]:
-    """Returns the hyperparameters that an optimizer declares as integers: it loops by them."""
+def _counts(kind: Any) -> frozenset[str]:
+    """Returns the hyperparameters that a class of optimizers declares as integers: it loops by them."""
     parameters = inspect.signature(kind).parameters.values()
     return frozenset(each.name for each in parameters if each.annotation in (int, "int"))
 
@@ -66,7 +82,7 @@ def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
         (index, name): value
         for index, (optimizer, group) in enumerate(optimizers.groups)
         for hyperparameter in optimizer.defaults
-        if hyperparameter not in _counts(optimizer)
+        if hyperparameter not in _counts(type(optimizer))
         for name, value in _parts(hyperparameter, group.get(hyperparameter))
         if is_number(value) or isinstance(value, torch.Tensor)
     }
@@ -90,7 +106,7 @@ def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[s
 
 def kinds_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
     """Returns by name of a hyperparameter what an update has built in of it: whether it is a number, or its value."""
-    counts = _counts(optimizer)
+    counts = _counts(type(optimizer))
     return {
         name: repr(group.get(name)) if name in counts else _kind(group.get(name))
         for name in optimizer.defaults
@@ -101,8 +117,7 @@ def _kind(value: Any) -> str:
     if is_number(value):
         return "a number"
     if isinstance(value, torch.Tensor):
-        strides = f", strides {list(value.stride())}"
-        return f"a tensor, {list(value.shape)} {value.dtype} on {value.device}{strides}"
+        return f"a tensor, {TensorFacts.of(value)}"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_kind, value))})"
     return repr(value)  # not by ==, for which 1 is True

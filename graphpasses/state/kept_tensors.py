@@ -44,9 +44,8 @@ def caches_emptied_on_error() -> Iterator[None]:
 def new_objects_together() -> Iterator[Callable[[], int | None]]:
     """Pauses Python's garbage collector, which else moves what the block makes to where all older objects are.
 
-    Yields:
-        What returns the collector's generation that holds all objects that the block made: the youngest; None, which
-        stands for all generations, if something in the block collected all the same.
+    Yields what returns the collector's generation that holds all objects that the block made: the youngest; None for
+    all generations, if something in the block collected all the same.
     """
     with paused_gc():
         before = _num_collections()
@@ -60,12 +59,7 @@ def _num_collections() -> int:
 def refuse_kept_tensors(traced: TracedResult, generation: int | None) -> None:
     """Raises if something keeps a tensor of a trace that its graph does not have, and empties caches that do.
 
-    Args:
-        traced: the trace.
-        generation: of the garbage collector, that holds what the trace made; None for all.
-
-    Raises:
-        CaptureError: a cached function does, the user's or one of an installed package, or something else.
+    ``generation`` is that of the garbage collector that holds what the trace made; None for all.
     """
     if not (kept := _kept_elsewhere(traced, generation)):
         return

@@ -34,18 +34,13 @@ CachedFunction = type(functools.lru_cache(lambda: None))
 
 
 class Key(NamedTuple):
-    """The key of a value.
+    """The key of a value."""
 
-    Args:
-        kind: its class; ``object`` for what is told by identity.
-        items: the text of a plain value; the keys of a container's items, of a dict in pairs; or the ids of an object
-            and of the tensors that it holds.
-        name: how a message calls an object.
-    """
-
-    kind: type
+    kind: type  # its class; ``object`` for what is told by identity
+    # The text of a plain value; the keys of a container's items, of a dict in pairs; or the ids of an object and of
+    # the tensors that it holds.
     items: Any
-    name: str = ""
+    name: str = ""  # how a message calls an object
 
     def __str__(self) -> str:
         if self.name:

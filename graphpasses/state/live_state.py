@@ -26,25 +26,17 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
         >>> model.weight.grad is None
         True
     """
-    before = [
-        (module, dict(module._parameters), dict(module._buffers), dict(vars(module)))
-        for module in model.modules()
-    ]
     held = [
         (value, value.copy())
-        for *_, attributes in before
-        for name, value in attributes.items()
-        if name not in ("_parameters", "_buffers", "_modules") and type(value) in (list, dict, set)
+        for module in model.modules()
+        for value in (vars(module), *vars(module).values())
+        if type(value) in (list, dict, set)
     ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         with _random_state_restored():
             yield
     finally:
-        for module, parameters, buffers, attributes in before:
-            put_back(module._parameters, parameters)
-            put_back(module._buffers, buffers)
-            put_back(vars(module), attributes)
         for value, copy in held:
             put_back(value, copy)
         for parameter, gradient in gradients:

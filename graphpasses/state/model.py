@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,23 +18,13 @@ from graphpasses.identity import walk_modules
 from graphpasses.state.keys import key_of
 from graphpasses.state.slots import AGAIN, Difference
 
+# Of a module: also the ``forward`` that was set on it, and the names of its parameters, buffers and modules.
 _FACTS = ("__class__", "training", "forward", "hooks", "names")
 
 
 @dataclass(frozen=True, eq=False)
 class ModelStructure:
     """What a graph has built in of the modules and tensors of a model.
-
-    Args:
-        modules: in the order of ``model.modules()``.
-        paths: the first FQN of each.
-        facts: of each its class, its mode, the ``forward`` that was set on it, the numbers of its hooks, and the
-            names of its parameters, buffers and modules.
-        names: of each the names of its own parameters, also of those that are None, and of its buffers.
-        slots: by FQN, any of them, the position of a parameter or buffer among those of all modules.
-        first: for each position, the first at which the same tensor is; -1 where there is None.
-        trainable: for each position that is a parameter's first, whether it is trainable.
-        kinds: the tensors' dtypes, their devices and their shapes.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
@@ -46,27 +37,22 @@ class ModelStructure:
         graphpasses.errors.CaptureError: '1.training' was True when the step was captured, and is False now; ...
     """
 
-    modules: list[nn.Module]
-    paths: tuple[str, ...]
-    facts: list[tuple[Any, ...]]
-    names: list[tuple[tuple[str, ...], tuple[str, ...]]]
-    slots: Mapping[str, int]
-    first: list[int]
-    trainable: Mapping[int, bool]
-    kinds: tuple[list[Any], ...]
+    modules: list[nn.Module]  # in the order of ``model.modules()``
+    paths: tuple[str, ...]  # the first FQN of each
+    facts: list[tuple[Any, ...]]  # of each, see _FACTS
+    names: list[tuple[tuple[str, ...], tuple[str, ...]]]  # of each: of its own parameters, and of its buffers
+    slots: Mapping[str, int]  # by any FQN, the position of a parameter or buffer among those of all modules
+    first: list[int]  # for each position, the first at which the same tensor is; -1 where there is None
+    trainable: Mapping[int, bool]  # by position that is a parameter's first
+    kinds: tuple[list[Any], ...]  # the tensors' dtypes, their devices and their shapes
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelStructure:
         """Reads a model."""
         modules = _modules(model)
         names = [(tuple(module._parameters), tuple(module._buffers)) for module in modules]
-        starts: dict[nn.Module, int] = {}
-        parameters: list[int] = []
-        size = 0
-        for module, (of_parameters, of_buffers) in zip(modules, names, strict=True):
-            starts[module] = size
-            parameters += range(size, size + len(of_parameters))
-            size += len(of_parameters) + len(of_buffers)
+        sizes = (len(of_parameters) + len(of_buffers) for of_parameters, of_buffers in names)
+        starts = dict(zip(modules, accumulate(sizes, initial=0), strict=False))
         paths: dict[nn.Module, str] = {}
         slots: dict[str, int] = {}
         for path, module in walk_modules(model):
@@ -77,8 +63,9 @@ class ModelStructure:
         first = _first(tensors)
         trainable = {
             slot: parameter.requires_grad
-            for slot in parameters
-            if (parameter := tensors[slot]) is not None and first[slot] == slot
+            for module, start in starts.items()
+            for slot, parameter in enumerate(module._parameters.values(), start)
+            if parameter is not None and first[slot] == slot
         }
         return cls(
             modules,
@@ -92,11 +79,7 @@ class ModelStructure:
         )
 
     def for_model(self, model: nn.Module) -> ModelStructure:
-        """Returns the structure of another model, which must be built as this one was.
-
-        Raises:
-            CaptureError: it names what differs.
-        """
+        """Returns the structure of another model; raises where that is not built as this one was."""
         modules = self._modules(model)
         facts = _facts(modules)
         for path, before, now in zip(self.paths, self.facts, facts, strict=True):
@@ -107,11 +90,7 @@ class ModelStructure:
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Raises if the model is not what it was: the graph would go on as if it were.
 
-        Returns:
-            Its parameters and buffers, by slot.
-
-        Raises:
-            CaptureError: it names what changed.
+        Returns its parameters and buffers, by slot.
         """
         modules = self._modules(model)
         if (facts := _facts(modules)) != self.facts:
@@ -184,11 +163,7 @@ class ModelStructure:
 
 
 def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
-    """Raises if a hook waits for a parameter's gradient, which a captured step would not call.
-
-    Raises:
-        CaptureError: there is one.
-    """
+    """Raises if a hook waits for a parameter's gradient, which a captured step would not call."""
     if find_gradient_hooks([parameter]) is not None:
         raise CaptureError(
             f"a hook on parameter {fqn!r} waits for its gradient (register_hook, register_post_accumulate_grad_hook, "

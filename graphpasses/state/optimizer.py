@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from graphpasses.errors import CaptureError
-from graphpasses.state.hyperparameters import Number, NumberDecision, kinds_of, numbers_of
+from graphpasses.state.hyperparameters import Number, NumberDecision, TensorFacts, kinds_of, numbers_of
 from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.slots import AGAIN
-
-_Facts: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,23 +19,15 @@ class OptimizerFacts:
     """Facts about optimizers that the graph of their update has built in.
 
     Numbers among the hyperparameters, and the state's values, are no such facts: the update reads them when it runs.
-
-    Args:
-        optimizers: the live optimizers.
-        groups: by group, the names of its parameters: FQNs, or e.g. ``"parameter 0 of group 1"`` of one that the
-            model does not have.
-        hyperparameters: by group, what is built in of each: that it is a number, or its value.
-        numbers: the numbers of all groups when they were read.
-        decisions: what was decided by them.
-        state: by FQN of each parameter that is updated, and by name: a tensor's facts, or a value.
     """
 
     optimizers: Optimizers
+    # By group, the names of its parameters: FQNs, or e.g. ``"parameter 0 of group 1"`` of one that the model has not.
     groups: tuple[tuple[str, ...], ...]
-    hyperparameters: tuple[Mapping[str, str], ...]
-    numbers: Mapping[Number, Any]
-    decisions: tuple[NumberDecision, ...]
-    state: Mapping[str, Mapping[str, _Facts]]
+    hyperparameters: tuple[Mapping[str, str], ...]  # by group: that each is a number, or its value
+    numbers: Mapping[Number, Any]  # of all groups, when they were read
+    decisions: tuple[NumberDecision, ...]  # what was decided by them
+    state: Mapping[str, Mapping[str, object]]  # by FQN of each parameter that is updated, and by name
 
     @classmethod
     def of(
@@ -55,7 +44,7 @@ class OptimizerFacts:
             tuple(kinds_of(optimizer, group) for optimizer, group in optimizers.groups),
             numbers_of(optimizers),
             tuple(decisions),
-            {fqn: {name: _facts(value) for name, value in values.items()} for fqn, values in state.items()},
+            {fqn: _facts(values) for fqn, values in state.items()},
         )
 
     def fixed(self, groups: Collection[int]) -> OptimizerFacts:
@@ -69,22 +58,16 @@ class OptimizerFacts:
         return replace(self, decisions=(*self.decisions, *map(fixed, built_in)))
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Raises if the optimizer is not what it was: its update would go on as if it were.
+        """Raises if the optimizer is not what it was, or a parameter has a gradient already, and names what changed.
 
-        Returns:
-            Whether all state is there; the optimizer makes it in its first step.
-
-        Raises:
-            CaptureError: it names what changed: hooks, groups, their parameters and hyperparameters, the names,
-                shapes, dtypes or devices of state; or a parameter has a gradient already.
+        Returns whether all state is there; the optimizer makes it in its first step.
         """
         self.optimizers.check()
         names = {parameter: fqn for fqn, parameter in parameters.items()}
         self._check_groups(names)
         is_complete = True
         for fqn, before in self.state.items():
-            state = self.optimizers.state_of(parameters[fqn])
-            now = {name: _facts(value) for name, value in state.items()}
+            now = _facts(self.optimizers.state_of(parameters[fqn]))
             if not now and before:
                 is_complete = False
             elif now != before:
@@ -142,27 +125,16 @@ def _names(group: Mapping[str, Any], index: int, names: Mapping[torch.Tensor, st
         yield names.get(parameter, f"parameter {place} of group {index}")
 
 
-def _facts(value: object) -> _Facts:
-    if not isinstance(value, torch.Tensor):
-        return (repr(value),)
-    placements = value.placements if isinstance(value, DTensor) else None
-    return value.shape, value.dtype, value.device, value.stride(), placements
+def _facts(state: Mapping[str, object]) -> dict[str, object]:
+    return {
+        name: TensorFacts.of(value) if isinstance(value, torch.Tensor) else repr(value)
+        for name, value in state.items()
+    }
 
 
-def _describe(facts: tuple[Any, ...] | None) -> str:
-    if facts is None:
-        return "not there"
-    if len(facts) == 1:
-        return str(facts[0])
-    shape, dtype, device, strides, placements = facts
-    return f"{list(shape)} {dtype} on {device}, strides {list(strides)}" + f", {placements}" * bool(
-        placements
-    )
-
-
-def _changed_state(fqn: str, before: Mapping[str, _Facts], now: Mapping[str, _Facts]) -> str:
+def _changed_state(fqn: str, before: Mapping[str, object], now: Mapping[str, object]) -> str:
     name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
-    had, has = (_describe(each.get(name)) for each in (before, now))
+    had, has = (each.get(name, "not there") for each in (before, now))
     return (
         f"state {name!r} of {fqn!r} in the optimizer was {had} when the step was captured, and is {has} now; load "
         "the state of this model and optimizer, or capture the step again"

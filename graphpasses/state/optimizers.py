@@ -19,10 +19,7 @@ _CAPTURED_OF_TORCHREC = "torchrec", "RowWiseAdagrad"
 
 @dataclass(frozen=True, eq=False)
 class Optimizers:
-    """Optimizers whose groups are counted through: those of the second follow those of the first.
-
-    Args:
-        each: the live optimizers, in the order in which they step.
+    """Optimizers, in the order in which they step; groups of the second are counted on from those of the first.
 
     Example:
         >>> first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
@@ -81,10 +78,6 @@ class Optimizers:
 
     def check(self) -> None:
         """Raises if the update is not, or cannot be, captured.
-
-        Raises:
-            CaptureError: an optimizer is of another class than those that are captured, has hooks, or has options
-                that let it compute otherwise; or two hold one parameter.
 
         Example:
             >>> Optimizers((torch.optim.LBFGS([torch.ones(1, requires_grad=True)]),)).check()

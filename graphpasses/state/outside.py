@@ -84,6 +84,11 @@ class Outside:
                 self.of_model.add(id(value))
         return self.owners[id(value)]
 
+    def read(self, *, of_model: bool) -> list[Owner]:
+        """Returns the owners of which something was read, those of the model or all others."""
+        owners = self.owners.items()
+        return [owner for key, owner in owners if owner.slots and (key in self.of_model) is of_model]
+
     def slot(self, value: Any, name: Any, path: str) -> Slot:
         """Reads a name that something from outside has, and looks into what it finds."""
         owner = self.owner(value)

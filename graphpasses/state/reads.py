@@ -37,10 +37,6 @@ class Reads:
     variables of enclosing functions, and its defaults. Which attributes are read, is asked of the classes of the
     model's modules and of all objects found on the way, whose ``__getattribute__`` is another meanwhile.
 
-    Args:
-        model: the model whose step is traced.
-        loss_fn: the function that is traced, which calls the model.
-
     Example:
         >>> scale = [2.0]
         >>> reads = Reads(nn.Identity(), loss_fn := lambda x: x * scale[0])
@@ -68,25 +64,18 @@ class Reads:
     @property
     def attributes(self) -> list[Owner]:
         """The modules of the model and the objects that these hold of which attributes were read."""
-        return [
-            each for key, each in self._outside.owners.items() if each.slots and key in self._outside.of_model
-        ]
+        return self._outside.read(of_model=True)
 
     @property
     def names(self) -> list[Owner]:
         """All else of which something was read: what functions have names for."""
-        return [
-            each
-            for key, each in self._outside.owners.items()
-            if each.slots and key not in self._outside.of_model
-        ]
+        return self._outside.read(of_model=False)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Watches what the block reads and sets, and puts it back, but for the model's own attributes.
 
-        Raises:
-            CaptureError: it reads an iterator, or changes what it reads outside the model.
+        Raises if it reads an iterator, or changes what it reads outside the model.
         """
         try:
             with self._stack:

@@ -58,11 +58,7 @@ def _of_groups(groups: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]
 
 
 def check_unsharded(groups: Sequence[Any]) -> None:
-    """Raises if a parameter changed since an eager forward unsharded it.
-
-    Raises:
-        CaptureError: eager would train on with what the parameter was.
-    """
+    """Raises if a parameter changed since an eager forward unsharded it: eager would train on with what it was."""
     if (fqn := find_outdated(groups)) is not None:
         raise CaptureError(
             f"parameter {fqn!r} changed while it was unsharded, as a forward without a backward leaves it (an "

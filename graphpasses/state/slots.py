@@ -145,29 +145,21 @@ def _row_of(kind: type) -> _Row:
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A name of an owner.
+    """A name of an owner."""
 
-    Args:
-        path: as messages have it.
-        name: the name.
-        value: what it was; kept, so that no other object has its id.
-        key: its key.
-        opened: the value's own slots, where it counts by these, and not by identity.
-        others: keys of values with which the step is the same, as of a flag that forward sets at its first call.
-    """
-
-    path: str
+    path: str  # as messages have it
     name: str
-    value: Any
+    value: Any  # what it was; kept, so that no other object has its id
     key: Key
-    opened: Owner | None = None
-    others: tuple[Key, ...] = ()
+    opened: Owner | None = None  # the value's own slots, where it counts by these, and not by identity
+    others: tuple[
+        Key, ...
+    ] = ()  # of values with which the step is the same, as of a flag that forward sets once
     _copy: Any = None
 
     def __post_init__(self) -> None:
-        state = torch_state(self.value)
-        if state is not None or type(self.value) in (list, dict, set, deque):
-            self._copy = (self.value if state is None else state).copy()
+        if (items := _items_of(self.value)) is not None:
+            self._copy = items.copy()
 
     def difference(
         self, now: Any, *, strict: bool = False, alike: bool = False, inside: tuple[Owner, ...] = ()
@@ -202,8 +194,12 @@ class Slot:
         ):
             write(owner, self.name, self.value)
         if self._copy is not None:
-            state = torch_state(self.value)
-            put_back(self.value if state is None else state, self._copy)
+            put_back(_items_of(self.value), self._copy)
+
+
+def _items_of(value: Any) -> Any:
+    """Returns what has the items of a value that can be put back: itself, or an object's of torch attributes."""
+    return value if type(value) in (list, dict, set, deque) else torch_state(value)
 
 
 def put_back(value: Any, copy: Any) -> None:
@@ -226,16 +222,10 @@ def _leaves(items: Any) -> Iterator[Any]:
 
 @dataclass(eq=False, slots=True)
 class Owner:
-    """An owner, and those of its names that count.
+    """An owner, and those of its names that count."""
 
-    Args:
-        value: the owner.
-        path: as messages have it; empty where its names stand for themselves.
-        slots: by name.
-    """
-
-    value: Any
-    path: str = ""
+    value: Any  # the owner
+    path: str = ""  # as messages have it; empty where its names stand for themselves
     slots: dict[str, Slot] = field(default_factory=dict)
     _getter: Callable[[Any], Any] | None = None
     _ids: tuple[int, ...] = ()

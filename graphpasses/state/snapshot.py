@@ -19,19 +19,14 @@ _IN_BATCH = "give it in the batch, as a tensor, or capture the step again"
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """What a graph has built in, and each call of its step checks.
+    """What a graph has built in, and each call of its step checks."""
 
-    Args:
-        structure: of the model: modules, ties, which parameters are trained.
-        settings: of torch and of FSDP2's groups.
-        attributes: those of the model's modules, and of objects that these hold, that forward read.
-        names: values from outside that the step's code reads.
-    """
-
-    structure: ModelStructure
-    settings: tuple[Owner, ...]
-    attributes: tuple[Owner, ...] = ()
-    names: tuple[Owner, ...] = ()
+    structure: ModelStructure  # modules, ties, which parameters are trained
+    settings: tuple[Owner, ...]  # of torch and of FSDP2's groups
+    attributes: tuple[
+        Owner, ...
+    ] = ()  # of the model's modules, and of objects that these hold: those forward read
+    names: tuple[Owner, ...] = ()  # values from outside that the step's code reads
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
@@ -48,16 +43,9 @@ class Snapshot:
         return cls(ModelStructure.of(model), settings_of(model), tuple(attributes), tuple(names))
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
-        """Raises if something is not what it was: eager would follow, and the graph would not.
+        """Raises if something is not what it was, and names it: eager would follow, and the graph would not.
 
-        Args:
-            model: the model.
-
-        Returns:
-            The model's parameters and buffers, by slot of the structure.
-
-        Raises:
-            CaptureError: it names what changed.
+        Returns the model's parameters and buffers, by slot of the structure.
         """
         tensors = self.structure.check(model)
         for owners, advice in ((self.attributes, AGAIN), (self.settings, AGAIN), (self.names, _IN_BATCH)):
@@ -67,11 +55,7 @@ class Snapshot:
         return tensors
 
     def for_model(self, model: nn.Module) -> Snapshot:
-        """Returns the same of another model, which must be built as this one was.
-
-        Raises:
-            CaptureError: it names what differs.
-        """
+        """Returns the same of another model; raises where that is not built as this one was."""
         structure = self.structure.for_model(model)
         others = dict(zip(map(id, self.structure.modules), structure.modules, strict=True))
         known: dict[int, Owner] = {}

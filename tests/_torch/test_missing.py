@@ -26,12 +26,6 @@ def test_other_import_errors_are_quoted() -> None:
             "torch._C._dynamo.eval_frame",
             "_get_cache_entries_for_region",
         ),
-        (
-            "traced_calls",
-            "a compiled TorchRec model",
-            "torch.distributed._functional_collectives",
-            "_group_or_group_name",
-        ),
     ],
 )
 def test_as_with_torch_2_11(

@@ -25,13 +25,12 @@ class PreparedInputs:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    # What replaced the user's containers, in the order in which it was done.
-    changes: tuple[_Prepare, ...] = ()
+    prepare: _Prepare | None = None  # what replaced the user's containers
 
     def write_back(self) -> None:
         """Does to the user's containers what the call did to those that replaced them."""
-        for prepare in reversed(self.changes):
-            prepare.write_back()
+        if self.prepare is not None:
+            self.prepare.write_back()
 
 
 def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedInputs:
@@ -40,49 +39,47 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedIn
     They are found in tuples, lists, dicts, dataclasses and TorchRec's ``Pipelineable`` objects. Tensors beside them
     become aliases if their first dim is a number of samples, which may vary. Nothing that the user holds changes.
     """
-    module = sys.modules.get("torchrec.sparse.jagged_tensor")
-    if module is None:
-        return PreparedInputs(tuple(args), dict(kwargs))
-    jagged: Any = module
-    batch_sizes: set[int] = set()
-
-    def prepare_keyed(features: Any) -> Any:
-        prepared = _prepare_keyed(features)
-        if not prepared.variable_stride_per_key():
-            batch_sizes.add(prepared.stride())
-        return prepared
+    value = (tuple(args), dict(kwargs))
+    jagged: Any = sys.modules.get("torchrec.sparse.jagged_tensor")
+    if jagged is None:
+        return PreparedInputs(*value)
+    keyed = {id(features): _prepare_keyed(features) for features in _find_keyed(jagged, value)}
+    batch_sizes = {each.stride() for each in keyed.values() if not each.variable_stride_per_key()}
 
     def prepare_dense(tensor: Tensor) -> Tensor:
         is_per_sample = type(tensor) is Tensor and tensor.dim() > 0 and tensor.size(0) in batch_sizes
         return _alias(tensor, mark_varying) if is_per_sample else tensor
 
-    keyed, other = jagged.KeyedJaggedTensor, jagged.JaggedTensor
-    value = (tuple(args), dict(kwargs))
-    changes = []
-    for kinds in (
-        {Tensor: _keep, keyed: prepare_keyed, other: _prepare_jagged},
-        {Tensor: prepare_dense, keyed: _keep, other: _keep},
-    ):
-        changes.append(_Prepare(kinds, jagged.Pipelineable))
-        value = changes[-1](value)
-    return PreparedInputs(*value, tuple(changes))
+    kinds: dict[type, Callable[[Any], Any]] = {
+        Tensor: prepare_dense,
+        jagged.KeyedJaggedTensor: lambda features: keyed[id(features)],
+        jagged.JaggedTensor: _prepare_jagged,
+    }
+    prepare = _Prepare(kinds, jagged.Pipelineable)
+    return PreparedInputs(*prepare(value), prepare)
 
 
 def check_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Checks the key-jagged tensors of a model's first batch, as its sharded modules do in their first eager call."""
-    module = sys.modules.get("torchrec.sparse.jagged_tensor")
-    if module is None:
+    jagged: Any = sys.modules.get("torchrec.sparse.jagged_tensor")
+    if jagged is None:
         return
     from torchrec.sparse.jagged_tensor_validator import validate_keyed_jagged_tensor
 
-    jagged: Any = module
-
-    def check(features: Any) -> Any:
+    for features in _find_keyed(jagged, (tuple(args), dict(kwargs))):
         validate_keyed_jagged_tensor(features)
+
+
+def _find_keyed(jagged: Any, value: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(features: Any) -> Any:
+        found.append(features)
         return features
 
-    kinds = {Tensor: _keep, jagged.KeyedJaggedTensor: check, jagged.JaggedTensor: _keep}
-    _Prepare(kinds, jagged.Pipelineable)((tuple(args), dict(kwargs)))
+    kinds = {Tensor: _keep, jagged.KeyedJaggedTensor: note, jagged.JaggedTensor: _keep}
+    _Prepare(kinds, jagged.Pipelineable)(value)
+    return found
 
 
 def _keep(value: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphpasses.embedding.torchrec.brief_traces import BRIEF_TRACES
 from graphpasses.embedding.torchrec.eager_parts import (
     embeddings_by_steps,
     graphpasses_decides_by_steps,
@@ -323,7 +322,6 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.comm_ops:variable_batch_all2all_pooled_sync", carry_codecs),
     Patch(f"{_DIST}.comm_ops:AllToAllSingle", all_to_all_single),
     Patch(f"{_DIST}.comm_ops:reduce_scatter_v_sync", reduce_as_eager),
-    *BRIEF_TRACES,
     *TRACED_DISTS,
     *(
         Patch(f"{_DIST}.{module}.{name}", wrap)

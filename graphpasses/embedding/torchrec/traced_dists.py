@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphpasses._torch.traced_calls import read_size
+from graphpasses._torch.dynamo import read_size
 from graphpasses.embedding.torchrec.patching import Patch
 from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS
 from graphpasses.ops.size_tensor import SIZE_TENSOR

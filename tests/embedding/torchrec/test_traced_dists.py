@@ -14,6 +14,8 @@ from tests.helpers.recommenders import Compiled, ids  # first: no warnings  # is
 
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed import dist_data
+from torchrec.distributed.types import Awaitable
+from torchrec.pt2 import checks
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.embedding.torchrec.model_call import tracing_scope
@@ -68,3 +70,54 @@ def test_eager_in_the_scope_is_as_before() -> None:
         with fake_process_group(2):
             sent = dist_data.KJTAllToAll(torch.distributed.group.WORLD, [1, 2])(features)
     assert type(sent) is dist_data.KJTAllToAllSplitsAwaitable
+
+
+class Ready(Awaitable[Tensor]):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+    def _wait_impl(self) -> Tensor:
+        return self.value
+
+
+def sizes(features: KeyedJaggedTensor) -> Tensor:
+    """What a key-jagged tensor computes of its sizes, each asked for twice."""
+    found = [0, 0]
+    for index in range(2):
+        lengths, starts = features.length_per_key(), features.offset_per_key()
+        found[index] = (
+            features.stride() + 10 * features.stride_per_key()[1] + 100 * lengths[0] + 1000 * starts[1]
+        )
+    return torch.ones(1) * found[0] + 7 * found[1]
+
+
+def test_sizes_traced_as_in_eager() -> None:
+    compiled = Compiled(sizes)
+    results = [
+        (compiled(ids(rank, step, 2)), sizes(ids(rank, step, 2))) for rank in range(2) for step in range(2)
+    ]
+    assert all(torch.equal(*pair) for pair in results)
+    assert len({eager.item() for _, eager in results}) > 1
+    assert compiled.backend.num_graphs == 1
+
+
+def test_sizes_in_the_scope_are_as_before() -> None:
+    expected = sizes(ids(0, 0, 2))
+    with tracing_scope():
+        assert torch.equal(sizes(ids(0, 0, 2)), expected)
+
+
+def waited(value: Tensor) -> Tensor:
+    awaitable = Ready(value)
+    awaitable.callbacks.append(lambda result: result * 2)
+    result: Tensor = awaitable.wait() + checks.is_torchdynamo_compiling()
+    return result
+
+
+def test_waits_call_back() -> None:
+    with tracing_scope():
+        traced = torch.compile(waited, backend="eager", fullgraph=True)(torch.ones(2))
+        eager = waited(torch.ones(2))
+    assert eager.tolist() == [2, 2] == waited(torch.ones(2)).tolist()
+    assert traced.tolist() == [3, 3]  # is_torchdynamo_compiling() adds one
