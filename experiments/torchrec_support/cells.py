@@ -54,7 +54,8 @@ class Cell:
         column: its column.
         module: what looks up.
         sharding: TorchRec's name of the sharding type; "mixed": tables of one collection in turn table-wise, row-wise
-            and data-parallel; "none": one process's model on each rank, its lookups lowered.
+            and data-parallel; two names with "and": tables in turn one and the other; "none": one process's model on
+            each rank, its lookups lowered.
         kernel: TorchRec's name of the compute kernel.
         optimizer: of the tables, in backward.
         batch: how batches are made.
@@ -62,6 +63,7 @@ class Cell:
         pipeline: which of TorchRec's pipelines trains it; a plain loop if empty.
         table_dtype: of the tables.
         num_ranks: processes; two of them are a host.
+        num_tables: how many; 0 takes three or four.
     """
 
     group: str
@@ -76,6 +78,7 @@ class Cell:
     pipeline: str = ""
     table_dtype: str = "FP32"
     num_ranks: int = 2
+    num_tables: int = 0
 
     @property
     def name(self) -> str:
@@ -121,6 +124,7 @@ def cells() -> Iterator[Cell]:
         for sharding in ("table_wise", "row_wise"):
             yield Cell("pipeline", pipeline, sharding, sharding=sharding, pipeline=pipeline)
     yield from _more_ranks()
+    yield from _some_tables()
 
 
 def _optimizer(module: str) -> str:
@@ -142,3 +146,19 @@ def _more_ranks() -> Iterator[Cell]:
         )
         yield replace(mixed, communication=("fp16", "fp16"), pipeline="TrainPipelineSparseDist")
         yield replace(mixed, row="mixed, EBC, bf16", communication=("bf16", "bf16"))
+
+
+def _some_tables() -> Iterator[Cell]:
+    """Of one table, or two, some ranks have none; and schemes meet in one collection."""
+    pairs = [f"{a} and {b}" for index, a in enumerate(SHARDINGS) for b in SHARDINGS[index + 1 :]]
+    for num_ranks in (2, 4):
+        for num_tables in (1, 2, 6):
+            for sharding in SHARDINGS:
+                kernel = "dense" if sharding == "data_parallel" else "fused"
+                for module in ("EBC", "EC"):
+                    column = f"{num_tables}, {num_ranks} ranks"
+                    cell = Cell("number of tables", f"{sharding}, {module}", column, module, sharding, kernel)
+                    yield replace(cell, num_ranks=num_ranks, num_tables=num_tables)
+        for pair in pairs:
+            column = f"4, {num_ranks} ranks"
+            yield Cell("number of tables", pair, column, sharding=pair, num_ranks=num_ranks, num_tables=4)

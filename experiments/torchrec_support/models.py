@@ -183,9 +183,10 @@ def _plan(cell: Cell, model: nn.Module, sharder: ModuleSharder[nn.Module]) -> Sh
 
 
 def _sharding(cell: Cell, index: int, world: int) -> Any:
-    kinds = ("table-wise", "row-wise", "data-parallel")
-    kind = kinds[index % 3] if cell.sharding == "mixed" else cell.sharding
-    return SHARDINGS[kind.replace("_shard", "").replace("_", "-")](index, world)
+    mixed = "table_wise and row_wise and data_parallel"
+    kinds = (mixed if cell.sharding == "mixed" else cell.sharding).split(" and ")
+    kind = kinds[index % len(kinds)].replace("_shard", "").replace("_", "-")
+    return SHARDINGS[kind](index // len(kinds) if len(kinds) == 2 else index, world)
 
 
 def _model(cell: Cell, lr: float, device: torch.device) -> nn.Module:

@@ -35,7 +35,7 @@ def make_tables(cell: Cell) -> list[Any]:
             "feature_names": [f"feature_{index % 3 if shares_feature else index}"],
             "data_type": DataType[cell.table_dtype],
         }
-        for index in range(3 if sequence or "zero-collision" in cell.module else 4)
+        for index in range(cell.num_tables or (3 if sequence or "zero-collision" in cell.module else 4))
     ]
     if sequence:
         return [EmbeddingConfig(**table) for table in facts]
@@ -44,7 +44,7 @@ def make_tables(cell: Cell) -> list[Any]:
 
 
 def _dim(cell: Cell, index: int) -> int:
-    if cell.sharding == "grid_shard":
+    if "grid_shard" in cell.sharding:
         return 256  # TorchRec's grid halves no table that is narrower
     # FBGEMM's rows are multiples of 4 wide, also where each rank holds a part of each.
     return 4 * cell.num_ranks * (2 if is_sequence(cell) else index + 2)

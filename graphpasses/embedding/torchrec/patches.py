@@ -58,6 +58,23 @@ def _without_cast(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _with_plain_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original gives torch.fx's immutable lists to torch's functions, which Dynamo has no node for."""
+    from torchrec.distributed.types import LazyAwaitable
+
+    def waited(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)([waited(each) for each in value])
+        return LazyAwaitable._wait_async(value)
+
+    def __torch_function__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            return original(cls, func, types, args, kwargs)
+        return func(*waited(args), **{name: waited(each) for name, each in (kwargs or {}).items()})
+
+    return __torch_function__
+
+
 def _on_copies(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original's bounds check corrects ids in place, in slices that AOTAutograd cannot write back."""
 
@@ -302,6 +319,7 @@ TORCHREC_PATCHES = PatchSet(
     Patch(f"{_DIST}.embedding_lookup:GroupedPooledEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.embedding_lookup:GroupedEmbeddingsLookup.get_resize_awaitables", _without_walrus),
     Patch(f"{_DIST}.sharding.dp_sharding:DpSparseFeaturesDist.forward", _without_cast),
+    Patch(f"{_DIST}.types:LazyAwaitable.__torch_function__", _with_plain_lists),
     Patch(
         f"{_DIST}.mc_embedding_modules:BaseShardedManagedCollisionEmbeddingCollection.forward",
         managed_collisions,

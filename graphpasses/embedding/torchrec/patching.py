@@ -31,8 +31,8 @@ class Patch:
         for part in owners:
             owner = getattr(owner, part)
         original = vars(owner).get(name)
-        if isinstance(original, staticmethod):
-            return owner, name, staticmethod(self.wrap(original.__func__))
+        if isinstance(original, (staticmethod, classmethod)):
+            return owner, name, type(original)(self.wrap(original.__func__))
         return owner, name, self.wrap(original)
 
 

@@ -135,7 +135,6 @@ def _split(original: Callable[..., Any]) -> Callable[..., Any]:
 def _permute(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original, traced, calls an operator that refuses a batch without samples, and reads more than is needed."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     def permute(self: Any, indices: list[int], indices_tensor: Tensor | None = None) -> Any:
         if (
@@ -145,6 +144,8 @@ def _permute(original: Callable[..., Any]) -> Callable[..., Any]:
             or not indices
         ):
             return original(self, indices, indices_tensor)
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # Dynamo calls no class that is in a cell
+
         names = self.keys()
         keys = [names[index] for index in indices]
         if statically_known_true(self.lengths().numel() == 0):  # the stride itself never is a constant

@@ -45,6 +45,7 @@ from tests.helpers.recommenders import (
 )
 
 TW0, TW1 = plans.table_wise(rank=0), plans.table_wise(rank=1)
+TWRW0, TWRW1 = plans.table_row_wise(host_index=0), plans.table_row_wise(host_index=1)
 RW, CW, DP = plans.row_wise(), plans.column_wise(ranks=[0, 1]), plans.data_parallel()
 
 
@@ -109,6 +110,20 @@ class Shared(nn.Module):
         return self.left(features) * self.right(features)
 
 
+class Towers(nn.Module):
+    """TorchRec's published two towers: each reads columns by name, of what has not arrived yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = bags(2)
+        self.left, self.right = nn.Linear(DIM, 4), nn.Linear(DIM, 4)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pooled = self.embeddings(features)
+        left, right = (torch.cat([pooled[name]], dim=1) for name in ("f0", "f1"))
+        return (self.left(left) * self.right(right)).sum(dim=1).square().mean()
+
+
 def feature_processed() -> nn.Module:
     processors = {f"f{index}": PositionWeightedModule(4) for index in range(2)}
     return Scored(FeatureProcessedEmbeddingBagCollection(bags(2, is_weighted=True), processors), 2 * DIM)
@@ -138,6 +153,10 @@ ON_2_RANKS: dict[str, Callable[[], Case]] = {
         lambda: Scored(sequences(4), DIM), (TW0, RW, CW, TW1), partial(one, 4), torch.optim.Adagrad
     ),
     "several": lambda: Case(Several, (TW0, TW0, TW0, TW0, RW, CW), several_batches, RowWiseAdagrad),
+    "towers": lambda: Case(Towers, (TW0, RW), partial(one, 2)),
+    "table-row-wise": lambda: Case(
+        lambda: Scored(bags(2), 2 * DIM), (TWRW0, TWRW1), partial(one, 2), num_local_ranks=1
+    ),
     "shared": lambda: Case(Shared, (TW1, RW), partial(one, 2)),
     "feature-processed": lambda: Case(feature_processed, (TW0, RW), partial(one, 2)),
     "batch sizes per feature": lambda: Case(
