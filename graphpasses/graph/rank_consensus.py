@@ -68,7 +68,7 @@ class RankConsensus:
 
         ``launches`` are this rank's, in order; None if they are not known: then no rank's are checked.
         """
-        if self.groups and self.all_ranks([launches is not None])[0]:
+        if self.groups and self.all_ranks([launches is not None])[0] and launches is not None:
             self._check_alike(launches, _unlike_launches, "launch different collectives")
 
     def check_update(self, optimizers: Optimizers | None, clip_norm: float | None) -> None:

@@ -56,9 +56,14 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
+def _counts(optimizer: Optimizer) -> frozenset[str]:
+    kind: Any = type(optimizer)
+    return _integers(kind)
+
+
 @functools.cache
-def _counts(kind: Any) -> frozenset[str]:
-    """Returns the hyperparameters that a class of optimizers declares as integers: it loops by them."""
+def _integers(kind: type[Optimizer]) -> frozenset[str]:
+    """Returns the hyperparameters that an optimizer declares as integers: it loops by them."""
     parameters = inspect.signature(kind).parameters.values()
     return frozenset(each.name for each in parameters if each.annotation in (int, "int"))
 
@@ -82,7 +87,7 @@ def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
         (index, name): value
         for index, (optimizer, group) in enumerate(optimizers.groups)
         for hyperparameter in optimizer.defaults
-        if hyperparameter not in _counts(type(optimizer))
+        if hyperparameter not in _counts(optimizer)
         for name, value in _parts(hyperparameter, group.get(hyperparameter))
         if is_number(value) or isinstance(value, torch.Tensor)
     }
@@ -106,7 +111,7 @@ def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[s
 
 def kinds_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, str]:
     """Returns by name of a hyperparameter what an update has built in of it: whether it is a number, or its value."""
-    counts = _counts(type(optimizer))
+    counts = _counts(optimizer)
     return {
         name: repr(group.get(name)) if name in counts else _kind(group.get(name))
         for name in optimizer.defaults

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from operator import attrgetter
 from types import CellType, MethodType
 from typing import Any, NamedTuple
 
@@ -227,8 +226,7 @@ class Owner:
     value: Any  # the owner
     path: str = ""  # as messages have it; empty where its names stand for themselves
     slots: dict[str, Slot] = field(default_factory=dict)
-    _getter: Callable[[Any], Any] | None = None
-    _ids: tuple[int, ...] = ()
+    _held: dict[str, int] | None = None  # ids of the values that are there, by name
     _checked: tuple[Slot, ...] = ()
 
     def add(self, name: Any, path: str | None = None, *, value: Any = ...) -> Slot:
@@ -236,7 +234,7 @@ class Owner:
         value = read(self.value, name) if value is ... else value
         slot = Slot(f"{self.path}.{name}".lstrip(".") if path is None else path, name, value, key_of(value))
         self.slots[name] = slot
-        self._getter = None
+        self._held = None
         return slot
 
     def difference(
@@ -261,27 +259,18 @@ class Owner:
 
     def _holds(self, owner: Any) -> bool:
         """Whether all names have the objects that they had, which is asked at each call of a step."""
-        if self._getter is None:
-            there = [
-                slot
-                for slot in self.slots.values()
-                if slot.value is not MISSING and not isinstance(slot.value, MethodType)
-            ]
+        if self._held is None:
+            slots = self.slots.values()
+            there = (each for each in slots if each.value is not MISSING)
+            self._held = {
+                each.name: id(each.value) for each in there if not isinstance(each.value, MethodType)
+            }
             self._checked = tuple(
-                slot for slot in self.slots.values() if slot.value is MISSING or changes_in_place(slot.value)
+                each for each in slots if each.value is MISSING or changes_in_place(each.value)
             )
-            names = [slot.name for slot in there]
-            kind: Any = type(owner)
-            reads = _row_of(kind)[1]
-            if reads is _read_attribute and len(names) > 1 and all(map(str.isidentifier, names)):
-                self._getter = attrgetter(*names)
-            else:
-                self._getter = lambda owner: [reads(owner, name) for name in names]
-            self._ids = tuple(id(slot.value) for slot in there)
-        try:
-            return tuple(map(id, self._getter(owner))) == self._ids
-        except Exception:  # what cannot be read now is told, name by name
-            return False
+        kind: Any = type(owner)
+        reads = _row_of(kind)[1]
+        return all(id(reads(owner, name)) == before for name, before in self._held.items())
 
     def of(self, value: Any, known: dict[int, Owner]) -> Owner:
         """Returns the same names of another owner, which is alike, or the one that is known by its id already."""

@@ -56,7 +56,8 @@ def prepare_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> PreparedIn
         jagged.JaggedTensor: _prepare_jagged,
     }
     prepare = _Prepare(kinds, jagged.Pipelineable)
-    return PreparedInputs(*prepare(value), prepare)
+    new_args, new_kwargs = prepare(value)
+    return PreparedInputs(new_args, new_kwargs, prepare)
 
 
 def check_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

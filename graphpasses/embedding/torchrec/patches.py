@@ -67,7 +67,7 @@ def _with_plain_lists(original: Callable[..., Any]) -> Callable[..., Any]:
             return type(value)([waited(each) for each in value])
         return LazyAwaitable._wait_async(value)
 
-    def __torch_function__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N807
         if not torch.compiler.is_dynamo_compiling():
             return original(cls, func, types, args, kwargs)
         return func(*waited(args), **{name: waited(each) for name, each in (kwargs or {}).items()})
