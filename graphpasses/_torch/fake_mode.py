@@ -254,6 +254,35 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
     return [FakeTensor(mode, each, device) for each in result]
 
 
+class _UndecidedError(Exception):
+    """What an operator asked of sizes does not follow from what is known of them."""
+
+
+def fake_call_for_all_sizes(
+    mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls an operator on fake tensors; returns None if it would decide by sizes that are symbols, or fails.
+
+    The compiler, whose symbols these are, learns nothing from the call.
+    """
+    shape_env: Any = mode.shape_env
+    if shape_env is None:
+        return fake_call(mode, target, args, kwargs)
+
+    def known(expr: Any, *_: Any, **__: Any) -> Any:
+        found = shape_env._maybe_evaluate_static(expr)
+        if found is None:
+            raise _UndecidedError
+        return found
+
+    replaced = mock.patch.multiple(shape_env, evaluate_expr=known, guard_or_defer_runtime_assert=known)
+    try:
+        with replaced:
+            return fake_call(mode, target, args, kwargs)
+    except Exception:  # also one that an operator makes of ours
+        return None
+
+
 def _without_symbol(value: Any) -> Any:
     return 0.5 if isinstance(value, torch.SymFloat) else value
 

@@ -116,6 +116,36 @@ def _without_caches(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_td_to_kjt
 
 
+def _with_dims_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The original moves the tables' dims to the CPU in each forward, and sets them as an attribute of the module."""
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import generate_vbe_metadata
+
+    def _generate_vbe_metadata(
+        self: Any,
+        offsets: Tensor,
+        batch_size_per_feature_per_rank: list[list[int]] | None,
+        vbe_output: Tensor | None = None,
+        vbe_output_offsets: Tensor | None = None,
+    ) -> Any:
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            or batch_size_per_feature_per_rank is not None
+            or self.feature_dims.device.type != "cpu"
+        ):
+            return original(self, offsets, batch_size_per_feature_per_rank, vbe_output, vbe_output_offsets)
+        return generate_vbe_metadata(
+            offsets,
+            None,
+            self.pooling_mode,
+            self.feature_dims,
+            self.current_device,
+            vbe_output,
+            vbe_output_offsets,
+        )
+
+    return _generate_vbe_metadata
+
+
 @constant
 def graphpasses_load_steps(self: Any) -> None:
     """In its first eager forward a TBE takes the number of steps that was loaded to the host."""
@@ -326,6 +356,7 @@ TORCHREC_PATCHES = PatchSet(
     ),
     Patch(f"{_TBE}.graphpasses_load_steps", graphpasses_load_steps),
     Patch(f"{_TBE}.prepare_inputs", _on_copies),
+    Patch(f"{_TBE}._generate_vbe_metadata", _with_dims_on_host),
     Patch(f"{_TBE}.forward", lookup_by_steps),
     Patch(f"{_TBE}.log", _silent),
     Patch("torchrec.sparse.jagged_tensor:KeyedJaggedTensor.dist_init", _permute_received),

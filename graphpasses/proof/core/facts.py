@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake
+from graphpasses._torch.fake_mode import fake_call, fake_call_for_all_sizes, fake_mode_of, is_fake
 from graphpasses._torch.schemas import returns_alias
 from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import attribute, freeze
@@ -79,9 +79,9 @@ class Facts:
                 self.values[node] = self.given(node)
                 self.origins[node] = known.origins.get(original, [])
             else:
-                self.values[node] = self._computed(node)
-                is_old = original is not None and self.given(node) is original.meta.get("val")
-                if _depends_on_data(self.values[node]) and is_old:
+                value = self.values[node] = self._computed(node)
+                is_old = original is not None and value is original.meta.get("val")
+                if _depends_on_data(value) and is_old:
                     self._stale.add(node)
             self.geometries[node] = geometries(self.values[node])
             self._place(node)
@@ -162,7 +162,8 @@ class Facts:
         return [first.setdefault(root, index) for index, root in enumerate(roots)]
 
     def _computed(self, node: fx.Node) -> Any:
-        if node.op != "call_function" or _depends_on_data(node.meta.get("val")):
+        """Returns what a call makes of its inputs; what the node says it has, where that depends on data."""
+        if node.op != "call_function" or "unbacked_bindings" in node.meta:
             return node.meta.get("val")
         args: Any
         kwargs: Any
@@ -172,7 +173,10 @@ class Facts:
         mode = fake_mode_of(args, kwargs)
         if mode is None:
             return node.meta.get("val")
-        return fake_call(mode, node.target, args, kwargs)
+        if not _depends_on_data(node.meta.get("val")):
+            return fake_call(mode, node.target, args, kwargs)
+        found = fake_call_for_all_sizes(mode, node.target, args, kwargs)
+        return node.meta.get("val") if found is None else found
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 

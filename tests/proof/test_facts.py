@@ -1,0 +1,61 @@
+"""Fake values of a rewritten graph: computed again where its calls have other inputs, also with sizes that vary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphpasses._torch.fake_mode import fake_mode_of
+from graphpasses.proof.core.facts import Facts
+
+aten = torch.ops.aten
+
+
+def strides(function: Callable[[Tensor], Tensor], rewrite: Callable[[fx.Graph], None]) -> list[tuple[str, ...]]:
+    """Strides of the last value, before and after a rewrite that leaves each ``val`` as it was."""
+    traced = make_fx(function, tracing_mode="symbolic")(torch.ones(6, 8))
+    guards = fake_mode_of(*(node.meta.get("val") for node in traced.graph.nodes)).shape_env.guards
+    num_guards = len(guards)
+    known = Facts(traced.graph)
+    after = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    after.output(after.graph_copy(traced.graph, copies))
+    rewrite(after)
+    facts = Facts(after, known)
+    assert len(guards) == num_guards  # the compiler's
+    found = []
+    for each, graph in ((known, traced.graph), (facts, after)):
+        (last,) = graph.output_node().all_input_nodes
+        (view,) = each.views(last)
+        found.append(tuple(map(str, view[1])))  # type: ignore[index]
+    return found
+
+
+def without_split(graph: fx.Graph) -> None:
+    (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)
+    split = cat.args[0][0].args[0]  # type: ignore[index, union-attr]
+    cat.args = ([split.args[0]], 1)  # type: ignore[union-attr]
+
+
+def test_strides_that_follow_for_all_sizes_are_known() -> None:
+    def function(x: Tensor) -> Tensor:
+        return torch.cat(x.split([4, 4], 1), 1).view(-1, 2, 4).transpose(0, 1)
+
+    before, after = strides(function, without_split)
+    assert before == after == ("4", "8", "1")
+
+
+def without_copy(graph: fx.Graph) -> None:
+    (clone,) = graph.find_nodes(op="call_function", target=aten.clone.default)
+    clone.replace_all_uses_with(clone.args[0])  # type: ignore[arg-type]
+
+
+def test_strides_that_sizes_decide_are_not() -> None:
+    def function(x: Tensor) -> Tensor:
+        return x.expand(x.size(0) - 4, x.size(0), 8).clone(memory_format=torch.contiguous_format) + 1
+
+    before, after = strides(function, without_copy)
+    assert before[0] != after[0]
