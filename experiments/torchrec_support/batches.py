@@ -13,9 +13,9 @@ from torchrec.distributed.test_utils.test_model import ModelInput
 from experiments.torchrec_support.cells import Cell
 from experiments.torchrec_support.tables import make_tables, make_weighted_tables
 
-__all__ = ["NUM_DENSE_FEATURES", "make_batches"]
+__all__ = ["MAX_LENGTH", "NUM_DENSE_FEATURES", "make_batches"]
 
-NUM_STEPS, BATCH_SIZE, NUM_DENSE_FEATURES = 4, 6, 8
+NUM_STEPS, BATCH_SIZE, NUM_DENSE_FEATURES, MAX_LENGTH = 4, 6, 8, 10
 
 
 def make_batches(cell: Cell) -> list[ModelInput]:

@@ -37,6 +37,11 @@ Module = Literal[
     *("EBC", "EBC, mean", "weighted EBC", "FusedEBC", "feature-processed EBC", "zero-collision EBC"),
     *("EC", "FusedEC", "zero-collision EC", "TorchRec's test model"),
 ]
+Published = Literal[
+    *("DLRM", "DLRM_DCN", "DLRM_Projection", "SimpleDeepFMNN"),
+    *("DLRM_Transformer", "two towers", "BERT4Rec"),
+]
+PUBLISHED_GROUP = "published models"
 BatchKind = Literal[
     *("as all", "another size on each rank", "another size in each step", "a size per feature"),
     *("offsets instead of lengths", "int32 ids", "int32 lengths", "a TensorDict", "one sample"),
@@ -69,7 +74,7 @@ class Cell:
     group: str
     row: str
     column: str = "result"
-    module: Module = "EBC"
+    module: Module | Published = "EBC"
     sharding: str = "table_wise"
     kernel: str = "fused"
     optimizer: str = "row-wise adagrad"
@@ -125,6 +130,9 @@ def cells() -> Iterator[Cell]:
             yield Cell("pipeline", pipeline, sharding, sharding=sharding, pipeline=pipeline)
     yield from _more_ranks()
     yield from _some_tables()
+    for model in Published.__args__:
+        for sharding in ("table_wise", "row_wise", "mixed"):
+            yield Cell(PUBLISHED_GROUP, model, sharding, model, sharding)
 
 
 def _optimizer(module: str) -> str:

@@ -45,13 +45,14 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from experiments.torchrec_parity.cases import LOCAL_SIZE
 from experiments.torchrec_parity.models import SHARDINGS
-from experiments.torchrec_support.batches import NUM_DENSE_FEATURES
-from experiments.torchrec_support.cells import Cell
+from experiments.torchrec_support.batches import MAX_LENGTH, NUM_DENSE_FEATURES
+from experiments.torchrec_support.cells import PUBLISHED_GROUP, Cell
+from experiments.torchrec_support.published import make_published
 from experiments.torchrec_support.tables import is_sequence, make_tables, make_weighted_tables
 
 __all__ = ["LR", "build"]
 
-LR, MAX_LENGTH = 0.1, 10
+LR = 0.1
 
 _ROWWISE = EmbOptimType.EXACT_ROWWISE_ADAGRAD
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -191,6 +192,8 @@ def _sharding(cell: Cell, index: int, world: int) -> Any:
 
 def _model(cell: Cell, lr: float, device: torch.device) -> nn.Module:
     tables = make_tables(cell)
+    if cell.group == PUBLISHED_GROUP:
+        return make_published(cell.module, tables, device)
     weighted = cell.module == "weighted EBC"
     dim = sum(table.embedding_dim * len(table.feature_names) for table in tables)
     options: dict[str, Any] = {"tables": tables, "device": device}
@@ -254,7 +257,7 @@ def _sharder(cell: Cell, lr: float) -> ModuleSharder[nn.Module]:
     rows = EmbeddingCollectionSharder(fused_params, codecs)
     bags = EmbeddingBagCollectionSharder(fused_params, codecs)
     match cell.module:
-        case "EC":
+        case "EC" | "BERT4Rec":
             return rows
         case "FusedEC":
             return FusedEmbeddingCollectionSharder()

@@ -7,14 +7,14 @@ from typing import Any
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_configs import DataType
 
-from experiments.torchrec_support.cells import Cell
+from experiments.torchrec_support.cells import PUBLISHED_GROUP, Cell
 
 __all__ = ["is_sequence", "make_tables", "make_weighted_tables"]
 
 
 def is_sequence(cell: Cell) -> bool:
     """Whether the module of a cell returns a row per id, not per bag."""
-    return cell.module in ("EC", "FusedEC", "zero-collision EC")
+    return cell.module in ("EC", "FusedEC", "zero-collision EC", "BERT4Rec")
 
 
 def make_tables(cell: Cell) -> list[Any]:
@@ -25,7 +25,7 @@ def make_tables(cell: Cell) -> list[Any]:
     """
     sequence = is_sequence(cell)
     shares_feature = (
-        not sequence and cell.module != "weighted EBC"
+        not sequence and cell.module != "weighted EBC" and cell.group != PUBLISHED_GROUP
     )  # whose batches would have two of one name
     facts = [
         {
@@ -44,6 +44,8 @@ def make_tables(cell: Cell) -> list[Any]:
 
 
 def _dim(cell: Cell, index: int) -> int:
+    if cell.group == PUBLISHED_GROUP:
+        return 16  # rows of all tables are multiplied
     if "grid_shard" in cell.sharding:
         return 256  # TorchRec's grid halves no table that is narrower
     # FBGEMM's rows are multiples of 4 wide, also where each rank holds a part of each.
