@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # registers an operator that is named below. Tested: 2.13.
+import typing_extensions
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from graphpasses._torch.fake_mode import is_fake, outside_tracing
@@ -17,7 +18,13 @@ from graphpasses._torch.pytree import tree_leaves
 from graphpasses._torch.recorded_operator import Operator
 from graphpasses._torch.schemas import inner_names, out_of_place_view, written_names
 
-NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+# typing_extensions wraps what torch deprecates.
+NOT_THE_USERS = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    typing_extensions.__file__,
+    "<",
+)
 """How the paths of files begin that are not the user's own."""
 _NUM_NUMBERS = 64
 

@@ -17,6 +17,7 @@ from graphpasses._torch.fake_mode import is_fake
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_accumulation import pending_gradients
 from graphpasses._torch.fsdp2_tracing import fsdp2_state_restored
+from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.operator_calls import FORMULA, OperatorCalls
 from graphpasses._torch.operator_facts import TensorFacts, read_tensors
 from graphpasses._torch.recorded_operator import Operator
@@ -107,7 +108,7 @@ def check_step(
                 # whether that makes a difference.
                 again = record_calls(model, step.identity, leaves)
                 try:
-                    with agreed():
+                    with agreed(), collectives_with_waits():
                         run_step(model, lambda: eager(again))
                 finally:
                     again.undo()

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
+from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
 from graphpasses._torch.recorded_operator import Operator
@@ -105,6 +106,7 @@ def trace_step(
             other_threads_refused(),
             random_state_traced(random_calls),
             answers_as_in_eager(),
+            collectives_with_waits(),
             decisions.watched(),
             other_memory_refused(model),
         )

@@ -344,16 +344,17 @@ def test_gradients_that_are_set_already() -> None:
 
 
 def test_collectives_in_place() -> None:
-    def averaged(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def told(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         loss = loss_fn(model, x)
-        dist.all_reduce(loss.detach())
+        dist.broadcast(loss.detach(), src=0)
         return loss
 
     with fake_process_group(4):
-        assert refused(lambda: capture_train_step(averaged, build(), X)) == (
-            "loss_fn communicates in place: c10d.allreduce_.default, as torch.distributed.all_reduce and its like "
-            "do. A graph has no wait for it, so what it brings could be read too early. Communicate before or after "
-            "the step"
+        assert refused(lambda: capture_train_step(told, build(), X)) == (
+            "loss_fn communicates in place: c10d.broadcast_.default. A graph has no wait for it, so what it brings "
+            "could be read too early. Call all_reduce, all_gather, all_gather_into_tensor, reduce_scatter, "
+            "reduce_scatter_tensor, all_to_all_single or scatter of the module torch.distributed, without async_op, "
+            "or communicate before or after the step"
         )
 
 

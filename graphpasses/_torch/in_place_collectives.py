@@ -1,0 +1,86 @@
+"""Collectives that write into tensors, as ``torch.distributed.all_reduce``, while a step is traced."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d
+
+
+def _reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: str = "sum", group: Any = None) -> None:
+    joined = torch.cat([each.reshape(-1) for each in input_list])
+    whole: Any = group or dist.group.WORLD
+    reduced = functional.reduce_scatter_tensor(joined, op, 0, whole)
+    output.copy_(reduced.view(output.shape))
+
+
+def _scatter(
+    tensor: Tensor,
+    scatter_list: Sequence[Tensor] | None = None,
+    src: int | None = None,
+    group: Any = None,
+    group_src: int | None = None,
+) -> None:
+    """As an all-to-all to which one rank alone gives something."""
+    group = group or dist.group.WORLD
+    first = dist.get_group_rank(group, src or 0) if group_src is None else group_src
+    is_first, num_ranks = dist.get_rank(group) == first, dist.get_world_size(group)
+    received = [tensor.numel() if rank == first else 0 for rank in range(num_ranks)]
+    sent = [tensor.numel() if is_first else 0] * num_ranks
+    parts = [each.reshape(-1) for each in scatter_list or ()] if is_first else [tensor.new_empty(0)]
+    tensor.copy_(functional.all_to_all_single(torch.cat(parts), received, sent, group).view(tensor.shape))
+
+
+# The first five are what Dynamo traces in the place of each, too. Tested: 2.13.
+_FUNCTIONAL: dict[str, Callable[..., Any]] = {
+    "all_reduce": functional.all_reduce_inplace,
+    "all_gather": functional.all_gather_inplace,
+    "all_gather_into_tensor": functional.all_gather_tensor_inplace,
+    "reduce_scatter_tensor": functional.reduce_scatter_tensor_inplace,
+    "all_to_all_single": functional.all_to_all_inplace,
+    "reduce_scatter": _reduce_scatter,
+    "scatter": _scatter,
+}
+
+
+@contextmanager
+def collectives_with_waits() -> Iterator[None]:
+    """Lets a collective that the user's code waits for be one that a graph knows, a wait, and a copy.
+
+    It moves, or adds, the same. Autograd takes no notice of either.
+    """
+    with ExitStack() as stack:
+        for name, traced in _FUNCTIONAL.items():
+            replaced = _replaced(getattr(dist, name), traced)
+            for module in (dist, distributed_c10d):
+                stack.enter_context(mock.patch.object(module, name, replaced))
+        yield
+
+
+def _replaced(original: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        is_async = given.pop("async_op", False)
+        if "op" in given:
+            given["op"] = functional.REDUCE_OP_TO_STR.get(given["op"])
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if is_async or given.get("op", "") is None or caller.startswith("torch.distributed.fsdp"):
+            return original(*args, **kwargs)
+        with torch.no_grad():
+            traced(**given)
+        return None
+
+    return collective
