@@ -7,6 +7,8 @@ from graphpasses.capture.torch_compile import compile as compile
 from graphpasses.capture.traced_result import read_traced_result as read_traced_result
 from graphpasses.capture.train_step import capture_train_step as capture_train_step
 from graphpasses.errors import GraphPassesError as GraphPassesError
+from graphpasses.fsdp.canonical import MicrobatchTree as MicrobatchTree
+from graphpasses.fsdp.canonical import canonical_reductions as canonical_reductions
 from graphpasses.fsdp.graph_layout import graph_layout as graph_layout
 from graphpasses.fsdp.layout import Layout as Layout
 from graphpasses.fsdp.layout import eager_layout as eager_layout
