@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import is_operator, returns_alias, writes_arguments
 from graphpasses.analysis.levels import grouped
-from graphpasses.analysis.parameter_collectives import REDUCE_SCATTER, collective_ranks, find_gathers
+from graphpasses.analysis.parameter_collectives import REDUCE_SCATTERS, collective_ranks, find_gathers
 from graphpasses.fsdp.graph_layout import reduced_parts
 from graphpasses.fsdp.layout import BucketLayout, Layout, dtype_bytes
 from graphpasses.graph import WAIT, TrainGraph, is_collective
@@ -27,6 +27,8 @@ _NAMES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    "reduce_scatter_in_tree": "all_to_all",
+    "all_reduce_in_tree": "all_reduce",
 }
 
 
@@ -163,7 +165,7 @@ def _rows(graph: TrainGraph) -> dict[fx.Node, tuple[tuple[int, int], ...]]:
     """Returns the parameters of each of FSDP's collectives, see :class:`Transfer`."""
     fqns: dict[fx.Node, Iterable[str]] = {each.all_gather: sorted(each.fqns) for each in find_gathers(graph)}
     for node, parts in reduced_parts(graph).items():
-        if node.target == REDUCE_SCATTER:
+        if node.target in REDUCE_SCATTERS:
             fqns[node] = [fqn for fqn, _ in parts.values()]
     return {node: tuple(_row(graph.parameters[fqn], node) for fqn in names) for node, names in fqns.items()}
 
