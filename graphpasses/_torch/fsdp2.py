@@ -48,7 +48,9 @@ class ReduceScatterInGraph(ReduceScatter):
 
     reduce_scatter_op: str  # the names of what it does, for layouts; no other reduction has them
     all_reduce_op: str
-    all_reduce_dtype: torch.dtype | None  # in which it is reduced over replicas; None is that of the reduce-scatter
+    all_reduce_dtype: (
+        torch.dtype | None
+    )  # in which it is reduced over replicas; None is that of the reduce-scatter
 
     def reduce_scatter(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Reduces packed gradients over shards, by operators that can be traced."""
@@ -242,6 +244,8 @@ def _read_group(
     )
     # What is multiplied by one before it is added keeps its bits; torchtitan divides by its number of tokens instead.
     is_plain_sum = group.gradient_divide_factor == 1
+    reduce_scatter_op: str | None
+    all_reduce_op: str | None
     reduce_scatter_op, all_reduce_op = (op_name(op) or ("sum" if is_plain_sum else None) for op in ops)
     all_reduce_dtype = wire_dtype
     if isinstance(own := group._reduce_scatter_comm, ReduceScatterInGraph):

@@ -52,8 +52,8 @@ def canonical_reductions(model: nn.Module, *, accumulate: torch.dtype | None = N
     Args:
         model: sharded by ``fully_shard``, over one axis or two (HSDP), on all of whose modules it acts.
         accumulate: dtype in which contributions are added, and gradients kept unrounded; they travel in FSDP2's
-            ``reduce_dtype``. With ``torch.float32`` and a ``reduce_dtype`` of bfloat16 a sum is exact but for float32's
-            rounding. None adds in ``reduce_dtype``, and rounds at each level.
+            ``reduce_dtype``. With ``torch.float32`` and a ``reduce_dtype`` of bfloat16, as many bytes travel as with
+            bfloat16 alone, and sums are nearly exact. None adds in ``reduce_dtype``, and rounds at each level.
 
     Returns:
         The same model.
@@ -153,9 +153,7 @@ class TreeReduceScatter(ReduceScatterInGraph):
     ) -> None:
         """Reduces eagerly."""
         refuse_partial_reduction(self._group)
-        reduced = reduce_scatter_in_tree(
-            input_tensor, self.reduce_scatter_op, group.size(), group.group_name
-        )
+        reduced = reduce_scatter_in_tree(input_tensor, self.reduce_scatter_op, group.size(), group.group_name)
         replicas = self._group._all_reduce_process_group if self._group._is_hsdp else None
         if replicas is None or replicas.size() == 1:
             output_tensor.copy_(reduced)
@@ -213,7 +211,9 @@ class MicrobatchTree:
             added = accumulate_dtype(group._reduce_scatter_comm.reduce_scatter_op, read.reduce_dtype)
             for parameter in (each.sharded_param for each in group.fsdp_params):
                 self._parameters.append((names[id(parameter)], parameter, added))
-        self._sums: list[tuple[int, list[Tensor | None]]] = []  # of 2**level microbatches, and what they sum to
+        self._sums: list[
+            tuple[int, list[Tensor | None]]
+        ] = []  # of 2**level microbatches, and what they sum to
         self._finished: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -270,6 +270,4 @@ class MicrobatchTree:
 
 
 def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    return [
-        None if a is None or b is None else a.add_(b) for a, b in zip(left, right, strict=True)
-    ]
+    return [None if a is None or b is None else a.add_(b) for a, b in zip(left, right, strict=True)]

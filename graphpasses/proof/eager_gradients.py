@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from graphpasses.simulate import Topology
 
 AXIOM = (
-    "a reduction's element has bits that its summands, its op, its dtype, its group and, unless it adds in a tree, the "
-    "bucket's size and its byte offset decide: at eager's place it has eager's"
+    "a reduction's element has bits that its summands, its op, its dtype, its group and, unless it adds in a tree, "
+    "the bucket's size and its byte offset decide: at eager's place it has eager's"
 )
 TOPOLOGY_AXIOM = (
     "on the given topology NCCL adds an element in the order of its channel's ring: where two places have one order, "
