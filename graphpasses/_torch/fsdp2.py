@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -24,41 +23,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2_dtypes import compute_dtypes, group_policies, kept_dtypes, reduce_dtype
+from graphpasses._torch.fsdp2_reductions import ReduceScatterInGraph, own_reduction
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.identity import same_bits
 
 ReduceOpName = Literal["avg", "sum"]
-
-
-def refuse_partial_reduction(group: FSDPParamGroup) -> None:
-    """Raises where a group that reduces in an order of its own keeps sums over its shards alone."""
-    if group.reduce_grads and not group.all_reduce_grads and group._is_hsdp:
-        raise UnsupportedError(
-            f"FSDP2 group {group_name(group)!r} is to keep gradients that are reduced over its shards and not over "
-            "its replicas (set_requires_all_reduce(False)), which would be added in another order than "
-            "canonical_reductions has. Reduce the gradients of each microbatch, and add them with MicrobatchTree"
-        )
-
-
-class ReduceScatterInGraph(ReduceScatter):
-    """A custom reduce-scatter of FSDP2 (``set_custom_reduce_scatter``) that a captured step has as operators.
-
-    Eagerly it reduces over the replicas of HSDP, too; in a graph an all-reduce of its own does.
-    """
-
-    reduce_scatter_op: str  # the names of what it does, for layouts; no other reduction has them
-    all_reduce_op: str
-    all_reduce_dtype: (
-        torch.dtype | None
-    )  # in which it is reduced over replicas; None is that of the reduce-scatter
-
-    def reduce_scatter(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Reduces packed gradients over shards, by operators that can be traced."""
-        raise NotImplementedError
-
-    def all_reduce(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Reduces over replicas what was reduced over shards, likewise."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -124,11 +93,6 @@ def group_of(module: nn.Module) -> FSDPParamGroup | None:
             "meshes), for which FSDP2 has no custom reduce-scatter. Shard the modules apart"
         )
     return groups[0] if groups else None
-
-
-def mesh_ranks(group: FSDPParamGroup) -> tuple[int, ...]:
-    """Returns the global ranks of a group's mesh, row by row: replicas, and the shards of each."""
-    return tuple(group.mesh_info.mesh.mesh.flatten().tolist())
 
 
 def reshard(groups: Iterable[FSDPParamGroup]) -> None:
@@ -248,7 +212,7 @@ def _read_group(
     all_reduce_op: str | None
     reduce_scatter_op, all_reduce_op = (op_name(op) or ("sum" if is_plain_sum else None) for op in ops)
     all_reduce_dtype = wire_dtype
-    if isinstance(own := group._reduce_scatter_comm, ReduceScatterInGraph):
+    if (own := own_reduction(group)) is not None:
         reduce_scatter_op, all_reduce_op = own.reduce_scatter_op, own.all_reduce_op
         all_reduce_dtype = own.all_reduce_dtype or wire_dtype
     if reduce_scatter_op is None or all_reduce_op is None:

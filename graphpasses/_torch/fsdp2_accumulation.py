@@ -18,7 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fsdp2 import ReduceScatterInGraph, fsdp_groups, refuse_partial_reduction
+from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2_reductions import own_reduction, refuse_partial_reduction
 from graphpasses.errors import CaptureError
 
 
@@ -124,7 +125,7 @@ class Accumulators:
 
 
 def _is_partial(group: FSDPParamGroup) -> bool:
-    if isinstance(group._reduce_scatter_comm, ReduceScatterInGraph):
+    if own_reduction(group) is not None:
         refuse_partial_reduction(group)
     return group.reduce_grads and not group.all_reduce_grads and isinstance(group.mesh_info, HSDPMeshInfo)
 

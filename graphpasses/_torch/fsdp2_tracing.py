@@ -26,7 +26,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import (
-    ReduceScatterInGraph,
     fsdp_groups,
     fsdp_states,
     group_name,
@@ -41,6 +40,7 @@ from graphpasses._torch.fsdp2_dtypes import (
     make_leaf,
     unsharded_spec,
 )
+from graphpasses._torch.fsdp2_reductions import own_reduction
 from graphpasses.errors import CaptureError, UnsupportedError
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -295,9 +295,8 @@ def _reduce(
     if len({row.dtype for row in rows}) > 1:  # what the copy casts is what is cast before it
         rows = [row.to(dtype) for row in rows]
     packed = _divided(aten._chunk_cat.default(rows, 0, num_shards).to(dtype), predivide)
-    own = call["reduce_scatter_comm"]
-    is_own = isinstance(own, ReduceScatterInGraph)
-    if num_shards > 1 and is_own:
+    own = own_reduction(group)
+    if num_shards > 1 and own is not None:
         value = collectives.wait_tensor.default(own.reduce_scatter(packed, process_group))
     elif num_shards > 1:
         value = collectives.reduce_scatter_tensor.default(
@@ -306,7 +305,7 @@ def _reduce(
         value = collectives.wait_tensor.default(value)
     else:
         value = _divided(packed, call["gradient_divide_factor"])
-    if all_reduce_group is not None and is_own:
+    if all_reduce_group is not None and own is not None:
         value = collectives.wait_tensor.default(own.all_reduce(value, all_reduce_group))
     elif all_reduce_group is not None:
         value = aten.alias.default(value)

@@ -19,14 +19,19 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import (
     ParameterGroup,
-    ReduceScatterInGraph,
     fsdp_groups,
     fsdp_states,
     group_of,
-    mesh_ranks,
     named_sharded_parameters,
     read_groups,
+)
+from graphpasses._torch.fsdp2_reductions import (
+    ReduceScatterInGraph,
+    mesh_ranks,
+    own_reduction,
     refuse_partial_reduction,
+    replicate_group,
+    shard_group,
 )
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.reduce_in_tree import (
@@ -142,7 +147,7 @@ class TreeReduceScatter(ReduceScatterInGraph):
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns a buffer; FSDP2 asks for that of a reduction's input, then for its output's."""
-        numel, num_ranks = math.prod(size), self._group._reduce_scatter_process_group.size()
+        numel, num_ranks = math.prod(size), shard_group(self._group).size()
         if self._input_numel == numel * num_ranks:
             dtype, numel = accumulate_dtype(self.reduce_scatter_op, dtype), 0
         self._input_numel = numel
@@ -154,7 +159,7 @@ class TreeReduceScatter(ReduceScatterInGraph):
         """Reduces eagerly."""
         refuse_partial_reduction(self._group)
         reduced = reduce_scatter_in_tree(input_tensor, self.reduce_scatter_op, group.size(), group.group_name)
-        replicas = self._group._all_reduce_process_group if self._group._is_hsdp else None
+        replicas = replicate_group(self._group)
         if replicas is None or replicas.size() == 1:
             output_tensor.copy_(reduced)
             return
@@ -204,11 +209,11 @@ class MicrobatchTree:
         self._parameters: list[tuple[str, nn.Parameter, torch.dtype]] = []
         names = {id(parameter): fqn for fqn, parameter in named_sharded_parameters(model)}
         for group, read in read_groups(model).items():
-            if not isinstance(group._reduce_scatter_comm, TreeReduceScatter):
+            if (own := own_reduction(group)) is None:
                 raise UnsupportedError(
                     f"FSDP2 group {read.name!r} adds ranks in NCCL's order; call canonical_reductions on the model"
                 )
-            added = accumulate_dtype(group._reduce_scatter_comm.reduce_scatter_op, read.reduce_dtype)
+            added = accumulate_dtype(own.reduce_scatter_op, read.reduce_dtype)
             for parameter in (each.sharded_param for each in group.fsdp_params):
                 self._parameters.append((names[id(parameter)], parameter, added))
         self._sums: list[
