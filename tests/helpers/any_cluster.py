@@ -34,8 +34,10 @@ class Training:
         policy: of FSDP2.
         captured: whether captured steps run.
         max_norm: None does not clip.
+        clip: clips.
         optimizer: makes one.
         num_steps: of the optimizer.
+        build: makes the model.
     """
 
     ranks: Literal["tree", "own"] = "tree"
@@ -44,6 +46,7 @@ class Training:
     policy: MixedPrecisionPolicy = field(default_factory=lambda: BF16)
     captured: bool = False
     max_norm: float | None = None
+    clip: Callable[..., torch.Tensor] = gp.canonical_clip_grad_norm_
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     num_steps: int = 2
     build: Callable[[], nn.Module] = LanguageModel
@@ -97,6 +100,8 @@ def train(how: Training, shape: Sequence[int]) -> list[str]:
                 tree.add()
         if tree:
             tree.finish()
+        if how.max_norm is not None:
+            how.clip(model.parameters(), how.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         hashes.append(gp.weight_hash(model))
