@@ -10,6 +10,7 @@ from graphpasses.errors import GraphPassesError as GraphPassesError
 from graphpasses.fsdp.canonical import MicrobatchTree as MicrobatchTree
 from graphpasses.fsdp.canonical import canonical_reductions as canonical_reductions
 from graphpasses.fsdp.canonical_norm import canonical_clip_grad_norm_ as canonical_clip_grad_norm_
+from graphpasses.fsdp.canonical_update import check_canonical_update as check_canonical_update
 from graphpasses.fsdp.graph_layout import graph_layout as graph_layout
 from graphpasses.fsdp.layout import Layout as Layout
 from graphpasses.fsdp.layout import eager_layout as eager_layout

@@ -45,7 +45,10 @@ def canonical_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> 
     norm = sum_in_tree(torch.stack(sums)).sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's
     for gradient in gradients:
-        _local(gradient).mul_(factor)
+        local = _local(gradient)
+        local.copy_(
+            local.float() * factor
+        )  # in bfloat16, vectors and what is left of them may be rounded otherwise
     return norm
 
 
