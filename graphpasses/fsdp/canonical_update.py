@@ -46,8 +46,8 @@ def check_canonical_update(optimizer: torch.optim.Optimizer) -> None:
                 asked = f" with {implementation}=True" if implementation else ""
                 raise UnsupportedError(
                     f"{type(optimizer).__name__}{asked} updates {dtype} parameters on {device.type} otherwise where "
-                    f"a shard's elements fill no whole vector ({num_others} of {whole.numel()} random weights differ), "
-                    "so its bits depend on the number of ranks. Take float32 parameters and fused=False"
+                    f"a shard's elements fill no whole vector ({num_others} of {whole.numel()} random weights "
+                    "differ), so its bits depend on the number of ranks. Take float32 parameters and fused=False"
                 )
 
 
