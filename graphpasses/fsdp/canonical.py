@@ -2,7 +2,7 @@
 
 The microbatches of a global batch are the leaves of one binary tree. Microbatch ``k`` is the ``j``-th of rank ``r``
 with ``k = j * num_ranks + r``, so the lowest levels of the tree lie on ranks (:func:`canonical_reductions`), and what
-is above them in time (:class:`MicrobatchTree`). Of HSDP's levels those of shards come first, then those of replicas:
+is above them in time (``microbatches.py``). Of HSDP's levels those of shards come first, then those of replicas:
 rank 5 of a 2 x 4 mesh is rank 5 of 8.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import (
     ParameterGroup,
@@ -28,7 +27,6 @@ from graphpasses._torch.fsdp2 import (
 from graphpasses._torch.fsdp2_reductions import (
     ReduceScatterInGraph,
     mesh_ranks,
-    own_reduction,
     refuse_partial_reduction,
     replicate_group,
     shard_group,
@@ -48,9 +46,9 @@ def canonical_reductions(model: nn.Module, *, accumulate: torch.dtype | None = N
 
     A reduction becomes an all-to-all, after which each rank adds what it received in a binary tree over ranks. Sums
     are not divided: divide the loss by the number of microbatches of the *global* batch. A rank that has several
-    adds their gradients with :class:`MicrobatchTree`. Number the microbatches so that rank ``r`` of ``num_ranks`` has
-    those with ``k % num_ranks == r``, in order; torch's ``DistributedSampler(shuffle=False)`` deals samples so. Their
-    number may be any multiple of the number of ranks, which must be a power of two.
+    adds their gradients with :class:`~graphpasses.MicrobatchTree`. Microbatch ``k`` belongs to rank
+    ``k % num_ranks``, as :class:`~graphpasses.MicrobatchSampler` deals them. Their number may be any multiple of the
+    number of ranks, which must be a power of two.
 
     What else must not depend on the number of ranks is in ``docs/any_cluster.md``.
 
@@ -180,99 +178,3 @@ class TreeReduceScatter(ReduceScatterInGraph):
         """See :class:`ReduceScatterInGraph`."""
         reduced: Tensor = ALL_REDUCE_IN_TREE(packed, self.all_reduce_op, group.group_name)
         return reduced
-
-
-class MicrobatchTree:
-    """Adds the gradients of a rank's microbatches in the tree of :func:`canonical_reductions`.
-
-    It adds two sums of equally many microbatches as soon as both are there, as a binary counter carries, so it keeps
-    at most ``log2(num_microbatches) + 1`` copies of the sharded gradients::
-
-        tree = graphpasses.MicrobatchTree(model)
-        for j in range(num_microbatches // num_ranks):  # of the global batch
-            loss = loss_fn(model, *microbatches[j * num_ranks + rank]) / num_microbatches
-            loss.backward()  # or: loss = step(*microbatch), of a captured step
-            tree.add()
-        tree.finish()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    Args:
-        model: on which :func:`canonical_reductions` was called.
-
-    Raises:
-        UnsupportedError: it was not; or, from :meth:`add`, a microbatch left no reduced gradients, or not of the same
-            parameters as the one before.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters: list[tuple[str, nn.Parameter, torch.dtype]] = []
-        names = {id(parameter): fqn for fqn, parameter in named_sharded_parameters(model)}
-        for group, read in read_groups(model).items():
-            if (own := own_reduction(group)) is None:
-                raise UnsupportedError(
-                    f"FSDP2 group {read.name!r} adds ranks in NCCL's order; call canonical_reductions on the model"
-                )
-            added = accumulate_dtype(own.reduce_scatter_op, read.reduce_dtype)
-            for parameter in (each.sharded_param for each in group.fsdp_params):
-                self._parameters.append((names[id(parameter)], parameter, added))
-        self._sums: list[
-            tuple[int, list[Tensor | None]]
-        ] = []  # of 2**level microbatches, and what they sum to
-        self._finished: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """Takes the gradients of one microbatch out of ``.grad``, and adds them where the tree has them."""
-        taken = [self._take(*each) for each in self._parameters]
-        present = [each is not None for each in taken]
-        if not any(present):
-            raise UnsupportedError(
-                "no parameter has a reduced gradient: call add() after each backward, with FSDP2's "
-                "set_requires_gradient_sync(True)"
-            )
-        if self._sums:
-            for (fqn, *_), now, before in zip(self._parameters, taken, self._sums[-1][1], strict=True):
-                if (now is None) != (before is None):
-                    raise UnsupportedError(
-                        f"parameter {fqn!r} has a gradient in some microbatches and none in others, which FSDP2 does "
-                        "not reduce to the same bits on any number of ranks. Use it in each, "
-                        "e.g. multiplied by zero"
-                    )
-        level = 0
-        while self._sums and self._sums[-1][0] == level:
-            taken = _added(self._sums.pop()[1], taken)
-            level += 1
-        self._sums.append((level, taken))
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Puts the sums into ``.grad``, and forgets them."""
-        if not self._sums:
-            raise UnsupportedError("no microbatch was added: call add() after each backward")
-        total = self._sums.pop()[1]
-        while self._sums:
-            total = _added(self._sums.pop()[1], total)
-        for (fqn, parameter, _), value in zip(self._parameters, total, strict=True):
-            if value is not None:
-                assert isinstance(parameter, DTensor)
-                parameter.grad = self._finished[fqn] = DTensor.from_local(
-                    value.to(parameter.dtype),
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-
-    def _take(self, fqn: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None and gradient is self._finished.pop(fqn, None):
-            raise UnsupportedError(
-                f"the gradient of {fqn!r} still has the last step's sum: call optimizer.zero_grad() after each step"
-            )
-        return None if gradient is None else gradient.to_local().to(dtype)  # type: ignore[attr-defined]
-
-
-def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
-    return [None if a is None or b is None else a.add_(b) for a, b in zip(left, right, strict=True)]

@@ -188,6 +188,26 @@ def test_misuse_of_a_microbatch_tree() -> None:
     run_cluster(misuse, Topology(2, gpus_per_node=2))
 
 
+def test_the_sampler_deals_the_same_microbatches() -> None:
+    generator = torch.Generator()
+    samples = torch.utils.data.RandomSampler(range(53), generator=generator)
+
+    def dealt(num_ranks: int) -> list[list[int]]:
+        parts = []
+        for rank in range(num_ranks):
+            generator.manual_seed(3)
+            parts.append(list(gp.MicrobatchSampler(samples, 3, 8, rank=rank, num_ranks=num_ranks)))
+        return [batch for together in zip(*parts, strict=True) for batch in together]
+
+    assert len(dealt(1)) == 16
+    assert dealt(1) == dealt(2) == dealt(8)
+    with pytest.raises(UnsupportedError, match="3 ranks do not divide the 8 microbatches of a global batch"):
+        gp.MicrobatchSampler(range(9), 1, 8, rank=0, num_ranks=3)
+    # Control: torch's sampler puts other samples into a rank's batches.
+    usual = torch.utils.data.DistributedSampler(range(48), 2, 0, shuffle=False)
+    assert list(usual)[:3] == [0, 2, 4]
+
+
 def test_any_number_of_microbatches_that_the_ranks_divide() -> None:
     """12 are no power of two: what is left of the binary counter is added from its end."""
 
