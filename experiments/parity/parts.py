@@ -98,9 +98,9 @@ PARTS = (
         (
             _show(
                 any_cluster.SHORT,
-                "GPT on 1, 2 and 4 ranks",
+                "GPT on 2 and 4 ranks",
                 "GPT, added in a tree",
-                "FSDP2 and HSDP, any ranks",
+                "FSDP2, HSDP; 2 and 4 ranks",
             ),
         ),
     ),

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor, Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from graphpasses.errors import UnsupportedError
 
@@ -85,7 +86,7 @@ def _whole_rows(gradients: list[Tensor]) -> list[Tensor]:
             for index, size in zip(indices, sizes, strict=True)
         ]
         rows = DTensor.from_local(torch.cat(padded), mesh, placements, run_check=False).full_tensor()
-        parts = rows.view(num_ranks, -1).split(sizes, dim=1)
+        parts = torch.split(rows.view(num_ranks, -1), sizes, dim=1)
         for index, part in zip(indices, parts, strict=True):
             whole[index] = part.reshape(-1)[: gradients[index].shape[0]].clone()
     return whole

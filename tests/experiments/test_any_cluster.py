@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from experiments.any_cluster.__main__ import main
-from experiments.any_cluster.cases import BASELINE, CASES, SHORT
+from experiments.any_cluster.cases import CASES, SHORT
 from experiments.any_cluster.run import train_and_judge
 from experiments.harness.parity import ParityExperiment, judge_all
 from experiments.harness.verdict import run_path
 
 (CASE,) = SHORT
 NUM_STEPS = 2
+BASELINE = CASE.clusters[0].name
 CONTROL = CASE.controls[0][1].name
 
 
