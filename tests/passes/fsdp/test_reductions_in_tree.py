@@ -15,6 +15,7 @@ import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import CaptureError, LayoutError, ProofError, UnsupportedError
 from graphpasses.fsdp.plan import Reduction
+from graphpasses.fsdp.traffic import graph_traffic
 from graphpasses.ops.reduce_in_tree import REDUCE_SCATTER_IN_TREE
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers.any_cluster import BF16, loss_fn, shard, sums_alone
@@ -142,6 +143,24 @@ def test_another_op_is_not_a_tree_s(op: str) -> None:
         gp.default_pipeline(plan, expected_layout=eager).run(captured)
     with pytest.raises(ProofError, match=f"op: {op}, eager has tree"):
         gp.prove(captured, gp.default_pipeline(plan).run(captured), layout=eager)
+
+
+@pytest.mark.usefixtures("ranks")
+def test_as_many_bytes_travel() -> None:
+    def sent(model: nn.Module) -> list[tuple[str, int]]:
+        step = gp.capture_train_step(loss_fn, model, *token_batch(0), check=False)
+        return [(each.collective, each.num_bytes) for each in graph_traffic(step).transfers]
+
+    names = {"reduce_scatter": "all_to_all"}
+    assert sent(built((4,))) == [(names.get(name, name), size) for name, size in sent(summed((4,)))]
+
+
+@pytest.mark.usefixtures("ranks")
+def test_clipping_by_torch_s_norm_is_noted() -> None:
+    model = built((4,))
+    options = {"optimizer": torch.optim.AdamW(model.parameters()), "clip_norm": 1.0}
+    step = gp.capture_train_step(loss_fn, model, *token_batch(0), check=False, **options)
+    assert any("bits depend on the number of ranks" in note for note in step.notes)
 
 
 # ---- settings after the capture --------------------------------------------------------------------------------
