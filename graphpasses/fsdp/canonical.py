@@ -157,6 +157,11 @@ class TreeReduceScatter(ReduceScatterInGraph):
         """Reduces eagerly."""
         refuse_partial_reduction(self._group)
         reduced = reduce_scatter_in_tree(input_tensor, self.reduce_scatter_op, group.size(), group.group_name)
+        if output_tensor.dtype != reduced.dtype:  # which copying would round
+            raise UnsupportedError(
+                "FSDP2 asked for the buffers of a reduction in another order than that of torch 2.13: its output is "
+                f"{output_tensor.dtype}, and the sum {reduced.dtype}"
+            )
         replicas = replicate_group(self._group)
         if replicas is None or replicas.size() == 1:
             output_tensor.copy_(reduced)

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses._torch.fsdp2 import group_of
 from graphpasses.errors import UnsupportedError
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers.any_cluster import BF16, SHAPES, Training, loss_fn, on_cluster, shard
-from tests.helpers.models import LanguageModel, token_batch
+from tests.helpers.models import Even, LanguageModel, token_batch
 
 FP32 = MixedPrecisionPolicy()
 HOW = {
@@ -33,6 +34,11 @@ cached = functools.cache(on_cluster)
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_one_hash_on_every_mesh(how: Training, shape: Sequence[int]) -> None:
     assert cached(how, tuple(shape)) == cached(how, (1,))
+
+
+def test_one_hash_where_columns_are_sharded() -> None:
+    how = Training(build=Even, shard_dim=1)
+    assert len({cached(how, shape) for shape in ((1,), (2,), (2, 2))}) == 1
 
 
 def test_what_is_added_in_fp32_is_not_rounded() -> None:
@@ -149,6 +155,25 @@ def test_sums_over_shards_alone() -> None:
             loss_fn(model, *token_batch(0)).backward()
 
     run_cluster(backward, Topology(4, gpus_per_node=4))
+
+
+def test_buffers_in_another_order() -> None:
+    """FSDP2 allocates a reduction's input, then its output; told apart wrongly, the sum would be rounded."""
+
+    def reduce() -> None:
+        model = gp.canonical_reductions(shard(LanguageModel(), (2,)), accumulate=torch.float32)
+        comm = group_of(model)._reduce_scatter_comm
+        options = {"dtype": torch.bfloat16, "device": torch.device("cpu")}
+        given = comm.allocate((8,), **options)
+        output, again = (comm.allocate((4,), **options) for _ in range(2))
+        assert (given.dtype, output.dtype, again.dtype) == (torch.bfloat16, torch.float32, torch.bfloat16)
+        comm(output, given.zero_(), dist.group.WORLD, dist.ReduceOp.SUM)
+        with pytest.raises(
+            UnsupportedError, match=r"its output is torch\.bfloat16, and the sum torch\.float32"
+        ):
+            comm(again, given, dist.group.WORLD, dist.ReduceOp.SUM)
+
+    run_cluster(reduce, Topology(2, gpus_per_node=2))
 
 
 def test_misuse_of_a_microbatch_tree() -> None:

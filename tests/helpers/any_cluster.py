@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import graphpasses as gp
 from graphpasses.simulate import Topology, run_cluster
@@ -38,6 +39,7 @@ class Training:
         optimizer: makes one.
         num_steps: of the optimizer.
         build: makes the model.
+        shard_dim: of all parameters.
     """
 
     ranks: Literal["tree", "own"] = "tree"
@@ -50,18 +52,21 @@ class Training:
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     num_steps: int = 2
     build: Callable[[], nn.Module] = LanguageModel
+    shard_dim: int = 0
 
 
 def loss_fn(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return next_token_loss(model, tokens, targets) / NUM_MICROBATCHES
 
 
-def shard(model: nn.Module, shape: Sequence[int], policy: MixedPrecisionPolicy = BF16) -> nn.Module:
+def shard(
+    model: nn.Module, shape: Sequence[int], policy: MixedPrecisionPolicy = BF16, shard_dim: int = 0
+) -> nn.Module:
     names = ("replicas", "shards")[-len(shape) :]
     mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
-    for layer in getattr(model, "layers", ()):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in (*getattr(model, "layers", ()), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy, shard_placement_fn=lambda _: Shard(shard_dim))
+    return model
 
 
 def sums_alone(model: nn.Module) -> None:
@@ -75,7 +80,7 @@ def sums_alone(model: nn.Module) -> None:
 def train(how: Training, shape: Sequence[int]) -> list[str]:
     """Runs on every rank; returns the weights' hash after each step."""
     torch.manual_seed(0)
-    model = shard(how.build(), shape, how.policy)
+    model = shard(how.build(), shape, how.policy, how.shard_dim)
     if how.ranks == "tree":
         gp.canonical_reductions(model, accumulate=how.accumulate)
     else:

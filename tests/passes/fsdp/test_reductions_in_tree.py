@@ -146,6 +146,19 @@ def test_another_op_is_not_a_tree_s(op: str) -> None:
 
 
 @pytest.mark.usefixtures("ranks")
+def test_a_rewritten_step_is_proved() -> None:
+    captured = gp.capture_train_step(loss_fn, built((2, 2), torch.float32), *token_batch(0), check=False)
+    step = gp.default_pipeline().run(captured)
+    assert gp.prove(captured, step)
+    layout = gp.graph_layout(step)
+    assert not gp.diff_layouts(gp.eager_layout(step.model), layout)
+    assert [(each.op, each.dtype) for each in layout.buckets[:2]] == [
+        ("tree:float32", "bfloat16"),
+        ("tree", "float32"),
+    ]
+
+
+@pytest.mark.usefixtures("ranks")
 def test_as_many_bytes_travel() -> None:
     def sent(model: nn.Module) -> list[tuple[str, int]]:
         step = gp.capture_train_step(loss_fn, model, *token_batch(0), check=False)
