@@ -22,6 +22,7 @@ from graphpasses.fsdp.layout import BucketLayout, Layout, dtype_bytes
 from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.graph.traffic import Event, Traffic, Transfer
+from graphpasses.ops.reduce_in_tree import is_tree_op
 
 _NAMES = {
     "all_gather_into_tensor": "all_gather",
@@ -128,11 +129,16 @@ def layout_traffic(
             events += [*now, Event("compute", flops=flops * numel * num_tokens)]
             if flops == 4:  # backward
                 events += reduced
-                reduced = launch([_bucket_transfer(bucket, bucket.collective) for bucket in group])
+                reduced = launch([_bucket_transfer(bucket, _sent_as(bucket)) for bucket in group])
                 if not overlap:
                     events += reduced
                     reduced = []
     return Traffic(num_ranks, tuple(transfers), (*events, *reduced))
+
+
+def _sent_as(bucket: BucketLayout) -> str:
+    is_all_to_all = bucket.collective == "reduce_scatter" and is_tree_op(bucket.op)
+    return "all_to_all" if is_all_to_all else bucket.collective
 
 
 def _bucket_transfer(bucket: BucketLayout, collective: str) -> Transfer:

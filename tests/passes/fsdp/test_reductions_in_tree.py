@@ -15,7 +15,7 @@ import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import CaptureError, LayoutError, ProofError, UnsupportedError
 from graphpasses.fsdp.plan import Reduction
-from graphpasses.fsdp.traffic import graph_traffic
+from graphpasses.fsdp.traffic import graph_traffic, layout_traffic
 from graphpasses.ops.reduce_in_tree import REDUCE_SCATTER_IN_TREE
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers.any_cluster import BF16, loss_fn, shard, sums_alone
@@ -83,6 +83,32 @@ def test_a_step_updates_in_backward(shape: tuple[int, ...]) -> None:
         assert captured == eager
         assert num_prefetched > 0
         assert num_early > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_fsdp2_keeps_unreduced_is_added_as_in_eager(shape: tuple[int, ...]) -> None:
+    """Which is in order of arrival, so it depends on the number of ranks."""
+
+    def train_both() -> list[str]:
+        hashes = []
+        for is_captured in (False, True):
+            model = built(shape, torch.float32)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            captured = gp.capture_train_step(loss_fn, model, *token_batch(0), check=False)
+            for index in range(3):
+                model.set_requires_gradient_sync(index == 2)
+                batch = token_batch(10 * index + dist.get_rank())
+                if is_captured:
+                    captured(*batch)
+                else:
+                    loss_fn(model, *batch).backward()
+            optimizer.step()
+            hashes.append(gp.weight_hash(model))
+        return hashes
+
+    for eager, captured in run_cluster(train_both, CLUSTER):
+        assert eager == captured
 
 
 # ---- where a gradient lies decides nothing ---------------------------------------------------------------------
@@ -166,6 +192,8 @@ def test_as_many_bytes_travel() -> None:
 
     names = {"reduce_scatter": "all_to_all"}
     assert sent(built((4,))) == [(names.get(name, name), size) for name, size in sent(summed((4,)))]
+    traffic = layout_traffic(gp.eager_layout(built((4,))), 4, num_tokens=10, param_dtype="bfloat16")
+    assert sum(each.collective == "all_to_all" for each in traffic.transfers) == 3
 
 
 @pytest.mark.usefixtures("ranks")
