@@ -7,10 +7,15 @@ from graphpasses.capture.torch_compile import compile as compile
 from graphpasses.capture.traced_result import read_traced_result as read_traced_result
 from graphpasses.capture.train_step import capture_train_step as capture_train_step
 from graphpasses.errors import GraphPassesError as GraphPassesError
+from graphpasses.fsdp.canonical import canonical_reductions as canonical_reductions
+from graphpasses.fsdp.canonical_norm import canonical_clip_grad_norm_ as canonical_clip_grad_norm_
+from graphpasses.fsdp.canonical_update import check_canonical_update as check_canonical_update
 from graphpasses.fsdp.graph_layout import graph_layout as graph_layout
 from graphpasses.fsdp.layout import Layout as Layout
 from graphpasses.fsdp.layout import eager_layout as eager_layout
 from graphpasses.fsdp.layout_diff import diff_layouts as diff_layouts
+from graphpasses.fsdp.microbatches import MicrobatchSampler as MicrobatchSampler
+from graphpasses.fsdp.microbatches import MicrobatchTree as MicrobatchTree
 from graphpasses.fsdp.plan import BucketPlan as BucketPlan
 from graphpasses.fsdp.plan import Reduction as Reduction
 from graphpasses.graph import CapturedStep as CapturedStep

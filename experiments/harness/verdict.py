@@ -49,6 +49,7 @@ class Comparison:
         num_skipped: steps of ``other`` that ``variant`` does not have, because it starts from a checkpoint.
         only: names of the weights that are compared; None compares all weights, gradients and losses.
         label: what the table calls the row; empty means ``variant``.
+        allow: in what else the runs may be unlike, see :func:`graphpasses.parity.compare_runs`.
     """
 
     variant: str
@@ -57,6 +58,7 @@ class Comparison:
     num_skipped: int = 0
     only: Callable[[str], bool] | None = None
     label: str = ""
+    allow: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,9 @@ def judge(case: str, comparison: Comparison, folder: Path, num_steps: int, failu
         runs = [read_run(run_path(folder, case, name)) for name in (comparison.other, comparison.variant)]
         if comparison.only is not None:
             runs = [_some_weights(run, comparison.only) for run in runs]
-        found = compare_runs(*runs, allow=["steps"])  # which of them must be there is judged here
+        found = compare_runs(
+            *runs, allow=["steps", *comparison.allow]
+        )  # which of them must be there is judged here
         unlike = [f"'{run.path}' was cut short" for run in runs if not run.complete]
         unlike += [gap.text for gap in found.gaps]
     except (CompareError, RunFileError) as error:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from experiments.any_cluster import cases as any_cluster
+from experiments.any_cluster import run as any_cluster_run
 from experiments.architectures import cases as architectures
 from experiments.architectures import run as architectures_run
 from experiments.fsdp_parity import cases as fsdp
@@ -87,6 +89,19 @@ PARTS = (
             _show(fsdp.CASES, "reused-fsdp-bf16", "a layer that is called three times", "FSDP2"),
             _show(fsdp.CASES, "uneven-fsdp-bf16", "sizes that 4 does not divide", "FSDP2"),
             _show(fsdp.CASES, "llama-hsdp-bf16", "Llama", "HSDP, 2 replicas"),
+        ),
+    ),
+    Part(
+        "any_cluster",
+        3,
+        any_cluster_run.train_and_judge,
+        (
+            _show(
+                any_cluster.SHORT,
+                "GPT on 2 and 4 ranks",
+                "GPT, added in a tree",
+                "FSDP2, HSDP; 2 and 4 ranks",
+            ),
         ),
     ),
     Part(

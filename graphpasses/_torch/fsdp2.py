@@ -22,7 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 from graphpasses._torch.dtensor import local_part
-from graphpasses._torch.fsdp2_dtypes import compute_dtypes, group_policies, reduce_dtype
+from graphpasses._torch.fsdp2_dtypes import compute_dtypes, group_policies, kept_dtypes, reduce_dtype
+from graphpasses._torch.fsdp2_reductions import ReduceScatterInGraph, own_reduction
 from graphpasses.errors import LayoutError, UnsupportedError
 from graphpasses.identity import same_bits
 
@@ -48,13 +49,15 @@ class ParameterGroup:
     parameters: tuple[GroupedParameter, ...]  # in the order in which FSDP2 packs them
     shard_ranks: tuple[int, ...]  # global ranks of the reduce-scatter's process group
     replicate_ranks: tuple[int, ...] | None  # global ranks of HSDP's all-reduce, or None
-    reduce_scatter_op: ReduceOpName  # ``"avg"`` or ``"sum"``
-    all_reduce_op: ReduceOpName  # ``"avg"`` or ``"sum"``; only HSDP uses it
+    reduce_scatter_op: str  # ``"avg"``, ``"sum"``, or what a :class:`ReduceScatterInGraph` does
+    all_reduce_op: str  # likewise; only HSDP uses it
     is_premultiplied: bool  # whether FSDP2 asks for PREMUL_SUM by one where these say ``"sum"``
     predivide: float | None  # what the packed gradients are divided by before the reduce-scatter, or None
     postdivide: float | None  # what they are divided by after the last collective, or None
     param_dtypes: frozenset[torch.dtype]  # of the unsharded parameters that are trained, or of all if none is
     reduce_dtype: torch.dtype  # dtype on the wire
+    all_reduce_dtype: torch.dtype  # that of HSDP's all-reduce
+    kept_dtypes: frozenset[torch.dtype]  # of the sharded gradients
     reduces_unused: bool  # whether zeros are reduced for trainable parameters without a gradient
     # Whether the parameters are freed after forward and gathered again in backward.
     reshards_after_forward: bool
@@ -78,6 +81,18 @@ def _groups_of(state: FSDPState) -> list[FSDPParamGroup]:
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return groups
+
+
+def group_of(module: nn.Module) -> FSDPParamGroup | None:
+    """Returns the group of one ``fully_shard`` call; None if it manages no parameters."""
+    state = _get_module_fsdp_state(module)
+    groups = _groups_of(state) if state is not None else []
+    if len(groups) > 1:
+        raise UnsupportedError(
+            f"FSDP2 group {group_name(groups[0])!r} is one of {len(groups)} of a module (shard_placement_fn with "
+            "meshes), for which FSDP2 has no custom reduce-scatter. Shard the modules apart"
+        )
+    return groups[0] if groups else None
 
 
 def reshard(groups: Iterable[FSDPParamGroup]) -> None:
@@ -119,6 +134,14 @@ def _is_up_to_date(parameter: FSDPParam, mesh: FSDPMeshInfo) -> bool:
 def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
     """Reads every group of a model, nested groups before the ones around them; none if it was never sharded.
 
+    Raises where :func:`read_groups` does.
+    """
+    return tuple(read_groups(model).values())
+
+
+def read_groups(model: nn.Module) -> dict[FSDPParamGroup, ParameterGroup]:
+    """Reads every group of a model, in the order of :func:`parameter_groups`.
+
     Raises where a group reduces in a way that no functional collective can express, FSDP2 refuses to run it, or it
     reaches outside the model.
     """
@@ -136,7 +159,7 @@ def parameter_groups(model: nn.Module) -> tuple[ParameterGroup, ...]:
         for index, group in enumerate(of_module):
             suffix = f" [{index}]" if len(of_module) > 1 else ""
             groups.setdefault(group, name + suffix)
-    return tuple(_read_group(group, name, fqns, group in keeps) for group, name in groups.items())
+    return {group: _read_group(group, name, fqns, group in keeps) for group, name in groups.items()}
 
 
 def _post_order(
@@ -185,7 +208,13 @@ def _read_group(
     )
     # What is multiplied by one before it is added keeps its bits; torchtitan divides by its number of tokens instead.
     is_plain_sum = group.gradient_divide_factor == 1
+    reduce_scatter_op: str | None
+    all_reduce_op: str | None
     reduce_scatter_op, all_reduce_op = (op_name(op) or ("sum" if is_plain_sum else None) for op in ops)
+    all_reduce_dtype = wire_dtype
+    if (own := own_reduction(group)) is not None:
+        reduce_scatter_op, all_reduce_op = own.reduce_scatter_op, own.all_reduce_op
+        all_reduce_dtype = own.all_reduce_dtype or wire_dtype
     if reduce_scatter_op is None or all_reduce_op is None:
         raise UnsupportedError(
             f"FSDP2 group {name!r} with gradient divide factor {group.gradient_divide_factor} reduces with "
@@ -215,6 +244,8 @@ def _read_group(
         postdivide=None if postdivide in (None, 1) else float(postdivide),
         param_dtypes=compute_dtypes(group),
         reduce_dtype=wire_dtype,
+        all_reduce_dtype=all_reduce_dtype,
+        kept_dtypes=kept_dtypes(group),
         reduces_unused=getattr(group, "reduce_scatter_unused_params", False),
         reshards_after_forward=group.post_forward_mesh_info is not None and not keeps_parameters,
     )
@@ -250,6 +281,8 @@ def group_setting(group: FSDPParamGroup, name: str) -> Any:
         policies = tuple(dict.fromkeys(group_policies(group)))
         return repr(policies[0] if len(policies) == 1 else policies)
     setting = getattr(group, SETTINGS[name], None)
+    if isinstance(setting, ReduceScatterInGraph):
+        return setting.reduce_scatter_op
     return type(setting).__name__ if isinstance(setting, _COPY_OR_ADD_AS_NCCL) else setting
 
 
@@ -262,7 +295,7 @@ def refuse_custom_communication(groups: Iterable[FSDPParamGroup]) -> None:
     """Raises if a group communicates as no functional collective does: its own way, or by symmetric memory."""
     for group in groups:
         for comm in (group._all_gather_comm, group._reduce_scatter_comm):
-            if type(comm) not in _COPY_OR_ADD_AS_NCCL:
+            if type(comm) not in _COPY_OR_ADD_AS_NCCL and not isinstance(comm, ReduceScatterInGraph):
                 raise UnsupportedError(
                     f"FSDP2 group {group_name(group)!r} communicates through {type(comm).__name__} "
                     "(set_custom_all_gather, set_custom_reduce_scatter, set_symm_mem_for_comm), whose bits a graph's "

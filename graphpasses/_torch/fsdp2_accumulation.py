@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2 import fsdp_groups
+from graphpasses._torch.fsdp2_reductions import own_reduction, refuse_partial_reduction
 from graphpasses.errors import CaptureError
 
 
@@ -124,6 +125,8 @@ class Accumulators:
 
 
 def _is_partial(group: FSDPParamGroup) -> bool:
+    if own_reduction(group) is not None:
+        refuse_partial_reduction(group)
     return group.reduce_grads and not group.all_reduce_grads and isinstance(group.mesh_info, HSDPMeshInfo)
 
 

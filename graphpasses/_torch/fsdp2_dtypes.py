@@ -35,6 +35,14 @@ def compute_dtypes(group: FSDPParamGroup) -> frozenset[torch.dtype]:
     return frozenset(_compute_dtype(parameter, policy) for parameter, policy in _trained(group))
 
 
+def kept_dtypes(group: FSDPParamGroup) -> frozenset[torch.dtype]:
+    """Returns the dtypes in which a group's sharded gradients are kept."""
+    trained = (parameter for parameter, _ in _trained(group))
+    if not KEEPS_GRADIENT_DTYPES:
+        return frozenset(parameter.sharded_param.dtype for parameter in trained)
+    return frozenset(_kept_dtype(parameter) or parameter.sharded_param.dtype for parameter in trained)
+
+
 def _compute_dtype(parameter: FSDPParam, policy: MixedPrecisionPolicy) -> torch.dtype:
     dtype: torch.dtype = parameter.sharded_param.dtype
     return (policy.param_dtype if dtype.is_floating_point else None) or dtype

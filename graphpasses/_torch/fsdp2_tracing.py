@@ -40,6 +40,7 @@ from graphpasses._torch.fsdp2_dtypes import (
     make_leaf,
     unsharded_spec,
 )
+from graphpasses._torch.fsdp2_reductions import own_reduction
 from graphpasses.errors import CaptureError, UnsupportedError
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -294,14 +295,19 @@ def _reduce(
     if len({row.dtype for row in rows}) > 1:  # what the copy casts is what is cast before it
         rows = [row.to(dtype) for row in rows]
     packed = _divided(aten._chunk_cat.default(rows, 0, num_shards).to(dtype), predivide)
-    if num_shards > 1:
+    own = own_reduction(group)
+    if num_shards > 1 and own is not None:
+        value = collectives.wait_tensor.default(own.reduce_scatter(packed, process_group))
+    elif num_shards > 1:
         value = collectives.reduce_scatter_tensor.default(
             packed, reduce_scatter_op, num_shards, process_group.group_name
         )
         value = collectives.wait_tensor.default(value)
     else:
         value = _divided(packed, call["gradient_divide_factor"])
-    if all_reduce_group is not None:
+    if all_reduce_group is not None and own is not None:
+        value = collectives.wait_tensor.default(own.all_reduce(value, all_reduce_group))
+    elif all_reduce_group is not None:
         value = aten.alias.default(value)
         reductions.partly_reduced.setdefault(index, []).append(value)
         value = collectives.all_reduce.default(value, all_reduce_op, all_reduce_group.group_name)

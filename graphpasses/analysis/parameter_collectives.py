@@ -12,7 +12,7 @@ FSDP's. As traced from SimpleFSDP (torch.distributed.tensor._redistribute), with
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -24,6 +24,7 @@ from graphpasses.analysis.backward import is_backward
 from graphpasses.graph import WAIT, TrainGraph, argument, wait_of
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, reach
 from graphpasses.graph.parameters import ParameterInfo
+from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE, is_tree_op
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -31,6 +32,8 @@ c10d = torch.ops._c10d_functional
 ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
+REDUCE_SCATTERS = frozenset({REDUCE_SCATTER, REDUCE_SCATTER_IN_TREE})
+ALL_REDUCES = frozenset({ALL_REDUCE, ALL_REDUCE_IN_TREE})
 CAST = aten._to_copy.default
 ADD_IN_PLACE = aten.add_.Tensor
 
@@ -109,6 +112,16 @@ def calls(value: Any, target: Any) -> TypeGuard[fx.Node]:
 def collective_ranks(collective: fx.Node) -> tuple[int, ...]:
     """Returns the global ranks that a functional collective joins; its process group must be alive on this rank."""
     return named_group_ranks(str(collective.args[-1]))
+
+
+def reduce_scatter_operator(op: str) -> Any:
+    """Returns the operator that reduce-scatters by ``op``."""
+    return REDUCE_SCATTER_IN_TREE if is_tree_op(op) else REDUCE_SCATTER
+
+
+def all_reduce_operator(op: str) -> Any:
+    """Returns the operator that all-reduces by ``op``."""
+    return ALL_REDUCE_IN_TREE if is_tree_op(op) else ALL_REDUCE
 
 
 def find_unshards(graph: TrainGraph) -> list[Gather]:
@@ -230,26 +243,29 @@ def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
         info = graph.parameters[fqn]
         for slot in slots:
             for source, tail in gradient_summands(values[slot]) if values[slot] is not None else ():
-                is_scattered = is_result_of(source, REDUCE_SCATTER, info.shard_ranks)
+                is_scattered = is_result_of(source, REDUCE_SCATTERS, info.shard_ranks)
                 is_whole = len(info.shard_ranks) == 1 and is_result_of(
-                    source, ALL_REDUCE, info.replicate_ranks
+                    source, ALL_REDUCES, info.replicate_ranks
                 )
                 if is_scattered or is_whole:
                     found.setdefault(fqn, []).append(_reduction(info, graph.outputs[slot].fqn, source, tail))
     return found
 
 
-def is_result_of(value: Any, target: Any, ranks: tuple[int, ...]) -> TypeGuard[fx.Node]:
+def is_result_of(value: Any, targets: Set[Any], ranks: tuple[int, ...]) -> TypeGuard[fx.Node]:
     """Whether ``value`` is the wait of a collective of this kind over these ranks, in this order."""
-    return calls(value, WAIT) and calls(value.args[0], target) and collective_ranks(value.args[0]) == ranks
+    if not calls(value, WAIT):
+        return False
+    launch = argument(value)
+    return launch.target in targets and collective_ranks(launch) == ranks
 
 
 def _reduction(info: ParameterInfo, name: str, wait: fx.Node, tail: tuple[fx.Node, ...]) -> GradReduction:
     reduce_scatter, all_reduce, gradient = None, None, wait
-    if is_result_of(gradient, REDUCE_SCATTER, info.shard_ranks):
+    if is_result_of(gradient, REDUCE_SCATTERS, info.shard_ranks):
         reduce_scatter = argument(gradient)
         gradient, entry = before_padding(reduce_scatter)
-    if is_result_of(gradient, ALL_REDUCE, info.replicate_ranks):
+    if is_result_of(gradient, ALL_REDUCES, info.replicate_ranks):
         all_reduce = argument(gradient)
         gradient, entry = before_padding(all_reduce)
     if gradient.target == CAST and set(gradient.kwargs) == {"dtype"}:

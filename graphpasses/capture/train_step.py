@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from graphpasses._torch.fake_mode import fake_copies
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
+from graphpasses._torch.fsdp2_reductions import own_reduction
 from graphpasses._torch.fsdp2_tracing import prepare_for_tracing
 from graphpasses.capture.dynamic_shapes import read_dynamic_shapes
 from graphpasses.capture.oracle import check_step, has_equal_bits, why_unchecked
@@ -181,6 +182,11 @@ def _capture(
     refuse_step(step, trace.random_calls)
     if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
         step.note(note)
+    if clip_norm is not None and any(own_reduction(group) is not None for group in groups):
+        step.note(
+            "clip_norm clips by torch's norm, whose bits depend on the number of ranks though the gradients' do not. "
+            "Leave it out, and call canonical_clip_grad_norm_ before the optimizer"
+        )
     source = find_update(step, optimizers, clip_norm)
     if source is not None:
         stage("traces the optimizer's step")

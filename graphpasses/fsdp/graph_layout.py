@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from graphpasses.analysis.parameter_collectives import (
-    ALL_REDUCE,
+    ALL_REDUCES,
     CAST,
-    REDUCE_SCATTER,
+    REDUCE_SCATTERS,
     before_padding,
     calls,
     collective_ranks,
@@ -99,19 +99,19 @@ def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Fou
             split, index = argument(node), node.args[1]
             assert isinstance(index, int)
             pending.append((split.args[0], index, tuple(part.shape[0] for part in split.meta["val"])))
-        elif is_result_of(node, ALL_REDUCE, info.replicate_ranks):
+        elif is_result_of(node, ALL_REDUCES, info.replicate_ranks):
             found.append(_Found(argument(node), part, sizes or (_numel(node),)))
             # HSDP: the reduce-scatter comes first, same places; then what earlier microbatches left is added.
             source = argument(node).args[0]
             if calls(source, aten.add.Tensor):
                 source = argument(source)
-            if is_result_of(source, REDUCE_SCATTER, info.shard_ranks):
+            if is_result_of(source, REDUCE_SCATTERS, info.shard_ranks):
                 pending.append((source, part, sizes))
-        elif is_result_of(node, REDUCE_SCATTER, info.shard_ranks):
+        elif is_result_of(node, REDUCE_SCATTERS, info.shard_ranks):
             found.append(_Found(argument(node), part, sizes or (_numel(node),)))
             if not sizes:  # HSDP as traced: the all-reduce comes first, on the whole gradient
                 source, _ = before_padding(argument(node))
-                if is_result_of(source, ALL_REDUCE, info.replicate_ranks):
+                if is_result_of(source, ALL_REDUCES, info.replicate_ranks):
                     found.append(_Found(argument(source), 0, (_numel(source),)))
         elif isinstance(node, fx.Node) and node.target in _KEEP_PLACE:
             pending.append((node.args[0], part, sizes))
@@ -132,7 +132,7 @@ def _bucket(
             f"the others are {known}"
         )
     dtype: torch.dtype = argument(collective).meta["val"].dtype
-    is_reduce_scatter = collective.target == REDUCE_SCATTER
+    is_reduce_scatter = collective.target in REDUCE_SCATTERS
     offsets = [sum(sizes[:index]) * dtype.itemsize for index in range(len(sizes))]
     return BucketLayout(
         collective="reduce_scatter" if is_reduce_scatter else "all_reduce",

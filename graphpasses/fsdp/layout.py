@@ -41,7 +41,7 @@ class BucketLayout:
 
     collective: Collective  # ``"all_reduce"`` is HSDP's second step
     ranks: tuple[int, ...]  # global ranks of the process group, in group order
-    op: str  # ``"avg"`` or ``"sum"``
+    op: str  # ``"avg"``, ``"sum"``, or ``"tree"`` of :func:`~graphpasses.canonical_reductions`
     dtype: str  # of the elements on the wire, e.g. ``"bfloat16"``
     entries: tuple[LayoutEntry, ...]  # the parameters, in byte order
 
@@ -262,9 +262,10 @@ def eager_layout(model: nn.Module, *, without_gradient: Collection[str] = ()) ->
         # A group of one rank copies instead of reducing.
         if len(ranks) > 1:
             buckets.append(bucket)
-        if group.replicate_ranks is not None:
+        if (replicas := group.replicate_ranks) is not None:
+            op, dtype = group.all_reduce_op, group.all_reduce_dtype
             buckets.append(
-                replace(bucket, collective="all_reduce", ranks=group.replicate_ranks, op=group.all_reduce_op)
+                make_bucket_layout("all_reduce", replicas, op, dtype, parameters, num_shards=len(ranks))
             )
     return Layout(tuple(buckets))
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graphpasses.fsdp.layout import Collective, Layout, dtype_bytes
+from graphpasses.ops.reduce_in_tree import is_tree_op
 from graphpasses.text import aligned
 
 _MAX_ROWS = 20
@@ -18,7 +19,7 @@ class Place:
 
     collective: Collective
     ranks: tuple[int, ...]  # global ranks of its process group
-    op: str  # ``"avg"`` or ``"sum"``
+    op: str  # ``"avg"``, ``"sum"`` or ``"tree"``
     dtype: str  # on the wire
     offset: int  # bytes from the start of a rank's part of the bucket
     padded_numel: int  # elements in a rank's part of the bucket
@@ -33,6 +34,10 @@ class Place:
     def itemsize(self) -> int:
         """Bytes of one element on the wire."""
         return dtype_bytes(self.dtype)
+
+    def what_decides_bits(self) -> Place:
+        """Returns what of the place decides bits: of a sum in a tree not where it lies, and in which bucket."""
+        return replace(self, offset=0, num_bytes=0, members="") if is_tree_op(self.op) else self
 
     def __str__(self) -> str:
         return (
@@ -97,7 +102,11 @@ def diff_layouts(a: Layout, b: Layout) -> LayoutDiff:
     moves = (
         Move(key[0], places_a.get(key), places_b.get(key)) for key in dict.fromkeys([*places_a, *places_b])
     )
-    return LayoutDiff(tuple(move for move in moves if move.before != move.after))
+    return LayoutDiff(tuple(move for move in moves if _decided(move.before) != _decided(move.after)))
+
+
+def _decided(place: Place | None) -> Place | None:
+    return place and place.what_decides_bits()
 
 
 def layout_places(layout: Layout) -> dict[PlaceKey, Place]:

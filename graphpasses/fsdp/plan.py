@@ -12,6 +12,7 @@ from torch import nn
 from graphpasses.errors import PlanError
 from graphpasses.fsdp.byte_order import managed_parameters
 from graphpasses.identity import IdentityMap
+from graphpasses.ops.reduce_in_tree import is_tree_op
 from graphpasses.text import did_you_mean
 
 _ROOT = "(root)"
@@ -26,7 +27,8 @@ class Reduction:
     Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce`` and ``_get_gradient_divide_factors``.
 
     Args:
-        reduce_scatter_op: op of the reduce-scatter.
+        reduce_scatter_op: op of the reduce-scatter: ``"avg"``, ``"sum"``, or ``"tree"``, which is the sum as
+            :func:`~graphpasses.canonical_reductions` adds it.
         all_reduce_op: op of HSDP's all-reduce; unused without HSDP.
         predivide: divisor before the collectives, or None.
         postdivide: divisor after the collectives, or None.
@@ -34,16 +36,16 @@ class Reduction:
         is_premultiplied: whether eager asks NCCL for PREMUL_SUM by one instead of the sum.
 
     Raises:
-        PlanError: an op is neither ``"avg"`` nor ``"sum"``, the all-reduce averages after the reduce-scatter
-            summed, which FSDP2 never does, or a divisor is not positive.
+        PlanError: an op is not known, the all-reduce averages after the reduce-scatter summed, which FSDP2 never
+            does, or a divisor is not positive.
 
     Example:
         >>> default = Reduction()
         >>> force_sum = Reduction("sum", "sum", postdivide=4.0, dtype=torch.float32)
     """
 
-    reduce_scatter_op: Literal["avg", "sum"] = "avg"
-    all_reduce_op: Literal["avg", "sum"] = "avg"
+    reduce_scatter_op: str = "avg"
+    all_reduce_op: str = "avg"
     predivide: float | None = None
     postdivide: float | None = None
     dtype: torch.dtype | None = None
@@ -51,8 +53,8 @@ class Reduction:
 
     def __post_init__(self) -> None:
         for name in ("reduce_scatter_op", "all_reduce_op"):
-            if (op := getattr(self, name)) not in ("avg", "sum"):
-                raise PlanError(f"{name} must be 'avg' or 'sum', not {op!r}")
+            if (op := getattr(self, name)) not in ("avg", "sum") and not is_tree_op(op):
+                raise PlanError(f"{name} must be 'avg', 'sum' or 'tree', not {op!r}")
         if (self.reduce_scatter_op, self.all_reduce_op) == ("sum", "avg"):
             raise PlanError("reduce_scatter_op 'sum' goes with all_reduce_op 'sum', not 'avg'")
         for name in ("predivide", "postdivide"):

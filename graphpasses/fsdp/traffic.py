@@ -16,17 +16,20 @@ from torch.utils.flop_counter import flop_registry
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import is_operator, returns_alias, writes_arguments
 from graphpasses.analysis.levels import grouped
-from graphpasses.analysis.parameter_collectives import REDUCE_SCATTER, collective_ranks, find_gathers
+from graphpasses.analysis.parameter_collectives import REDUCE_SCATTERS, collective_ranks, find_gathers
 from graphpasses.fsdp.graph_layout import reduced_parts
 from graphpasses.fsdp.layout import BucketLayout, Layout, dtype_bytes
 from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.graph.traffic import Event, Traffic, Transfer
+from graphpasses.ops.reduce_in_tree import is_tree_op
 
 _NAMES = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+    "reduce_scatter_in_tree": "all_to_all",
+    "all_reduce_in_tree": "all_reduce",
 }
 
 
@@ -126,11 +129,16 @@ def layout_traffic(
             events += [*now, Event("compute", flops=flops * numel * num_tokens)]
             if flops == 4:  # backward
                 events += reduced
-                reduced = launch([_bucket_transfer(bucket, bucket.collective) for bucket in group])
+                reduced = launch([_bucket_transfer(bucket, _sent_as(bucket)) for bucket in group])
                 if not overlap:
                     events += reduced
                     reduced = []
     return Traffic(num_ranks, tuple(transfers), (*events, *reduced))
+
+
+def _sent_as(bucket: BucketLayout) -> str:
+    is_all_to_all = bucket.collective == "reduce_scatter" and is_tree_op(bucket.op)
+    return "all_to_all" if is_all_to_all else bucket.collective
 
 
 def _bucket_transfer(bucket: BucketLayout, collective: str) -> Transfer:
@@ -163,7 +171,7 @@ def _rows(graph: TrainGraph) -> dict[fx.Node, tuple[tuple[int, int], ...]]:
     """Returns the parameters of each of FSDP's collectives, see :class:`Transfer`."""
     fqns: dict[fx.Node, Iterable[str]] = {each.all_gather: sorted(each.fqns) for each in find_gathers(graph)}
     for node, parts in reduced_parts(graph).items():
-        if node.target == REDUCE_SCATTER:
+        if node.target in REDUCE_SCATTERS:
             fqns[node] = [fqn for fqn, _ in parts.values()]
     return {node: tuple(_row(graph.parameters[fqn], node) for fqn in names) for node, names in fqns.items()}
 

@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake, outside_tracing
 from graphpasses._torch.schemas import given_arguments, writes_arguments
+from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -42,6 +43,8 @@ _COLLECTIVES = (
     torch.ops._c10d_functional.all_reduce.default,
     ALL_TO_ALL,
     torch.ops._c10d_functional.broadcast.default,
+    REDUCE_SCATTER_IN_TREE,
+    ALL_REDUCE_IN_TREE,
 )
 
 

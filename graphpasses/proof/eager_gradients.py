@@ -14,6 +14,7 @@ from graphpasses.fsdp.layout import Collective, Layout
 from graphpasses.fsdp.layout_diff import Move, Place, layout_places
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.parameters import ParameterInfo
+from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE
 from graphpasses.proof import elements, movement
 from graphpasses.proof.core.evaluated import Argument, Evaluated
 from graphpasses.proof.core.values import Pieces, Value, Values
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from graphpasses.simulate import Topology
 
 AXIOM = (
-    "a reduction's element has bits that its summands, its op, its dtype, its group, the bucket's size and its byte "
-    "offset decide: at eager's place it has eager's"
+    "a reduction's element has bits that its summands, its op, its dtype, its group and, unless it adds in a tree, "
+    "the bucket's size and its byte offset decide: at eager's place it has eager's"
 )
 TOPOLOGY_AXIOM = (
     "on the given topology NCCL adds an element in the order of its channel's ring: where two places have one order, "
@@ -33,7 +34,12 @@ TOPOLOGY_AXIOM = (
 )
 _REDUCE_SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
 _ALL_REDUCE = "_c10d_functional.all_reduce.default"
-_NAMES: dict[str, Collective] = {_REDUCE_SCATTER: "reduce_scatter", _ALL_REDUCE: "all_reduce"}
+_NAMES: dict[str, Collective] = {
+    _REDUCE_SCATTER: "reduce_scatter",
+    _ALL_REDUCE: "all_reduce",
+    str(REDUCE_SCATTER_IN_TREE): "reduce_scatter",
+    str(ALL_REDUCE_IN_TREE): "all_reduce",
+}
 _WORDS = {
     "collective": "collective",
     "ranks": "ranks",
@@ -248,10 +254,10 @@ class _Reduction:
         )
 
     def unlike(self, eager: Place) -> str:
-        """Returns how the place differs from eager's."""
-        here = self.place(eager)
+        """Returns how the place differs from eager's, in what decides bits."""
+        here, there = self.place(eager).what_decides_bits(), eager.what_decides_bits()
         return "; ".join(
-            f"{words}: {getattr(here, name)}, eager has {getattr(eager, name)}"
+            f"{words}: {getattr(here, name)}, eager has {getattr(there, name)}"
             for name, words in _WORDS.items()
-            if getattr(here, name) != getattr(eager, name)
+            if getattr(here, name) != getattr(there, name)
         )

@@ -15,7 +15,7 @@ from graphpasses.errors import LayoutError, ProofError
 from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
-from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph
+from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph, is_collective
 from graphpasses.graph.certificate import Certificate
 from graphpasses.proof import eager_gradients
 from graphpasses.proof.core import axioms
@@ -388,7 +388,7 @@ class _Proof:
     @staticmethod
     def _is_reduction(found: Difference) -> bool:
         return any(
-            (isinstance(node, fx.Node) and "_c10d_functional" in str(node.target)) or node is None
+            not isinstance(node, fx.Node) or is_collective(node) or "_c10d_functional" in str(node.target)
             for node in (found.before, found.after)
         )
 

@@ -201,7 +201,7 @@ def test_malformed_entries() -> None:
 
 
 def test_reduction_is_checked() -> None:
-    with pytest.raises(PlanError, match=r"^reduce_scatter_op must be 'avg' or 'sum', not 'max'$"):
+    with pytest.raises(PlanError, match=r"^reduce_scatter_op must be 'avg', 'sum' or 'tree', not 'max'$"):
         Reduction("max")
     with pytest.raises(
         PlanError, match=r"^reduce_scatter_op 'sum' goes with all_reduce_op 'sum', not 'avg'$"

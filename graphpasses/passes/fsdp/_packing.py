@@ -10,11 +10,11 @@ from torch import fx
 
 from graphpasses.analysis.parameter_collectives import (
     ALL_GATHER,
-    ALL_REDUCE,
     CAST,
-    REDUCE_SCATTER,
     Gather,
     GradReduction,
+    all_reduce_operator,
+    reduce_scatter_operator,
 )
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.graph_layout import SPLIT
@@ -76,7 +76,7 @@ def pack_reductions(
     like, reduce_scatter = reductions[0].launch, reductions[0].reduce_scatter
     num_shards, group = (1, "") if reduce_scatter is None else reduce_scatter.args[2:]
     assert isinstance(num_shards, int)
-    dtype = how.dtype or like.meta["val"].dtype
+    dtype = how.dtype or argument(like).meta["val"].dtype
     gradients = [reduction.gradient for reduction in reductions]
     replaced: dict[fx.Node, fx.Node] = {}
     uniform = len({gradient.meta["val"].dtype for gradient in gradients}) == 1
@@ -88,10 +88,12 @@ def pack_reductions(
         packed = graph.emit(aten._chunk_cat.default, (rows, 0, num_shards), like=like)
         value = _divide(graph, _cast(graph, packed, dtype), how.predivide)
         if reduce_scatter is not None:
-            value = graph.emit(REDUCE_SCATTER, (value, how.reduce_scatter_op, num_shards, group), like=like)
+            op = how.reduce_scatter_op
+            value = graph.emit(reduce_scatter_operator(op), (value, op, num_shards, group), like=like)
             value = graph.emit(WAIT, (value,), like=like)
         if all_reduce := reductions[0].all_reduce:
-            value = graph.emit(ALL_REDUCE, (value, how.all_reduce_op, all_reduce.args[2]), like=like)
+            op = how.all_reduce_op
+            value = graph.emit(all_reduce_operator(op), (value, op, all_reduce.args[2]), like=like)
             value = graph.emit(WAIT, (value,), like=like)
         value = _divide(graph, value, how.postdivide)
         final = {reduction.reduced.meta["val"].dtype for reduction in reductions}

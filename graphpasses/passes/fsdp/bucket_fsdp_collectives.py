@@ -22,7 +22,7 @@ from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.layout_diff import diff_layouts
 from graphpasses.fsdp.plan import Bucket, BucketPlan, Reduction, premultiplied_note
-from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph import Stage, TrainGraph, argument
 from graphpasses.passes.fsdp._packing import pack_all_gathers, pack_reductions
 from graphpasses.passes.runner import GraphPass, Numerics
 
@@ -87,7 +87,7 @@ def _reduce_group(reduction: GradReduction) -> Hashable:
 def _captured_reduction(reduction: GradReduction) -> Reduction:
     op = reduction.launch.args[1]
     all_reduce_op = reduction.all_reduce.args[1] if reduction.all_reduce else op
-    return Reduction(op, all_reduce_op, dtype=reduction.launch.meta["val"].dtype)  # type: ignore[arg-type]
+    return Reduction(op, all_reduce_op, dtype=argument(reduction.launch).meta["val"].dtype)  # type: ignore[arg-type]
 
 
 def _notes(

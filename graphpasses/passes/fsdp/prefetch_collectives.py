@@ -10,11 +10,10 @@ import torch
 from torch import fx
 
 from graphpasses.analysis.parameter_collectives import (
-    ALL_REDUCE,
+    ALL_REDUCES,
     CAST,
-    REDUCE_SCATTER,
+    REDUCE_SCATTERS,
     Gather,
-    calls,
     find_gathers,
 )
 from graphpasses.errors import PipelineError
@@ -46,7 +45,7 @@ def _unpack_chain(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | N
         for user in pending.pop().users:
             if user.op == "output" or user in chain:
                 continue
-            if user.target == ALL_REDUCE:
+            if user.target in ALL_REDUCES:
                 chain.add(user)
             elif user.target in _UNPACK_OPS:
                 chain.add(user)
@@ -119,7 +118,7 @@ class PrefetchCollectives(GraphPass):
         order = {node: index for index, node in enumerate(nodes)}
         self._launch_early(find_gathers(graph), order)
         _wait_late(
-            [node for node in nodes if node.target == REDUCE_SCATTER], graph.graph.output_node(), order
+            [node for node in nodes if node.target in REDUCE_SCATTERS], graph.graph.output_node(), order
         )
         # What moved is what now has another neighbour among the nodes that launch, wait or compute.
         after = {node: index for index, node in enumerate(graph.graph.nodes)}
@@ -141,7 +140,7 @@ def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node, order: dict[fx.N
     tails: list[tuple[list[fx.Node], list[list[fx.Node]]]] = []
     for reduce_scatter in reduce_scatters:
         chain = _unpack_chain(wait_of(reduce_scatter), order)
-        all_reduces = [node for node in chain or () if calls(node, ALL_REDUCE)]
+        all_reduces = [node for node in chain or () if node.target in ALL_REDUCES]
         late = [_unpack_chain(wait_of(node), order) for node in all_reduces]
         if chain is not None and None not in late:
             launches.append(reduce_scatter)

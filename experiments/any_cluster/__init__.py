@@ -1,0 +1,1 @@
+"""Are the bits the same on any cluster?"""

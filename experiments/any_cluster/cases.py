@@ -1,0 +1,142 @@
+"""What is trained on which clusters, and which runs must have the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from experiments.any_cluster.models import decoder, llama
+from experiments.harness.verdict import Comparison
+
+__all__ = ["CASES", "NUM_MICROBATCHES", "SHORT", "Case", "Cluster"]
+
+NUM_MICROBATCHES = 8  # of the global batch
+_Added = Literal["in a tree", "by FSDP2", "microbatches one by one", "rank-major"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A run on some ranks.
+
+    Args:
+        name: what the table calls it.
+        shape: of the mesh; two numbers are HSDP's replicas and shards.
+        captured: whether captured steps run.
+        added: how gradients are; all but ``"in a tree"`` are controls. ``"microbatches one by one"`` adds ranks in a
+            tree; ``"rank-major"`` microbatches, too, of which each rank has consecutive ones.
+        start: which third of the steps it begins with: it goes on from what the run with the one before wrote.
+        ends: after how many thirds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    captured: bool = False
+    added: _Added = "in a tree"
+    start: int = 0
+    ends: int = 3
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.shape)
+
+    def steps(self, num_steps: int) -> range:
+        """Which of ``num_steps`` it runs."""
+        thirds = [num_steps * third // 3 for third in range(4)]
+        return range(thirds[self.start], thirds[self.ends])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, on several clusters.
+
+    Args:
+        name: what the table calls it.
+        build: makes the model, from torch's seed.
+        accumulate: see :func:`graphpasses.canonical_reductions`.
+        clusters: all are compared with the first.
+        controls: pairs of runs that must differ.
+        num_steps: of a whole run.
+        num_ranks: of the only runs that are trained; None trains all.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    accumulate: torch.dtype | None
+    clusters: tuple[Cluster, ...]
+    controls: tuple[tuple[Cluster, Cluster], ...] = ()
+    num_steps: int = 25
+    num_ranks: int | None = None
+
+    @property
+    def runs(self) -> tuple[Cluster, ...]:
+        """What is trained, controls last."""
+        runs = (*self.clusters, *(each for pair in self.controls for each in pair))
+        return tuple(each for each in runs if self.num_ranks in (None, each.num_ranks))
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """See :class:`experiments.harness.parity.Case`."""
+        return tuple(each.name for each in self.runs)
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """See :class:`experiments.harness.parity.Case`."""
+        rows = [
+            Comparison(
+                each.name,
+                self.clusters[0].name,
+                "equal",
+                num_skipped=self.num_steps - len(each.steps(self.num_steps)),
+                allow=("ranks",),
+            )
+            for each in self.clusters[1:]
+        ]
+        rows += [Comparison(b.name, a.name, "differ", allow=("ranks",)) for a, b in self.controls]
+        return tuple(rows)
+
+    def on(self, num_ranks: int) -> Case:
+        """Returns the case with the runs on so many ranks alone."""
+        return replace(self, num_ranks=num_ranks)
+
+
+def _control(added: _Added) -> tuple[Cluster, Cluster]:
+    small, large = (Cluster(f"{added}, {num} ranks", (num,), added=added) for num in (2, 4))
+    return small, large
+
+
+_ON_ONE = Cluster("1 rank", (1,))
+_EAGER = (*(Cluster(f"{num} ranks", (num,)) for num in (2, 4, 8)),)
+_HYBRID = tuple(
+    Cluster(f"HSDP, {replicas} x {shards}", (replicas, shards)) for replicas, shards in ((2, 4), (4, 2))
+)
+_CAPTURED = (
+    Cluster("captured, 1 rank", (1,), captured=True),
+    *(replace(each, name=f"captured, {each.name}", captured=True) for each in (*_EAGER[:2], _HYBRID[0])),
+)
+_RESUMED = (
+    Cluster("begun on 8 ranks", (8,), ends=1),
+    Cluster("gone on with 2", (2,), start=1, ends=2),
+    Cluster("gone on with 2 x 2", (2, 2), start=2),
+)
+_CONTROLS = (_control("by FSDP2"), _control("microbatches one by one"), _control("rank-major"))
+_ALL = (_ON_ONE, *_EAGER, *_HYBRID, *_CAPTURED, *_RESUMED)
+
+CASES = (
+    Case("GPT, added in bf16", decoder, None, _ALL, _CONTROLS),
+    Case("Llama, added in fp32", llama, torch.float32, _ALL, _CONTROLS),
+)
+SHORT = (
+    Case(
+        "GPT on 2 and 4 ranks",
+        decoder,
+        None,
+        (*_EAGER[:2], Cluster("HSDP, 2 x 2", (2, 2)), _CAPTURED[1]),
+        _CONTROLS[:1],
+    ),
+)
+"""What ``make parity`` shows."""

@@ -1,0 +1,185 @@
+"""Gradients whose bits depend neither on rings and NCCL nor on how many ranks, and in which shape, compute them.
+
+The microbatches of a global batch are the leaves of one binary tree. Microbatch ``k`` is the ``j``-th of rank ``r``
+with ``k = j * num_ranks + r``, so the lowest levels of the tree lie on ranks (:func:`canonical_reductions`), and what
+is above them in time (``microbatches.py``). Of HSDP's levels those of shards come first, then those of replicas:
+rank 5 of a 2 x 4 mesh is rank 5 of 8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from graphpasses._torch.fsdp2 import (
+    ParameterGroup,
+    fsdp_groups,
+    fsdp_states,
+    group_of,
+    named_sharded_parameters,
+    read_groups,
+)
+from graphpasses._torch.fsdp2_reductions import (
+    ReduceScatterInGraph,
+    mesh_ranks,
+    refuse_partial_reduction,
+    replicate_group,
+    shard_group,
+)
+from graphpasses.errors import UnsupportedError
+from graphpasses.ops.reduce_in_tree import (
+    ALL_REDUCE_IN_TREE,
+    REDUCE_SCATTER_IN_TREE,
+    accumulate_dtype,
+    reduce_scatter_in_tree,
+    tree_op,
+)
+
+
+def canonical_reductions(model: nn.Module, *, accumulate: torch.dtype | None = None) -> nn.Module:
+    """Lets a model that ``fully_shard`` wrapped reduce its gradients to the same bits on any number of ranks.
+
+    A reduction becomes an all-to-all, after which each rank adds what it received in a binary tree over ranks. Sums
+    are not divided: divide the loss by the number of microbatches of the *global* batch. A rank that has several
+    adds their gradients with :class:`~graphpasses.MicrobatchTree`. Microbatch ``k`` belongs to rank
+    ``k % num_ranks``, as :class:`~graphpasses.MicrobatchSampler` deals them. Their number may be any multiple of the
+    number of ranks, which must be a power of two.
+
+    What else must not depend on the number of ranks is in ``docs/any_cluster.md``.
+
+    Args:
+        model: sharded by ``fully_shard``, over one axis or two (HSDP), on all of whose modules it acts.
+        accumulate: dtype in which contributions are added, and gradients kept unrounded; they travel in FSDP2's
+            ``reduce_dtype``. With ``torch.float32`` and a ``reduce_dtype`` of bfloat16, as many bytes travel as with
+            bfloat16 alone, and sums are nearly exact. None adds in ``reduce_dtype``, and rounds at each level.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: the number of ranks is no power of two, ranks of the mesh are not in ascending order, HSDP's
+            groups of shards have one rank, FSDP2 does not reduce a trainable parameter, or gradients are kept in a
+            dtype that rounds what was added.
+
+    Example:
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> with fake_process_group(2):
+        ...     model = fully_shard(nn.Linear(4, 4), mesh=dist.init_device_mesh("cpu", (2,)))
+        ...     (bucket,) = graphpasses.eager_layout(graphpasses.canonical_reductions(model)).buckets
+        >>> bucket.op
+        'tree'
+    """
+    groups = fsdp_groups(model)
+    if not groups:
+        raise UnsupportedError("the model has no FSDP2 parameter group; call fully_shard on it first")
+    managed = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
+    for fqn, parameter in named_sharded_parameters(model):
+        if parameter.requires_grad and id(parameter) not in managed:
+            raise UnsupportedError(
+                f"parameter {fqn!r} is trained, and FSDP2 does not reduce its gradient. Let fully_shard manage it"
+            )
+    for module, _ in fsdp_states(model):
+        module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    for group, read in read_groups(model).items():
+        _check(read, mesh_ranks(group), accumulate)
+    for module, _ in fsdp_states(model):
+        if (own := group_of(module)) is not None:
+            module.set_custom_reduce_scatter(TreeReduceScatter(own, accumulate))  # type: ignore[operator]
+    return model
+
+
+def _check(group: ParameterGroup, ranks: Sequence[int], accumulate: torch.dtype | None) -> None:
+    sizes = [len(group.shard_ranks)]
+    if group.replicate_ranks is not None:
+        sizes.append(len(group.replicate_ranks))
+        if sizes[0] == 1 and sizes[1] > 1:
+            raise UnsupportedError(
+                f"FSDP2 group {group.name!r} has replicas of one shard, which FSDP2 reduces by an all-reduce that "
+                "cannot be replaced. Shard over the ranks instead"
+            )
+    for size in sizes:
+        if size & (size - 1):
+            lower = 1 << math.floor(math.log2(size))
+            raise UnsupportedError(
+                f"FSDP2 group {group.name!r} is reduced over {size} ranks, and a binary tree needs a power of two: "
+                f"take {lower} or {2 * lower}"
+            )
+    if list(ranks) != sorted(ranks):
+        raise UnsupportedError(
+            f"the mesh of FSDP2 group {group.name!r} has its ranks in the order {list(ranks)}, and the tree is one "
+            "over ranks in ascending order. Make the mesh with init_device_mesh"
+        )
+    added = accumulate or group.reduce_dtype
+    if torch.promote_types(added, group.reduce_dtype) != added:
+        raise UnsupportedError(
+            f"FSDP2 group {group.name!r} sends {group.reduce_dtype}, which {added} would round"
+        )
+    for dtype in group.kept_dtypes:
+        if torch.promote_types(dtype, added) != dtype:
+            raise UnsupportedError(
+                f"FSDP2 group {group.name!r} keeps gradients in {dtype}, which would round the sums of each "
+                f"microbatch, added in {added}. Let the parameters be {added}, or reduce in {dtype}"
+            )
+
+
+class TreeReduceScatter(ReduceScatterInGraph):
+    """FSDP2's reduce-scatter as a tree; with HSDP it reduces over the replicas, too.
+
+    Then each rank has the sum of one part of its shard, and negative zeros elsewhere, to which FSDP2's all-reduce
+    adds nothing: ``-0.0 + x`` is ``x``, bit for bit, in any order.
+    """
+
+    all_reduce_op = tree_op()
+
+    def __init__(self, group: Any, accumulate: torch.dtype | None) -> None:
+        self.reduce_scatter_op = tree_op(accumulate)
+        self.all_reduce_dtype = accumulate
+        self._group = group
+        self._input_numel = 0
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a buffer; FSDP2 asks for that of a reduction's input, then for its output's."""
+        numel, num_ranks = math.prod(size), shard_group(self._group).size()
+        if self._input_numel == numel * num_ranks:
+            dtype, numel = accumulate_dtype(self.reduce_scatter_op, dtype), 0
+        self._input_numel = numel
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *_: Any, **__: Any
+    ) -> None:
+        """Reduces eagerly."""
+        refuse_partial_reduction(self._group)
+        reduced = reduce_scatter_in_tree(input_tensor, self.reduce_scatter_op, group.size(), group.group_name)
+        if output_tensor.dtype != reduced.dtype:  # which copying would round
+            raise UnsupportedError(
+                "FSDP2 asked for the buffers of a reduction in another order than that of torch 2.13: its output is "
+                f"{output_tensor.dtype}, and the sum {reduced.dtype}"
+            )
+        replicas = replicate_group(self._group)
+        if replicas is None or replicas.size() == 1:
+            output_tensor.copy_(reduced)
+            return
+        num_replicas, numel = replicas.size(), reduced.numel()
+        padded = torch.nn.functional.pad(reduced, [0, -numel % num_replicas])
+        part = reduce_scatter_in_tree(padded, self.all_reduce_op, num_replicas, replicas.group_name)
+        start = replicas.rank() * part.numel()
+        output_tensor.fill_(-0.0)[start : start + part.numel()].copy_(part[: max(numel - start, 0)])
+
+    def reduce_scatter(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """See :class:`ReduceScatterInGraph`."""
+        reduced: Tensor = REDUCE_SCATTER_IN_TREE(
+            packed, self.reduce_scatter_op, group.size(), group.group_name
+        )
+        return reduced
+
+    def all_reduce(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """See :class:`ReduceScatterInGraph`."""
+        reduced: Tensor = ALL_REDUCE_IN_TREE(packed, self.all_reduce_op, group.group_name)
+        return reduced

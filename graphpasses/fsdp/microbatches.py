@@ -1,0 +1,162 @@
+"""Which microbatches of a global batch a rank has, and how their gradients are added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Sampler
+
+from graphpasses._torch.fsdp2 import named_sharded_parameters, read_groups
+from graphpasses._torch.fsdp2_reductions import own_reduction
+from graphpasses.errors import UnsupportedError
+from graphpasses.ops.reduce_in_tree import accumulate_dtype
+
+
+class MicrobatchSampler(Sampler[list[int]]):
+    """Deals the microbatches of global batches to ranks, so that each holds the same samples on any number of them.
+
+    Microbatch ``k`` has samples ``k * microbatch_size`` and following of ``sampler``, and goes to rank
+    ``k % num_ranks``. Give it to ``DataLoader(dataset, batch_sampler=...)``. torch's ``DistributedSampler`` deals
+    samples, not microbatches: what a microbatch holds then depends on the number of ranks.
+
+    Args:
+        sampler: indices of samples, in the same order on all ranks; what fills no global batch is left out.
+        microbatch_size: samples in one.
+        num_microbatches: of a global batch, which the number of ranks divides.
+        rank: by default that of the default process group.
+        num_ranks: likewise.
+
+    Raises:
+        UnsupportedError: the ranks do not divide ``num_microbatches``.
+
+    Example:
+        >>> [list(MicrobatchSampler(range(9), 2, 4, rank=rank, num_ranks=2)) for rank in (0, 1)]
+        [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[int],
+        microbatch_size: int,
+        num_microbatches: int,
+        *,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+    ) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self._rank = rank if rank is not None else dist.get_rank() if is_distributed else 0
+        self._num_ranks = num_ranks or (dist.get_world_size() if is_distributed else 1)
+        if num_microbatches % self._num_ranks:
+            raise UnsupportedError(
+                f"{self._num_ranks} ranks do not divide the {num_microbatches} microbatches of a global batch"
+            )
+        self._sampler, self._size, self._num = sampler, microbatch_size, num_microbatches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        global_batch: list[int] = []
+        for index in self._sampler:
+            global_batch.append(index)
+            if len(global_batch) == self._size * self._num:
+                for k in range(self._rank, self._num, self._num_ranks):
+                    yield global_batch[k * self._size : (k + 1) * self._size]
+                global_batch = []
+
+
+class MicrobatchTree:
+    """Adds the gradients of a rank's microbatches in the tree of :func:`canonical_reductions`.
+
+    It adds two sums of equally many microbatches as soon as both are there, as a binary counter carries, so it keeps
+    at most ``log2(num_microbatches) + 1`` copies of the sharded gradients::
+
+        tree = graphpasses.MicrobatchTree(model)
+        for j in range(num_microbatches // num_ranks):  # of the global batch
+            loss = loss_fn(model, *microbatches[j * num_ranks + rank]) / num_microbatches
+            loss.backward()  # or: loss = step(*microbatch), of a captured step
+            tree.add()
+        tree.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Args:
+        model: on which :func:`canonical_reductions` was called.
+
+    Raises:
+        UnsupportedError: it was not; or, from :meth:`add`, a microbatch left no reduced gradients, or not of the same
+            parameters as the one before.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters: list[tuple[str, nn.Parameter, torch.dtype]] = []
+        names = {id(parameter): fqn for fqn, parameter in named_sharded_parameters(model)}
+        for group, read in read_groups(model).items():
+            if (own := own_reduction(group)) is None:
+                raise UnsupportedError(
+                    f"FSDP2 group {read.name!r} adds ranks in NCCL's order; call canonical_reductions on the model"
+                )
+            added = accumulate_dtype(own.reduce_scatter_op, read.reduce_dtype)
+            for parameter in (each.sharded_param for each in group.fsdp_params):
+                self._parameters.append((names[id(parameter)], parameter, added))
+        self._sums: list[
+            tuple[int, list[Tensor | None]]
+        ] = []  # of 2**level microbatches, and what they sum to
+        self._finished: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Takes the gradients of one microbatch out of ``.grad``, and adds them where the tree has them."""
+        taken = [self._take(*each) for each in self._parameters]
+        present = [each is not None for each in taken]
+        if not any(present):
+            raise UnsupportedError(
+                "no parameter has a reduced gradient: call add() after each backward, with FSDP2's "
+                "set_requires_gradient_sync(True)"
+            )
+        if self._sums:
+            for (fqn, *_), now, before in zip(self._parameters, taken, self._sums[-1][1], strict=True):
+                if (now is None) != (before is None):
+                    raise UnsupportedError(
+                        f"parameter {fqn!r} has a gradient in some microbatches and none in others, which FSDP2 does "
+                        "not reduce to the same bits on any number of ranks. Use it in each, "
+                        "e.g. multiplied by zero"
+                    )
+        level = 0
+        while self._sums and self._sums[-1][0] == level:
+            taken = _added(self._sums.pop()[1], taken)
+            level += 1
+        self._sums.append((level, taken))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Puts the sums into ``.grad``, and forgets them."""
+        if not self._sums:
+            raise UnsupportedError("no microbatch was added: call add() after each backward")
+        total = self._sums.pop()[1]
+        while self._sums:
+            total = _added(self._sums.pop()[1], total)
+        for (fqn, parameter, _), value in zip(self._parameters, total, strict=True):
+            if value is not None:
+                assert isinstance(parameter, DTensor)
+                parameter.grad = self._finished[fqn] = DTensor.from_local(
+                    value.to(parameter.dtype),
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+
+    def _take(self, fqn: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None and gradient is self._finished.pop(fqn, None):
+            raise UnsupportedError(
+                f"the gradient of {fqn!r} still has the last step's sum: call optimizer.zero_grad() after each step"
+            )
+        return None if gradient is None else gradient.to_local().to(dtype)  # type: ignore[attr-defined]
+
+
+def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+    return [None if a is None or b is None else a.add_(b) for a, b in zip(left, right, strict=True)]
