@@ -74,6 +74,7 @@ def train(
         fsdp_config={
             "sync_module_states": False,
             "cpu_ram_efficient_loading": False,
+            "state_dict_type": "SHARDED_STATE_DICT",  # safetensors cannot write what a CPU's full_tensor gives
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
         },
         **{"max_steps": 3, "save_strategy": "no", **options},
