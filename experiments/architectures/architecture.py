@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["Architecture", "Family", "Inputs", "everything_trains"]
+__all__ = ["Architecture", "Family", "Inputs", "everything_trains", "transformers_offline"]
 
 Family = Literal[
     "decoder",
@@ -21,10 +21,20 @@ Family = Literal[
     "vision",
     "image and text",
     "audio",
+    "registry",
 ]
 
 Inputs = Callable[[torch.Generator], dict[str, Any]]
 """Draws the keyword arguments of forward, labels included, from a generator."""
+
+
+def transformers_offline() -> Any:
+    """Imports transformers, silent and without network."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers
 
 
 def everything_trains(model: nn.Module) -> None:
@@ -59,11 +69,7 @@ class Architecture:
 
     def build(self) -> nn.Module:
         """Returns the model in training mode; its weights are random, nothing is downloaded."""
-        os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        model_class = getattr(transformers, self.model)
+        model_class = getattr(transformers_offline(), self.model)
         model: nn.Module = model_class(model_class.config_class(**self.options)).train()
         self.prepare(model)
         return model
