@@ -9,40 +9,54 @@ import torch
 from torch import nn
 
 from graphpasses._torch import pytree
+from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.passes.pipelines import default_pipeline
+from graphpasses.passes.runner import Pipeline
 
 MAX_SHAPES = 8
 
 Steps = list[tuple[list[Any], CapturedStep]]
-"""Those that are captured, each with the shapes of its inputs."""
+"""What was captured, each step with the shapes of its inputs."""
 
 
-def step_for(steps: Steps, model: nn.Module, batch: Any, any_shape: bool, capture: Callable[[], CapturedStep], hint: str) -> CapturedStep:
-    """Returns the step that fits a batch on all ranks; it is captured, and kept, if there is none yet.
+def step_for(
+    steps: Steps,
+    model: nn.Module,
+    batch: Any,
+    capture: Callable[[], CapturedStep],
+    *,
+    pipeline: Pipeline | None,
+    any_shape: bool,
+    remedy: str,
+) -> CapturedStep:
+    """Returns the step that fits a batch on all ranks, which captures it if there is none.
 
     Args:
-        steps: that are captured.
-        model: that is trained.
-        batch: what is given to the step.
-        any_shape: whether one step takes inputs of all shapes.
-        capture: captures a step for the batch.
-        hint: what a user can do against inputs of ever new shapes.
-
-    Raises:
-        CaptureError: inputs have had more than eight shapes.
+        steps: what was captured; a new step is added.
+        model: what is trained.
+        batch: all that the step is given.
+        capture: captures the step.
+        pipeline: what a new step goes through; by default :func:`~graphpasses.default_pipeline` if the model is
+            sharded.
+        any_shape: whether one step takes inputs of every shape.
+        remedy: what helps if there are more than eight shapes.
     """
     shapes = [] if any_shape else [_shape(each) for each in pytree.tree_leaves(batch)]
     fits = RankConsensus.of_model(model).all_ranks([known == shapes for known, _ in steps] or [False])
-    if any(fits):
-        return steps[fits.index(True)][1]
-    if len(steps) == MAX_SHAPES:
-        raise CaptureError(
-            f"the inputs of the trainer have had {MAX_SHAPES} shapes, each of which is captured by itself; {hint}"
-        )
-    steps.append((shapes, capture()))
-    return steps[-1][1]
+    if not any(fits):
+        if len(steps) == MAX_SHAPES:
+            raise CaptureError(
+                f"the inputs of the trainer have had {MAX_SHAPES} shapes, each of which is captured by itself; "
+                f"{remedy}"
+            )
+        step = capture()
+        if pipeline is None and fsdp_groups(model):
+            pipeline = default_pipeline()
+        steps.append((shapes, pipeline.run(step) if pipeline else step))
+    return steps[fits.index(True) if any(fits) else -1][1]
 
 
 def _shape(leaf: Any) -> Any:

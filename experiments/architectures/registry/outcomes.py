@@ -1,4 +1,4 @@
-"""What becomes of a type of model: whether its graph has eager's bits, is refused, or eager itself cannot train it."""
+"""What becomes of a type of model: its graph has eager's bits, or is refused, or eager cannot train it."""
 
 from __future__ import annotations
 
@@ -100,5 +100,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         if each.found != "equal":
             types = names.setdefault((each.found, each.reason), [])
             types += [each.name] * (each.name not in types)
-    lines += [f"| {kind} | {', '.join(types)} | `{reason}` |" for (kind, reason), types in sorted(names.items())]
+    lines += [
+        f"| {kind} | {', '.join(types)} | `{reason}` |" for (kind, reason), types in sorted(names.items())
+    ]
     return "\n".join(lines)

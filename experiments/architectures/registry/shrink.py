@@ -11,9 +11,19 @@ from experiments.architectures.zoo.sizes import TOKENS
 __all__ = ["small_config"]
 
 NUM_LAYERS = 2
-_LAYERS = """num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers
-    num_encoder_layers num_blocks num_layers_per_stack""".split()
-
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+    "num_decoder_layers",
+    "num_encoder_layers",
+    "num_blocks",
+    "num_layers_per_stack",
+)
+"""What the number of layers is called; the first that there is counts those that lists have an entry for."""
 _PLACES = ("full_attn_idxs", "moe_layers", "hybrid_layer_ids", "cross_attention_layers", "mlp_only_layers")
 """Lists of numbers of layers."""
 _SWITCHES = {"use_cache": False, "is_decoder": True}
@@ -31,8 +41,9 @@ _SIZES = {
     32: """moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size
         moe_shared_expert_intermediate_size shared_experts_intermediate_size kv_lora_rank q_lora_rank o_lora_rank
         adapter_rank hc_lowrank hidden_size_per_layer_input router_hidden_size attention_head_dim""",
-    16: """head_dim global_head_dim d_head swa_head_dim dim_head attention_head_size v_head_dim kv_channels index_head_dim
-        mamba_d_head mamba_head_dim mamba_headdim linear_head_dim linear_key_head_dim linear_value_head_dim""",
+    16: """head_dim global_head_dim d_head swa_head_dim dim_head attention_head_size v_head_dim kv_channels
+        index_head_dim mamba_d_head mamba_head_dim mamba_headdim linear_head_dim linear_key_head_dim
+        linear_value_head_dim""",
     8: """qk_rope_head_dim qk_nope_head_dim sliding_window sliding_window_size attention_window_size
         window_size local_attention rotary_dim mamba_d_state state_size ssm_state_size chunk_size mamba_chunk_size
         block_size index_topk index_block_size num_heads n_groups mamba_n_heads mamba_num_heads prompt_length
