@@ -48,6 +48,7 @@ class CapturedSteps:
     def setup(self, trainer: Any) -> None:
         """Prepares the strategy for a run; called by the trainer."""
         self.captured_steps: dict[int, Steps] = {}
+        self._log = _Log()
         self._logs: Logs | None = None
         self._known_seeds: set[int] = set()
         super().setup(trainer)  # type: ignore[misc]
@@ -71,18 +72,21 @@ class CapturedSteps:
         scale = module.trainer.accumulate_grad_batches
         parameters = [each for each in module.parameters() if each.requires_grad]
         earlier = [each.grad for each in parameters]
-        try:  # Lightning clears gradients between forward and backward, or adds to those of earlier microbatches.
-            _set_gradients(parameters, [None] * len(parameters))
-            step = step_for(
-                self.captured_steps.setdefault(scale, []),
-                module,
-                batch,
-                lambda: self._capture(module, batch, len(indices), scale),
-                pipeline=self.pipeline,
-                any_shape=bool(self.dynamic_shapes),
-                remedy="drop the last batch (drop_last=True), pad, or set dynamic_shapes",
-            )
-            loss = step(batch)
+        # Lightning clears gradients between forward and backward, or adds to those of earlier microbatches.
+        _set_gradients(parameters, [None] * len(parameters))
+        try:
+            # Of the class, and at each call: the step reads it, and what it reads must not change.
+            with mock.patch.object(type(module), "log", self._log):
+                step = step_for(
+                    self.captured_steps.setdefault(scale, []),
+                    module,
+                    batch,
+                    lambda: self._capture(module, batch, len(indices), scale),
+                    pipeline=self.pipeline,
+                    any_shape=bool(self.dynamic_shapes),
+                    remedy="drop the last batch (drop_last=True), pad, or set dynamic_shapes",
+                )
+                loss = step(batch)
             gradients = [each.grad for each in parameters]
         finally:
             _set_gradients(parameters, earlier)
@@ -115,21 +119,9 @@ class CapturedSteps:
         training_step = super().training_step  # type: ignore[misc]
 
         def loss_fn(module: LightningModule, batch: Any) -> Tensor:
-            logged: list[tuple[str, Any, Any, Any]] = []
-
-            def log(_: nn.Module, name: str, value: Any, *arguments: Any, **options: Any) -> None:
-                logged.append((name, value, arguments, options))
-
-            # Of the class: what is set of an object that the step reads counts as a change.
-            with mock.patch.object(type(module), "log", log):
-                loss = _loss_of(training_step(batch, *[_BatchIndex()] * num_indices))
-            for name, value, *_ in logged:
-                if not _is_same(value, loss):
-                    raise CaptureError(
-                        f"training_step logs '{name}', which is not its loss, and a captured step computes the loss "
-                        "alone; log it in a hook, as on_train_batch_end"
-                    )
-            logs = {name: (arguments, options) for name, _, arguments, options in logged}
+            self._log.calls.clear()
+            loss = _loss_of(training_step(batch, *[_BatchIndex()] * num_indices))
+            logs = self._log.of(loss)
             if self._logs not in (None, logs):
                 raise CaptureError(
                     f"training_step logs {list(logs)}, and logged {list(self._logs or ())} before"
@@ -147,6 +139,28 @@ class CapturedSteps:
 
 class ModelParallelStrategy(CapturedSteps, _ModelParallelStrategy):  # type: ignore[misc]
     """Lightning's ``ModelParallelStrategy`` with captured steps: the same arguments, losses, weights and logs."""
+
+
+class _Log:
+    """Stands for ``LightningModule.log`` while a module is traced."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
+        self.calls.append((name, value, arguments, options))
+
+    def of(self, loss: Tensor) -> Logs:
+        """Returns under which names the loss was logged; raises if anything else was."""
+        for name, value, *_ in self.calls:
+            if not _is_same(value, loss):
+                raise CaptureError(
+                    f"training_step logs '{name}', which is not its loss; a captured step computes the loss alone. Log "
+                    "it in a hook, as on_train_batch_end"
+                )
+        logs = {name: (arguments, options) for name, _, arguments, options in self.calls}
+        self.calls.clear()
+        return logs
 
 
 class _Backward(torch.autograd.Function):

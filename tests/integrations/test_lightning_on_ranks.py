@@ -49,7 +49,7 @@ def make_model(how: str) -> Any:
 
         def configure_model(self) -> None:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-            for module in (self.layers[0], self.layers[2], self):
+            for module in (self.layers[0], self.layers[2], self.layers):
                 fully_shard(module, mesh=self.device_mesh["data_parallel"], mp_policy=policy)
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
