@@ -155,8 +155,8 @@ class _Log:
         for name, value, *_ in self.calls:
             if not _is_same(value, loss):
                 raise CaptureError(
-                    f"training_step logs '{name}', which is not its loss; a captured step computes the loss alone. Log "
-                    "it in a hook, as on_train_batch_end"
+                    f"training_step logs '{name}', which is not its loss; a captured step computes the loss alone. "
+                    "Log it in a hook, as on_train_batch_end"
                 )
         logs = {name: (arguments, options) for name, _, arguments, options in self.calls}
         self.calls.clear()

@@ -66,13 +66,13 @@ def _find(case: Case, num_steps: int, folder: Path) -> Outcome:
 
 
 def _first_sentence(text: str) -> str:
-    """Returns the beginning of an error.
+    """Returns the beginning of an error, without folders.
 
     Example:
-        >>> _first_sentence("CaptureError: loss_fn decides; call x.y. Or not.")
-        'CaptureError: loss_fn decides'
+        >>> _first_sentence("CaptureError: loss_fn decides by a value at /lib/model.py:9 in forward; call x. Or not.")
+        'CaptureError: loss_fn decides by a value at model.py:9 in forward'
     """
-    return re.split(r"[;\n]|\. |\.$", text)[0][:200]
+    return re.sub(r"/\S*/(\w+\.py)", r"\1", re.split(r"[;\n]|\. |\.$", text)[0])
 
 
 def write(outcomes: Sequence[Outcome], path: Path) -> None:
