@@ -10,7 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["Architecture", "Family", "Inputs", "everything_trains", "transformers_offline"]
+__all__ = [
+    "Architecture",
+    "Family",
+    "Inputs",
+    "everything_trains",
+    "transformers_offline",
+    "with_recording_hooks",
+]
 
 Family = Literal[
     "decoder",
@@ -39,6 +46,13 @@ def transformers_offline() -> Any:
 
 def everything_trains(model: nn.Module) -> None:
     """Changes nothing."""
+
+
+def with_recording_hooks(model: nn.Module) -> None:
+    """Installs the hooks that transformers 5 otherwise installs in the first forward that needs them."""
+    from graphpasses.integrations.transformers import install_recording_hooks
+
+    install_recording_hooks(model)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -9,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers import Trainer as _Trainer
 
 from graphpasses.capture.train_step import capture_train_step
@@ -84,12 +86,27 @@ class CapturedSteps:
                 "accelerate divides the loss by gradient_accumulation_steps of its own, which the loss that is "
                 "logged is not; give it to TrainingArguments"
             )
+        install_recording_hooks(model)
         loss_fn = _loss_of(trainer, super().training_step)  # type: ignore[misc]
         return capture_train_step(loss_fn, model, *batch, dynamic_shapes=self.dynamic_shapes)
 
 
 class Trainer(CapturedSteps, _Trainer):
     """``transformers.Trainer`` with captured steps: the same arguments, losses, weights, logs and checkpoints."""
+
+
+def install_recording_hooks(model: nn.Module) -> None:
+    """Installs the hooks by which transformers 5 collects router logits and the like, which 4 does without.
+
+    It installs them when a forward first needs them; a step that is captured then would install them by itself.
+    """
+    try:
+        output_capturing = importlib.import_module("transformers.utils.output_capturing")
+    except ModuleNotFoundError:
+        return
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            output_capturing.maybe_install_capturing_hooks(module)
 
 
 def _loss_of(trainer: Any, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
