@@ -84,5 +84,5 @@ AUDIO = (
         prepare=with_recording_hooks,
         refused="CaptureError: loss_fn draws random numbers of numpy.random",
     ),
-    _waves("hubert", model="HubertForSequenceClassification"),
+    _waves("hubert", model="HubertForSequenceClassification", prepare=with_recording_hooks),
 )
