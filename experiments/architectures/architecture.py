@@ -10,7 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["Architecture", "Family", "Inputs", "everything_trains"]
+__all__ = [
+    "Architecture",
+    "Family",
+    "Inputs",
+    "everything_trains",
+    "transformers_offline",
+    "with_recording_hooks",
+]
 
 Family = Literal[
     "decoder",
@@ -21,14 +28,31 @@ Family = Literal[
     "vision",
     "image and text",
     "audio",
+    "registry",
 ]
 
 Inputs = Callable[[torch.Generator], dict[str, Any]]
 """Draws the keyword arguments of forward, labels included, from a generator."""
 
 
+def transformers_offline() -> Any:
+    """Imports transformers, silent and without network."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    return transformers
+
+
 def everything_trains(model: nn.Module) -> None:
     """Changes nothing."""
+
+
+def with_recording_hooks(model: nn.Module) -> None:
+    """Installs the hooks that transformers 5 otherwise installs in the first forward that needs them."""
+    from graphpasses.integrations.transformers import install_recording_hooks
+
+    install_recording_hooks(model)
 
 
 @dataclass(frozen=True)
@@ -59,11 +83,7 @@ class Architecture:
 
     def build(self) -> nn.Module:
         """Returns the model in training mode; its weights are random, nothing is downloaded."""
-        os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        model_class = getattr(transformers, self.model)
+        model_class = getattr(transformers_offline(), self.model)
         model: nn.Module = model_class(model_class.config_class(**self.options)).train()
         self.prepare(model)
         return model

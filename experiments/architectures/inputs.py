@@ -16,6 +16,8 @@ __all__ = [
     "classified_spectrograms",
     "classified_tokens",
     "classified_waves",
+    "coded_tokens",
+    "image_and_tokens",
     "images_and_texts",
     "padded_tokens",
     "spoken_waves",
@@ -34,6 +36,18 @@ _BATCH, _LENGTH = 2, 16
 def tokens(generator: torch.Generator) -> dict[str, Tensor]:
     """A text, each token of which has a label."""
     return {"input_ids": _tokens(generator), "labels": _tokens(generator)}
+
+
+def coded_tokens(generator: torch.Generator) -> dict[str, Tensor]:
+    """A sound as four rows of tokens, each of which has a label."""
+    codes = torch.randint(FIRST, VOCAB, (2, 4, _BATCH, _LENGTH), generator=generator)
+    return {"input_ids": codes[0].flatten(0, 1), "labels": codes[1].permute(1, 2, 0)}
+
+
+def image_and_tokens(generator: torch.Generator) -> dict[str, Tensor]:
+    """An image and a text, each token of which has a label."""
+    size = 2 * IMAGE
+    return tokens(generator) | {"pixel_values": torch.randn(_BATCH, 3, size, size, generator=generator)}
 
 
 def padded_tokens(generator: torch.Generator) -> dict[str, Tensor]:

@@ -7,11 +7,11 @@ import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
-from torch import _prims_common
+from torch import _meta_registrations, _prims_common
 from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._guards import active_fake_mode as active_fake_mode
@@ -148,13 +148,26 @@ def strides_of_kernels() -> Iterator[None]:
     }
     replace: Any = mock.patch.object
     order = functools.partial(_dim_order, _prims_common.compute_elementwise_output_logical_to_physical_perm)
+    grouped_mm = functools.partial(_grouped_mm, _meta_registrations._meta_grouped_mm_common)
     with (
         mock.patch.dict(decomposition_table, table),
         mock.patch.dict(op_implementations_dict, views),
         replace(_prims_common, "compute_elementwise_output_logical_to_physical_perm", order),
+        replace(_meta_registrations, "_meta_grouped_mm_common", grouped_mm),
         replace(FakeTensorMode, "cache", {}),  # has the others
     ):
         yield
+
+
+def _grouped_mm(
+    torchs: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor, *args: Any, **options: Any
+) -> torch.Tensor:
+    """Multiplies groups of matrices of each dtype that the kernels take; torch's fake refuses all but bfloat16."""
+    if a.dtype == b.dtype and a.dtype in (torch.float16, torch.float32):
+        offsets, out_dtype = options.get("offs"), options.get("out_dtype")
+        create: Any = _meta_registrations._create_grouped_mm_output_tensor
+        return cast(torch.Tensor, create(a, b, offsets, out_dtype))
+    return torchs(a, b, *args, **options)
 
 
 def _view(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
@@ -9,18 +10,14 @@ from unittest import mock
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers import Trainer as _Trainer
 
-from graphpasses._torch import pytree
-from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses.capture.train_step import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
-from graphpasses.graph.rank_consensus import RankConsensus
-from graphpasses.passes.pipelines import default_pipeline
+from graphpasses.integrations.by_shape import step_for
 from graphpasses.passes.runner import Pipeline
-
-MAX_SHAPES = 8
 
 
 class CapturedSteps:
@@ -71,35 +68,45 @@ class CapturedSteps:
             if callable(getattr(each, "train", None)):
                 each.train()
         batch = dict(inputs), num_items_in_batch
-        shapes = [] if self.dynamic_shapes else [_shape(each) for each in pytree.tree_leaves(batch)]
-        steps: list[tuple[list[Any], CapturedStep]] = vars(self).setdefault("captured_steps", [])
-        fits = RankConsensus.of_model(model).all_ranks([known == shapes for known, _ in steps] or [False])
-        if not any(fits):
-            steps.append((shapes, self._capture(model, batch, len(steps))))
-        return steps[fits.index(True) if any(fits) else -1][1](*batch)
+        return step_for(
+            vars(self).setdefault("captured_steps", []),
+            model,
+            batch,
+            lambda: self._capture(model, batch),
+            pipeline=self.pipeline,
+            any_shape=bool(self.dynamic_shapes),
+            remedy="pad them to a fixed length (a data collator with padding='max_length'), drop the last batch "
+            "(dataloader_drop_last=True), or set dynamic_shapes",
+        )(*batch)
 
-    def _capture(self, model: nn.Module, batch: tuple[Any, ...], num_shapes: int) -> CapturedStep:
+    def _capture(self, model: nn.Module, batch: tuple[Any, ...]) -> CapturedStep:
         trainer: Any = self
-        if num_shapes == MAX_SHAPES:
-            raise CaptureError(
-                f"the inputs of the trainer have had {MAX_SHAPES} shapes, each of which is captured by itself; pad "
-                "them to a fixed length (a data collator with padding='max_length'), drop the last batch "
-                "(dataloader_drop_last=True), or set dynamic_shapes"
-            )
         if trainer.accelerator.gradient_accumulation_steps != 1:
             raise CaptureError(
                 "accelerate divides the loss by gradient_accumulation_steps of its own, which the loss that is "
                 "logged is not; give it to TrainingArguments"
             )
+        install_recording_hooks(model)
         loss_fn = _loss_of(trainer, super().training_step)  # type: ignore[misc]
-        step = capture_train_step(loss_fn, model, *batch, dynamic_shapes=self.dynamic_shapes)
-        if self.pipeline is not None:
-            return self.pipeline.run(step)
-        return default_pipeline().run(step) if fsdp_groups(model) else step
+        return capture_train_step(loss_fn, model, *batch, dynamic_shapes=self.dynamic_shapes)
 
 
 class Trainer(CapturedSteps, _Trainer):
     """``transformers.Trainer`` with captured steps: the same arguments, losses, weights, logs and checkpoints."""
+
+
+def install_recording_hooks(model: nn.Module) -> None:
+    """Installs the hooks by which transformers 5 collects router logits and the like, which 4 does without.
+
+    It installs them when a forward first needs them; a step that is captured then would install them by itself.
+    """
+    try:
+        output_capturing = importlib.import_module("transformers.utils.output_capturing")
+    except ModuleNotFoundError:
+        return
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            output_capturing.maybe_install_capturing_hooks(module)
 
 
 def _loss_of(trainer: Any, training_step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -121,7 +128,3 @@ def _loss_of(trainer: Any, training_step: Callable[..., torch.Tensor]) -> Callab
         return losses[0]
 
     return MethodType(loss_fn, trainer)
-
-
-def _shape(leaf: Any) -> Any:
-    return (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf

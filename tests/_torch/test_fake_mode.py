@@ -115,6 +115,23 @@ def test_batch_norm_has_the_memory_format_of_its_input(memory_format: torch.memo
             assert _strides(operator(*fakes)) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_groups_of_matrices_of_each_dtype(dtype: torch.dtype) -> None:
+    """The control: torch's own fake takes bfloat16 alone."""
+    ends = torch.tensor([2, 5, 8], dtype=torch.int32)
+    shapes = [((8, 16), (3, 16, 8)), ((16, 8), (8, 8)), ((3, 16, 8), (8, 8)), ((3, 4, 8), (3, 8, 8))]
+    for (a, b), offs in zip(shapes, (ends, ends, ends, None), strict=True):
+        args = (torch.rand(a).to(dtype), torch.rand(b).to(dtype), offs)
+        expected = torch.ops.aten._grouped_mm.default(*args)
+        with FakeTensorMode() as mode:
+            fakes = [arg if arg is None else mode.from_tensor(arg) for arg in args]
+            with strides_of_kernels():
+                result = torch.ops.aten._grouped_mm.default(*fakes)
+            assert (result.dtype, result.stride()) == (expected.dtype, expected.stride())
+            with nullcontext() if dtype == torch.bfloat16 else pytest.raises(RuntimeError, match="BF16"):
+                torch.ops.aten._grouped_mm.default(*fakes)
+
+
 def _permuted(order: tuple[int, ...]) -> Tensor:
     return torch.rand([(2, 3, 4)[dim] for dim in order]).permute(*map(order.index, range(3)))
 

@@ -74,6 +74,7 @@ def train(
         fsdp_config={
             "sync_module_states": False,
             "cpu_ram_efficient_loading": False,
+            "state_dict_type": "SHARDED_STATE_DICT",  # safetensors cannot write what a CPU's full_tensor gives
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
         },
         **{"max_steps": 3, "save_strategy": "no", **options},
@@ -214,6 +215,30 @@ def test_what_a_trainer_changes_is_refused(change: str, message: str, tmp_path: 
     with pytest.raises(CaptureError, match=message):
         of_ones_own(tmp_path, change)
     of_ones_own(tmp_path, "nothing")
+
+
+@pytest.mark.slow
+def test_router_logits_are_recorded_by_hooks(tmp_path: Path) -> None:
+    """transformers 5 installs them in the first forward; its experts are multiplied in float32."""
+    pytest.importorskip("transformers.utils.output_capturing")
+    from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
+
+    from graphpasses.integrations.transformers import Trainer as CapturedTrainer
+
+    def losses(trainer_class: Any) -> list[float]:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, output_router_logits=True))
+        options: dict[str, Any] = {"max_steps": 2, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+        arguments = TrainingArguments(output_dir=str(tmp_path), logging_steps=1, disable_tqdm=True, **options)
+        trainer = trainer_class(model=model, args=arguments, train_dataset=Tokens())
+        trainer.train()
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+    eager = losses(Trainer)
+    assert losses(CapturedTrainer) == eager
+    assert len(set(eager)) == 2
 
 
 @pytest.mark.multiprocess

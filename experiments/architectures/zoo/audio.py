@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from experiments.architectures.architecture import Architecture
+from experiments.architectures.architecture import Architecture, with_recording_hooks
 from experiments.architectures.inputs import (
     NUM_CLASSES,
     NUM_MELS,
@@ -81,7 +81,8 @@ AUDIO = (
     _waves(
         "wav2vec2, spans dropped",
         options=_WAVES | _SPANS | {"layerdrop": 0.0},
+        prepare=with_recording_hooks,
         refused="CaptureError: loss_fn draws random numbers of numpy.random",
     ),
-    _waves("hubert", model="HubertForSequenceClassification"),
+    _waves("hubert", model="HubertForSequenceClassification", prepare=with_recording_hooks),
 )

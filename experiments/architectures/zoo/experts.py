@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from experiments.architectures.architecture import Architecture
+from experiments.architectures.architecture import Architecture, with_recording_hooks
 from experiments.architectures.inputs import VOCAB, tokens
 from experiments.architectures.zoo.sizes import GROUPED, SEQ2SEQ_SIZES, SIZES
 
@@ -12,26 +12,20 @@ __all__ = ["EXPERTS"]
 
 _FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-_BY_VALUE = "CaptureError: loss_fn decides by a tensor's value"
-"""Each expert is asked whether it has any token."""
-
 _experts = functools.partial(Architecture, family="mixture of experts", inputs=tokens)
 
 EXPERTS = (
-    _experts(
-        "mixtral", model="MixtralForCausalLM", options=GROUPED | {"num_local_experts": 4}, refused=_BY_VALUE
-    ),
+    _experts("mixtral", model="MixtralForCausalLM", options=GROUPED | {"num_local_experts": 4}),
     _experts(
         "qwen2_moe, router loss",
         model="Qwen2MoeForCausalLM",
         options=GROUPED | _FOUR | {"shared_expert_intermediate_size": 64, "output_router_logits": True},
-        refused=_BY_VALUE,
+        prepare=with_recording_hooks,
     ),
     _experts(
         "qwen3_moe",
         model="Qwen3MoeForCausalLM",
         options=GROUPED | _FOUR | {"head_dim": 16},
-        refused=_BY_VALUE,
     ),
     _experts("olmoe", model="OlmoeForCausalLM", options=GROUPED | _FOUR),
     _experts("granitemoe", model="GraniteMoeForCausalLM", options=GROUPED | {"num_local_experts": 4}),
@@ -39,7 +33,6 @@ EXPERTS = (
         "gpt_oss",
         model="GptOssForCausalLM",
         options=GROUPED | {"num_local_experts": 4, "head_dim": 16},
-        refused=_BY_VALUE,
     ),
     _experts(
         "deepseek_v3",
@@ -59,7 +52,6 @@ EXPERTS = (
             "qk_nope_head_dim": 8,
             "v_head_dim": 16,
         },
-        refused=_BY_VALUE,
     ),
     _experts(
         "switch_transformers",

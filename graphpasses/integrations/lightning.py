@@ -1,0 +1,218 @@
+"""PyTorch Lightning with captured steps: :class:`CapturedSteps` takes the place of what a strategy runs eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy as _ModelParallelStrategy
+from torch import Tensor, nn
+
+from graphpasses._torch.operator_facts import memory_of
+from graphpasses.capture.train_step import capture_train_step
+from graphpasses.errors import CaptureError
+from graphpasses.graph import CapturedStep
+from graphpasses.integrations.by_shape import Steps, step_for
+from graphpasses.passes.runner import Pipeline
+
+Logs = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
+"""Under which names a module logs its loss, with the further arguments of ``self.log``."""
+
+
+class CapturedSteps:
+    """Lets a strategy run the ``training_step`` and the backward of a module as captured steps.
+
+    Written before the class of the strategy: ``class Mine(CapturedSteps, MyStrategy)``. Lightning's loop,
+    accumulation, clipping, optimizer, schedules, callbacks and checkpoints stay as they are. Gradients are computed
+    with the loss, and appear in backward. The loss may be logged; other values that ``training_step`` logs or
+    returns are refused, as are manual optimization, a ``backward`` of one's own, and the use of ``batch_idx``.
+
+    A step is captured for each shape that the inputs of all ranks have together, at most eight: drop the last batch,
+    or say in :attr:`dynamic_shapes` which dims vary.
+
+    Example::
+
+        from graphpasses.integrations.lightning import ModelParallelStrategy  # in the place of Lightning's
+
+        trainer = Trainer(strategy=ModelParallelStrategy())
+    """
+
+    pipeline: Pipeline | None = None
+    """What each step goes through; by default :func:`~graphpasses.default_pipeline` if the model is sharded."""
+    dynamic_shapes: Any = None
+    """Dims of the batch that vary, as :func:`~graphpasses.capture_train_step` takes them for one argument."""
+
+    def setup(self, trainer: Any) -> None:
+        """Prepares the strategy for a run; called by the trainer."""
+        self.captured_steps: dict[int, Steps] = {}
+        self._log = _Log()
+        self._logs: Logs | None = None
+        self._known_seeds: set[int] = set()
+        super().setup(trainer)  # type: ignore[misc]
+
+    def training_step(self, batch: Any, *indices: int) -> Tensor:
+        """Runs the captured step of a microbatch; called by the trainer's loop.
+
+        Args:
+            batch: what the data loader gave.
+            indices: its number, where ``training_step`` takes it.
+
+        Returns:
+            The loss, whose backward gives the parameters the gradients of the step.
+
+        Raises:
+            CaptureError: inputs have had more than eight shapes, or the module does what is refused; see also
+                :func:`~graphpasses.capture_train_step`.
+        """
+        module: LightningModule = self.lightning_module  # type: ignore[attr-defined]
+        self._check(module)
+        scale = module.trainer.accumulate_grad_batches
+        parameters = [each for each in module.parameters() if each.requires_grad]
+        earlier = [each.grad for each in parameters]
+        # Lightning clears gradients between forward and backward, or adds to those of earlier microbatches.
+        _set_gradients(parameters, [None] * len(parameters))
+        try:
+            # Of the class, and at each call: the step reads it, and what it reads must not change.
+            with mock.patch.object(type(module), "log", self._log):
+                step = step_for(
+                    self.captured_steps.setdefault(scale, []),
+                    module,
+                    batch,
+                    lambda: self._capture(module, batch, len(indices), scale),
+                    pipeline=self.pipeline,
+                    any_shape=bool(self.dynamic_shapes),
+                    remedy="drop the last batch (drop_last=True), pad, or set dynamic_shapes",
+                )
+                loss = step(batch)
+            gradients = [each.grad for each in parameters]
+        finally:
+            _set_gradients(parameters, earlier)
+        for name, (arguments, options) in (self._logs or {}).items():
+            module.log(name, loss, *arguments, **options)
+
+        def give(seed: Tensor) -> None:
+            if scale not in self._known_seeds and not torch.equal(seed, torch.ones_like(seed) / scale):
+                raise CaptureError(
+                    "a hook scales the loss or its gradient, which a captured step does not follow"
+                )
+            self._known_seeds.add(scale)
+            for each, new in zip(parameters, gradients, strict=True):
+                if new is not None and each.grad is not None:
+                    each.grad += new
+                elif new is not None:
+                    each.grad = new
+
+        return _Backward.apply(torch.ones((), requires_grad=True), loss, give)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _check(self, module: LightningModule) -> None:
+        if not module.automatic_optimization:
+            raise CaptureError(
+                "the module optimizes by itself: training_step runs its backward and its optimizers"
+            )
+        if type(module).backward is not LightningModule.backward:
+            raise CaptureError("the module has a backward of its own, which a captured step does not run")
+
+    def _capture(self, module: LightningModule, batch: Any, num_indices: int, scale: int) -> CapturedStep:
+        training_step = super().training_step  # type: ignore[misc]
+
+        def loss_fn(module: LightningModule, batch: Any) -> Tensor:
+            self._log.calls.clear()
+            loss = _loss_of(training_step(batch, *[_BatchIndex()] * num_indices))
+            logs = self._log.of(loss)
+            if self._logs not in (None, logs):
+                raise CaptureError(
+                    f"training_step logs {list(logs)}, and logged {list(self._logs or ())} before"
+                )
+            self._logs = logs
+            # The trainer divides the loss, which is returned, and logged, as it is.
+            if scale != 1 and loss.requires_grad:
+                loss.register_hook(lambda seed: seed / scale)  # type: ignore[no-untyped-call]
+            return loss
+
+        return capture_train_step(
+            loss_fn, module, batch, dynamic_shapes=self.dynamic_shapes and (self.dynamic_shapes,)
+        )
+
+
+class ModelParallelStrategy(CapturedSteps, _ModelParallelStrategy):  # type: ignore[misc]
+    """Lightning's ``ModelParallelStrategy`` with captured steps: the same arguments, losses, weights and logs."""
+
+
+class _Log:
+    """Stands for ``LightningModule.log`` while a module is traced."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, name: str, value: Any, *arguments: Any, **options: Any) -> None:
+        self.calls.append((name, value, arguments, options))
+
+    def of(self, loss: Tensor) -> Logs:
+        """Returns under which names the loss was logged; raises if anything else was."""
+        for name, value, *_ in self.calls:
+            if not _is_same(value, loss):
+                raise CaptureError(
+                    f"training_step logs '{name}', which is not its loss; a captured step computes the loss alone. "
+                    "Log it in a hook, as on_train_batch_end"
+                )
+        logs = {name: (arguments, options) for name, _, arguments, options in self.calls}
+        self.calls.clear()
+        return logs
+
+
+class _Backward(torch.autograd.Function):
+    """The loss, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, give: Any) -> Tensor:
+        ctx.give = give
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, seed: Tensor) -> tuple[None, None, None]:
+        ctx.give(seed)
+        return None, None, None
+
+
+def _refuse(*_: Any) -> Any:
+    raise CaptureError("training_step reads its batch_idx, which is another number at each step")
+
+
+class _BatchIndex:
+    """Stands for the number of a batch, which may be handed on, and not be read."""
+
+    __bool__ = __int__ = __index__ = __float__ = __str__ = __format__ = __hash__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __mod__ = __floordiv__ = __truediv__ = (
+        _refuse
+    )
+
+
+def _loss_of(output: Any) -> Tensor:
+    """Returns the loss of what ``training_step`` returned."""
+    if isinstance(output, Mapping):
+        if further := [name for name in output if name != "loss"]:
+            raise CaptureError(
+                f"training_step returns {further} beside the loss; a captured step computes the loss alone"
+            )
+        output = output["loss"]
+    if not isinstance(output, Tensor):
+        raise CaptureError(f"training_step returns {type(output).__name__}, not a loss")
+    return output
+
+
+def _is_same(value: Any, loss: Tensor) -> bool:
+    """Whether a value is the loss, or an alias of it."""
+    return value is loss or (
+        isinstance(value, Tensor)
+        and memory_of(value) == memory_of(loss)
+        and (value.shape, value.storage_offset()) == (loss.shape, loss.storage_offset())
+    )
+
+
+def _set_gradients(parameters: list[nn.Parameter], gradients: list[Tensor | None]) -> None:
+    for each, gradient in zip(parameters, gradients, strict=True):
+        each.grad = gradient
