@@ -94,7 +94,7 @@ class CapturedSteps:
         return capture_train_step(loss_fn, model, *batch, dynamic_shapes=self.dynamic_shapes)
 
 
-class Trainer(CapturedSteps, _Trainer):  # type: ignore[misc]
+class Trainer(CapturedSteps, _Trainer):
     """``transformers.Trainer`` with captured steps: the same arguments, losses, weights, logs and checkpoints."""
 
 
