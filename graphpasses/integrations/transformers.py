@@ -44,7 +44,10 @@ class CapturedSteps:
     """Dims of ``(inputs, num_items_in_batch)`` that vary, as :func:`~graphpasses.capture_train_step` takes them."""
 
     def training_step(
-        self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: torch.Tensor | None = None
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Runs the captured step of a microbatch; called by the trainer's loop.
 
@@ -91,7 +94,7 @@ class CapturedSteps:
         return capture_train_step(loss_fn, model, *batch, dynamic_shapes=self.dynamic_shapes)
 
 
-class Trainer(CapturedSteps, _Trainer):  # type: ignore[misc]
+class Trainer(CapturedSteps, _Trainer):
     """``transformers.Trainer`` with captured steps: the same arguments, losses, weights, logs and checkpoints."""
 
 
