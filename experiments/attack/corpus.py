@@ -19,6 +19,11 @@ CORPUS = (
     Case(
         ("self.b.unfold(0, 2, 1).mul_(2.0)", _END), ("in place: aten.mul_.Tensor is mul(...): copy_(a, new)",)
     ),
+    # What in place rounds its number first.
+    Case(
+        ("a0 = self.g.var(-1)", "a2 = a0.square()", "return a2.float().sum()"),
+        ("in place: aten.mul.Scalar is mul_(...): new",),
+    ),
     # An operand at an odd offset.
     Case(
         ("a0 = self.c * 2.0", "a1 = torch.mv(a0, self.b[:8])", "self.k0[:8].copy_(a1)", _END),

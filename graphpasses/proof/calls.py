@@ -27,7 +27,7 @@ from graphpasses.proof.core.axioms import RULES
 from graphpasses.proof.core.evaluated import Argument, Result
 from graphpasses.proof.core.facts import Facts, Place, leaves
 from graphpasses.proof.core.memory import Memory, evaluated
-from graphpasses.proof.core.operators import Call
+from graphpasses.proof.core.operators import UNLIKE_IN_PLACE, Call
 from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.spelling import plain_call
 
@@ -202,7 +202,8 @@ def _out_of_place(target: Any) -> Any:
     """Returns what makes a tensor of the elements that an operator writes in place, each alone; None for others."""
     name = str(target).removeprefix("aten.")
     packet, _, overload = name.rpartition(".")
-    if not is_operator(target) or torch.Tag.pointwise not in target.tags or not packet.endswith("_"):
+    is_pointwise = is_operator(target) and torch.Tag.pointwise in target.tags
+    if not is_pointwise or not packet.endswith("_") or target in UNLIKE_IN_PLACE:
         return None
     return getattr(getattr(torch.ops.aten, packet[:-1], None), overload, None)
 

@@ -131,7 +131,40 @@ def test_scale_of_attention() -> None:
     )
 
 
+def in_place(target: Any) -> Any:
+    """Returns what writes an operator's result into its first operand; None if there is nothing."""
+    packet, _, overload = str(target).removeprefix("aten.").rpartition(".")
+    return getattr(getattr(aten, f"{packet}_", None), overload, None)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_has_one_name_computes_the_same_in_place(dtype: torch.dtype) -> None:
+    unlike, num_compared = set(), 0
+    x, y = (random_bits((SIZE,), dtype, seed) for seed in (0, 1))
+    for target in operators_tagged(torch.Tag.pointwise):
+        other = in_place(target)
+        numbers = (
+            [(x, number) for number in (2 / 3, 0.1, -3.7)] if "Scalar other" in str(target._schema) else []
+        )
+        for args in (*calls(target, x, y), *numbers) if other is not None else ():
+            expected, written = result(target, args), args[0].clone()
+            if isinstance(expected, Tensor) and expected.dtype == dtype:
+                num_compared += 1
+                if result(other, (written, *args[1:])) is not None and not same_but_nans(written, expected):
+                    unlike.add(other)
+    assert num_compared > 50
+    assert {each for each in unlike if name_of(each) == name_of(other_name(each))} == set()
+    assert (aten.mul_.Scalar in unlike) is (dtype in (torch.float16, torch.bfloat16))
+
+
+def other_name(target: Any) -> Any:
+    """Returns what does out of place what an operator does in place."""
+    packet, _, overload = str(target).removeprefix("aten.").rpartition(".")
+    return getattr(getattr(aten, packet[:-1]), overload)
+
+
 def test_names_of_what_writes_in_place() -> None:
     assert name_of(aten.mul_.Tensor) == name_of(aten.mul.Tensor)
+    assert name_of(aten.mul_.Scalar) != name_of(aten.mul.Scalar)  # it rounds the number first
     assert name_of(aten.addmm_.default) != name_of(aten.addmm.default)  # it writes at its operand's address
     assert is_element_by_element(aten.mul_.Tensor)

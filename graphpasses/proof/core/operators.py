@@ -33,6 +33,8 @@ _COPIES = frozenset(
         aten.gather.default,
     }
 )
+UNLIKE_IN_PLACE = frozenset({aten.mul_.Scalar})
+"""What in place computes otherwise: this rounds the number to half precision first."""
 # What torch computes list by list, and adds elements up.
 _LIST_REDUCTIONS = ("aten._foreach_norm", "aten._foreach_powsum", "aten._foreach_max")
 
@@ -88,4 +90,5 @@ def name_of(target: Any) -> Any:
     name = str(target)
     plain = name.replace("_.", ".", 1)
     is_in_place = plain != name and not name.split(".")[1].startswith("_")
-    return plain if is_in_place and is_element_by_element(target) else name
+    is_alike = is_element_by_element(target) and target not in UNLIKE_IN_PLACE
+    return plain if is_in_place and is_alike else name
