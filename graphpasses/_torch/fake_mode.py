@@ -292,7 +292,9 @@ def fake_call_for_all_sizes(
     try:
         with replaced:
             return fake_call(mode, target, args, kwargs)
-    except Exception:  # also one that an operator makes of ours
+    except (
+        Exception
+    ):  # ours, or what an operator makes of it; or one of a call that cannot be: nothing is known
         return None
 
 

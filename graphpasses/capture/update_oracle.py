@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.storage import freed_memory_returned
 from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError, FidelityError
@@ -133,7 +133,7 @@ def _random(source: UpdateSource, fqns: Iterable[str]) -> _Tensors:
     gradients: _Tensors = {}
     for fqn in fqns:
         gradients[fqn] = like(source.parameters[fqn].detach())
-        local = _local(gradients[fqn])
+        local = local_part(gradients[fqn])
         generator = torch.Generator().manual_seed(places[fqn])
         local.copy_(torch.randn(local.shape, generator=generator))
     return gradients
@@ -143,7 +143,7 @@ def _compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> N
     for name, value in theirs.items():
         mine = ours.get(name)
         if isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor):
-            if same_bits(_local(mine), _local(value)):
+            if same_bits(local_part(mine), local_part(value)):
                 continue
         elif repr(mine) == repr(value):
             continue
@@ -151,7 +151,3 @@ def _compare(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> N
             f"the captured update computes another {what} {name!r} than the optimizer's own step on the same "
             "gradients; capture without optimizer=, and call optimizer.step() after the step"
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

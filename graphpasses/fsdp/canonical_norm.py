@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses.errors import UnsupportedError
 
 _Layout = tuple[DeviceMesh, tuple[Placement, ...]]
@@ -46,7 +47,7 @@ def canonical_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> 
     norm = sum_in_tree(torch.stack(sums)).sqrt()
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's
     for gradient in gradients:
-        local = _local(gradient)
+        local = local_part(gradient)
         local.copy_(
             local.float() * factor
         )  # in bfloat16, vectors and what is left of them may be rounded otherwise
@@ -72,7 +73,7 @@ def sum_in_tree(values: Tensor) -> Tensor:
 
 def _whole_rows(gradients: list[Tensor]) -> list[Tensor]:
     """Returns, for each gradient, the sum of squares of each row of dim 0, of all ranks."""
-    whole: list[Tensor] = [_row_sums(_local(gradient)) for gradient in gradients]
+    whole: list[Tensor] = [_row_sums(local_part(gradient)) for gradient in gradients]
     sharded: dict[_Layout, list[int]] = {}
     for index, gradient in enumerate(gradients):
         if (layout := _sharding(gradient)) is not None:
@@ -112,7 +113,3 @@ def _sharding(gradient: Tensor) -> _Layout | None:
             "depend on the number of ranks is known for gradients that are sharded on dim 0 over one axis"
         )
     return mesh, tuple(each if mesh.size(axis) > 1 else Replicate() for axis, each in enumerate(placements))
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses.errors import UnsupportedError
 
 _NUM_STEPS = 3
@@ -36,7 +36,7 @@ def check_canonical_update(optimizer: torch.optim.Optimizer) -> None:
         >>> check_canonical_update(torch.optim.AdamW(nn.Linear(2, 2).parameters(), fused=False))
     """
     for group in optimizer.param_groups:
-        kinds = {(each.dtype, _local(each).device) for each in group["params"]}
+        kinds = {(each.dtype, local_part(each).device) for each in group["params"]}
         for dtype, device in sorted(kinds, key=str):
             whole = _updated(optimizer, group, dtype, device, is_whole=True)
             pieces = _updated(optimizer, group, dtype, device, is_whole=False)
@@ -85,7 +85,3 @@ def _updated(
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import graphpasses as gp
 from graphpasses.simulate import Topology, run_cluster
-from tests.helpers.any_cluster import BF16, NUM_MICROBATCHES, loss_fn, sums_alone
+from tests.helpers.any_cluster import BF16, NUM_MICROBATCHES, loss_fn, run_microbatches, sums_alone
 from tests.helpers.models import Parallel, even_token_batch, make_parallel_meshes, parallelize
 
 # FSDP2 warns that a linear on several dims returns a view, into which nothing writes here.
@@ -34,17 +34,9 @@ def train(in_tree: bool, captured: bool) -> str:
         step = gp.default_pipeline().run(gp.capture_train_step(loss_fn, model, *even_token_batch(0)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(2):
-        tree = gp.MicrobatchTree(model) if in_tree else None
-        for k in range(mesh.get_local_rank(), NUM_MICROBATCHES, mesh.size()):
-            batch = even_token_batch(100 * index + k)
-            if step is None:
-                loss_fn(model, *batch).backward()
-            else:
-                step(*batch)
-            if tree:
-                tree.add()
-        if tree:
-            tree.finish()
+        numbers = range(mesh.get_local_rank(), NUM_MICROBATCHES, mesh.size())
+        batches = (even_token_batch(100 * index + k) for k in numbers)
+        run_microbatches(model, batches, step, in_tree=in_tree)
         optimizer.step()
         optimizer.zero_grad()
     return gp.weight_hash(model)

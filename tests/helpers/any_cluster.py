@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -77,6 +77,22 @@ def sums_alone(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def run_microbatches(
+    model: nn.Module, batches: Iterable[tuple[torch.Tensor, ...]], step: Any = None, *, in_tree: bool
+) -> None:
+    """Runs a rank's microbatches, eagerly or by a captured step; gradients are added in the tree, or as they come."""
+    tree = gp.MicrobatchTree(model) if in_tree else None
+    for batch in batches:
+        if step is None:
+            loss_fn(model, *batch).backward()
+        else:
+            step(*batch)
+        if tree:
+            tree.add()
+    if tree:
+        tree.finish()
+
+
 def train(how: Training, shape: Sequence[int]) -> list[str]:
     """Runs on every rank; returns the weights' hash after each step."""
     torch.manual_seed(0)
@@ -93,18 +109,13 @@ def train(how: Training, shape: Sequence[int]) -> list[str]:
     optimizer = how.optimizer(model.parameters(), lr=1e-2)
     hashes = []
     for index in range(how.num_steps):
-        tree = gp.MicrobatchTree(model) if how.ranks == "tree" and how.microbatches != "plain" else None
-        for j in range(num_own):
-            k = rank * num_own + j if how.microbatches == "rank-major" else j * num_ranks + rank
-            batch = token_batch(100 * index + k)
-            if step is None:
-                loss_fn(model, *batch).backward()
-            else:
-                step(*batch)
-            if tree:
-                tree.add()
-        if tree:
-            tree.finish()
+        numbers = (
+            rank * num_own + j if how.microbatches == "rank-major" else j * num_ranks + rank
+            for j in range(num_own)
+        )
+        batches = (token_batch(100 * index + k) for k in numbers)
+        in_tree = how.ranks == "tree" and how.microbatches != "plain"
+        run_microbatches(model, batches, step, in_tree=in_tree)
         if how.max_norm is not None:
             how.clip(model.parameters(), how.max_norm)
         optimizer.step()

@@ -18,7 +18,7 @@ from graphpasses.fsdp.plan import Reduction
 from graphpasses.fsdp.traffic import graph_traffic, layout_traffic
 from graphpasses.ops.reduce_in_tree import REDUCE_SCATTER_IN_TREE
 from graphpasses.simulate import Topology, run_cluster
-from tests.helpers.any_cluster import BF16, loss_fn, shard, sums_alone
+from tests.helpers.any_cluster import BF16, loss_fn, run_microbatches, shard, sums_alone
 from tests.helpers.models import LanguageModel, token_batch
 
 CLUSTER = Topology(4, gpus_per_node=4)
@@ -34,11 +34,7 @@ def built(shape: Sequence[int] | None = None, accumulate: torch.dtype | None = N
 def train(model: nn.Module, step: Any = None, *, updates: bool = True) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for index in range(2):
-        batch = token_batch(10 * index + dist.get_rank())
-        if step is None:
-            loss_fn(model, *batch).backward()
-        else:
-            step(*batch)
+        run_microbatches(model, [token_batch(10 * index + dist.get_rank())], step, in_tree=False)
         if updates:
             optimizer.step()
             optimizer.zero_grad()
