@@ -292,9 +292,8 @@ def fake_call_for_all_sizes(
     try:
         with replaced:
             return fake_call(mode, target, args, kwargs)
-    except (
-        Exception
-    ):  # ours, or what an operator makes of it; or one of a call that cannot be: nothing is known
+    # Ours, or what an operator makes of it; or that of a call which cannot be. Nothing is known then, and nothing proved.
+    except Exception:
         return None
 
 

@@ -48,9 +48,8 @@ def canonical_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> 
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's
     for gradient in gradients:
         local = local_part(gradient)
-        local.copy_(
-            local.float() * factor
-        )  # in bfloat16, vectors and what is left of them may be rounded otherwise
+        # In bfloat16, vectors and what is left of them may be rounded otherwise.
+        local.copy_(local.float() * factor)
     return norm
 
 
