@@ -292,7 +292,7 @@ def fake_call_for_all_sizes(
     try:
         with replaced:
             return fake_call(mode, target, args, kwargs)
-    # Ours, or what an operator makes of it; or that of a call which cannot be. Nothing is known then, and nothing proved.
+    # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:
         return None
 
