@@ -27,6 +27,7 @@ from graphpasses.capture.update import find_update, trace_update
 from graphpasses.capture.update_oracle import check_update
 from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError
+from graphpasses.fsdp.canonical import CLIP_NOTE
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.batch import check_leaf
@@ -183,10 +184,7 @@ def _capture(
     if groups and (note := premultiplied_note(BucketPlan.from_fully_shard(model).entries)):
         step.note(note)
     if clip_norm is not None and any(own_reduction(group) is not None for group in groups):
-        step.note(
-            "clip_norm clips by torch's norm, whose bits depend on the number of ranks though the gradients' do not. "
-            "Leave it out, and call canonical_clip_grad_norm_ before the optimizer"
-        )
+        step.note(CLIP_NOTE)
     source = find_update(step, optimizers, clip_norm)
     if source is not None:
         stage("traces the optimizer's step")

@@ -40,6 +40,11 @@ from graphpasses.ops.reduce_in_tree import (
     tree_op,
 )
 
+CLIP_NOTE = (
+    "clip_norm clips by torch's norm, whose bits depend on the number of ranks though those of gradients do not. "
+    "Leave it out, and call canonical_clip_grad_norm_ before the optimizer"
+)
+
 
 def canonical_reductions(model: nn.Module, *, accumulate: torch.dtype | None = None) -> nn.Module:
     """Lets a model that ``fully_shard`` wrapped reduce its gradients to the same bits on any number of ranks.
@@ -95,37 +100,52 @@ def canonical_reductions(model: nn.Module, *, accumulate: torch.dtype | None = N
 
 
 def _check(group: ParameterGroup, ranks: Sequence[int], accumulate: torch.dtype | None) -> None:
-    sizes = [len(group.shard_ranks)]
-    if group.replicate_ranks is not None:
-        sizes.append(len(group.replicate_ranks))
-        if sizes[0] == 1 and sizes[1] > 1:
-            raise UnsupportedError(
-                f"FSDP2 group {group.name!r} has replicas of one shard, which FSDP2 reduces by an all-reduce that "
-                "cannot be replaced. Shard over the ranks instead"
-            )
-    for size in sizes:
-        if size & (size - 1):
-            lower = 1 << math.floor(math.log2(size))
-            raise UnsupportedError(
-                f"FSDP2 group {group.name!r} is reduced over {size} ranks, and a binary tree needs a power of two: "
-                f"take {lower} or {2 * lower}"
-            )
-    if list(ranks) != sorted(ranks):
+    subject, replicas = f"FSDP2 group {group.name!r}", group.replicate_ranks or ()
+    if len(group.shard_ranks) == 1 and len(replicas) > 1:
         raise UnsupportedError(
-            f"the mesh of FSDP2 group {group.name!r} has its ranks in the order {list(ranks)}, and the tree is one "
-            "over ranks in ascending order. Make the mesh with init_device_mesh"
+            f"{subject} has replicas of one shard, which FSDP2 reduces by an all-reduce that cannot be replaced. "
+            "Shard over the ranks instead"
         )
-    added = accumulate or group.reduce_dtype
-    if torch.promote_types(added, group.reduce_dtype) != added:
-        raise UnsupportedError(
-            f"FSDP2 group {group.name!r} sends {group.reduce_dtype}, which {added} would round"
-        )
+    refuse_ranks(subject, group.shard_ranks, replicas, ranks)
+    added = refuse_rounding(subject, group.reduce_dtype, accumulate)
     for dtype in group.kept_dtypes:
         if torch.promote_types(dtype, added) != dtype:
             raise UnsupportedError(
-                f"FSDP2 group {group.name!r} keeps gradients in {dtype}, which would round the sums of each "
-                f"microbatch, added in {added}. Let the parameters be {added}, or reduce in {dtype}"
+                f"{subject} keeps gradients in {dtype}, which would round the sums of each microbatch, added in "
+                f"{added}. Let the parameters be {added}, or reduce in {dtype}"
             )
+
+
+def refuse_ranks(
+    subject: str, shards: Sequence[int], replicas: Sequence[int] = (), mesh: Sequence[int] | None = None
+) -> None:
+    """Raises where ranks make no tree that is one for any number of them.
+
+    ``mesh`` has the ranks of the whole mesh, row by row; None: a rank's own row and column tell it.
+    """
+    for size in (len(shards), len(replicas)):
+        if size & (size - 1):
+            lower = 1 << math.floor(math.log2(size))
+            raise UnsupportedError(
+                f"{subject} is reduced over {size} ranks, and a binary tree needs a power of two: "
+                f"take {lower} or {2 * lower}"
+            )
+    if mesh is None:
+        own = next((rank for rank in shards if rank in replicas), 0)
+        mesh = [rank + replica - own for replica in replicas or (0,) for rank in shards]
+    if list(mesh) != sorted(mesh):
+        raise UnsupportedError(
+            f"{subject} is reduced over the ranks {list(mesh)}, in this order, and the tree is one over ranks in "
+            "ascending order. Make the mesh with init_device_mesh"
+        )
+
+
+def refuse_rounding(subject: str, sent: torch.dtype, accumulate: torch.dtype | None) -> torch.dtype:
+    """Returns in which dtype contributions are added; raises where it would round them."""
+    added = accumulate or sent
+    if torch.promote_types(added, sent) != added:
+        raise UnsupportedError(f"{subject} sends {sent}, which {added} would round")
+    return added
 
 
 class TreeReduceScatter(ReduceScatterInGraph):

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 SPLIT = aten.split_with_sizes.default
 
 # What undoes casts, padding and the mean's divisor; a gradient's bytes keep their place in all of them.
-_KEEP_PLACE = frozenset(
+KEEP_PLACE = frozenset(
     {
         CAST,
         *SAME_TENSOR_OPS,
@@ -103,8 +103,9 @@ def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Fou
             found.append(_Found(argument(node), part, sizes or (_numel(node),)))
             # HSDP: the reduce-scatter comes first, same places; then what earlier microbatches left is added.
             source = argument(node).args[0]
-            if calls(source, aten.add.Tensor):
-                source = argument(source)
+            for target in (aten.add.Tensor, aten.div.Scalar):
+                if calls(source, target):
+                    source = argument(source)
             if is_result_of(source, REDUCE_SCATTERS, info.shard_ranks):
                 pending.append((source, part, sizes))
         elif is_result_of(node, REDUCE_SCATTERS, info.shard_ranks):
@@ -113,7 +114,7 @@ def _collectives_behind(value: fx.Node | None, info: ParameterInfo) -> list[_Fou
                 source, _ = before_padding(argument(node))
                 if is_result_of(source, ALL_REDUCES, info.replicate_ranks):
                     found.append(_Found(argument(source), 0, (_numel(source),)))
-        elif isinstance(node, fx.Node) and node.target in _KEEP_PLACE:
+        elif isinstance(node, fx.Node) and node.target in KEEP_PLACE:
             pending.append((node.args[0], part, sizes))
         elif calls(node, aten.add.Tensor):
             pending += [(source, part, sizes) for source in reversed(node.all_input_nodes)]

@@ -13,7 +13,10 @@ from torch.utils.data import Sampler
 from graphpasses._torch.fsdp2 import named_sharded_parameters, read_groups
 from graphpasses._torch.fsdp2_reductions import own_reduction
 from graphpasses.errors import UnsupportedError
-from graphpasses.ops.reduce_in_tree import accumulate_dtype
+from graphpasses.fsdp.graph_layout import reduced_parts
+from graphpasses.graph import TrainGraph, argument
+from graphpasses.graph.parameters import get_state
+from graphpasses.ops.reduce_in_tree import accumulate_dtype, is_tree_op
 
 
 class MicrobatchSampler(Sampler[list[int]]):
@@ -82,24 +85,16 @@ class MicrobatchTree:
         optimizer.zero_grad()
 
     Args:
-        model: on which :func:`canonical_reductions` was called.
+        model: on which :func:`canonical_reductions` was called; or a captured step that
+            ``default_pipeline(canonical=True)`` rewrote, whose gradients it adds.
 
     Raises:
-        UnsupportedError: it was not; or, from :meth:`add`, a microbatch left no reduced gradients, or not of the same
-            parameters as the one before.
+        UnsupportedError: neither was done; or, from :meth:`add`, a microbatch left no reduced gradients, or not of
+            the same parameters as the one before.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters: list[tuple[str, nn.Parameter, torch.dtype]] = []
-        names = {id(parameter): fqn for fqn, parameter in named_sharded_parameters(model)}
-        for group, read in read_groups(model).items():
-            if (own := own_reduction(group)) is None:
-                raise UnsupportedError(
-                    f"FSDP2 group {read.name!r} adds ranks in NCCL's order; call canonical_reductions on the model"
-                )
-            added = accumulate_dtype(own.reduce_scatter_op, read.reduce_dtype)
-            for parameter in (each.sharded_param for each in group.fsdp_params):
-                self._parameters.append((names[id(parameter)], parameter, added))
+    def __init__(self, model: nn.Module | TrainGraph) -> None:
+        self._parameters = list(_of_model(model) if isinstance(model, nn.Module) else _of_step(model))
         self._sums: list[
             tuple[int, list[Tensor | None]]
         ] = []  # of 2**level microbatches, and what they sum to
@@ -149,13 +144,43 @@ class MicrobatchTree:
                     stride=parameter.stride(),
                 )
 
-    def _take(self, fqn: str, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+    def _take(self, fqn: str, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and gradient is self._finished.pop(fqn, None):
             raise UnsupportedError(
                 f"the gradient of {fqn!r} still has the last step's sum: call optimizer.zero_grad() after each step"
             )
         return None if gradient is None else gradient.to_local().to(dtype)  # type: ignore[attr-defined]
+
+
+def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    names = {id(parameter): fqn for fqn, parameter in named_sharded_parameters(model)}
+    for group, read in read_groups(model).items():
+        if (own := own_reduction(group)) is None:
+            raise UnsupportedError(
+                f"FSDP2 group {read.name!r} adds ranks in NCCL's order; call canonical_reductions on the model, or "
+                "give the captured step, if default_pipeline(canonical=True) rewrote it"
+            )
+        added = accumulate_dtype(own.reduce_scatter_op, read.reduce_dtype)
+        for parameter in (each.sharded_param for each in group.fsdp_params):
+            yield names[id(parameter)], parameter, added
+
+
+def _of_step(step: TrainGraph) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    added: dict[str, torch.dtype] = {}
+    for node, parts in reduced_parts(step).items():
+        if is_tree_op(op := node.args[1]):
+            dtype = accumulate_dtype(str(op), argument(node).meta["val"].dtype)
+            added |= {fqn: dtype for fqn, _ in parts.values()}
+    for fqn in step.gradient_slots():
+        if fqn not in added and fqn not in step.without_gradient:
+            raise UnsupportedError(
+                f"the step adds the gradient of {fqn!r} in NCCL's order, or reduces it over one rank. Rewrite it by "
+                "default_pipeline(canonical=True); on one rank, call canonical_reductions on the model before the "
+                "capture, and give the model"
+            )
+        if fqn in added:
+            yield fqn, get_state(step.model, fqn), added[fqn]
 
 
 def _added(left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:

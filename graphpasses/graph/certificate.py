@@ -84,3 +84,18 @@ class Certificate:
         unproved = [f"not proved: {name}: {why}" for name, why in self.unproved]
         granted = [f"taken for granted: {name}: {statement}" for name, statement in self.axioms.items()]
         return "\n  ".join([self.summary, *unproved, *granted])
+
+
+def joined(certificates: Sequence[Certificate]) -> Certificate:
+    """Returns what certificates of a step's rewrites, one after the other, say of all of them."""
+    *first, last = certificates
+    if not first:
+        return last
+    axioms = {name: text for each in certificates for name, text in each.axioms.items()}
+    return Certificate(
+        tuple(name for name in last.proved if all(name in each.proved for each in first)),
+        tuple(dict.fromkeys(found for each in certificates for found in each.unproved)),
+        axioms,
+        last.launches,
+        sum(each.seconds for each in certificates),
+    )

@@ -10,6 +10,7 @@ from graphpasses.passes.embedding.hoist_input_dists import HoistInputDists as Ho
 from graphpasses.passes.embedding.lower_embedding_bags import LowerEmbeddingBags as LowerEmbeddingBags
 from graphpasses.passes.embedding.reinplace_tbe_updates import ReinplaceTBEUpdates as ReinplaceTBEUpdates
 from graphpasses.passes.fsdp.bucket_fsdp_collectives import BucketFSDPCollectives as BucketFSDPCollectives
+from graphpasses.passes.fsdp.canonical_reductions import CanonicalReductions as CanonicalReductions
 from graphpasses.passes.fsdp.coalesce_grad_reductions import CoalesceGradReductions as CoalesceGradReductions
 from graphpasses.passes.fsdp.deduplicate_shared import DeduplicateShared as DeduplicateShared
 from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives as PrefetchCollectives

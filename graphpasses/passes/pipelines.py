@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from graphpasses import passes
 from graphpasses.errors import LayoutError
 from graphpasses.fsdp.layout import Layout
@@ -13,6 +15,7 @@ def default_pipeline(
     plan: BucketPlan | None = None,
     *,
     expected_layout: Layout | None = None,
+    canonical: bool | torch.dtype = False,
     fuse_table_updates: bool = False,
     disable: tuple[str, ...] = (),
 ) -> Pipeline:
@@ -23,6 +26,9 @@ def default_pipeline(
             ``fully_shard`` was called: its own.
         expected_layout: layout that the result must equal, e.g. ``eager_layout(eager_model)``. If it is None, it is
             the model's own without a plan, and not checked with one.
+        canonical: add gradients in one tree over ranks, so that their bits depend neither on NCCL nor on the number
+            of ranks; a dtype is the one in which they are added, see
+            :class:`~graphpasses.passes.CanonicalReductions`. The bits are other ones than those of NCCL's order then.
         fuse_table_updates: update only the rows of embedding tables that were looked up, in steps that were
             captured with their optimizer: faster, but rounded otherwise than eager.
         disable: names of passes to leave out.
@@ -33,7 +39,7 @@ def default_pipeline(
         >>> [p.name for p in step.report.passes][:2]
         ['deduplicate-shared', 'coalesce-grad-reductions']
     """
-    first, last = _fsdp_passes(plan, expected_layout)[:-1], passes.UpdateInBackward()
+    first, last = _fsdp_passes(plan, expected_layout, canonical)[:-1], passes.UpdateInBackward()
     fused = (passes.FuseTableUpdates(),) if fuse_table_updates else ()
     return Pipeline((passes.DeduplicateShared(), *first, *fused, last), disable=disable)
 
@@ -42,6 +48,7 @@ def recommender_pipeline(
     plan: BucketPlan | None = None,
     *,
     expected_layout: Layout | None = None,
+    canonical: bool | torch.dtype = False,
     lower_embedding_bags: bool = False,
     disable: tuple[str, ...] = (),
 ) -> Pipeline:
@@ -50,6 +57,7 @@ def recommender_pipeline(
     Args:
         plan: the buckets of dense layers that SimpleFSDP shards, as in :func:`default_pipeline`; None if none are.
         expected_layout: layout that their reductions must have; None checks nothing.
+        canonical: as in :func:`default_pipeline`, with a plan.
         lower_embedding_bags: replace a plain model's ``embedding_bag`` calls by lookups of FBGEMM's TBE, too, which
             is many times as fast but may round otherwise than eager.
         disable: names of passes to leave out.
@@ -75,7 +83,7 @@ def recommender_pipeline(
             passes.DeduplicateLookups(),
             passes.HoistInputDists(),
             passes.FuseTBE(),
-            *(_fsdp_passes(plan, expected_layout) if plan is not None else ()),
+            *(_fsdp_passes(plan, expected_layout, canonical) if plan is not None else ()),
             passes.DeduplicateSizes(),
             passes.BucketPooledAllToAll(),
             passes.BucketAllToAll(),
@@ -87,10 +95,14 @@ def recommender_pipeline(
     )
 
 
-def _fsdp_passes(plan: BucketPlan | None, expected_layout: Layout | None) -> tuple[GraphPass, ...]:
+def _fsdp_passes(
+    plan: BucketPlan | None, expected_layout: Layout | None, canonical: bool | torch.dtype
+) -> tuple[GraphPass, ...]:
+    accumulate = None if isinstance(canonical, bool) else canonical
     return (
         passes.CoalesceGradReductions(plan),
         passes.BucketFSDPCollectives(plan, expected_layout),
+        *((passes.CanonicalReductions(accumulate),) if canonical else ()),
         passes.ReshardAfterForward(plan),
         passes.PrefetchCollectives(),
         passes.UpdateInBackward(),

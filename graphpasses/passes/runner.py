@@ -21,7 +21,7 @@ from graphpasses.errors import GraphPassesError, PipelineError, ProofError, Unkn
 from graphpasses.fsdp.traffic import graph_traffic, has_fixed_sizes
 from graphpasses.gc_pause import paused_gc
 from graphpasses.graph import DynamoGraph, Stage, TrainGraph
-from graphpasses.graph.certificate import Certificate
+from graphpasses.graph.certificate import Certificate, joined
 from graphpasses.graph.nodes import eliminate_dead_code
 from graphpasses.graph.pass_report import Numerics, PassReport, PipelineReport
 from graphpasses.graph.rules import Verifier
@@ -218,21 +218,20 @@ class Pipeline:
                 reports, rounded = self._rewrite(
                     rewritten, folder, graph_diff, keeps_rounded=prove is not False
                 )
-            original, rounding = (graph, None) if rounded is None else rounded
             if prove is not False:
                 stage("proves that the passes keep bits")
-            certificate = None if prove is False else self._prove(original, rewritten, rounding)
-        if prove and (why := _why_not_proved(certificate, rounding)):
+            certificate = None if prove is False else self._prove(graph, rewritten, rounded)
+        if prove and (why := _why_not_proved(certificate, rounded)):
             raise ProofError(f"prove=True: {why}")
-        rewritten.report = PipelineReport(tuple(reports), notes, certificate, _proof(certificate, rounding))
+        rewritten.report = PipelineReport(tuple(reports), notes, certificate, _proof(certificate, rounded))
         rewritten.record_rewrite(functools.partial(self.run, graph_diff=graph_diff, prove=prove))
         return rewritten
 
     def _rewrite(
         self, graph: TrainGraph, folder: Path | None, graph_diff: bool, *, keeps_rounded: bool
-    ) -> tuple[list[PassReport], tuple[TrainGraph, str] | None]:
-        """Runs the passes; returns their reports, and what the last one that may round has left, if asked for."""
-        rounded: tuple[TrainGraph, str] | None = None
+    ) -> tuple[list[PassReport], list[_Rounded]]:
+        """Runs the passes; returns their reports, and if asked for what those that may round were given and made."""
+        rounded: list[_Rounded] = []
         verifier = Verifier(graph)
         reports: list[PassReport] = []
         _write(folder, 0, "captured", graph)
@@ -240,26 +239,39 @@ class Pipeline:
             if p.name not in self.disable:
                 before = tuple(report.name for report in reports)
                 stage(p.name)
+                may_round = keeps_rounded and p.numerics is Numerics.ROUNDING
+                given = graph.copy() if may_round and before else None
                 reports.append(_run_pass(p, graph, verifier, before, graph_diff))
                 _write(folder, len(reports), p.name, graph)
-                if keeps_rounded and p.numerics is Numerics.ROUNDING and reports[-1].num_rewrites:
-                    rounded = graph.copy(), p.name
+                if may_round and reports[-1].num_rewrites:
+                    rounded.append(_Rounded(p.name, given, graph.copy()))
             if p.name == self.stop_after:
                 break
         graph.module.recompile()
         return reports, rounded
 
-    def _prove(self, original: TrainGraph, graph: TrainGraph, rounding: str | None) -> Certificate:
-        passes = self.at(graph.stage).passes
+    def _prove(self, original: TrainGraph, graph: TrainGraph, rounded: Sequence[_Rounded]) -> Certificate:
+        """Proves what is between passes that may round, and before and after them."""
+        passes, certificates = self.at(graph.stage).passes, []
+        for each in (*rounded, None):
+            names = [p.name for p in passes]
+            end = names.index(each.name) if each else len(names)
+            after = each.given if each else graph
+            if after is not None:
+                certificates.append(self._prove_part(original, after, passes[:end]))
+            if each:
+                original, passes = each.made, passes[end + 1 :]
+        return joined(certificates)
+
+    def _prove_part(
+        self, original: TrainGraph, graph: TrainGraph, passes: Sequence[GraphPass]
+    ) -> Certificate:
         layout = next((found for p in passes if (found := getattr(p, "expected_layout", None))), None)
         is_planned = any(getattr(p, "plan", None) is not None for p in passes)
         try:
             return prove_as("the pipeline", original, graph, layout, is_planned=is_planned)
         except ProofError:
-            names = [p.name for p in passes]
-            self._blame(
-                original, passes[names.index(rounding) + 1 if rounding else 0 :], is_planned=is_planned
-            )
+            self._blame(original, passes, is_planned=is_planned)
             raise
 
     def _blame(self, original: TrainGraph, passes: Sequence[GraphPass], *, is_planned: bool) -> None:
@@ -272,17 +284,27 @@ class Pipeline:
             prove_as(_history(p, names[:index]), original, graph, None, is_planned=is_planned)
 
 
-def _why_not_proved(certificate: Certificate | None, rounding: str | None) -> str:
-    if rounding is not None:
-        return f"pass {rounding!r} may round; without it, or with prove=None, the rest is proved"
+@dataclass(frozen=True)
+class _Rounded:
+    """A pass that rewrote and may round."""
+
+    name: str
+    given: TrainGraph | None  # None: what was captured
+    made: TrainGraph
+
+
+def _why_not_proved(certificate: Certificate | None, rounded: Sequence[_Rounded]) -> str:
+    if rounded:
+        return f"pass {rounded[-1].name!r} may round; without it, or with prove=None, the rest is proved"
     first = next(iter(() if certificate is None else certificate.unproved), None)
     return "" if first is None else f"{first[0]} is not proved: {first[1]}"
 
 
-def _proof(certificate: Certificate | None, rounding: str | None) -> str:
+def _proof(certificate: Certificate | None, rounded: Sequence[_Rounded]) -> str:
     if certificate is None:
         return "off (prove=False)"
-    since = f"from what {rounding!r} made, which may round: " if rounding else ""
+    names = " and ".join(repr(each.name) for each in rounded)
+    since = f"but for what {names} did, which may round: " if rounded else ""
     return since + certificate.summary
 
 

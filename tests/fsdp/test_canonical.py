@@ -116,7 +116,7 @@ def test_a_mesh_in_another_order() -> None:
             nn.Linear(2, 2), mesh=DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("a", "b"))
         )
 
-    refused(4, permuted, r"has its ranks in the order \[0, 2, 1, 3\], .*Make the mesh with init_device_mesh$")
+    refused(4, permuted, r"is reduced over the ranks \[0, 2, 1, 3\], .*Make the mesh with init_device_mesh$")
 
 
 def test_a_model_without_groups_and_parameters_without_reduction() -> None:

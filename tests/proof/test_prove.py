@@ -255,9 +255,11 @@ def test_what_may_round_is_taken_as_it_is(step: CapturedStep) -> None:
     report = Pipeline((Rounds(loss_times_zero), *passes)).run(step).report
     assert report is not None
     assert report.certificate
-    assert report.proof.startswith("from what 'rounds' made, which may round: ")
+    assert report.proof.startswith("but for what 'rounds' did, which may round: ")
     with pytest.raises(ProofError, match=r"^pass 'wrong' changes the loss"):  # what comes after it is proved
         Pipeline((Rounds(loss_times_zero), Wrong(loss_plus_one))).run(step)
+    with pytest.raises(ProofError, match=r"^pass 'wrong' changes the loss"):  # and what comes before
+        Pipeline((Wrong(loss_plus_one), Rounds(loss_times_zero))).run(step)
     with pytest.raises(
         ProofError, match=r"^prove=True: pass 'rounds' may round; without it, or with prove=None, "
     ):
