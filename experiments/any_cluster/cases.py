@@ -12,9 +12,11 @@ from torch import nn
 
 from experiments.any_cluster.models import decoder, llama
 from experiments.harness.verdict import Comparison
+from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 
 __all__ = ["CASES", "NUM_MICROBATCHES", "SHORT", "Case", "Cluster"]
 
+_ALLOW = ("ranks", "topology")
 NUM_MICROBATCHES = 8  # of the global batch
 _Added = Literal["in a tree", "by FSDP2", "microbatches one by one", "rank-major"]
 
@@ -56,27 +58,33 @@ class Case:
 
     Args:
         name: what the table calls it.
-        build: makes the model, from torch's seed.
+        build: makes the model, from torch's seed; a recipe is trained by torchtitan's trainers.
         accumulate: see :func:`graphpasses.canonical_reductions`.
         clusters: all are compared with the first.
         controls: pairs of runs that must differ.
         num_steps: of a whole run.
         num_ranks: of the only runs that are trained; None trains all.
+        shape: of the only runs that are trained; None trains all.
     """
 
     name: str
-    build: Callable[[], nn.Module]
+    build: Callable[[], nn.Module] | Recipe
     accumulate: torch.dtype | None
     clusters: tuple[Cluster, ...]
     controls: tuple[tuple[Cluster, Cluster], ...] = ()
     num_steps: int = 25
     num_ranks: int | None = None
+    shape: tuple[int, ...] | None = None
 
     @property
     def runs(self) -> tuple[Cluster, ...]:
         """What is trained, controls last."""
         runs = (*self.clusters, *(each for pair in self.controls for each in pair))
-        return tuple(each for each in runs if self.num_ranks in (None, each.num_ranks))
+        return tuple(
+            each
+            for each in runs
+            if self.num_ranks in (None, each.num_ranks) and self.shape in (None, each.shape)
+        )
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -92,16 +100,21 @@ class Case:
                 self.clusters[0].name,
                 "equal",
                 num_skipped=self.num_steps - len(each.steps(self.num_steps)),
-                allow=("ranks",),
+                allow=_ALLOW,
             )
             for each in self.clusters[1:]
         ]
-        rows += [Comparison(b.name, a.name, "differ", allow=("ranks",)) for a, b in self.controls]
+        rows += [Comparison(b.name, a.name, "differ", allow=_ALLOW) for a, b in self.controls]
         return tuple(rows)
 
-    def on(self, num_ranks: int) -> Case:
-        """Returns the case with the runs on so many ranks alone."""
-        return replace(self, num_ranks=num_ranks)
+    @property
+    def is_titan(self) -> bool:
+        """Whether torchtitan's trainers train it."""
+        return isinstance(self.build, Recipe)
+
+    def on(self, num_ranks: int, shape: tuple[int, ...] | None = None) -> Case:
+        """Returns the case with the runs on so many ranks alone, and on a mesh of this shape."""
+        return replace(self, num_ranks=num_ranks, shape=shape)
 
 
 def _control(added: _Added) -> tuple[Cluster, Cluster]:
@@ -126,9 +139,25 @@ _RESUMED = (
 _CONTROLS = (_control("by FSDP2"), _control("microbatches one by one"), _control("rank-major"))
 _ALL = (_ON_ONE, *_EAGER, *_HYBRID, *_CAPTURED, *_RESUMED)
 
+_TITAN = (
+    _ON_ONE,
+    *_EAGER,
+    Cluster("HSDP, 2 x 2", (2, 2)),
+    *(replace(each, name=f"graph_trainer, {each.name}", captured=True) for each in _EAGER[:2]),
+    Cluster("graph_trainer, HSDP, 2 x 2", (2, 2), captured=True),
+    *_RESUMED,
+)
+
 CASES = (
     Case("GPT, added in bf16", decoder, None, _ALL, _CONTROLS),
     Case("Llama, added in fp32", llama, torch.float32, _ALL, _CONTROLS),
+    Case(
+        "torchtitan's llama3, added in bf16",
+        Recipe("llama3", tied=True, num_layers=2, reduce_dtype="bfloat16"),
+        None,
+        _TITAN,
+        _CONTROLS[:1],
+    ),
 )
 SHORT = (
     Case(

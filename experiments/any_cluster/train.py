@@ -18,6 +18,7 @@ from experiments.any_cluster.cases import NUM_MICROBATCHES, Case, Cluster
 from experiments.any_cluster.models import VOCAB, blocks, loss_fn
 from experiments.harness.parity import TrainedRun
 from experiments.harness.verdict import run_path
+from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 from graphpasses.parity import ParityRecorder
 
 __all__ = ["train_cases"]
@@ -78,6 +79,7 @@ def _train(case: Case, cluster: Cluster, mesh: DeviceMesh, num_steps: int, folde
 
 def _model(case: Case, cluster: Cluster, mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(SEED)
+    assert not isinstance(case.build, Recipe)
     model = case.build()
     for module in [*blocks(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=POLICY)

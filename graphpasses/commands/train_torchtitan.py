@@ -5,8 +5,8 @@
     torchrun … -m graphpasses.commands.train_torchtitan --module graph_trainer.llama3 --config … \\
         --compile.pass_pipeline graphpasses
 
-``--record FILE`` before torchtitan's arguments writes hashes of every step, for ``graphpasses compare``; also of
-torchtitan's eager trainers.
+Before torchtitan's arguments, ``--record FILE`` writes hashes of every step, for ``graphpasses compare``, and
+``--canonical`` gives weights the same bits on any number of ranks; also those of torchtitan's eager trainers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,25 @@ from typing import Any
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs ``torchtitan.train`` with the pipeline registered, and records it if asked to by ``--record FILE``."""
+    """Runs ``torchtitan.train`` with the pipeline registered, and as ``--record`` and ``--canonical`` say."""
     from torchtitan import train, trainer
 
     import graphpasses.integrations.torchtitan.pass_pipeline  # noqa: F401  registers the pipeline
+    from graphpasses.integrations.torchtitan.any_cluster import canonical_trainer
     from graphpasses.parity.record_trainer import recorded
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--record", type=Path)
+    parser.add_argument("--canonical", action="store_true")
     ours, theirs = parser.parse_known_args(args)
     sys.argv[1:] = theirs
+    if ours.canonical:
+
+        def build(config: Any) -> Any:
+            del trainer.Trainer.Config.build
+            return canonical_trainer(config)
+
+        trainer.Trainer.Config.build = build
     if ours.record is not None:
         run = trainer.Trainer.train
 

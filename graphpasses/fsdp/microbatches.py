@@ -94,7 +94,17 @@ class MicrobatchTree:
     """
 
     def __init__(self, model: nn.Module | TrainGraph) -> None:
-        self._parameters = list(_of_model(model) if isinstance(model, nn.Module) else _of_step(model))
+        self._begin(_of_model(model) if isinstance(model, nn.Module) else _of_step(model))
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> MicrobatchTree:
+        """Makes one of FQNs, sharded parameters whose gradients come reduced in a tree, and dtypes to add them in."""
+        made = cls.__new__(cls)
+        made._begin(parameters)
+        return made
+
+    def _begin(self, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:
+        self._parameters = list(parameters)
         self._sums: list[
             tuple[int, list[Tensor | None]]
         ] = []  # of 2**level microbatches, and what they sum to

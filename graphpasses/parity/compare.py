@@ -162,8 +162,10 @@ def _gaps_of_runs(a: Run, b: Run) -> Iterator[Gap]:
         what = "each rank's loss is not compared, weights and gradients are"
         yield Gap("ranks", f"the runs have {x.world_size} and {y.world_size} ranks: {what}")
     if x.topology != y.topology and x.topology and y.topology:
-        clusters = f"{dict(x.topology)} and {dict(y.topology)}"
-        yield Gap("topology", f"the runs' clusters are {clusters}: sums may be others")
+        one, two = dict(x.topology), dict(y.topology)
+        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+        unlike = "; ".join(f"{name}: {one.get(name)} and {two.get(name)}" for name in names)
+        yield Gap("topology", f"the runs' clusters differ ({unlike}): sums may be others")
     for name, run, other in (("A", a, b), ("B", b, a)):
         if not run.complete:
             yield Gap("steps", f"run {name} was cut short: it has {_steps(run)}")

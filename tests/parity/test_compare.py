@@ -152,7 +152,7 @@ NO_GRADIENTS = {"a": None, "b": None, "frozen": None}
         (
             "topology",
             run_of(*STEPS, topology={"nodes": 2}),
-            "the runs' clusters are {'nodes': 1} and {'nodes': 2}: sums may be others",
+            "the runs' clusters differ (nodes: 1 and 2): sums may be others",
         ),
         ("steps", run_of(*STEPS, complete=False), "run B was cut short: it has 3 steps, 0 to 2"),
         ("steps", run_of(*STEPS[:2]), "1 steps of run A are not in the other"),

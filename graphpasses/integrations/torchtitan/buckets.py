@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.canonical import canonical_reductions
 from graphpasses.fsdp.chunked import chunked_buckets
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
@@ -70,9 +72,18 @@ def eager_reference(trainer: Any) -> nn.Module:
     return sharded
 
 
+@dataclass(frozen=True)
+class Canonical:
+    """What a trainer has as ``graphpasses_canonical`` if gradients are added in a tree, and in which dtype."""
+
+    accumulate: torch.dtype | None
+
+
 def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
     """Returns the buckets of torchtitan's own trainer, and the layout of its reductions."""
     eager = eager_reference(trainer)
+    if (canonical := getattr(trainer, "graphpasses_canonical", None)) is not None:
+        canonical_reductions(eager, accumulate=canonical.accumulate)
     _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
     _check_trained(trainer.model_parts[0], eager)
     return buckets_of(eager, trainer.config)

@@ -1,0 +1,165 @@
+"""torchtitan's trainers with the same bits on any number of data-parallel ranks, eager and graph_trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
+
+from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.canonical import canonical_reductions
+from graphpasses.fsdp.canonical_norm import canonical_clip_grad_norm_
+from graphpasses.fsdp.canonical_update import check_canonical_update
+from graphpasses.fsdp.microbatches import MicrobatchTree
+from graphpasses.integrations.torchtitan.buckets import Canonical
+from graphpasses.integrations.torchtitan.refusals import PIPELINE
+
+# Degrees that split a sample's work, so that products and sums are other ones, or that torchtitan reduces by itself.
+_DEGREES = ("tp", "pp", "cp", "ep")
+
+
+def canonical_trainer(config: Any, *, accumulate: torch.dtype | None = None) -> Any:
+    """Builds a trainer of torchtitan whose weights do not depend on how many data-parallel ranks train them.
+
+    FSDP2's reductions, or those of graph_trainer's graph, become :func:`~graphpasses.canonical_reductions`; a rank's
+    microbatches are added in the same tree, the norm of the gradients is
+    :func:`~graphpasses.canonical_clip_grad_norm_`'s, and microbatch ``k`` of each global batch goes to rank
+    ``k % num_ranks``: every rank reads the whole data set, and keeps its own. ``training.global_batch_size`` and
+    ``local_batch_size`` must be the same on all clusters. Checkpoints, data included, go on with other numbers of
+    ranks. The logged loss is each cluster's own sum. How weights are initialized may depend on the mesh (on a CPU it
+    does): begin with torchtitan's ``checkpoint.create_seed_checkpoint``.
+
+    Args:
+        config: of ``Trainer``, or of ``GraphTrainer`` with ``compile.pass_pipeline graphpasses``.
+        accumulate: dtype in which contributions are added; None: ``training.mixed_precision_reduce``.
+
+    Returns:
+        The trainer: call ``train()``.
+
+    Raises:
+        UnsupportedError: the trainer uses tensor, pipeline, context or expert parallelism, another pass pipeline or
+            graph_trainer on one rank, or an optimizer whose bits depend on a shard's place; see also
+            :func:`~graphpasses.canonical_reductions`.
+
+    Example, on the command line::
+
+        torchrun … -m graphpasses.commands.train_torchtitan --canonical --module llama3 --config …
+    """
+    if config.checkpoint.create_seed_checkpoint:  # which trains nothing, and shards nothing
+        return config.build()
+    loader = config.dataloader
+    config.dataloader = _Dealt(dataset=loader.dataset, dataset_path=loader.dataset_path, loader=loader)
+    trainer = config.build()
+    _check_degrees(trainer)
+    (model,) = trainer.model_parts
+    trainer.graphpasses_canonical = Canonical(accumulate)
+    if isinstance(trainer, GraphTrainer):
+        _check_graph_trainer(trainer)
+    else:
+        canonical_reductions(model, accumulate=accumulate)
+    for optimizer in trainer.optimizers:
+        check_canonical_update(optimizer)
+    _Steps(trainer, accumulate)
+    return trainer
+
+
+def _check_degrees(trainer: Any) -> None:
+    for degree in _DEGREES:
+        if (size := getattr(trainer.parallel_dims, degree)) > 1:
+            raise UnsupportedError(
+                f"the {degree} degree is {size}, and torchtitan's trainers have the same bits on any number of ranks "
+                "with data parallelism alone: FSDP or HSDP. Set the degree to 1"
+            )
+
+
+def _check_graph_trainer(trainer: Any) -> None:
+    if (name := trainer.config.compile.pass_pipeline) != PIPELINE:
+        raise UnsupportedError(
+            f"--compile.pass_pipeline {name!r} reduces in NCCL's order; use --compile.pass_pipeline {PIPELINE}"
+        )
+    if trainer.parallel_dims.dp_shard == 1:
+        raise UnsupportedError(
+            "graph_trainer shards over one rank, and then neither casts nor reduces gradients as on several. Train "
+            "eagerly on one rank, or shard over more (--parallelism.data_parallel_shard_degree)"
+        )
+
+
+class _Steps:
+    """Replaces what a trainer calls in each step: gradients are added in the tree, and clipped by its norm."""
+
+    def __init__(self, trainer: Any, accumulate: torch.dtype | None) -> None:
+        self._model = trainer.model_parts[0]
+        self._added = accumulate or TORCH_DTYPE_MAP[trainer.config.training.mixed_precision_reduce]
+        self._is_graph = isinstance(trainer, GraphTrainer)
+        self._tree: MicrobatchTree | None = None
+        self._forward_backward_step, self._train_step = trainer.forward_backward_step, trainer.train_step
+        trainer.forward_backward_step, trainer.train_step = self.forward_backward_step, self.train_step
+
+    def forward_backward_step(self, **inputs: Any) -> Any:
+        """Runs a microbatch, and takes its gradients."""
+        loss = self._forward_backward_step(**inputs)
+        if self._tree is None:
+            self._tree = self._new_tree()
+        self._tree.add()
+        return loss
+
+    def train_step(self, batches: Any) -> Any:
+        """Runs a step; torchtitan clips, once, when all microbatches have run."""
+        self._tree = None
+        with mock.patch.object(dist_utils, "clip_grad_norm_", self._clip):
+            return self._train_step(batches)
+
+    def _clip(self, parameters: Iterable[Tensor], max_norm: float, **_: Any) -> Tensor:
+        assert self._tree is not None
+        self._tree.finish()
+        return canonical_clip_grad_norm_(parameters, max_norm)
+
+    def _new_tree(self) -> MicrobatchTree:
+        if not self._is_graph:
+            return MicrobatchTree(self._model)
+        trained = (each for each in self._model.named_parameters() if each[1].requires_grad)
+        return MicrobatchTree.of((fqn, parameter, self._added) for fqn, parameter in trained)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Dealt(BaseDataLoader.Config):  # type: ignore[misc]
+    """Builds a loader of a rank's microbatches."""
+
+    loader: Any = None
+
+    def build(
+        self, *, dp_world_size: int, dp_rank: int, snapshot_every_n_steps: int | None = None, **options: Any
+    ) -> _DealtLoader:
+        """Builds the whole data's loader, as one rank's."""
+        every = None if snapshot_every_n_steps is None else snapshot_every_n_steps * dp_world_size
+        whole = self.loader.build(dp_world_size=1, dp_rank=0, snapshot_every_n_steps=every, **options)
+        return _DealtLoader(whole, dp_rank, dp_world_size)
+
+
+class _DealtLoader:
+    """Deals the microbatches of a loader: each of ``num_ranks`` in turn has one. Its state is that of the whole."""
+
+    def __init__(self, whole: Any, rank: int, num_ranks: int) -> None:
+        self._whole, self._rank, self._num_ranks = whole, rank, num_ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        dealt = iter(self._whole)
+        for first in dealt:
+            together = [first, *(each for _, each in zip(range(self._num_ranks - 1), dealt, strict=False))]
+            if len(together) == self._num_ranks:
+                yield together[self._rank]
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._whole.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._whole.load_state_dict(state)

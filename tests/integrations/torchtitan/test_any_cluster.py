@@ -1,0 +1,85 @@
+"""torchtitan's trainers have the same weights on one rank and on several, by data parallelism alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiments.any_cluster.cases import Case, Cluster
+from experiments.any_cluster.run import train_and_judge
+from experiments.harness.parity import ParityExperiment
+from graphpasses.errors import UnsupportedError
+from graphpasses.integrations.torchtitan.cpu_configs import Recipe
+
+titan = pytest.importorskip("graphpasses.integrations.torchtitan.any_cluster")
+
+ONE = Cluster("1 rank", (1,))
+CASE = Case(
+    "llama3",
+    Recipe("llama3", tied=True, num_layers=1, reduce_dtype="bfloat16"),
+    None,
+    (ONE, Cluster("graph_trainer, 2 ranks", (2,), captured=True)),
+    ((ONE, Cluster("by FSDP2, 2 ranks", (2,), added="by FSDP2")),),
+)
+
+
+@pytest.mark.multiprocess
+def test_weights_are_those_of_one_rank(tmp_path: Path) -> None:
+    """torchtitan's data loader, microbatches and clipping among what would make them other ones."""
+    experiment = ParityExperiment("", (CASE,), 2, tmp_path)
+    verdicts = train_and_judge(experiment, (CASE,))
+    assert [(each.variant, each.status) for each in verdicts] == [
+        ("graph_trainer, 2 ranks", "ok"),
+        ("by FSDP2, 2 ranks", "ok"),
+    ]
+
+
+class Counter:
+    """A loader of numbers that says where it is."""
+
+    def __init__(self, num: int) -> None:
+        self.num, self.next = num, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.num:
+            self.next += 1
+            yield self.next - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+def test_microbatches_are_dealt() -> None:
+    loaders = [titan._DealtLoader(Counter(9), rank, 4) for rank in range(4)]
+    assert [list(each) for each in loaders] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_other_numbers_of_ranks_go_on() -> None:
+    begun = [titan._DealtLoader(Counter(9), rank, 4) for rank in range(4)]
+    assert [next(iter(each)) for each in begun] == [0, 1, 2, 3]
+    gone_on = [titan._DealtLoader(Counter(9), rank, 2) for rank in range(2)]
+    for each in gone_on:
+        each.load_state_dict(begun[3].state_dict())
+    assert [list(each) for each in gone_on] == [[4, 6], [5, 7]]
+
+
+def test_what_is_split_otherwise_is_refused() -> None:
+    degrees = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp_shard": 1}
+
+    def trainer(pipeline: str = "graphpasses", **changed: int) -> Any:
+        compiled = SimpleNamespace(compile=SimpleNamespace(pass_pipeline=pipeline))
+        return SimpleNamespace(config=compiled, parallel_dims=SimpleNamespace(**degrees | changed))
+
+    with pytest.raises(UnsupportedError, match="the tp degree is 2, .*Set the degree to 1"):
+        titan._check_degrees(trainer(tp=2))
+    with pytest.raises(UnsupportedError, match="pass_pipeline 'default' reduces in NCCL's order; use "):
+        titan._check_graph_trainer(trainer("default", dp_shard=2))
+    with pytest.raises(UnsupportedError, match="graph_trainer shards over one rank, .*Train eagerly"):
+        titan._check_graph_trainer(trainer())
