@@ -18,7 +18,7 @@ __all__ = ["CASES", "NUM_MICROBATCHES", "SHORT", "Case", "Cluster"]
 
 _ALLOW = ("ranks", "topology")
 NUM_MICROBATCHES = 8  # of the global batch
-_Added = Literal["in a tree", "by FSDP2", "microbatches one by one", "rank-major"]
+_Added = Literal["in a tree", "by FSDP2", "microbatches one by one", "rank-major", "dropout by rank"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Cluster:
         shape: of the mesh; two numbers are HSDP's replicas and shards.
         captured: whether captured steps run.
         added: how gradients are; all but ``"in a tree"`` are controls. ``"microbatches one by one"`` adds ranks in a
-            tree; ``"rank-major"`` microbatches, too, of which each rank has consecutive ones.
+            tree; ``"rank-major"`` microbatches, too, of which each rank has consecutive ones; ``"dropout by rank"``
+            draws random numbers as they come.
         start: which third of the steps it begins with: it goes on from what the run with the one before wrote.
         ends: after how many thirds.
     """
@@ -149,7 +150,7 @@ _TITAN = (
 )
 
 CASES = (
-    Case("GPT, added in bf16", decoder, None, _ALL, _CONTROLS),
+    Case("GPT, added in bf16", decoder, None, _ALL, (*_CONTROLS, _control("dropout by rank"))),
     Case("Llama, added in fp32", llama, torch.float32, _ALL, _CONTROLS),
     Case(
         "torchtitan's llama3, added in bf16",

@@ -11,8 +11,10 @@ __all__ = ["blocks", "decoder", "llama", "loss_fn"]
 
 
 def decoder() -> nn.Module:
-    """LayerNorm, biases, embedding and head tied."""
-    return gpt()
+    """LayerNorm, biases, embedding and head tied, dropout."""
+    model = gpt()
+    model.layers[0] = nn.Sequential(nn.Dropout(0.1), model.layers[0])
+    return model
 
 
 def llama() -> nn.Module:

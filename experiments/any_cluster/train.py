@@ -62,6 +62,8 @@ def _train(case: Case, cluster: Cluster, mesh: DeviceMesh, num_steps: int, folde
         for step in steps:
             loss, tree = torch.zeros(()), None if is_plain else gp.MicrobatchTree(model)
             for k in _own_microbatches(cluster):
+                if cluster.added != "dropout by rank":
+                    torch.manual_seed(step * NUM_MICROBATCHES + k)
                 loss += backward(_tokens(step, k))
                 if tree is not None:
                     tree.add()

@@ -90,21 +90,25 @@ class MicrobatchTree:
 
     Raises:
         UnsupportedError: neither was done; or, from :meth:`add`, a microbatch left no reduced gradients, or not of
-            the same parameters as the one before.
+            the same parameters as the one before, or wrote a buffer.
     """
 
     def __init__(self, model: nn.Module | TrainGraph) -> None:
-        self._begin(_of_model(model) if isinstance(model, nn.Module) else _of_step(model))
+        if isinstance(model, nn.Module):
+            self._begin(model, _of_model(model))
+        else:
+            self._begin(model.model, _of_step(model))
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> MicrobatchTree:
+    def of(cls, model: nn.Module, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> MicrobatchTree:
         """Makes one of FQNs, sharded parameters whose gradients come reduced in a tree, and dtypes to add them in."""
         made = cls.__new__(cls)
-        made._begin(parameters)
+        made._begin(model, parameters)
         return made
 
-    def _begin(self, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:
+    def _begin(self, model: nn.Module, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:
         self._parameters = list(parameters)
+        self._model, self._buffers = model, _buffers(model)
         self._sums: list[
             tuple[int, list[Tensor | None]]
         ] = []  # of 2**level microbatches, and what they sum to
@@ -113,6 +117,13 @@ class MicrobatchTree:
     @torch.no_grad()
     def add(self) -> None:
         """Takes the gradients of one microbatch out of ``.grad``, and adds them where the tree has them."""
+        for fqn, version in _buffers(self._model).items():
+            if self._buffers.setdefault(fqn, version) != version:
+                raise UnsupportedError(
+                    f"a microbatch writes the buffer {fqn!r} (as batch statistics and routers' counts are), which "
+                    "then depends on which microbatches a rank has. Let forward leave it as it is, e.g. by eval() of "
+                    "its module, or write it from what all ranks have, after finish()"
+                )
         taken = [self._take(*each) for each in self._parameters]
         present = [each is not None for each in taken]
         if not any(present):
@@ -161,6 +172,11 @@ class MicrobatchTree:
                 f"the gradient of {fqn!r} still has the last step's sum: call optimizer.zero_grad() after each step"
             )
         return None if gradient is None else gradient.to_local().to(dtype)  # type: ignore[attr-defined]
+
+
+def _buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Returns by FQN which tensor a buffer is, and how often it was written."""
+    return {fqn: (id(buffer), buffer._version) for fqn, buffer in model.named_buffers()}
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dtype]]:

@@ -1,19 +1,27 @@
 """Reductions whose bits do not depend on rings, NCCL or, with microbatches in the same tree, on how many ranks add.
 
 The ranks' contributions travel as they are, by an all-to-all, and are added in a binary tree over ranks, neighbours
-first: ``(r0 + r1) + (r2 + r3)``. An element's place in its bucket decides nothing.
+first: ``(r0 + r1) + (r2 + r3)``. An element's place in its bucket decides nothing. The operators launch, and
+``wait_tensor`` waits for them, as for functional collectives; large buckets travel in pieces.
 """
 
 from __future__ import annotations
+
+import itertools
+from collections import deque
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from graphpasses._torch.group_ranks import named_group
+from graphpasses._torch.waited import finish_when_waited
 from graphpasses.ops.define import define_operator
 
+c10d = torch.ops._c10d_functional
 TREE = "tree"
+PIECE_BYTES = 1 << 26  # of a bucket, of all ranks, that one all-to-all sends
+_NUM_AHEAD = 2  # pieces that travel while another is added
 
 
 def tree_op(accumulate: torch.dtype | None = None) -> str:
@@ -55,25 +63,62 @@ def add_in_tree(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return rows[0].to(dtype)
 
 
+class _ReduceScatter:
+    """A reduction on its way: pieces of a bucket travel ahead, and are added when they have arrived."""
+
+    def __init__(self, tensor: Tensor, op: str, num_ranks: int, group: str) -> None:
+        shape = (tensor.shape[0] // num_ranks, *tensor.shape[1:])
+        self.reduced = tensor.new_empty(shape, dtype=accumulate_dtype(op, tensor.dtype))
+        self._rows, self._group = tensor.contiguous().view(num_ranks, -1), named_group(group)
+        self._size = max(PIECE_BYTES // (num_ranks * tensor.itemsize), 1)
+        self._starts = iter(range(0, self.reduced.numel(), self._size))
+        self._sent: deque[tuple[int, Tensor, Tensor, dist.Work]] = deque()
+        for _ in range(_NUM_AHEAD):
+            self._send()
+
+    def _send(self) -> None:
+        for start in itertools.islice(self._starts, 1):
+            piece = self._rows[:, start : start + self._size].contiguous()
+            received = torch.empty_like(piece)
+            work = dist.all_to_all_single(received, piece, group=self._group, async_op=True)
+            self._sent.append((start, piece, received, work))
+
+    def finish(self) -> Tensor:
+        """Waits for all pieces, and adds them."""
+        flat = self.reduced.view(-1)
+        while self._sent:
+            start, _, received, work = self._sent.popleft()
+            self._send()
+            work.wait()
+            flat[start : start + self._size] = add_in_tree(received, flat.dtype)
+        return self.reduced
+
+
 def reduce_scatter_in_tree(tensor: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
     """Adds the ranks' tensors, [num_ranks * n, ...], in a tree; each rank gets its part of the sum, [n, ...].
 
     ``op`` is what :func:`tree_op` returns. The arguments are those of the functional reduce-scatter.
     """
-    received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, tensor.contiguous(), group=named_group(group))
-    rows = received.view(num_ranks, tensor.shape[0] // num_ranks, *tensor.shape[1:])
-    return add_in_tree(rows, accumulate_dtype(op, tensor.dtype)).clone()
+    return _ReduceScatter(tensor, op, num_ranks, group).finish()
 
 
-def all_reduce_in_tree(tensor: Tensor, op: str, group: str) -> Tensor:
-    """Adds the ranks' tensors in a tree; each rank adds one part, and all get the whole sum."""
+def _launch_reduce_scatter(tensor: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
+    launched = _ReduceScatter(tensor, op, num_ranks, group)
+    return finish_when_waited(launched.reduced, launched.finish)
+
+
+def _launch_all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
+    """Each rank adds one part, and all get the whole sum."""
     num_ranks, numel = dist.get_world_size(named_group(group)), tensor.numel()
     flat = torch.nn.functional.pad(tensor.reshape(-1), [0, -numel % num_ranks])
-    part = reduce_scatter_in_tree(flat, op, num_ranks, group)
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(part, num_ranks, group)
-    whole: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
-    return whole[:numel].view(tensor.shape)
+    launched = _ReduceScatter(flat, op, num_ranks, group)
+    result = tensor.new_empty(tensor.shape, dtype=launched.reduced.dtype)
+
+    def finish() -> None:
+        gathered = c10d.wait_tensor(c10d.all_gather_into_tensor(launched.finish(), num_ranks, group))
+        result.copy_(gathered[:numel].view(tensor.shape))
+
+    return finish_when_waited(result, finish)
 
 
 def _fake_reduce_scatter(tensor: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
@@ -83,11 +128,11 @@ def _fake_reduce_scatter(tensor: Tensor, op: str, num_ranks: int, group: str) ->
 
 REDUCE_SCATTER_IN_TREE = define_operator(
     "reduce_scatter_in_tree(Tensor tensor, str op, int num_ranks, str group) -> Tensor",
-    reduce_scatter_in_tree,
+    _launch_reduce_scatter,
     fake=_fake_reduce_scatter,
 )
 ALL_REDUCE_IN_TREE = define_operator(
     "all_reduce_in_tree(Tensor tensor, str op, str group) -> Tensor",
-    all_reduce_in_tree,
+    _launch_all_reduce,
     fake=lambda tensor, op, _: tensor.new_empty(tensor.shape, dtype=accumulate_dtype(op, tensor.dtype)),
 )

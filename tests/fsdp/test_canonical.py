@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy
 
 import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
@@ -19,7 +20,7 @@ from graphpasses._torch.fsdp2 import group_of
 from graphpasses.errors import UnsupportedError
 from graphpasses.simulate import Topology, run_cluster
 from tests.helpers.any_cluster import BF16, SHAPES, Training, loss_fn, on_cluster, shard
-from tests.helpers.models import Even, LanguageModel, token_batch
+from tests.helpers.models import NUM_TOKENS, Even, LanguageModel, token_batch
 
 FP32 = MixedPrecisionPolicy()
 HOW = {
@@ -87,6 +88,37 @@ def test_negative_zeros_stay() -> None:
     ]
     assert all(torch.equal(each, found[0]) for each in found)
     assert found[0][1] == torch.tensor([-0.0]).view(torch.int32)
+
+
+@pytest.mark.parametrize("is_scaled", [False, True], ids=["over tokens", "scaled by a GradScaler"])
+def test_losses_averaged_over_all_tokens(is_scaled: bool) -> None:
+    """Microbatches have other sizes; what they have together is a sum of whole numbers."""
+
+    def train(averaged: bool) -> str:
+        torch.manual_seed(0)
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        model = gp.canonical_reductions(shard(LanguageModel(), (num_ranks,)))
+        optimizer, scaler = (
+            torch.optim.AdamW(model.parameters()),
+            torch.amp.GradScaler("cpu", enabled=is_scaled),
+        )
+        own = {k: torch.arange(k, k + 4 + 3 * k) % NUM_TOKENS for k in range(rank, 4, num_ranks)}
+        count = torch.tensor(sum(len(tokens) - 1 for tokens in own.values()))
+        dist.all_reduce(count)
+        tree = gp.MicrobatchTree(model)
+        for tokens in own.values():
+            loss = cross_entropy(model(tokens[:-1]).float(), tokens[1:], reduction="sum")
+            scaler.scale(loss / (count if averaged else sum(map(len, own.values())))).backward()
+            tree.add()
+        tree.finish()
+        scaler.step(optimizer)
+        return gp.weight_hash(model)
+
+    def on(num_ranks: int, averaged: bool) -> str:
+        return str(run_cluster(train, Topology(num_ranks, gpus_per_node=num_ranks), averaged)[0])
+
+    assert on(4, True) == on(2, True) == on(1, True)
+    assert on(2, False) != on(1, False)  # control: of a rank's own tokens
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -255,3 +287,25 @@ def test_any_number_of_microbatches_that_the_ranks_divide() -> None:
 def test_captured_steps_have_the_hash_of_eager_ones(shape: tuple[int, ...]) -> None:
     for how in (HOW["bf16"], HOW["accumulated in fp32"]):
         assert on_cluster(dataclasses.replace(how, captured=True), shape) == cached(how, (1,))
+
+
+def test_a_buffer_that_a_microbatch_writes() -> None:
+    class Counting(LanguageModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.batch = nn.BatchNorm1d(NUM_TOKENS)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.batch(super().forward(tokens).flatten(0, 1))
+
+    with fake_process_group(2):
+        model = gp.canonical_reductions(shard(Counting(), (2,), FP32))
+        for training in (False, True):
+            model.batch.train(training)
+            tree = gp.MicrobatchTree(model)
+            model(token_batch(0)[0]).sum().backward()
+            if not training:
+                tree.add()
+                continue
+            with pytest.raises(UnsupportedError, match=r"writes the buffer 'batch\.\w+' .*its module, or"):
+                tree.add()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphpasses._torch.fake_process_group import fake_process_group
+from graphpasses.ops import reduce_in_tree
 from graphpasses.ops.reduce_in_tree import (
     ALL_REDUCE_IN_TREE,
     REDUCE_SCATTER_IN_TREE,
@@ -19,6 +21,8 @@ from graphpasses.ops.reduce_in_tree import (
     tree_op,
 )
 from graphpasses.simulate import Topology, run_cluster
+
+wait = torch.ops._c10d_functional.wait_tensor.default
 
 
 def contribution(rank: int, numel: int = 24) -> Tensor:
@@ -45,12 +49,33 @@ def test_ranks_get_the_tree_s_sum(num_ranks: int, accumulate: torch.dtype | None
         mine = contribution(dist.get_rank())
         part = REDUCE_SCATTER_IN_TREE(mine, tree_op(accumulate), num_ranks, group_name())
         # Of a size that the ranks do not divide.
-        return part, ALL_REDUCE_IN_TREE(mine[:23], tree_op(accumulate), group_name())
+        whole = ALL_REDUCE_IN_TREE(mine[:23], tree_op(accumulate), group_name())
+        return wait(part), wait(whole)
 
     parts, sums = zip(*run_cluster(reduce, Topology(num_ranks, gpus_per_node=num_ranks)), strict=True)
     expected = in_tree([contribution(rank) for rank in range(num_ranks)], accumulate or torch.bfloat16)
     assert torch.equal(torch.cat(parts), expected)
     assert all(torch.equal(each, expected[:23]) for each in sums)
+
+
+@pytest.mark.parametrize("num_elements", [1, 4, 5])
+def test_large_buckets_travel_in_pieces(monkeypatch: pytest.MonkeyPatch, num_elements: int) -> None:
+    sizes: list[int] = []
+
+    def reduce() -> Tensor:
+        return wait(REDUCE_SCATTER_IN_TREE(contribution(dist.get_rank()), tree_op(), 2, group_name()))
+
+    def sent(output: Tensor, *args: object, **options: Any) -> Any:
+        sizes.append(output.numel())
+        return send(output, *args, **options)
+
+    send = dist.all_to_all_single
+    monkeypatch.setattr(dist, "all_to_all_single", sent)
+    monkeypatch.setattr(reduce_in_tree, "PIECE_BYTES", num_elements * 2 * 2)
+    parts = run_cluster(reduce, Topology(2, gpus_per_node=2))
+    assert torch.equal(torch.cat(parts), in_tree([contribution(0), contribution(1)], torch.bfloat16))
+    assert max(sizes) == 2 * num_elements
+    assert sum(sizes) == 2 * 24
 
 
 @pytest.mark.parametrize("op", ["tree", "tree:float32"])

@@ -77,9 +77,9 @@ def test_what_is_split_otherwise_is_refused() -> None:
         compiled = SimpleNamespace(compile=SimpleNamespace(pass_pipeline=pipeline))
         return SimpleNamespace(config=compiled, parallel_dims=SimpleNamespace(**degrees | changed))
 
-    with pytest.raises(UnsupportedError, match="the tp degree is 2, .*Set the degree to 1"):
+    with pytest.raises(UnsupportedError, match=r"the tp degree is 2, .*Set the degree to 1"):
         titan._check_degrees(trainer(tp=2))
     with pytest.raises(UnsupportedError, match="pass_pipeline 'default' reduces in NCCL's order; use "):
         titan._check_graph_trainer(trainer("default", dp_shard=2))
-    with pytest.raises(UnsupportedError, match="graph_trainer shards over one rank, .*Train eagerly"):
+    with pytest.raises(UnsupportedError, match=r"graph_trainer shards over one rank, .*Train eagerly"):
         titan._check_graph_trainer(trainer())
