@@ -14,7 +14,7 @@ from experiments.harness.select import Only, select
 
 
 def main(steps: int = 25, out: Path = Path("runs/any_cluster"), only: Only = "") -> int:
-    """Trains language models on 1, 2, 4 and 8 processes, with FSDP2 and HSDP, eagerly and captured, one by torchtitan.
+    """Trains language models on 1 to 8 processes, with FSDP2 and HSDP, eagerly and captured, and by torchtitan.
 
     Gradients are added in one binary tree over all microbatches, wherever they are. All runs must have the same
     weights and gradients after every step, also one that goes on with other ranks from a checkpoint; every control
