@@ -80,7 +80,7 @@ class Case:
     @property
     def runs(self) -> tuple[Cluster, ...]:
         """What is trained, controls last."""
-        runs = (*self.clusters, *(each for pair in self.controls for each in pair))
+        runs = dict.fromkeys((*self.clusters, *(each for pair in self.controls for each in pair)))
         return tuple(
             each
             for each in runs

@@ -15,7 +15,7 @@ from experiments.harness.parity import ParityExperiment
 from graphpasses.errors import UnsupportedError
 from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 
-titan = pytest.importorskip("graphpasses.integrations.torchtitan.any_cluster")
+pytest.importorskip("torchtitan")
 
 ONE = Cluster("1 rank", (1,))
 CASE = Case(
@@ -57,20 +57,26 @@ class Counter:
 
 
 def test_microbatches_are_dealt() -> None:
-    loaders = [titan._DealtLoader(Counter(9), rank, 4) for rank in range(4)]
+    from graphpasses.integrations.torchtitan.any_cluster import _DealtLoader
+
+    loaders = [_DealtLoader(Counter(9), rank, 4) for rank in range(4)]
     assert [list(each) for each in loaders] == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
 def test_other_numbers_of_ranks_go_on() -> None:
-    begun = [titan._DealtLoader(Counter(9), rank, 4) for rank in range(4)]
+    from graphpasses.integrations.torchtitan.any_cluster import _DealtLoader
+
+    begun = [_DealtLoader(Counter(9), rank, 4) for rank in range(4)]
     assert [next(iter(each)) for each in begun] == [0, 1, 2, 3]
-    gone_on = [titan._DealtLoader(Counter(9), rank, 2) for rank in range(2)]
+    gone_on = [_DealtLoader(Counter(9), rank, 2) for rank in range(2)]
     for each in gone_on:
         each.load_state_dict(begun[3].state_dict())
     assert [list(each) for each in gone_on] == [[4, 6], [5, 7]]
 
 
 def test_what_is_split_otherwise_is_refused() -> None:
+    from graphpasses.integrations.torchtitan import any_cluster as titan
+
     degrees = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp_shard": 1}
 
     def trainer(pipeline: str = "graphpasses", **changed: int) -> Any:
