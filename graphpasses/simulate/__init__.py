@@ -45,6 +45,9 @@ from graphpasses.simulate.rings import Topology as Topology
 from graphpasses.simulate.rings import Tree as Tree
 from graphpasses.simulate.rings import default_topology as default_topology
 from graphpasses.simulate.rings import rings as rings
+from graphpasses.simulate.topology_diff import GradientBits as GradientBits
+from graphpasses.simulate.topology_diff import TopologyDiff as TopologyDiff
+from graphpasses.simulate.topology_diff import diff_topologies as diff_topologies
 from graphpasses.simulate.trees import tree_order as tree_order
 from graphpasses.simulate.trees import trees as trees
 from graphpasses.simulate.tuning_log import TuningLog as TuningLog

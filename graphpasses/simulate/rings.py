@@ -114,6 +114,17 @@ class Topology:
         """Nodes that the ranks fill."""
         return self.num_ranks // self.gpus_per_node
 
+    def knows(self, ranks: Sequence[int]) -> bool:
+        """Whether :meth:`restrict` has these ranks' rings, and does not guess.
+
+        Example:
+            >>> Topology(8, gpus_per_node=4).knows([0, 1, 4, 5]), Topology(8, gpus_per_node=4).knows([0, 1, 4])
+            (True, False)
+        """
+        nodes = [rank // self.gpus_per_node for rank in ranks]
+        is_even = self.mode != "explicit" and _fills_nodes(nodes, len(nodes) // len(set(nodes)))
+        return is_even or tuple(ranks) == tuple(range(self.num_ranks))
+
     def restrict(self, ranks: Sequence[int]) -> Topology:
         """Returns the topology of a communicator that holds some of the ranks.
 

@@ -66,6 +66,16 @@ def tree_order(tree: Tree) -> Order:
     return _order_below(tree, next(rank for rank in range(len(tree)) if rank not in children))
 
 
+def show_order(order: Order) -> str:
+    """Returns ranks in order; sums that are added as a whole are in parentheses.
+
+    Example:
+        >>> show_order((1, 0, (3, 2)))
+        '1 0 (3 2)'
+    """
+    return " ".join(str(each) if isinstance(each, int) else f"({show_order(each)})" for each in order)
+
+
 def _order_below(tree: Tree, rank: int) -> Order:
     if not tree[rank]:
         return (rank,)

@@ -17,7 +17,8 @@ _ROW = re.compile(r"\b(Reduce|ReduceScatter|AllReduce) \|((?: *[\d.]+/ *[\d.]+ \
 _CELL = re.compile(r"([\d.]+)/ *([\d.]+) \|")
 # NCCL 2.23 prints numbers and bytes of the larger buffer, later ones names and bytes of one rank's part.
 _CHOICE = re.compile(
-    r"\b(Reduce|ReduceScatter|AllReduce): (\d+) Bytes -> Algo (\w+) proto (\w+)( time| channel\{Lo\.\.Hi\})"
+    r"\b(Reduce|ReduceScatter|AllReduce): (\d+) Bytes -> Algo (\w+) proto (\w+)"
+    r"( time| channel\{Lo\.\.Hi\}(?:=\{(\d+)\.\.(\d+)\})?)"
 )
 
 
@@ -30,6 +31,8 @@ class TuningLog:
     table: tuple[tuple[str, str, str, float, float], ...]
     # Collective, bytes, whether they are those of the larger buffer, algorithm and protocol.
     choices: tuple[tuple[str, int, bool, str, str], ...]
+    # Collective, bytes, first and last channel of what ran; 2.23 does not print them.
+    channels: tuple[tuple[str, int, int, int], ...] = ()
 
     def costs(self, collective: str) -> dict[tuple[str, str], tuple[float, float]]:
         """Returns latency and bandwidth by algorithm and protocol; {} if the log has no table."""
@@ -44,6 +47,14 @@ class TuningLog:
             if name == collective and size == (num_bytes_in_all if is_larger else num_bytes):
                 return algorithm, protocol
         return None
+
+    def is_of(self, num_channels: int, collective: str, num_bytes: int) -> bool:
+        """Whether all that ran with a size took the first ``num_channels`` channels, as far as the log has them.
+
+        Where it took others, it was not alone in its ``ncclGroup``, or a tuner plugin chose.
+        """
+        seen = {each[2:] for each in self.channels if each[:2] == (collective, num_bytes)}
+        return seen <= {(0, num_channels - 1)}
 
 
 def parse_tuning_log(text: str) -> TuningLog | None:
@@ -66,6 +77,7 @@ def parse_tuning_log(text: str) -> TuningLog | None:
     """
     table: dict[tuple[str, str, str], tuple[float, float]] = {}
     choices: dict[tuple[str, int, bool], tuple[str, str]] = {}
+    channels: dict[tuple[str, int, int, int], None] = {}
     algorithms: list[str] = []
     for line in text.splitlines():
         if head := _HEAD.search(line):
@@ -80,7 +92,9 @@ def parse_tuning_log(text: str) -> TuningLog | None:
                         "keep the lines of one communicator"
                     )
         elif found := _CHOICE.search(line):
-            function, size, algorithm, protocol, rest = found.groups()
+            function, size, algorithm, protocol, rest, low, high = found.groups()
+            if low is not None:
+                channels[_FUNCTIONS[function], int(size), int(low), int(high)] = None
             if rest == " time":
                 algorithm, protocol = ALGORITHMS[int(algorithm)], PROTOCOLS[int(protocol)]
             taken = algorithm.lower(), protocol.lower()
@@ -95,6 +109,7 @@ def parse_tuning_log(text: str) -> TuningLog | None:
     return TuningLog(
         tuple((*key, *value) for key, value in table.items()),
         tuple((*key, *value) for key, value in choices.items()),
+        tuple(channels),
     )
 
 

@@ -1,0 +1,265 @@
+"""Which gradients keep their bits on another cluster, and the order of ranks that restores the others'."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, cast
+
+from graphpasses.errors import TopologyError, UnsupportedError
+from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.layout_diff import Place, layout_places
+from graphpasses.ops.reduce_in_tree import is_tree_op
+from graphpasses.simulate.choice import choose
+from graphpasses.simulate.nccl import reduction_parts
+from graphpasses.simulate.orders import aligned_runs, ending_at, namings, place_runs, same_sum
+from graphpasses.simulate.prediction import num_parts
+from graphpasses.simulate.rings import Ring, Topology, rings
+from graphpasses.simulate.trees import Order, show_order, trees
+from graphpasses.text import aligned
+
+_MAX_ROWS = 20
+_MAX_ORDERS = 10_000
+
+Bits = Literal["same bits", "unknown", "may differ"]
+_BITS: tuple[Bits, ...] = ("same bits", "unknown", "may differ")
+
+
+@dataclass(frozen=True)
+class GradientBits:
+    """Whether one gradient keeps its bits on another cluster."""
+
+    fqn: str
+    bits: Bits
+    num_elements: int  # that may differ, on all ranks of one group, padding included
+    num_elements_in_all: int
+    reason: str  # why they may differ, or why it is not known
+
+
+@dataclass(frozen=True)
+class TopologyDiff:
+    """Which gradients keep their bits on another cluster; true if any may not, and printable."""
+
+    gradients: tuple[GradientBits, ...]  # in the layout's order
+    # Of each rank the one whose GPU it needs on the second cluster for the first one's bits; None: there is no such
+    # order, or none is needed.
+    rank_order: tuple[int, ...] | None
+    reason: str  # why there is no such order
+
+    def __bool__(self) -> bool:
+        return self.outcome == "different"
+
+    @property
+    def outcome(self) -> str:
+        """``"equal"``, ``"different"`` where any may differ, else ``"not compared"`` where any is unknown."""
+        worst = max((_BITS.index(each.bits) for each in self.gradients), default=0)
+        return ("equal", "not compared", "different")[worst]
+
+    @property
+    def verdict(self) -> str:
+        """What was found, in a line."""
+        counts = [sum(each.bits == bits for each in self.gradients) for bits in _BITS]
+        return (
+            f"of {len(self.gradients)} gradients {counts[0]} have the same bits, {counts[2]} may differ, {counts[1]} "
+            f"{'is' if counts[1] == 1 else 'are'} unknown"
+        )
+
+    @property
+    def remedy(self) -> str:
+        """Which order of ranks restores the bits, or why none does; "" where none is needed."""
+        if self.rank_order is None:
+            return self.reason
+        is_all = all(each.bits != "unknown" for each in self.gradients)
+        return (
+            f"an order of ranks on B that has A's bits{'' if is_all else ', of those that are known'}: give ranks "
+            f"0, 1, … the GPUs that have in B's log ranks {' '.join(map(str, self.rank_order))}; NCCL numbers nodes "
+            "by their ranks, so compare the log of that run, too"
+        )
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns the table: a header, and a row for each gradient."""
+        head = ("gradient", "bits", "elements", "of", "why")
+        numbers = (
+            (each, f"{each.num_elements:,}" if each.bits != "unknown" else "?") for each in self.gradients
+        )
+        return [
+            head,
+            *((e.fqn, e.bits, num, f"{e.num_elements_in_all:,}", e.reason) for e, num in numbers),
+        ]
+
+    def __str__(self) -> str:
+        lines = [*aligned(self.rows(), max_rows=_MAX_ROWS), self.verdict, self.remedy]
+        return "\n".join(filter(None, lines))
+
+
+def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
+    """Says which gradients have the same bits on two clusters, with NCCL's own order of additions.
+
+    A gradient has if each of its elements is added in one order on both, up to ``a + b`` being ``b + a``. Orders that
+    are not modelled (NVLS, PAT, CollNet), that follow from what is assumed of the hardware, and those of groups whose
+    rings are a guess, are unknown: they are not taken for equal. Where some may differ, orders of ranks are searched
+    under which the second cluster's rings and trees add in the first's order: all that make it of the first
+    elements, up to 10,000.
+
+    Args:
+        layout: what is reduced, e.g. eager's.
+        a: one allocation, or one version of NCCL, e.g. of :func:`topology_from_log`.
+        b: another one, of as many ranks. GPUs are taken to be of one kind: ``fused_avg`` is equal.
+
+    Raises:
+        TopologyError: the clusters have other numbers of ranks, or a bucket has ranks that they have not.
+
+    Example:
+        >>> import torch
+        >>> from graphpasses.fsdp import make_bucket_layout
+        >>> parameters = [("a", (9000,), 0), ("b", (60000,), 0)]
+        >>> layout = Layout((make_bucket_layout("reduce_scatter", range(4), "sum", torch.bfloat16, parameters),))
+        >>> logs = "Channel 00/01 : 0 1 2 3", "Channel 00/01 : 0 2 1 3"
+        >>> a, b = (graphpasses.simulate.topology_from_log(log, gpus_per_node=2) for log in logs)
+        >>> found = diff_topologies(layout, a, b)
+        >>> found.verdict, found.rank_order
+        ('of 2 gradients 0 have the same bits, 2 may differ, 0 are unknown', (0, 2, 1, 3))
+
+    Source: see :mod:`graphpasses.simulate.nccl`.
+    """
+    if a.num_ranks != b.num_ranks:
+        raise TopologyError(
+            f"A has {a.num_ranks} ranks and B {b.num_ranks}; bits are compared on equal numbers"
+        )
+    found: dict[str, list[GradientBits]] = {}
+    known: dict[Place, Place] = {}
+    for (fqn, *_), place in layout_places(layout).items():
+        each = _compare(fqn, place, a, b)
+        found.setdefault(fqn, []).append(each)
+        if each.bits != "unknown" and len(place.ranks) == a.num_ranks and not _is_free(place):
+            whole = replace(place, offset=0, padded_numel=place.num_bytes // place.itemsize)
+            known.setdefault(replace(whole, members="", shard_dim=0), whole)
+    gradients = tuple(
+        max(all_of_it, key=lambda each: (_BITS.index(each.bits), each.num_elements))
+        for all_of_it in found.values()
+    )
+    needs_order = any(each.bits == "may differ" for each in gradients)
+    order, reason = _find_rank_order([*known.values()], a, b) if needs_order else (None, "")
+    return TopologyDiff(gradients, order, reason)
+
+
+def _compare(fqn: str, place: Place, a: Topology, b: Topology) -> GradientBits:
+    num = place.padded_numel * num_parts(place)
+    if _is_free(place):
+        return GradientBits(fqn, "same bits", 0, num, "")
+    for name, topology in (("A", a), ("B", b)):
+        if reason := _unknown(place, topology):
+            return GradientBits(fqn, "unknown", 0, num, f"{name}: {reason}")
+    differences = list(_differences(place, a, b))
+    if not differences:
+        return GradientBits(fqn, "same bits", 0, num, "")
+    orders = zip("AB", (a, b), differences[0][1:], strict=True)
+    reason = "; ".join(f"{name}: {_how(place, topology, order)}" for name, topology, order in orders)
+    return GradientBits(fqn, "may differ", sum(each[0] for each in differences), num, reason)
+
+
+def _is_free(place: Place) -> bool:
+    """Whether no ring decides the bits: what is added in a tree of its own, and of two ranks ``a + b``."""
+    return is_tree_op(place.op) or (len(place.ranks) == 2 and place.op == "sum")
+
+
+def _unknown(place: Place, topology: Topology) -> str:
+    """Says why the order of a place's additions is not known; "" if it is."""
+    group = topology.restrict(place.ranks)
+    if not topology.knows(place.ranks):
+        return (
+            f"its rings are those of all {topology.num_ranks} ranks, not of this group of {len(place.ranks)}"
+        )
+    count, size = place.num_bytes // place.itemsize, place.itemsize
+    what = f"{place.collective} of {place.num_bytes:,} bytes"
+    if choose(group, place.collective, count, size, place.op).assumed:
+        return f"it does not have what NCCL took for {what} (NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING)"
+    try:
+        parts = reduction_parts(group, place.collective, count, size, op=place.op)
+    except UnsupportedError as error:
+        return str(error).partition(". ")[0]
+    log, num_channels = group.hardware.log, len({part.channel for part in parts})
+    if log is not None and not log.is_of(num_channels, place.collective, place.num_bytes):
+        return f"NCCL took other channels for {what} than the {num_channels} that the model has"
+    return ""
+
+
+def _differences(place: Place, a: Topology, b: Topology) -> Iterator[tuple[int, Order, Order]]:
+    """Yields how many elements may differ, on all ranks of a group, and both orders (of the first rank's part)."""
+    runs = (place_runs(place, topology.restrict(place.ranks)) for topology in (a, b))
+    for start, stop, (one, other) in aligned_runs(*runs):
+        if num := _num_other_sums(place.collective, place.op, one, other):
+            yield (stop - start) * num, one, other
+
+
+@lru_cache(maxsize=4096)
+def _num_other_sums(collective: str, op: str, one: Order, other: Order) -> int:
+    """Returns of how many ranks' parts the sums are others."""
+    if one == other or collective != "reduce_scatter":
+        return not same_sum(one, other, op)
+    ring, other_ring = cast(Ring, one), cast(Ring, other)  # trees all-reduce only
+    return sum(not same_sum(ending_at(ring, rank), ending_at(other_ring, rank), op) for rank in ring)
+
+
+def _how(place: Place, topology: Topology, order: Order) -> str:
+    group, count = topology.restrict(place.ranks), place.num_bytes // place.itemsize
+    choice = choose(group, place.collective, count, place.itemsize, place.op)
+    parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
+    num_channels = len({part.channel for part in parts})
+    shown = show_order(order) if len(order) <= 8 else f"{show_order(order[:8])} …"
+    return f"{choice.algorithm} {choice.protocol}, {num_channels} channel{'s' * (num_channels > 1)}, {shown}"
+
+
+def _find_rank_order(places: Sequence[Place], a: Topology, b: Topology) -> tuple[tuple[int, ...] | None, str]:
+    """Returns the order of ranks that restores all of some buckets, or why there is none."""
+    if not places:
+        return None, ""
+    place = places[0]
+    _, _, (order, other) = next(aligned_runs(*(place_runs(place, topology) for topology in (a, b))))
+    count = place.num_bytes // place.itemsize
+    is_ring = choose(b, place.collective, count, place.itemsize, place.op).algorithm == "ring"
+    # Which of a ring's ranks comes last is what the names of the ranks say.
+    rotations = [(*other[k:], *other[:k]) for k in range(len(other))] if is_ring else [other]
+    found = itertools.chain.from_iterable(namings(order, each, place.op) for each in rotations)
+    ranks = range(b.num_ranks)
+    orders = {tuple(names[rank] for rank in ranks) for names in itertools.islice(found, _MAX_ORDERS)}
+    if not orders:
+        return None, f"no order of ranks restores them: B adds bucket {place.bucket} in sums of another shape"
+
+    def moves(names: Ring) -> tuple[int, int, Ring]:
+        changed = [(rank, name) for rank, name in enumerate(names) if rank != name]
+        off_node = sum(rank // b.gpus_per_node != name // b.gpus_per_node for rank, name in changed)
+        return off_node, len(changed), names
+
+    farthest = 0
+    for names in sorted(orders, key=moves):
+        renamed = _renamed(b, names)
+        failed = (i for i, each in enumerate(places) if next(_differences(each, a, renamed), None))
+        if (index := next(failed, None)) is None:
+            return tuple(names.index(rank) for rank in ranks), ""
+        farthest = max(farthest, index)
+    is_all = "" if len(orders) < _MAX_ORDERS else f" (the first {_MAX_ORDERS:,} were looked at)"
+    return None, (
+        f"no order of ranks restores them: none of the {len(orders):,} that restore the first elements of bucket "
+        f"{place.bucket} restores all of bucket {places[farthest].bucket}{is_all}"
+    )
+
+
+def _renamed(topology: Topology, names: Ring) -> Topology:
+    """Returns the topology whose rank ``names[r]`` is where rank ``r`` was."""
+    try:
+        found = trees(topology)
+    except UnsupportedError:  # then no sum was on trees
+        found = ()
+    children = [
+        {names[rank]: tuple(names[c] for c in each) for rank, each in enumerate(tree)} for tree in found
+    ]
+    return replace(
+        topology,
+        mode="explicit",
+        explicit_rings=tuple(tuple(names[rank] for rank in ring) for ring in rings(topology)),
+        num_search_rings=None,
+        explicit_trees=tuple(tuple(tree[rank] for rank in range(len(tree))) for tree in children),
+    )
