@@ -14,7 +14,7 @@ from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_OF,
 from graphpasses.errors import RunFileError, TopologyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from graphpasses.fsdp.layout import Layout
     from graphpasses.html_report.scale import ScaleTable
@@ -157,7 +157,6 @@ def diff(
 
 def _diff_logs(path: Path, logs: tuple[Path, ...], cluster: ClusterOptions, json: bool) -> int:
     from graphpasses.simulate import diff_topologies
-    from graphpasses.terminal import add_row, make_console, plain_table
 
     run, layout = _read(path)
     num_ranks, topologies = run.header.world_size, []
@@ -180,19 +179,65 @@ def _diff_logs(path: Path, logs: tuple[Path, ...], cluster: ClusterOptions, json
     if json:
         print(jsonlib.dumps({**dataclasses.asdict(found), "outcome": found.outcome}))
         return EXIT_OF[found.outcome]
-    console = make_console()
-    for name, log, topology in zip("AB", logs, topologies, strict=True):
-        console.print(
-            f"{name}: {log}, NCCL {topology.hardware.nccl_version}, {topology.num_channels} channels",
-            markup=False,
-        )
-    head, *rows = found.rows()
-    table = plain_table(*head)
-    for row in rows:
-        add_row(table, *row)
-    console.print(table)
-    console.print("\n".join(filter(None, (found.verdict, found.remedy))), markup=False)
+    heads = (
+        f"{name}: {log}, NCCL {topology.hardware.nccl_version}, {topology.num_channels} channels"
+        for name, log, topology in zip("AB", logs, topologies, strict=True)
+    )
+    _print_rows(heads, found.rows(), (found.verdict, found.remedy))
     return EXIT_OF[found.outcome]
+
+
+def drift(
+    run: Annotated[Path, Positional, arg(metavar="RUN")],
+    /,
+    *,
+    mesh: tuple[str, ...],
+    cluster: Annotated[ClusterOptions, arg(name="")] = DEFAULT_CLUSTER,
+    json: bool = False,
+) -> int:
+    """Show which replicated gradients may get other bits on some of their holders than on others, without running.
+
+    Where several groups reduce one gradient side by side, each for its own holders, replicas drift apart if the
+    groups' rings differ: FSDP of each tensor-parallel rank, or two all-reduces, one along each axis of the mesh.
+    Along an axis over which no bucket reduces all parameters count as replicated; what tensor parallelism shards has
+    one holder there, whatever is shown of it (in Python, find_drift(…, model=model) knows).
+
+    Exit codes: 0 all holders get the same bits, 1 some may differ, 2 some are unknown, or the mesh is not the run's.
+
+    Example: graphpasses layout drift eager.jsonl --mesh dp=2 tp=2 --gpus-per-node 2
+
+    Args:
+        run: A run that was recorded with layouts=.
+        mesh: Names and sizes of the mesh's dims; ranks are numbered row by row, as by init_device_mesh.
+        cluster: The cluster.
+        json: Print one JSON object instead of a table.
+    """
+    from graphpasses.simulate import find_drift
+
+    recorded, layout = _read(run)
+    axes = dict(each.partition("=")[::2] for each in mesh)
+    if wrong := [name for name, size in axes.items() if not name or not size.isdigit() or int(size) < 1]:
+        raise TopologyError(f"--mesh has {wrong[0]!r} without a size; write it as in --mesh dp=8 tp=5")
+    topology = cluster.topology(recorded.header.topology, recorded.header.world_size)
+    found = find_drift(layout, topology, {name: int(size) for name, size in axes.items()})
+    if json:
+        print(jsonlib.dumps({**dataclasses.asdict(found), "outcome": found.outcome}))
+    else:
+        where = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings"
+        _print_rows([f"on {where}, {topology.num_channels} channels:"], found.rows(), [found.verdict])
+    return EXIT_OF[found.outcome]
+
+
+def _print_rows(before: Iterable[str], rows: Sequence[Sequence[str]], after: Iterable[str]) -> None:
+    """Prints a table, whose first row is the header, between lines of text."""
+    from graphpasses.terminal import add_row, make_console, plain_table
+
+    console, table = make_console(), plain_table(*rows[0])
+    for row in rows[1:]:
+        add_row(table, *row)
+    console.print("\n".join(before), markup=False)
+    console.print(table)
+    console.print("\n".join(filter(None, after)), markup=False)
 
 
 def _show_scale(path: Path, speeds_file: Path | None, json: bool) -> int:

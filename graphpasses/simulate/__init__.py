@@ -16,6 +16,9 @@ from graphpasses.simulate.cluster import step_for_rank as step_for_rank
 from graphpasses.simulate.collectives import reduce_parts as reduce_parts
 from graphpasses.simulate.collectives import simulate_all_reduce as simulate_all_reduce
 from graphpasses.simulate.collectives import simulate_reduce_scatter as simulate_reduce_scatter
+from graphpasses.simulate.drift import Drift as Drift
+from graphpasses.simulate.drift import Replicas as Replicas
+from graphpasses.simulate.drift import find_drift as find_drift
 from graphpasses.simulate.environment import parse_selection as parse_selection
 from graphpasses.simulate.environment import with_environment as with_environment
 from graphpasses.simulate.hardware import Hardware as Hardware

@@ -23,27 +23,25 @@ class Sums:
     are added (any op but "sum"), the first is rounded otherwise than the rest, and nothing commutes.
     """
 
-    def __init__(self, op: str) -> None:
-        self._commutes = op == "sum"
-        self._numbers: dict[tuple[int, int], int] = {}
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, int, int], int] = {}
 
-    def number(self, order: Order, value: Callable[[int], int]) -> int:
+    def number(self, order: Order, op: str, value: Callable[[int], int]) -> int:
         """Returns the number of a sum, negative; ``value`` gives that of what a rank holds, which may be a sum.
 
         Example:
-            >>> sums = Sums("sum")
-            >>> sums.number((0, 1, 2), int) == sums.number((1, 0, 2), int)
-            True
-            >>> sums.number((0, 1, 2), int) == sums.number((2, 1, 0), int)
-            False
+            >>> sums = Sums()
+            >>> [sums.number(order, "sum", int) for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0))]
+            [-2, -2, -4]
         """
         first, *others = order
         assert isinstance(first, int)
         total = value(first)
         for each in others:
-            pair = total, value(each) if isinstance(each, int) else self.number(each, value)
-            key = (min(pair), max(pair)) if self._commutes else pair
-            total = self._numbers.setdefault(key, -1 - len(self._numbers))
+            other = value(each) if isinstance(each, int) else self.number(each, op, value)
+            if op == "sum" and other < total:
+                total, other = other, total
+            total = self._numbers.setdefault((op, total, other), -1 - len(self._numbers))
         return total
 
 
@@ -54,10 +52,10 @@ def aligned_runs(*runs: Runs) -> Iterator[tuple[int, int, tuple[Order, ...]]]:
         yield start, stop, tuple(each[bisect_right(each, start, key=itemgetter(0)) - 1][2] for each in runs)
 
 
-def place_runs(place: Place, group: Topology, destination: int = 0) -> Runs:
-    """Returns the runs of a gradient's elements, counted from its first; ``destination`` as in a reduction."""
+def place_runs(place: Place, group: Topology) -> Runs:
+    """Returns the runs of a gradient's elements, counted from its first, on a group's first rank."""
     count, first, last = place.num_bytes // place.itemsize, place.offset // place.itemsize, place.padded_numel
-    parts = reduction_parts(group, place.collective, count, place.itemsize, destination, place.op)
+    parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
     runs = ((part.start - first, part.stop - first, part.order) for part in parts)
     return [
         (max(start, 0), min(stop, last), order) for start, stop, order in runs if start < last and stop > 0
@@ -75,8 +73,8 @@ def same_sum(one: Order, other: Order, op: str) -> bool:
         return one == other
     if not any(isinstance(each, tuple) for each in (*one, *other)):
         return one[2:] == other[2:] and {*one[:2]} == {*other[:2]}
-    sums = Sums(op)
-    return sums.number(one, int) == sums.number(other, int)
+    sums = Sums()
+    return sums.number(one, op, int) == sums.number(other, op, int)
 
 
 def ending_at(ring: Sequence[int], last: int) -> tuple[int, ...]:
@@ -94,10 +92,10 @@ def namings(order: Order, other: Order, op: str) -> Iterator[dict[int, int]]:
         >>> list(namings((0, 1, 2, 3), (0, 1, (2, 3)), "sum"))
         []
     """
-    shapes = Sums(op)
+    shapes = Sums()
 
     def shape(part: Order | int) -> int:
-        return 0 if isinstance(part, int) else shapes.number(part, lambda _: 0)
+        return 0 if isinstance(part, int) else shapes.number(part, op, lambda _: 0)
 
     def match(one: Order | int, two: Order | int) -> Iterator[dict[int, int]]:
         if isinstance(one, int) or isinstance(two, int):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, cast
@@ -24,7 +24,7 @@ _MAX_ROWS = 20
 _MAX_ORDERS = 10_000
 
 Bits = Literal["same bits", "unknown", "may differ"]
-_BITS: tuple[Bits, ...] = ("same bits", "unknown", "may differ")
+BITS: tuple[Bits, ...] = ("same bits", "unknown", "may differ")
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,13 @@ class TopologyDiff:
     @property
     def outcome(self) -> str:
         """``"equal"``, ``"different"`` where any may differ, else ``"not compared"`` where any is unknown."""
-        worst = max((_BITS.index(each.bits) for each in self.gradients), default=0)
-        return ("equal", "not compared", "different")[worst]
+        return outcome_of(each.bits for each in self.gradients)
 
     @property
     def verdict(self) -> str:
         """What was found, in a line."""
-        counts = [sum(each.bits == bits for each in self.gradients) for bits in _BITS]
-        return (
-            f"of {len(self.gradients)} gradients {counts[0]} have the same bits, {counts[2]} may differ, {counts[1]} "
-            f"{'is' if counts[1] == 1 else 'are'} unknown"
-        )
+        same, unknown, different = (sum(each.bits == bits for each in self.gradients) for bits in BITS)
+        return f"gradients: {same} with the same bits, {different} may differ, {unknown} unknown"
 
     @property
     def remedy(self) -> str:
@@ -94,6 +90,16 @@ class TopologyDiff:
         return "\n".join(filter(None, lines))
 
 
+def outcome_of(bits: Iterable[Bits]) -> str:
+    """Returns the outcome of a comparison, as :data:`graphpasses.commands.exit_codes.EXIT_OF` names it.
+
+    Example:
+        >>> outcome_of(["same bits", "unknown"])
+        'not compared'
+    """
+    return ("equal", "not compared", "different")[max(map(BITS.index, bits), default=0)]
+
+
 def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
     """Says which gradients have the same bits on two clusters, with NCCL's own order of additions.
 
@@ -120,7 +126,7 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
         >>> a, b = (graphpasses.simulate.topology_from_log(log, gpus_per_node=2) for log in logs)
         >>> found = diff_topologies(layout, a, b)
         >>> found.verdict, found.rank_order
-        ('of 2 gradients 0 have the same bits, 2 may differ, 0 are unknown', (0, 2, 1, 3))
+        ('gradients: 0 with the same bits, 2 may differ, 0 unknown', (0, 2, 1, 3))
 
     Source: see :mod:`graphpasses.simulate.nccl`.
     """
@@ -133,11 +139,11 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
     for (fqn, *_), place in layout_places(layout).items():
         each = _compare(fqn, place, a, b)
         found.setdefault(fqn, []).append(each)
-        if each.bits != "unknown" and len(place.ranks) == a.num_ranks and not _is_free(place):
+        if each.bits != "unknown" and len(place.ranks) == a.num_ranks and not is_free(place):
             whole = replace(place, offset=0, padded_numel=place.num_bytes // place.itemsize)
             known.setdefault(replace(whole, members="", shard_dim=0), whole)
     gradients = tuple(
-        max(all_of_it, key=lambda each: (_BITS.index(each.bits), each.num_elements))
+        max(all_of_it, key=lambda each: (BITS.index(each.bits), each.num_elements))
         for all_of_it in found.values()
     )
     needs_order = any(each.bits == "may differ" for each in gradients)
@@ -147,10 +153,13 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
 
 def _compare(fqn: str, place: Place, a: Topology, b: Topology) -> GradientBits:
     num = place.padded_numel * num_parts(place)
-    if _is_free(place):
+    if is_free(place):
         return GradientBits(fqn, "same bits", 0, num, "")
     for name, topology in (("A", a), ("B", b)):
-        if reason := _unknown(place, topology):
+        group, reason = topology.restrict(place.ranks), ""
+        if not topology.knows(place.ranks):
+            reason = f"its rings are those of all {topology.num_ranks} ranks, not of this group of {len(place.ranks)}"
+        if reason := reason or why_unknown(place, group):
             return GradientBits(fqn, "unknown", 0, num, f"{name}: {reason}")
     differences = list(_differences(place, a, b))
     if not differences:
@@ -160,22 +169,17 @@ def _compare(fqn: str, place: Place, a: Topology, b: Topology) -> GradientBits:
     return GradientBits(fqn, "may differ", sum(each[0] for each in differences), num, reason)
 
 
-def _is_free(place: Place) -> bool:
+def is_free(place: Place) -> bool:
     """Whether no ring decides the bits: what is added in a tree of its own, and of two ranks ``a + b``."""
     return is_tree_op(place.op) or (len(place.ranks) == 2 and place.op == "sum")
 
 
-def _unknown(place: Place, topology: Topology) -> str:
-    """Says why the order of a place's additions is not known; "" if it is."""
-    group = topology.restrict(place.ranks)
-    if not topology.knows(place.ranks):
-        return (
-            f"its rings are those of all {topology.num_ranks} ranks, not of this group of {len(place.ranks)}"
-        )
+def why_unknown(place: Place, group: Topology) -> str:
+    """Says why the order of a place's additions in a group is not known; "" if it is."""
     count, size = place.num_bytes // place.itemsize, place.itemsize
     what = f"{place.collective} of {place.num_bytes:,} bytes"
     if choose(group, place.collective, count, size, place.op).assumed:
-        return f"it does not have what NCCL took for {what} (NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING)"
+        return f"what NCCL takes for {what} is in no log (NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING)"
     try:
         parts = reduction_parts(group, place.collective, count, size, op=place.op)
     except UnsupportedError as error:
@@ -208,8 +212,8 @@ def _how(place: Place, topology: Topology, order: Order) -> str:
     choice = choose(group, place.collective, count, place.itemsize, place.op)
     parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
     num_channels = len({part.channel for part in parts})
-    shown = show_order(order) if len(order) <= 8 else f"{show_order(order[:8])} …"
-    return f"{choice.algorithm} {choice.protocol}, {num_channels} channel{'s' * (num_channels > 1)}, {shown}"
+    channels = f"{num_channels} channel{'s' * (num_channels > 1)}"
+    return f"{choice.algorithm} {choice.protocol}, {channels}, {show_order(order, limit=8)}"
 
 
 def _find_rank_order(places: Sequence[Place], a: Topology, b: Topology) -> tuple[tuple[int, ...] | None, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from graphpasses.errors import UnsupportedError
@@ -66,14 +67,18 @@ def tree_order(tree: Tree) -> Order:
     return _order_below(tree, next(rank for rank in range(len(tree)) if rank not in children))
 
 
-def show_order(order: Order) -> str:
-    """Returns ranks in order; sums that are added as a whole are in parentheses.
+def show_order(order: Order, names: Sequence[int] | None = None, limit: int | None = None) -> str:
+    """Returns ranks, or their ``names``, in order; sums that are added as a whole are in parentheses.
 
     Example:
-        >>> show_order((1, 0, (3, 2)))
-        '1 0 (3 2)'
+        >>> show_order((1, 0, (3, 2))), show_order((1, 0, 2), names=(10, 20, 30), limit=2)
+        ('1 0 (3 2)', '20 10 …')
     """
-    return " ".join(str(each) if isinstance(each, int) else f"({show_order(each)})" for each in order)
+    shown = [
+        str(names[each] if names else each) if isinstance(each, int) else f"({show_order(each, names)})"
+        for each in order[:limit]
+    ]
+    return " ".join(shown if len(shown) == len(order) else [*shown, "…"])
 
 
 def _order_below(tree: Tree, rank: int) -> Order:

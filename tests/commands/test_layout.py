@@ -127,7 +127,7 @@ def test_two_logs(runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureF
     assert head.split() == ["gradient", "bits", "elements", "of", "why"]
     assert w.split()[:5] == ["w", "may", "differ", "51,200", "51,200"]
     assert w.endswith("A: ring ll, 1 channel, 1 2 3 4 5 6 7 8 …; B: ring ll, 1 channel, 2 1 3 4 5 6 7 8 …")
-    assert verdict == "of 3 gradients 0 have the same bits, 3 may differ, 0 are unknown"
+    assert verdict == "gradients: 0 with the same bits, 3 may differ, 0 unknown"
     assert " have in B's log ranks 0 2 1 3 4 " in remedy
     assert app.main(["layout", "diff", "--log", a, "--log", a, runs[0], "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -137,7 +137,7 @@ def test_two_logs(runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureF
     assert "B: NCCL takes NVLS for reduce_scatter (avg)" in capsys.readouterr().out
     assert app.main(["layout", "diff", "--log", a, "--log", other, runs[0], "--algorithm", "ring"]) == 2
     out = capsys.readouterr().out
-    assert "B: it does not have what NCCL took for reduce_scatter of 6,466 bytes" in out
+    assert "B: what NCCL takes for reduce_scatter of 6,466 bytes is in no log" in out
 
 
 @pytest.mark.parametrize(
@@ -220,6 +220,35 @@ def test_a_run_without_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert app.main(["layout", "show", path]) == 2
     assert capsys.readouterr().err.startswith(
         f"graphpasses: '{path}' has no bucket layouts; record it with Parity"
+    )
+
+
+def test_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buckets = (
+        make_bucket_layout("all_reduce", ranks, "sum", torch.bfloat16, [("norm", (64,), 0)])
+        for ranks in (range(5), range(0, 40, 5))
+    )
+    run = tmp_path / "a.jsonl"
+    run.write_bytes(header_line(RunHeader("2.13.0", 40, layouts=Layout(tuple(buckets)))) + end_line(0))
+    options = ["layout", "drift", str(run), "--mesh", "outer=8", "inner=5"]
+    assert app.main(options) == 1
+    where, head, outer, inner, verdict = capsys.readouterr().out.splitlines()
+    assert where == "on 40 ranks on 5 nodes, rail rings, 16 channels:"
+    assert head.split() == ["gradient", "axis", "bits", "holders", "that", "may", "differ", "why"]
+    assert " ".join(outer.split()) == "norm outer same bits one all_reduce gives all of them one sum"
+    assert inner.startswith(
+        "norm      inner  may differ  0|1|2|3|4 and 7 more     all_reduce over outer adds 5 15 "
+    )
+    assert (
+        verdict
+        == "replicated gradients, by axis: 1 with the same bits on all holders, 1 may differ, 0 unknown"
+    )
+    assert app.main([*options, "--gpus-per-node", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "equal"
+    assert app.main([*options, "--algorithm", "auto", "--protocol", "auto"]) == 2
+    assert app.main([*options[:-1], "inner"]) == 2
+    assert capsys.readouterr().err == (
+        "graphpasses: --mesh has 'inner' without a size; write it as in --mesh dp=8 tp=5\n"
     )
 
 

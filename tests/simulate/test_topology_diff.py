@@ -213,7 +213,7 @@ SIZE = BOTH.buckets[0].num_bytes
         ([TAKEN.format(SIZE, "COLLNET_DIRECT", "SIMPLE", 1)], "B: NCCL takes COLLNET_DIRECT for"),
         (
             [TAKEN.format(SIZE + 2, "RING", "SIMPLE", 1)],
-            "B: it does not have what NCCL took for reduce_scatter of",
+            "B: what NCCL takes for reduce_scatter of",
         ),
         (
             [TAKEN.format(SIZE, "RING", "SIMPLE", 0)],
