@@ -185,9 +185,8 @@ def why_unknown(place: Place, group: Topology) -> str:
     except UnsupportedError as error:
         return str(error).partition(". ")[0]
     log, num_channels = group.hardware.log, len({part.channel for part in parts})
-    if log is not None and not log.is_of(num_channels, place.collective, place.num_bytes):
-        return f"NCCL took other channels for {what} than the {num_channels} that the model has"
-    return ""
+    reason = "" if log is None else log.contradicts(num_channels, place.collective, place.num_bytes)
+    return reason and f"for {what} {reason}"
 
 
 def _differences(place: Place, a: Topology, b: Topology) -> Iterator[tuple[int, Order, Order]]:

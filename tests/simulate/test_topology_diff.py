@@ -197,6 +197,8 @@ def test_sums_that_commute() -> None:
 
 
 TAKEN = "ReduceScatter: {} Bytes -> Algo {} proto {} channel{{Lo..Hi}}={{0..{}}}"
+NAMED = ["NCCL_ALGO set by environment to Ring", "NCCL_PROTO set by environment to Simple"]
+PLUGIN = "NCCL INFO TUNER/Plugin: Using nccl_ofi_tuner (v3)"
 SIZE = BOTH.buckets[0].num_bytes
 
 
@@ -204,7 +206,13 @@ SIZE = BOTH.buckets[0].num_bytes
     ("lines", "reason"),
     [
         ([TAKEN.format(SIZE, "RING", "SIMPLE", 1)], ""),
-        (["NCCL_ALGO set by environment to Ring.", "NCCL_PROTO set by environment to Simple."], ""),
+        (NAMED, ""),
+        ([*NAMED, "NCCL INFO TUNER/Plugin: Using internal tuner plugin."], ""),
+        (
+            [*NAMED, PLUGIN],
+            "B: for reduce_scatter of 70,002 bytes the tuner plugin nccl_ofi_tuner may choose",
+        ),
+        ([TAKEN.format(SIZE, "RING", "SIMPLE", 1), PLUGIN], ""),
         (
             [TAKEN.format(SIZE, "NVLS", "SIMPLE", 1)],
             "B: NCCL takes NVLS for reduce_scatter (sum) of 35,001 elements",
@@ -217,7 +225,7 @@ SIZE = BOTH.buckets[0].num_bytes
         ),
         (
             [TAKEN.format(SIZE, "RING", "SIMPLE", 0)],
-            "B: NCCL took other channels for reduce_scatter of 70,002 bytes",
+            "B: for reduce_scatter of 70,002 bytes NCCL took other channels than the 2 that the model has",
         ),
     ],
 )
