@@ -29,7 +29,6 @@ from graphpasses.simulate.nccl import Collective as Collective
 from graphpasses.simulate.nccl import ReductionPart as ReductionPart
 from graphpasses.simulate.nccl import channel_parts as channel_parts
 from graphpasses.simulate.nccl import num_channels as num_channels
-from graphpasses.simulate.nccl import order_of as order_of
 from graphpasses.simulate.nccl import reduction_parts as reduction_parts
 from graphpasses.simulate.prediction import OtherAlgorithm as OtherAlgorithm
 from graphpasses.simulate.prediction import Prediction as Prediction

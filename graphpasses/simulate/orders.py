@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
 from graphpasses.fsdp.layout_diff import Place
-from graphpasses.simulate.nccl import reduction_parts
+from graphpasses.ops.reduce_in_tree import is_tree_op
+from graphpasses.simulate.choice import Choice, choose
+from graphpasses.simulate.nccl import ReductionPart, reduction_parts
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.trees import Order
 
@@ -52,10 +54,25 @@ def aligned_runs(*runs: Runs) -> Iterator[tuple[int, int, tuple[Order, ...]]]:
         yield start, stop, tuple(each[bisect_right(each, start, key=itemgetter(0)) - 1][2] for each in runs)
 
 
+def is_free(place: Place) -> bool:
+    """Whether no ring decides the bits: what is added in a tree of its own, and of two ranks ``a + b``."""
+    return is_tree_op(place.op) or (len(place.ranks) == 2 and place.op == "sum")
+
+
+def place_choice(place: Place, group: Topology) -> Choice:
+    """Returns what NCCL takes for a gradient's reduction in a group."""
+    return choose(group, place.collective, place.num_elements, place.itemsize, place.op)
+
+
+def place_parts(place: Place, group: Topology) -> tuple[ReductionPart, ...]:
+    """Returns the order of addition of all elements of a gradient's bucket, on a group's first rank."""
+    return reduction_parts(group, place.collective, place.num_elements, place.itemsize, op=place.op)
+
+
 def place_runs(place: Place, group: Topology) -> Runs:
     """Returns the runs of a gradient's elements, counted from its first, on a group's first rank."""
-    count, first, last = place.num_bytes // place.itemsize, place.offset // place.itemsize, place.padded_numel
-    parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
+    first, last = place.offset // place.itemsize, place.padded_numel
+    parts = place_parts(place, group)
     runs = ((part.start - first, part.stop - first, part.order) for part in parts)
     return [
         (max(start, 0), min(stop, last), order) for start, stop, order in runs if start < last and stop > 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size, dtype_bytes
 from graphpasses.fsdp.layout_diff import Move, Place, diff_layouts
 from graphpasses.simulate.choice import Choice, choose
-from graphpasses.simulate.orders import aligned_runs, place_runs
+from graphpasses.simulate.orders import aligned_runs, is_free, place_choice, place_runs
 from graphpasses.simulate.rings import Topology
 from graphpasses.text import aligned
 
@@ -204,10 +204,7 @@ def _other_algorithm(before: Place, after: Place, group: Topology) -> Iterator[s
     """Yields what to say if two reductions take different algorithms, or one whose order is not modelled."""
     if group.algorithm != "auto":
         return
-    choices = [
-        choose(group, place.collective, place.num_bytes // place.itemsize, place.itemsize, place.op)
-        for place in (before, after)
-    ]
+    choices = [place_choice(place, group) for place in (before, after)]
     names = [choice.algorithm for choice in choices]
     if names[0] != names[1]:
         yield f"{names[0]} → {names[1]}: {what_to_set(before.collective, choices[0])}"
@@ -218,10 +215,11 @@ def _other_algorithm(before: Place, after: Place, group: Topology) -> Iterator[s
 def _reordered(before: Place, after: Place, topology: Topology) -> Iterator[tuple[int, int]]:
     """Yields the stretches of a rank's part of a gradient that are added in another order."""
     group = topology.restrict(before.ranks)
-    has_one_order = len(before.ranks) == 2 and before.op == "sum"  # a + b is b + a
+    if is_free(before):
+        return
     runs = [place_runs(place, group) for place in (before, after)]
     for start, stop, (one, other) in aligned_runs(*runs):
-        if one != other and not has_one_order:
+        if one != other:
             yield start, stop
 
 

@@ -11,10 +11,16 @@ from typing import Literal, cast
 from graphpasses.errors import TopologyError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import Place, layout_places
-from graphpasses.ops.reduce_in_tree import is_tree_op
-from graphpasses.simulate.choice import choose
-from graphpasses.simulate.nccl import reduction_parts
-from graphpasses.simulate.orders import aligned_runs, ending_at, namings, place_runs, same_sum
+from graphpasses.simulate.orders import (
+    aligned_runs,
+    ending_at,
+    is_free,
+    namings,
+    place_choice,
+    place_parts,
+    place_runs,
+    same_sum,
+)
 from graphpasses.simulate.prediction import num_parts
 from graphpasses.simulate.rings import Ring, Topology, rings
 from graphpasses.simulate.trees import Order, show_order, trees
@@ -140,7 +146,7 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
         each = _compare(fqn, place, a, b)
         found.setdefault(fqn, []).append(each)
         if each.bits != "unknown" and len(place.ranks) == a.num_ranks and not is_free(place):
-            whole = replace(place, offset=0, padded_numel=place.num_bytes // place.itemsize)
+            whole = replace(place, offset=0, padded_numel=place.num_elements)
             known.setdefault(replace(whole, members="", shard_dim=0), whole)
     gradients = tuple(
         max(all_of_it, key=lambda each: (BITS.index(each.bits), each.num_elements))
@@ -169,22 +175,16 @@ def _compare(fqn: str, place: Place, a: Topology, b: Topology) -> GradientBits:
     return GradientBits(fqn, "may differ", sum(each[0] for each in differences), num, reason)
 
 
-def is_free(place: Place) -> bool:
-    """Whether no ring decides the bits: what is added in a tree of its own, and of two ranks ``a + b``."""
-    return is_tree_op(place.op) or (len(place.ranks) == 2 and place.op == "sum")
-
-
 def why_unknown(place: Place, group: Topology) -> str:
     """Says why the order of a place's additions in a group is not known; "" if it is."""
-    count, size = place.num_bytes // place.itemsize, place.itemsize
     what = f"{place.collective} of {place.num_bytes:,} bytes"
-    if choose(group, place.collective, count, size, place.op).assumed:
+    if place_choice(place, group).assumed:
         return f"what NCCL takes for {what} is in no log (NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING)"
     try:
-        parts = reduction_parts(group, place.collective, count, size, op=place.op)
+        num_channels = len({part.channel for part in place_parts(place, group)})
     except UnsupportedError as error:
         return str(error).partition(". ")[0]
-    log, num_channels = group.hardware.log, len({part.channel for part in parts})
+    log = group.hardware.log
     reason = "" if log is None else log.contradicts(num_channels, place.collective, place.num_bytes)
     return reason and f"for {what} {reason}"
 
@@ -207,10 +207,11 @@ def _num_other_sums(collective: str, op: str, one: Order, other: Order) -> int:
 
 
 def _how(place: Place, topology: Topology, order: Order) -> str:
-    group, count = topology.restrict(place.ranks), place.num_bytes // place.itemsize
-    choice = choose(group, place.collective, count, place.itemsize, place.op)
-    parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
-    num_channels = len({part.channel for part in parts})
+    group = topology.restrict(place.ranks)
+    choice, num_channels = (
+        place_choice(place, group),
+        len({part.channel for part in place_parts(place, group)}),
+    )
     channels = f"{num_channels} channel{'s' * (num_channels > 1)}"
     return f"{choice.algorithm} {choice.protocol}, {channels}, {show_order(order, limit=8)}"
 
@@ -221,8 +222,7 @@ def _find_rank_order(places: Sequence[Place], a: Topology, b: Topology) -> tuple
         return None, ""
     place = places[0]
     _, _, (order, other) = next(aligned_runs(*(place_runs(place, topology) for topology in (a, b))))
-    count = place.num_bytes // place.itemsize
-    is_ring = choose(b, place.collective, count, place.itemsize, place.op).algorithm == "ring"
+    is_ring = place_choice(place, b).algorithm == "ring"
     # Which of a ring's ranks comes last is what the names of the ranks say.
     rotations = [(*other[k:], *other[:k]) for k in range(len(other))] if is_ring else [other]
     found = itertools.chain.from_iterable(namings(order, each, place.op) for each in rotations)
