@@ -64,19 +64,23 @@ def place_choice(place: Place, group: Topology) -> Choice:
     return choose(group, place.collective, place.num_elements, place.itemsize, place.op)
 
 
-def place_parts(place: Place, group: Topology) -> tuple[ReductionPart, ...]:
-    """Returns the order of addition of all elements of a gradient's bucket, on a group's first rank."""
-    return reduction_parts(group, place.collective, place.num_elements, place.itemsize, op=place.op)
+def place_channels(place: Place, group: Topology) -> int:
+    """Returns how many channels carry a gradient's bucket in a group."""
+    return len({part.channel for part in _parts(place, group)})
 
 
 def place_runs(place: Place, group: Topology) -> Runs:
     """Returns the runs of a gradient's elements, counted from its first, on a group's first rank."""
     first, last = place.offset // place.itemsize, place.padded_numel
-    parts = place_parts(place, group)
+    parts = _parts(place, group)
     runs = ((part.start - first, part.stop - first, part.order) for part in parts)
     return [
         (max(start, 0), min(stop, last), order) for start, stop, order in runs if start < last and stop > 0
     ]
+
+
+def _parts(place: Place, group: Topology) -> tuple[ReductionPart, ...]:
+    return reduction_parts(group, place.collective, place.num_elements, place.itemsize, op=place.op)
 
 
 def same_sum(one: Order, other: Order, op: str) -> bool:

@@ -233,7 +233,7 @@ def _gpus_of_node(topology: Topology, index: int, node: int) -> list[int]:
 
 def _reaches_all(tree: Tree) -> bool:
     """Whether all ranks hang from the one that is nobody's child."""
-    level = [rank for rank in range(len(tree)) if not any(rank in each for each in tree)]
+    level = [*{*range(len(tree))}.difference(*tree)]
     num_found = len(level)
     while level:
         level = [child for rank in level for child in tree[rank]]

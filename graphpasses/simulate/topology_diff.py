@@ -16,8 +16,8 @@ from graphpasses.simulate.orders import (
     ending_at,
     is_free,
     namings,
+    place_channels,
     place_choice,
-    place_parts,
     place_runs,
     same_sum,
 )
@@ -27,7 +27,7 @@ from graphpasses.simulate.trees import Order, show_order, trees
 from graphpasses.text import aligned
 
 _MAX_ROWS = 20
-_MAX_ORDERS = 10_000
+_MAX_ORDERS = 4096
 
 Bits = Literal["same bits", "unknown", "may differ"]
 BITS: tuple[Bits, ...] = ("same bits", "unknown", "may differ")
@@ -113,7 +113,7 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
     are not modelled (NVLS, PAT, CollNet), that follow from what is assumed of the hardware, and those of groups whose
     rings are a guess, are unknown: they are not taken for equal. Where some may differ, orders of ranks are searched
     under which the second cluster's rings and trees add in the first's order: all that make it of the first
-    elements, up to 10,000.
+    elements, up to 4,096.
 
     Args:
         layout: what is reduced, e.g. eager's.
@@ -145,7 +145,7 @@ def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
     for (fqn, *_), place in layout_places(layout).items():
         each = _compare(fqn, place, a, b)
         found.setdefault(fqn, []).append(each)
-        if each.bits != "unknown" and len(place.ranks) == a.num_ranks and not is_free(place):
+        if each.bits != "unknown" and not is_free(place):
             whole = replace(place, offset=0, padded_numel=place.num_elements)
             known.setdefault(replace(whole, members="", shard_dim=0), whole)
     gradients = tuple(
@@ -181,7 +181,7 @@ def why_unknown(place: Place, group: Topology) -> str:
     if place_choice(place, group).assumed:
         return f"what NCCL takes for {what} is in no log (NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING)"
     try:
-        num_channels = len({part.channel for part in place_parts(place, group)})
+        num_channels = place_channels(place, group)
     except UnsupportedError as error:
         return str(error).partition(". ")[0]
     log = group.hardware.log
@@ -208,18 +208,15 @@ def _num_other_sums(collective: str, op: str, one: Order, other: Order) -> int:
 
 def _how(place: Place, topology: Topology, order: Order) -> str:
     group = topology.restrict(place.ranks)
-    choice, num_channels = (
-        place_choice(place, group),
-        len({part.channel for part in place_parts(place, group)}),
-    )
+    choice, num_channels = place_choice(place, group), place_channels(place, group)
     channels = f"{num_channels} channel{'s' * (num_channels > 1)}"
     return f"{choice.algorithm} {choice.protocol}, {channels}, {show_order(order, limit=8)}"
 
 
 def _find_rank_order(places: Sequence[Place], a: Topology, b: Topology) -> tuple[tuple[int, ...] | None, str]:
     """Returns the order of ranks that restores all of some buckets, or why there is none."""
-    if not places:
-        return None, ""
+    if any(len(place.ranks) < b.num_ranks for place in places):
+        return None, "orders of ranks are searched where all buckets are over all ranks"
     place = places[0]
     _, _, (order, other) = next(aligned_runs(*(place_runs(place, topology) for topology in (a, b))))
     is_ring = place_choice(place, b).algorithm == "ring"
@@ -227,7 +224,7 @@ def _find_rank_order(places: Sequence[Place], a: Topology, b: Topology) -> tuple
     rotations = [(*other[k:], *other[:k]) for k in range(len(other))] if is_ring else [other]
     found = itertools.chain.from_iterable(namings(order, each, place.op) for each in rotations)
     ranks = range(b.num_ranks)
-    orders = {tuple(names[rank] for rank in ranks) for names in itertools.islice(found, _MAX_ORDERS)}
+    orders = [tuple(names[rank] for rank in ranks) for names in itertools.islice(found, _MAX_ORDERS + 1)]
     if not orders:
         return None, f"no order of ranks restores them: B adds bucket {place.bucket} in sums of another shape"
 
@@ -237,16 +234,19 @@ def _find_rank_order(places: Sequence[Place], a: Topology, b: Topology) -> tuple
         return off_node, len(changed), names
 
     farthest = 0
-    for names in sorted(orders, key=moves):
+    is_cut = len(orders) > _MAX_ORDERS
+    found_none = (
+        "no order of ranks was found, and not all were tried" if is_cut else "no order of ranks restores them"
+    )
+    for names in sorted(orders[:_MAX_ORDERS], key=moves):
         renamed = _renamed(b, names)
         failed = (i for i, each in enumerate(places) if next(_differences(each, a, renamed), None))
         if (index := next(failed, None)) is None:
             return tuple(names.index(rank) for rank in ranks), ""
         farthest = max(farthest, index)
-    is_all = "" if len(orders) < _MAX_ORDERS else f" (the first {_MAX_ORDERS:,} were looked at)"
     return None, (
-        f"no order of ranks restores them: none of the {len(orders):,} that restore the first elements of bucket "
-        f"{place.bucket} restores all of bucket {places[farthest].bucket}{is_all}"
+        f"{found_none}: none of the {min(len(orders), _MAX_ORDERS):,} that restore the first elements of bucket "
+        f"{place.bucket} restores all of bucket {places[farthest].bucket}"
     )
 
 

@@ -159,12 +159,14 @@ def test_trees_are_restored_as_well() -> None:
     assert chain.remedy == "no order of ranks restores them: B adds bucket 0 in sums of another shape"
 
 
-def test_no_order_where_rings_are_alike_only_in_one_log() -> None:
-    found = diff_topologies(BOTH, of(FORTH, BACK), of(FORTH, FORTH))
-    assert found.remedy == (
-        "no order of ranks restores them: none of the 16 that restore the first elements of bucket 0 restores all of "
-        "bucket 0"
-    )
+def test_no_order_where_rings_are_alike_only_in_one_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    clusters = of(FORTH, BACK), of(FORTH, FORTH)
+    those = "that restore the first elements of bucket 0 restores all of bucket 0"
+    remedy = diff_topologies(BOTH, *clusters).remedy
+    assert remedy == f"no order of ranks restores them: none of the 16 {those}"
+    monkeypatch.setattr("graphpasses.simulate.topology_diff._MAX_ORDERS", 3)
+    remedy = diff_topologies(BOTH, *clusters).remedy
+    assert remedy == f"no order of ranks was found, and not all were tried: none of the 3 {those}"
 
 
 @pytest.mark.parametrize("collective", ["reduce_scatter", "all_reduce"])
@@ -256,6 +258,17 @@ def test_groups_whose_rings_are_in_no_log() -> None:
     assert diff_topologies(Layout((tree,)), a, b).outcome == "equal"
     found: TopologyDiff = diff_topologies(Layout((four, layout_of("reduce_scatter").buckets[0])), a, b)
     assert "that has A's bits, of those that are known: give ranks" in found.remedy
+
+
+def test_no_order_is_searched_for_groups() -> None:
+    layout = layout_of("reduce_scatter")
+    pair = replace(layout.buckets[0], ranks=(0, 1, 4, 5))
+    rail, cross = (Topology(8, gpus_per_node=4, mode=mode) for mode in ("rail", "cross_nic"))
+    found = diff_topologies(Layout((*layout.buckets, pair)), rail, cross)
+    assert (found.rank_order, found.remedy) == (
+        None,
+        "orders of ranks are searched where all buckets are over all ranks",
+    )
 
 
 def test_other_numbers_of_ranks() -> None:
