@@ -14,12 +14,13 @@ from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_OF,
 from graphpasses.errors import RunFileError, TopologyError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from graphpasses.fsdp.layout import Layout
     from graphpasses.html_report.scale import ScaleTable
     from graphpasses.parity.run_file import Run
     from graphpasses.scale import Speeds
+    from graphpasses.simulate import Drift, TopologyDiff
 
 _SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -176,15 +177,11 @@ def _diff_logs(path: Path, logs: tuple[Path, ...], cluster: ClusterOptions, json
             "are needed"
         )
     found = diff_topologies(layout, *topologies)
-    if json:
-        print(jsonlib.dumps({**dataclasses.asdict(found), "outcome": found.outcome}))
-        return EXIT_OF[found.outcome]
     heads = (
         f"{name}: {log}, NCCL {topology.hardware.nccl_version}, {topology.num_channels} channels"
         for name, log, topology in zip("AB", logs, topologies, strict=True)
     )
-    _print_rows(heads, found.rows(), (found.verdict, found.remedy))
-    return EXIT_OF[found.outcome]
+    return _print_bits(heads, found, json)
 
 
 def drift(
@@ -220,24 +217,25 @@ def drift(
         raise TopologyError(f"--mesh has {wrong[0]!r} without a size; write it as in --mesh dp=8 tp=5")
     topology = cluster.topology(recorded.header.topology, recorded.header.world_size)
     found = find_drift(layout, topology, {name: int(size) for name, size in axes.items()})
-    if json:
-        print(jsonlib.dumps({**dataclasses.asdict(found), "outcome": found.outcome}))
-    else:
-        where = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings"
-        _print_rows([f"on {where}, {topology.num_channels} channels:"], found.rows(), [found.verdict])
-    return EXIT_OF[found.outcome]
+    where = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings"
+    return _print_bits([f"on {where}, {topology.num_channels} channels:"], found, json)
 
 
-def _print_rows(before: Iterable[str], rows: Sequence[Sequence[str]], after: Iterable[str]) -> None:
-    """Prints a table, whose first row is the header, between lines of text."""
+def _print_bits(heads: Iterable[str], found: TopologyDiff | Drift, json: bool) -> int:
+    """Prints what was found of gradients' bits; returns the exit code."""
     from graphpasses.terminal import add_row, make_console, plain_table
 
-    console, table = make_console(), plain_table(*rows[0])
-    for row in rows[1:]:
+    if json:
+        print(jsonlib.dumps({**dataclasses.asdict(found), "outcome": found.outcome}))
+        return EXIT_OF[found.outcome]
+    head, *rows = found.rows()
+    console, table = make_console(), plain_table(*head)
+    for row in rows:
         add_row(table, *row)
-    console.print("\n".join(before), markup=False)
+    console.print("\n".join(heads), markup=False)
     console.print(table)
-    console.print("\n".join(filter(None, after)), markup=False)
+    console.print("\n".join(filter(None, (found.verdict, found.remedy))), markup=False)
+    return EXIT_OF[found.outcome]
 
 
 def _show_scale(path: Path, speeds_file: Path | None, json: bool) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -19,11 +19,9 @@ from graphpasses.fsdp.layout_diff import Place, layout_places
 from graphpasses.identity import IdentityMap
 from graphpasses.simulate.orders import Runs, Sums, aligned_runs, ending_at, is_free, place_runs
 from graphpasses.simulate.rings import Ring, Topology
-from graphpasses.simulate.topology_diff import BITS, Bits, outcome_of, why_unknown
+from graphpasses.simulate.topology_diff import Bits, BitsTable, why_unknown
 from graphpasses.simulate.trees import Order, show_order
-from graphpasses.text import aligned, some
-
-_MAX_ROWS = 20
+from graphpasses.text import some
 
 
 @dataclass(frozen=True)
@@ -47,35 +45,21 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Drift:
-    """Which replicated gradients may differ between their holders; true if any may, and printable."""
+class Drift(BitsTable):
+    """Which replicated gradients may differ between their holders."""
 
+    what: ClassVar[str] = "gradients, along each axis"
     replicas: tuple[Replicas, ...]  # by parameter, in the layout's order, and axis
 
-    def __bool__(self) -> bool:
-        return self.outcome == "different"
-
     @property
-    def outcome(self) -> str:
-        """``"equal"``, ``"different"`` where any may differ, else ``"not compared"`` where any is unknown."""
-        return outcome_of(each.bits for each in self.replicas)
-
-    @property
-    def verdict(self) -> str:
-        """What was found, in a line."""
-        same, unknown, different = (sum(each.bits == bits for each in self.replicas) for bits in BITS)
-        return (
-            f"replicated gradients, by axis: {same} with the same bits on all holders, {different} may differ, "
-            f"{unknown} unknown"
-        )
+    def bits(self) -> list[Bits]:  # type: ignore[override]
+        """Of each gradient along each axis."""
+        return [each.bits for each in self.replicas]
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Returns the table: a header, and a row for each pair."""
+        """Returns the table: a header, and a row for each gradient and axis."""
         head = ("gradient", "axis", "bits", "holders that may differ", "why")
         return [head, *((each.fqn, each.axis, each.bits, each.apart, each.reason) for each in self.replicas)]
-
-    def __str__(self) -> str:
-        return "\n".join([*aligned(self.rows(), max_rows=_MAX_ROWS), self.verdict])
 
 
 _Orders = list[tuple[Order, ...]]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 from graphpasses.errors import TopologyError, UnsupportedError
 from graphpasses.fsdp.layout import Layout
@@ -33,6 +33,40 @@ Bits = Literal["same bits", "unknown", "may differ"]
 BITS: tuple[Bits, ...] = ("same bits", "unknown", "may differ")
 
 
+class BitsTable:
+    """What is said of the bits of several gradients; true if any may differ, and printable (the first rows)."""
+
+    bits: Sequence[Bits]
+    what: ClassVar[str] = "gradients"
+
+    def __bool__(self) -> bool:
+        return self.outcome == "different"
+
+    @property
+    def outcome(self) -> str:
+        """``"equal"``, ``"different"`` where any may differ, else ``"not compared"`` where any is unknown."""
+        return ("equal", "not compared", "different")[max(map(BITS.index, self.bits), default=0)]
+
+    @property
+    def verdict(self) -> str:
+        """What was found, in a line."""
+        same, unknown, different = (sum(each == bits for each in self.bits) for bits in BITS)
+        return f"{self.what}: {same} with the same bits, {different} may differ, {unknown} unknown"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Returns the table: a header, and a row for each gradient."""
+        raise NotImplementedError
+
+    @property
+    def remedy(self) -> str:
+        """What helps, or why nothing does; "" where nothing needs to."""
+        return ""
+
+    def __str__(self) -> str:
+        lines = [*aligned(self.rows(), max_rows=_MAX_ROWS), self.verdict, self.remedy]
+        return "\n".join(filter(None, lines))
+
+
 @dataclass(frozen=True)
 class GradientBits:
     """Whether one gradient keeps its bits on another cluster."""
@@ -45,8 +79,8 @@ class GradientBits:
 
 
 @dataclass(frozen=True)
-class TopologyDiff:
-    """Which gradients keep their bits on another cluster; true if any may not, and printable."""
+class TopologyDiff(BitsTable):
+    """Which gradients keep their bits on another cluster."""
 
     gradients: tuple[GradientBits, ...]  # in the layout's order
     # Of each rank the one whose GPU it needs on the second cluster for the first one's bits; None: there is no such
@@ -54,56 +88,29 @@ class TopologyDiff:
     rank_order: tuple[int, ...] | None
     reason: str  # why there is no such order
 
-    def __bool__(self) -> bool:
-        return self.outcome == "different"
-
     @property
-    def outcome(self) -> str:
-        """``"equal"``, ``"different"`` where any may differ, else ``"not compared"`` where any is unknown."""
-        return outcome_of(each.bits for each in self.gradients)
-
-    @property
-    def verdict(self) -> str:
-        """What was found, in a line."""
-        same, unknown, different = (sum(each.bits == bits for each in self.gradients) for bits in BITS)
-        return f"gradients: {same} with the same bits, {different} may differ, {unknown} unknown"
+    def bits(self) -> list[Bits]:  # type: ignore[override]
+        """Of each gradient."""
+        return [each.bits for each in self.gradients]
 
     @property
     def remedy(self) -> str:
         """Which order of ranks restores the bits, or why none does; "" where none is needed."""
         if self.rank_order is None:
             return self.reason
-        is_all = all(each.bits != "unknown" for each in self.gradients)
         return (
-            f"an order of ranks on B that has A's bits{'' if is_all else ', of those that are known'}: give ranks "
-            f"0, 1, … the GPUs that have in B's log ranks {' '.join(map(str, self.rank_order))}; NCCL numbers nodes "
-            "by their ranks, so compare the log of that run, too"
+            f"an order of ranks on B that has A's bits{', of those that are known' * ('unknown' in self.bits)}: give "
+            f"ranks 0, 1, … the GPUs that have in B's log ranks {' '.join(map(str, self.rank_order))}; NCCL numbers "
+            "nodes by their ranks, so compare the log of that run, too"
         )
 
     def rows(self) -> list[tuple[str, ...]]:
         """Returns the table: a header, and a row for each gradient."""
-        head = ("gradient", "bits", "elements", "of", "why")
-        numbers = (
-            (each, f"{each.num_elements:,}" if each.bits != "unknown" else "?") for each in self.gradients
-        )
-        return [
-            head,
-            *((e.fqn, e.bits, num, f"{e.num_elements_in_all:,}", e.reason) for e, num in numbers),
-        ]
-
-    def __str__(self) -> str:
-        lines = [*aligned(self.rows(), max_rows=_MAX_ROWS), self.verdict, self.remedy]
-        return "\n".join(filter(None, lines))
-
-
-def outcome_of(bits: Iterable[Bits]) -> str:
-    """Returns the outcome of a comparison, as :data:`graphpasses.commands.exit_codes.EXIT_OF` names it.
-
-    Example:
-        >>> outcome_of(["same bits", "unknown"])
-        'not compared'
-    """
-    return ("equal", "not compared", "different")[max(map(BITS.index, bits), default=0)]
+        rows: list[tuple[str, ...]] = [("gradient", "bits", "elements", "of", "why")]
+        for each in self.gradients:
+            num = "?" if each.bits == "unknown" else f"{each.num_elements:,}"
+            rows.append((each.fqn, each.bits, num, f"{each.num_elements_in_all:,}", each.reason))
+        return rows
 
 
 def diff_topologies(layout: Layout, a: Topology, b: Topology) -> TopologyDiff:
