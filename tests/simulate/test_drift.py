@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 
-from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import LayoutError, TopologyError
 from graphpasses.fsdp import Layout, eager_layout, make_bucket_layout
 from graphpasses.simulate import Drift, Topology, find_drift, run_cluster
@@ -169,19 +168,30 @@ def test_gradients_that_are_reduced_whole_first() -> None:
     assert each.reason == "it is reduced whole and then scattered, which is not followed"
 
 
-def test_what_tensor_parallelism_shards_has_one_holder() -> None:
-    """Of a model's parameters the placements say so."""
-    with fake_process_group(40):
+def test_a_step_of_fsdp2_beside_tensor_parallelism() -> None:
+    """The placements say what tensor parallelism shards; of the rest each rank has another gradient."""
+
+    def step() -> tuple[Drift, Drift, dict[str, Tensor]]:
         mesh = init_device_mesh("cpu", (8, 5), mesh_dim_names=("dp", "tp"))
-        model = nn.Sequential(nn.LayerNorm(40), nn.Linear(40, 40, bias=False))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(400), nn.Linear(400, 40, bias=False), nn.GELU())
         parallelize_module(model, mesh["tp"], {"0": SequenceParallel(), "1": ColwiseParallel()})
-        fully_shard(model, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
         layout, axes = eager_layout(model), {"dp": 8, "tp": 5}
-        found = find_drift(layout, JAGGED, axes, model=model)
-        everywhere = find_drift(layout, JAGGED, axes)
-    assert [(each.fqn, each.axis) for each in found.replicas] == [("0.weight", "tp"), ("0.bias", "tp")]
-    assert {each.bits for each in found.replicas} == {"may differ"}
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        model(torch.randn(2, 5, 400, generator=generator)).square().mean().backward()
+        gradients = {fqn: each.grad.to_local() for fqn, each in model.named_parameters()}
+        return find_drift(layout, JAGGED, axes, model=model), find_drift(layout, JAGGED, axes), gradients
+
+    results = run_cluster(step, JAGGED)
+    found, everywhere, _ = results[0]
     assert [each.fqn for each in everywhere.replicas] == ["0.weight", "0.bias", "1.weight"]
+    assert [(each.fqn, each.apart) for each in found.replicas] == [
+        ("0.weight", "0|1|2|3|4 and 7 more"),
+        ("0.bias", "0|1|2|3|4 and 7 more"),
+    ]
+    for each in found.replicas:
+        check(Drift((each,)), [gradients[each.fqn] for *_, gradients in results])
 
 
 @pytest.mark.parametrize(

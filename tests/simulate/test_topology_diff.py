@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from graphpasses.errors import TopologyError
-from graphpasses.fsdp import BucketLayout, Layout, make_bucket_layout
+from graphpasses.fsdp import BucketLayout, Layout, eager_layout, make_bucket_layout
 from graphpasses.simulate import (
     Ring,
     Topology,
     TopologyDiff,
     diff_topologies,
+    run_cluster,
     simulate_all_reduce,
     simulate_reduce_scatter,
     topology_from_log,
@@ -136,6 +140,32 @@ def test_the_order_of_ranks_that_restores_the_bits() -> None:
     assert restored(BOTH, a, b, found.rank_order)
     assert not restored(BOTH, a, b, range(8))
     assert f"ranks {' '.join(map(str, found.rank_order))}; NCCL numbers nodes" in str(found)
+
+
+def test_a_step_of_fsdp2() -> None:
+    """Its gradients differ where they may, and have the first cluster's bits in the order that is suggested."""
+
+    def step() -> tuple[Layout, dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(1100, 64), nn.LayerNorm(64), nn.Linear(64, 1100), nn.GELU())
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(model, mesh=init_device_mesh("cpu", (8,)), mp_policy=policy)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        model(torch.randint(0, 1100, (32, 16), generator=generator)).float().square().mean().backward()
+        return eager_layout(model), {k: each.grad.full_tensor() for k, each in model.named_parameters()}
+
+    rings = (0, 3, 2, 1, 4, 7, 6, 5), (1, 0, 3, 2, 5, 4, 7, 6)
+    first, other_nccl, other_gpus = of(*rings), of(*rings, version="2.28.9"), of(*map(moved, rings))
+    layout, gradients = run_cluster(step, first)[0]
+    for other, num_same in ((other_nccl, 4), (other_gpus, 0)):
+        found, (_, others) = diff_topologies(layout, first, other), run_cluster(step, other)[0]
+        assert [each.bits for each in found.gradients].count("same bits") == num_same
+        for each in found.gradients:
+            assert torch.equal(gradients[each.fqn], others[each.fqn]) == (each.bits == "same bits")
+    assert found.rank_order is not None
+    names = [found.rank_order.index(rank) for rank in range(8)]
+    _, again = run_cluster(step, of(*(moved(moved(ring), names) for ring in rings)))[0]
+    assert all(torch.equal(gradients[fqn], again[fqn]) for fqn in gradients)
 
 
 def test_trees_are_restored_as_well() -> None:
