@@ -52,7 +52,7 @@ class Drift(BitsTable):
     replicas: tuple[Replicas, ...]  # by parameter, in the layout's order, and axis
 
     @property
-    def bits(self) -> list[Bits]:  # type: ignore[override]
+    def bits(self) -> list[Bits]:
         """Of each gradient along each axis."""
         return [each.bits for each in self.replicas]
 
