@@ -24,13 +24,13 @@ JAGGED = Topology(
 )  # the rows of 5 lie across nodes, the columns have 1 or 2 GPUs of a node
 EVEN = Topology(40, gpus_per_node=5)
 AXES = {"outer": 8, "inner": 5}
-NUMEL = 4000
+NUMEL = 4200
 
 
 def layout_of(
     steps: Sequence[tuple[str, str]], axes: Mapping[str, int], op: str = "sum", num_shards: int | None = None
 ) -> Layout:
-    """The reductions of one parameter of 4000 elements on rank 0, each a collective along an axis."""
+    """The reductions of one parameter of 4200 elements on rank 0, each a collective along an axis."""
     mesh = torch.arange(torch.Size(axes.values()).numel()).view(*axes.values())
     buckets = []
     for collective, axis in steps:
@@ -136,7 +136,7 @@ def test_where_no_ring_is_a_guess(collective: str, op: str) -> None:
     ("topology", "reason"),
     [
         (replace(JAGGED, mode="shared"), "NCCL's rings of ranks 5 6 7 8 9 are a guess"),
-        (replace(EVEN, algorithm="auto"), "what NCCL takes for all_reduce of 8,000 bytes is in no log"),
+        (replace(EVEN, algorithm="auto"), "what NCCL takes for all_reduce of 8,400 bytes is in no log"),
         (
             replace(EVEN, algorithm="tree"),
             "the trees of 8 ranks on 8 nodes are not known: num_search_rings is",
@@ -159,6 +159,17 @@ def test_sums_that_no_ring_decides() -> None:
     assert find_drift(layout_of(steps, axes), topology, axes).outcome == "equal"
     assert find_drift(layout_of(steps, axes, "avg"), topology, axes).outcome == "not compared"
     assert find_drift(layout_of(TWO_STEPS, AXES, "tree"), JAGGED, AXES).outcome == "equal"
+
+
+def test_of_three_ranks_an_average_alone_drifts() -> None:
+    """``(a + b) + c`` is ``(b + a) + c``; an average rounds its first product alone."""
+    topology, axes, steps = Topology(12, gpus_per_node=4), {"tp": 4, "dp": 3}, (("reduce_scatter", "dp"),)
+    (same,), (apart,) = (
+        find_drift(layout_of(steps, axes, op), topology, axes).replicas for op in ("sum", "avg")
+    )
+    assert (same.bits, apart.holders[0]) == ("unknown", ((0, 3, 9), (6,)))
+    for op, each in (("sum", same), ("avg", apart)):
+        check(Drift((each,)), results(topology, steps, axes, op, ["tp"]))
 
 
 def test_gradients_that_are_reduced_whole_first() -> None:

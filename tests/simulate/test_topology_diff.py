@@ -31,7 +31,7 @@ from graphpasses.simulate import (
 FORTH, BACK = (0, 1, 2, 3, 4, 5, 6, 7), (0, 7, 6, 5, 4, 3, 2, 1)
 SHAPES = {"embed": (8, 8000), "w": (8, 27_000), "norm": (8,)}
 RING: dict[str, Any] = {"algorithm": "ring", "protocol": "simple"}
-MOVED = (3, 1, 2, 0, 4, 6, 5, 7)
+MOVED = (3, 0, 2, 1, 4, 6, 7, 5)  # and not back by itself
 
 
 def log_of(rings: Sequence[Ring], *lines: str, version: str = "2.30.3") -> str:
