@@ -12,7 +12,7 @@ from tyro.extras import SubcommandApp
 
 from graphpasses.commands.compare import compare
 from graphpasses.commands.exit_codes import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, EXIT_TROUBLE
-from graphpasses.commands.layout import diff, show
+from graphpasses.commands.layout import diff, drift, show
 from graphpasses.commands.locate import locate
 from graphpasses.commands.parity import parity
 from graphpasses.commands.passes import passes
@@ -24,6 +24,7 @@ from graphpasses.terminal import has_no_reader
 layout = SubcommandApp()
 layout.command(show)
 layout.command(diff)
+layout.command(drift)
 
 app = SubcommandApp()
 app.command(parity)

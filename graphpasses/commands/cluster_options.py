@@ -70,7 +70,6 @@ class ClusterOptions:
         from graphpasses.simulate import (
             Hardware,
             Topology,
-            parse_nccl_log,
             topology_from_log,
             with_environment,
         )
@@ -80,7 +79,13 @@ class ClusterOptions:
             return {name: value for name in names if (value := getattr(self, name)) is not None}
 
         given = given_of("gpus_per_node", "mode", "num_channels", "algorithm", "protocol")
-        ranks = self.ranks or num_ranks
+        ranks, text = self.ranks or num_ranks, ""
+        if self.nccl_log is not None:
+            if clash := sorted(given.keys() & {"mode", "num_channels"}):
+                raise TopologyError(
+                    f"a log gives the rings and channels; leave --{clash[0].replace('_', '-')} out"
+                )
+            ranks, text = self._read_log()
         options: dict[str, Any] = {
             "gpus_per_node": math.gcd(8, ranks),
             **known_fields(run, num_ranks),
@@ -93,22 +98,30 @@ class ClusterOptions:
             raise TopologyError(f"--env does not know {unknown[0]}; it knows {', '.join(sorted(VARIABLES))}")
         if self.nccl_log is None:
             return with_environment(Topology(ranks, **options), variables)
-        if clash := sorted(given.keys() & {"mode", "num_channels"}):
-            raise TopologyError(
-                f"--nccl-log gives the rings and channels; leave --{clash[0].replace('_', '-')} out"
+        kept = {name: options[name] for name in ("algorithm", "protocol") if name in options}
+        try:
+            topology = topology_from_log(
+                text, gpus_per_node=options["gpus_per_node"], hardware=options["hardware"], **kept
             )
+        except TopologyError as error:
+            raise TopologyError(f"'{self.nccl_log}': {error}") from None
+        return with_environment(topology, variables)
+
+    def _read_log(self) -> tuple[int, str]:
+        """Returns how many ranks the log has, and its text."""
+        from graphpasses.simulate import parse_nccl_log
+
+        assert self.nccl_log is not None
         try:
             text = self.nccl_log.read_text(errors="replace")
+            num_ranks = len(parse_nccl_log(text)[0])
         except OSError as error:
             raise TopologyError(f"cannot read '{self.nccl_log}': {error.strerror}") from None
-        num_in_log = len(parse_nccl_log(text)[0])
-        if self.ranks not in (None, num_in_log):
-            raise TopologyError(f"the log has {num_in_log} ranks, --ranks says {self.ranks}")
-        kept = {name: options[name] for name in ("algorithm", "protocol") if name in options}
-        topology = topology_from_log(
-            text, gpus_per_node=options["gpus_per_node"], hardware=options["hardware"], **kept
-        )
-        return with_environment(topology, variables)
+        except TopologyError as error:
+            raise TopologyError(f"'{self.nccl_log}': {error}") from None
+        if self.ranks not in (None, num_ranks):
+            raise TopologyError(f"'{self.nccl_log}' has {num_ranks} ranks, --ranks says {self.ranks}")
+        return num_ranks, text
 
 
 def known_fields(run: object, num_ranks: int) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import json as jsonlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
-from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_OK
+from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_OF, EXIT_OK
 from graphpasses.errors import RunFileError, TopologyError
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graphpasses.html_report.scale import ScaleTable
     from graphpasses.parity.run_file import Run
     from graphpasses.scale import Speeds
+    from graphpasses.simulate import Drift, TopologyDiff
 
 _SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -71,27 +72,33 @@ def show(
 
 def diff(
     run_a: Annotated[Path, Positional, arg(metavar="RUN_A")],
-    run_b: Annotated[Path, Positional, arg(metavar="RUN_B")],
+    run_b: Annotated[Path | None, Positional, arg(metavar="RUN_B")] = None,
     /,
     *,
+    log: Annotated[tuple[Path, ...], UseAppendAction] = (),
     cluster: Annotated[ClusterOptions, arg(name="")] = DEFAULT_CLUSTER,
     sweep: bool = False,
     json: bool = False,
 ) -> int:
-    """Show which gradients two layouts would add in another order on a cluster, without running anything.
+    """Show which gradients two layouts, or one on two clusters, would add in another order, without running anything.
 
     Lists the parameters whose elements change rings, how many elements do, and their places. With --sweep, also the
     numbers of ranks and channels at which the two layouts could differ at all. Where nothing is found, both layouts
     reduce to the same bits. Where something is found, the bits may differ. With --algorithm auto it also tells in
     which buckets a PREMUL_SUM of eager's would take another algorithm than the second run's SUM.
 
-    Exit codes: 0 no element would be added in another order, 1 some would, 2 the layouts cannot be compared.
+    With --log A --log B and one run it says instead which gradients keep their bits from one allocation or NCCL to
+    another, and which order of ranks restores the others. Both logs must be of the run's number of ranks.
+
+    Exit codes: 0 no element would be added in another order, 1 some would, 2 the layouts cannot be compared or, with
+    logs, the order of some is unknown.
 
     Example: graphpasses layout diff eager.jsonl compiled.jsonl --ranks 4 --gpus-per-node 2
 
     Args:
         run_a: A run that was recorded with layouts=, e.g. eager's.
-        run_b: Another one.
+        run_b: Another one; none with --log.
+        log: Output of a run with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING; give two.
         cluster: The cluster.
         sweep: Look at 8 to 1024 ranks and 1 to 32 channels.
         json: Print one JSON object instead of text.
@@ -101,6 +108,12 @@ def diff(
     from graphpasses.simulate import sweep as sweep_settings
     from graphpasses.terminal import add_row, make_console, plain_table
 
+    if log:
+        if run_b is not None or len(log) != 2 or sweep or cluster.nccl_log is not None:
+            raise TopologyError("two logs compare one run on two clusters: layout diff --log A --log B RUN")
+        return _diff_logs(run_a, log, cluster, json)
+    if run_b is None:
+        raise TopologyError("give two runs, or two logs: layout diff --log A --log B RUN")
     (first, a), (_, b) = _read(run_a), _read(run_b)
     header = first.header
     topology = cluster.topology(header.topology, header.world_size)
@@ -141,6 +154,88 @@ def diff(
                 )
             console.print("added in another order:", table)
     return EXIT_DIFFERENT if prediction or any(each.num_bytes for each in settings) else EXIT_EQUAL
+
+
+def _diff_logs(path: Path, logs: tuple[Path, ...], cluster: ClusterOptions, json: bool) -> int:
+    from graphpasses.simulate import diff_topologies
+
+    run, layout = _read(path)
+    num_ranks, topologies = run.header.world_size, []
+    for log in logs:
+        algorithm, protocol = cluster.algorithm or "auto", cluster.protocol or "auto"
+        of_log = dataclasses.replace(cluster, nccl_log=log, algorithm=algorithm, protocol=protocol)
+        topology = of_log.topology()
+        if topology.hardware.nccl_version is None:
+            raise TopologyError(
+                f"'{log}' has no line \"NCCL version 2…\", which decides how buckets are split; give --nccl-version"
+            )
+        topologies.append(topology)
+    sizes = [topology.num_ranks for topology in topologies]
+    if sizes != [num_ranks] * 2:
+        raise TopologyError(
+            f"'{path}' has {num_ranks} ranks, '{logs[0]}' {sizes[0]} and '{logs[1]}' {sizes[1]}; logs of its size "
+            "are needed"
+        )
+    found = diff_topologies(layout, *topologies)
+    heads = (
+        f"{name}: {log}, NCCL {topology.hardware.nccl_version}, {topology.num_channels} channels"
+        for name, log, topology in zip("AB", logs, topologies, strict=True)
+    )
+    return _print_bits(heads, found, json)
+
+
+def drift(
+    run: Annotated[Path, Positional, arg(metavar="RUN")],
+    /,
+    *,
+    mesh: tuple[str, ...],
+    cluster: Annotated[ClusterOptions, arg(name="")] = DEFAULT_CLUSTER,
+    json: bool = False,
+) -> int:
+    """Show which replicated gradients may get other bits on some of their holders than on others, without running.
+
+    Where several groups reduce one gradient side by side, each for its own holders, replicas drift apart if the
+    groups' rings differ: FSDP of each tensor-parallel rank, or two all-reduces, one along each axis of the mesh.
+    Along an axis over which no bucket reduces all parameters count as replicated; what tensor parallelism shards has
+    one holder there, whatever is shown of it (in Python, find_drift(…, model=model) knows).
+
+    Exit codes: 0 all holders get the same bits, 1 some may differ, 2 some are unknown, or the mesh is not the run's.
+
+    Example: graphpasses layout drift eager.jsonl --mesh dp=2 tp=2 --gpus-per-node 2
+
+    Args:
+        run: A run that was recorded with layouts=.
+        mesh: Names and sizes of the mesh's dims; ranks are numbered row by row, as by init_device_mesh.
+        cluster: The cluster.
+        json: Print one JSON object instead of a table.
+    """
+    from graphpasses.simulate import find_drift
+
+    recorded, layout = _read(run)
+    axes = dict(each.partition("=")[::2] for each in mesh)
+    if wrong := [name for name, size in axes.items() if not name or not size.isdigit() or int(size) < 1]:
+        raise TopologyError(f"--mesh has {wrong[0]!r} without a size; write it as in --mesh dp=8 tp=5")
+    topology = cluster.topology(recorded.header.topology, recorded.header.world_size)
+    found = find_drift(layout, topology, {name: int(size) for name, size in axes.items()})
+    where = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings"
+    return _print_bits([f"on {where}, {topology.num_channels} channels:"], found, json)
+
+
+def _print_bits(heads: Iterable[str], found: TopologyDiff | Drift, json: bool) -> int:
+    """Prints what was found of gradients' bits; returns the exit code."""
+    from graphpasses.terminal import add_row, make_console, plain_table
+
+    if json:
+        print(jsonlib.dumps({**dataclasses.asdict(found), "outcome": found.outcome}))
+        return EXIT_OF[found.outcome]
+    head, *rows = found.rows()
+    console, table = make_console(), plain_table(*head)
+    for row in rows:
+        add_row(table, *row)
+    console.print("\n".join(heads), markup=False)
+    console.print(table)
+    console.print("\n".join(filter(None, (found.verdict, found.remedy))), markup=False)
+    return EXIT_OF[found.outcome]
 
 
 def _show_scale(path: Path, speeds_file: Path | None, json: bool) -> int:

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from graphpasses.simulate import Choice
-    from graphpasses.simulate.trees import Order
 
 
 def simulate(
@@ -49,6 +48,7 @@ def simulate(
     from graphpasses.errors import TopologyError, UnsupportedError
     from graphpasses.fsdp.layout import dtype_bytes
     from graphpasses.simulate import ReductionPart, choose, reduction_parts
+    from graphpasses.simulate.trees import show_order
     from graphpasses.terminal import add_row, make_console, plain_table
 
     topology = cluster.topology()
@@ -84,15 +84,10 @@ def simulate(
         return EXIT_OK
     table = plain_table("channel", "first element", "elements", "order of addition")
     for part in parts:
-        order = _show(part.order)
+        order = show_order(part.order)
         add_row(table, str(part.channel), f"{part.start:,}", f"{part.stop - part.start:,}", order)
     console.print(table)
     return EXIT_OK
-
-
-def _show(order: Order) -> str:
-    """Ranks in order; sums that are added as a whole are in parentheses."""
-    return " ".join(str(each) if isinstance(each, int) else f"({_show(each)})" for each in order)
 
 
 def _show_choice(console: Console, choice: Choice, op: str) -> None:

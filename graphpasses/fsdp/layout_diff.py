@@ -35,6 +35,11 @@ class Place:
         """Bytes of one element on the wire."""
         return dtype_bytes(self.dtype)
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of a rank's whole part of the bucket."""
+        return self.num_bytes // self.itemsize
+
     def what_decides_bits(self) -> Place:
         """Returns what of the place decides bits: of a sum in a tree not where it lies, and in which bucket."""
         return replace(self, offset=0, num_bytes=0, members="") if is_tree_op(self.op) else self

@@ -16,6 +16,9 @@ from graphpasses.simulate.cluster import step_for_rank as step_for_rank
 from graphpasses.simulate.collectives import reduce_parts as reduce_parts
 from graphpasses.simulate.collectives import simulate_all_reduce as simulate_all_reduce
 from graphpasses.simulate.collectives import simulate_reduce_scatter as simulate_reduce_scatter
+from graphpasses.simulate.drift import Drift as Drift
+from graphpasses.simulate.drift import Replicas as Replicas
+from graphpasses.simulate.drift import find_drift as find_drift
 from graphpasses.simulate.environment import parse_selection as parse_selection
 from graphpasses.simulate.environment import with_environment as with_environment
 from graphpasses.simulate.hardware import Hardware as Hardware
@@ -26,7 +29,6 @@ from graphpasses.simulate.nccl import Collective as Collective
 from graphpasses.simulate.nccl import ReductionPart as ReductionPart
 from graphpasses.simulate.nccl import channel_parts as channel_parts
 from graphpasses.simulate.nccl import num_channels as num_channels
-from graphpasses.simulate.nccl import order_of as order_of
 from graphpasses.simulate.nccl import reduction_parts as reduction_parts
 from graphpasses.simulate.prediction import OtherAlgorithm as OtherAlgorithm
 from graphpasses.simulate.prediction import Prediction as Prediction
@@ -45,6 +47,9 @@ from graphpasses.simulate.rings import Topology as Topology
 from graphpasses.simulate.rings import Tree as Tree
 from graphpasses.simulate.rings import default_topology as default_topology
 from graphpasses.simulate.rings import rings as rings
+from graphpasses.simulate.topology_diff import GradientBits as GradientBits
+from graphpasses.simulate.topology_diff import TopologyDiff as TopologyDiff
+from graphpasses.simulate.topology_diff import diff_topologies as diff_topologies
 from graphpasses.simulate.trees import tree_order as tree_order
 from graphpasses.simulate.trees import trees as trees
 from graphpasses.simulate.tuning_log import TuningLog as TuningLog

@@ -15,6 +15,8 @@ _NOT_PLAYED = {
     "nvls": "NVSwitches add, in an order of their own",
     "nvls_tree": "NVSwitches add, in an order of their own",
     "pat": "its order of additions is not modelled",
+    "collnet_direct": "switches of the network add, in an order of their own",
+    "collnet_chain": "switches of the network add, in an order of their own",
 }
 
 
@@ -77,13 +79,14 @@ def choose(
             f"NCCL_PROTO={topology.hardware.protocols!r}. Allow the ring, as in NCCL_ALGO=ring"
         )
     best = min(times, key=lambda each: each[2])  # of equal ones the first, as NCCL does
-    assumed = topology.hardware.assumed
+    # Where the environment leaves one, nothing of the hardware matters.
+    assumed = topology.hardware.assumed if len(times) > 1 else ()
     if log is not None and log.costs(collective):
         rest = tuple(
             each for each in assumed if each.split()[0] in ("nccl_version", "compute_capability", "nvls")
         )
         return Choice(best[0], best[1], "the log's latencies and bandwidths, which it rounds", times, rest)
-    if topology.num_search_rings is None:
+    if assumed and topology.num_search_rings is None:
         assumed += (f"num_search_rings {search_channels(topology)}",)
     return Choice(best[0], best[1], "the model", times, assumed)
 

@@ -114,7 +114,10 @@ class Hardware:
         """Returns the hardware whose ``dataclasses.asdict`` a run file has; raises TypeError for an unknown field."""
         log = values.get("log")
         if log is not None:
-            log = TuningLog(tuple(map(tuple, log["table"])), tuple(map(tuple, log["choices"])))
+            table, choices, channels = (
+                tuple(map(tuple, log.get(name, ()))) for name in ("table", "choices", "channels")
+            )
+            log = TuningLog(table, choices, channels, log.get("plugin", ""))
         return cls(**{**values, "log": log})
 
     def at_least(self, *version: int) -> bool:

@@ -19,6 +19,10 @@ _CHANNEL_LINE = re.compile(r"Channel (\d+)/(\d+) *:((?: +\d+)+)[ \r]*$", re.MULT
 _TREES_LINE = re.compile(r"Trees((?: \[\d+\] -?\d+/-?\d+/-?\d+->\d+->-?\d+)+)")
 _TREE = re.compile(r"\[(\d+)\] (-?\d+)/(-?\d+)/(-?\d+)->(\d+)->(-?\d+)")
 
+_VERSION = re.compile(r"NCCL version (\d+\.\d+\.\d+)")
+_SETTING = re.compile(r"(NCCL_\w+) set by environment to ([^\s.]+)")
+_NOT_MODELLED = re.compile(r"NCCL_(LL_|LL128_)?BUFFSIZE|NCCL_(LL128_)?NTHREADS|NCCL_THREAD_THRESHOLDS")
+
 
 def parse_nccl_log(text: str) -> tuple[Ring, ...]:
     """Reads the rings of one communicator from a log.
@@ -108,7 +112,7 @@ def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topol
     """Takes rings, trees, the number of channels and, if it has them, NCCL's choices from one communicator's log.
 
     Args:
-        text: output of a run with ``NCCL_DEBUG=INFO``.
+        text: output of a run with ``NCCL_DEBUG=INFO``. NCCL's version, ``NCCL_ALGO`` and ``NCCL_PROTO`` are its, too.
         gpus_per_node: ranks on each node.
         options: other fields of :class:`Topology`, e.g. ``protocol="ll128"``.
 
@@ -117,7 +121,8 @@ def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topol
         ``NCCL_DEBUG_SUBSYS=TUNING`` become ``hardware.log``.
 
     Raises:
-        TopologyError: the log holds no rings, or rings that contradict each other.
+        TopologyError: the log holds no rings, or rings that contradict each other, two versions of NCCL or one that
+            is not modelled, or settings that change chunks.
 
     Example:
         >>> topology_from_log("Channel 00/01 : 0 2 1 3", gpus_per_node=2).explicit_rings
@@ -127,6 +132,20 @@ def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topol
     hardware = options.pop("hardware", UNKNOWN_HARDWARE)
     if (log := parse_tuning_log(text)) is not None:
         hardware = replace(hardware, log=log)
+    settings = dict(_SETTING.findall(text))
+    if unknown := sorted(filter(_NOT_MODELLED.fullmatch, settings)):
+        raise TopologyError(f"the log's run has {unknown[0]} set, which changes chunks and is not modelled")
+    versions = sorted(set(_VERSION.findall(text)))
+    if len(versions) > 1:
+        raise TopologyError(
+            f"the log is of several versions of NCCL, {' and '.join(versions)}; give one run's"
+        )
+    hardware = replace(
+        hardware,
+        nccl_version=versions[0] if versions else hardware.nccl_version,
+        algorithms=settings.get("NCCL_ALGO", hardware.algorithms),
+        protocols=settings.get("NCCL_PROTO", hardware.protocols),
+    )
     return Topology(
         num_ranks=len(found[0]),
         gpus_per_node=gpus_per_node,

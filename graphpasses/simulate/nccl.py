@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.choice import played
 from graphpasses.simulate.cost_model import search_channels
@@ -165,34 +162,6 @@ def reduction_parts(
         else:
             parts.append(ReductionPart(part.start, part.stop, channel, _order_ending_at(ring, destination)))
     return tuple(parts)
-
-
-def order_of(
-    topology: Topology,
-    collective: Collective,
-    count: int,
-    element_size: int,
-    elements: Tensor | None = None,
-    op: str = "avg",
-) -> Tensor:
-    """Returns a number per element; elements with equal numbers are added in the same order.
-
-    Moving an element between places with equal numbers changes no bit of it. Numbers can be compared between two
-    layouts of the same ``count``; they begin at 0, in the order of first use. ``elements``, int64, are places in the
-    shard or buffer; None for all, in order. The result has their shape.
-
-    Example:
-        >>> elements = torch.tensor([0, 8192, 19999])
-        >>> order_of(Topology(4, gpus_per_node=2), "reduce_scatter", 20000, 2, elements)
-        tensor([0, 1, 0])
-
-    Source: see :func:`reduction_parts`.
-    """
-    parts = reduction_parts(topology, collective, count, element_size, op=op)
-    numbers: dict[Order, int] = {}
-    values = torch.tensor([numbers.setdefault(part.order, len(numbers)) for part in parts], dtype=torch.int64)
-    stops = torch.tensor([part.stop for part in parts], dtype=torch.int64)
-    return values[torch.bucketize(torch.arange(count) if elements is None else elements, stops, right=True)]
 
 
 def _is_slow(topology: Topology) -> bool:

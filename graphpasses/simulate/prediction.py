@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 
 from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size, dtype_bytes
 from graphpasses.fsdp.layout_diff import Move, Place, diff_layouts
 from graphpasses.simulate.choice import Choice, choose
-from graphpasses.simulate.nccl import reduction_parts
+from graphpasses.simulate.orders import aligned_runs, is_free, place_choice, place_runs
 from graphpasses.simulate.rings import Topology
-from graphpasses.simulate.trees import Order
 from graphpasses.text import aligned
 
 _MAX_ROWS = 20
@@ -29,7 +25,7 @@ class Reordered(Move):
     @property
     def num_elements(self) -> int:
         """Elements that change, on all ranks of one process group."""
-        return sum(stop - start for start, stop in self.stretches) * _num_parts(self._some_place)
+        return sum(stop - start for start, stop in self.stretches) * num_parts(self._some_place)
 
     @property
     def num_bytes(self) -> int:
@@ -39,7 +35,7 @@ class Reordered(Move):
     @property
     def num_elements_in_all(self) -> int:
         """Elements of the gradient, padding included."""
-        return self._some_place.padded_numel * _num_parts(self._some_place)
+        return self._some_place.padded_numel * num_parts(self._some_place)
 
     @property
     def _some_place(self) -> Place:
@@ -122,7 +118,7 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
     """
     found = (find_reordered(move, topology) for move in diff_layouts(a, b).moves)
     num_elements = sum(
-        entry.padded_numel * _num_parts(bucket) for bucket in a.buckets for entry in bucket.entries
+        entry.padded_numel * num_parts(bucket) for bucket in a.buckets for entry in bucket.entries
     )
     return Prediction(topology, tuple(filter(None, found)), num_elements)
 
@@ -184,7 +180,7 @@ def sweep(
             yield Setting(num_ranks, num_channels, prediction.num_bytes, len(prediction.reordered))
 
 
-def _num_parts(reduction: Place | BucketLayout) -> int:
+def num_parts(reduction: Place | BucketLayout) -> int:
     """How many ranks of a group have a part of their own; an all-reduce gives all of them the same."""
     return len(reduction.ranks) if reduction.collective == "reduce_scatter" else 1
 
@@ -208,10 +204,7 @@ def _other_algorithm(before: Place, after: Place, group: Topology) -> Iterator[s
     """Yields what to say if two reductions take different algorithms, or one whose order is not modelled."""
     if group.algorithm != "auto":
         return
-    choices = [
-        choose(group, place.collective, place.num_bytes // place.itemsize, place.itemsize, place.op)
-        for place in (before, after)
-    ]
+    choices = [place_choice(place, group) for place in (before, after)]
     names = [choice.algorithm for choice in choices]
     if names[0] != names[1]:
         yield f"{names[0]} → {names[1]}: {what_to_set(before.collective, choices[0])}"
@@ -222,24 +215,12 @@ def _other_algorithm(before: Place, after: Place, group: Topology) -> Iterator[s
 def _reordered(before: Place, after: Place, topology: Topology) -> Iterator[tuple[int, int]]:
     """Yields the stretches of a rank's part of a gradient that are added in another order."""
     group = topology.restrict(before.ranks)
-    has_one_order = len(before.ranks) == 2 and before.op == "sum"  # a + b is b + a
-    runs = [_runs(place, group) for place in (before, after)]
-    bounds = sorted({bound for run in runs for start, stop, _ in run for bound in (start, stop)})
-    for start, stop in itertools.pairwise(bounds):
-        one, other = (run[bisect_right(run, start, key=itemgetter(0)) - 1][2] for run in runs)
-        if one != other and not has_one_order:
+    if is_free(before):
+        return
+    runs = [place_runs(place, group) for place in (before, after)]
+    for start, stop, (one, other) in aligned_runs(*runs):
+        if one != other:
             yield start, stop
-
-
-def _runs(place: Place, group: Topology) -> list[tuple[int, int, Order]]:
-    """Returns (start, stop, order) of the elements of a gradient, counted from its first."""
-    count, first = place.num_bytes // place.itemsize, place.offset // place.itemsize
-    parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
-    runs = ((part.start - first, part.stop - first, part.order) for part in parts)
-    last = place.padded_numel
-    return [
-        (max(start, 0), min(stop, last), order) for start, stop, order in runs if start < last and stop > 0
-    ]
 
 
 def _merged(stretches: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

@@ -114,6 +114,17 @@ class Topology:
         """Nodes that the ranks fill."""
         return self.num_ranks // self.gpus_per_node
 
+    def knows(self, ranks: Sequence[int]) -> bool:
+        """Whether :meth:`restrict` has these ranks' rings, and does not guess.
+
+        Example:
+            >>> Topology(8, gpus_per_node=4).knows([0, 1, 4, 5]), Topology(8, gpus_per_node=4).knows([0, 1, 4])
+            (True, False)
+        """
+        nodes = [rank // self.gpus_per_node for rank in ranks]
+        is_even = self.mode != "explicit" and _fills_nodes(nodes, len(nodes) // len(set(nodes)))
+        return is_even or tuple(ranks) == tuple(range(self.num_ranks))
+
     def restrict(self, ranks: Sequence[int]) -> Topology:
         """Returns the topology of a communicator that holds some of the ranks.
 
@@ -222,7 +233,7 @@ def _gpus_of_node(topology: Topology, index: int, node: int) -> list[int]:
 
 def _reaches_all(tree: Tree) -> bool:
     """Whether all ranks hang from the one that is nobody's child."""
-    level = [rank for rank in range(len(tree)) if not any(rank in each for each in tree)]
+    level = [*{*range(len(tree))}.difference(*tree)]
     num_found = len(level)
     while level:
         level = [child for rank in level for child in tree[rank]]

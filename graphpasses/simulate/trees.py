@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from graphpasses.errors import UnsupportedError
@@ -64,6 +65,20 @@ def tree_order(tree: Tree) -> Order:
     """
     children = {child for each in tree for child in each}
     return _order_below(tree, next(rank for rank in range(len(tree)) if rank not in children))
+
+
+def show_order(order: Order, names: Sequence[int] | None = None, limit: int | None = None) -> str:
+    """Returns ranks, or their ``names``, in order; sums that are added as a whole are in parentheses.
+
+    Example:
+        >>> show_order((1, 0, (3, 2))), show_order((1, 0, 2), names=(10, 20, 30), limit=2)
+        ('1 0 (3 2)', '20 10 …')
+    """
+    shown = [
+        str(names[each] if names else each) if isinstance(each, int) else f"({show_order(each, names)})"
+        for each in order[:limit]
+    ]
+    return " ".join(shown if len(shown) == len(order) else [*shown, "…"])
 
 
 def _order_below(tree: Tree, rank: int) -> Order:

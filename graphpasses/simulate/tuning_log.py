@@ -16,8 +16,10 @@ _HEAD = re.compile(r"Algorithm +\|(.*)\|")
 _ROW = re.compile(r"\b(Reduce|ReduceScatter|AllReduce) \|((?: *[\d.]+/ *[\d.]+ \|)+)")
 _CELL = re.compile(r"([\d.]+)/ *([\d.]+) \|")
 # NCCL 2.23 prints numbers and bytes of the larger buffer, later ones names and bytes of one rank's part.
+_PLUGIN = re.compile(r"TUNER/Plugin: Using (?:tuner plugin )?(?!internal)(\S+)")
 _CHOICE = re.compile(
-    r"\b(Reduce|ReduceScatter|AllReduce): (\d+) Bytes -> Algo (\w+) proto (\w+)( time| channel\{Lo\.\.Hi\})"
+    r"\b(Reduce|ReduceScatter|AllReduce): (\d+) Bytes -> Algo (\w+) proto (\w+)"
+    r"( time| channel\{Lo\.\.Hi\}(?:=\{(\d+)\.\.(\d+)\})?)"
 )
 
 
@@ -30,6 +32,9 @@ class TuningLog:
     table: tuple[tuple[str, str, str, float, float], ...]
     # Collective, bytes, whether they are those of the larger buffer, algorithm and protocol.
     choices: tuple[tuple[str, int, bool, str, str], ...]
+    # Collective, bytes, first and last channel of what ran; 2.23 does not print them.
+    channels: tuple[tuple[str, int, int, int], ...] = ()
+    plugin: str = ""  # a tuner plugin, which can choose otherwise than NCCL; "" if there is none
 
     def costs(self, collective: str) -> dict[tuple[str, str], tuple[float, float]]:
         """Returns latency and bandwidth by algorithm and protocol; {} if the log has no table."""
@@ -45,12 +50,20 @@ class TuningLog:
                 return algorithm, protocol
         return None
 
+    def contradicts(self, num_channels: int, collective: str, num_bytes: int) -> str:
+        """Says why a size may not have had the first ``num_channels`` channels; "" if nothing speaks against it."""
+        seen = {each[2:] for each in self.channels if each[:2] == (collective, num_bytes)}
+        if seen - {(0, num_channels - 1)}:
+            return f"NCCL took other channels than the {num_channels} that the model has"
+        return f"the tuner plugin {self.plugin} may choose other channels" if self.plugin and not seen else ""
+
 
 def parse_tuning_log(text: str) -> TuningLog | None:
     """Reads NCCL's table of costs, and what it took for which size.
 
     ``text`` is the output of a run with ``NCCL_DEBUG=INFO`` and ``TUNING`` among the ``NCCL_DEBUG_SUBSYS``; of the
-    table one communicator's. Repeated lines are allowed if they agree. None if the text has neither.
+    table one communicator's. Repeated lines are allowed if they agree. None if the text has neither, and no tuner
+    plugin.
 
     Raises:
         TopologyError: two tables that contradict each other, or two choices for one size: lines do not name the
@@ -66,6 +79,7 @@ def parse_tuning_log(text: str) -> TuningLog | None:
     """
     table: dict[tuple[str, str, str], tuple[float, float]] = {}
     choices: dict[tuple[str, int, bool], tuple[str, str]] = {}
+    channels: dict[tuple[str, int, int, int], None] = {}
     algorithms: list[str] = []
     for line in text.splitlines():
         if head := _HEAD.search(line):
@@ -80,7 +94,9 @@ def parse_tuning_log(text: str) -> TuningLog | None:
                         "keep the lines of one communicator"
                     )
         elif found := _CHOICE.search(line):
-            function, size, algorithm, protocol, rest = found.groups()
+            function, size, algorithm, protocol, rest, low, high = found.groups()
+            if low is not None:
+                channels[_FUNCTIONS[function], int(size), int(low), int(high)] = None
             if rest == " time":
                 algorithm, protocol = ALGORITHMS[int(algorithm)], PROTOCOLS[int(protocol)]
             taken = algorithm.lower(), protocol.lower()
@@ -90,11 +106,14 @@ def parse_tuning_log(text: str) -> TuningLog | None:
                     f"the log has two choices for {_FUNCTIONS[function]} of {size} bytes, {' '.join(seen)} and "
                     f"{' '.join(taken)}; keep the lines of one communicator and one reduction"
                 )
-    if not table and not choices:
+    plugin = _PLUGIN.search(text)
+    if not table and not choices and plugin is None:
         return None
     return TuningLog(
         tuple((*key, *value) for key, value in table.items()),
         tuple((*key, *value) for key, value in choices.items()),
+        tuple(channels),
+        "" if plugin is None else plugin[1],
     )
 
 

@@ -13,7 +13,17 @@ from graphpasses.commands import app
 from graphpasses.fsdp import Layout, make_bucket_layout
 from graphpasses.parity.run_file import RunHeader, StepRecord, end_line, header_line, step_line
 
-COMMANDS = ("parity", "compare", "locate", "layout show", "layout diff", "simulate", "passes", "report")
+COMMANDS = (
+    "parity",
+    "compare",
+    "locate",
+    "layout show",
+    "layout diff",
+    "layout drift",
+    "simulate",
+    "passes",
+    "report",
+)
 
 
 TASK = """

@@ -107,6 +107,83 @@ def test_rings_of_a_log(runs: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
     assert app.main(["layout", "diff", *runs, "--nccl-log", str(log)]) == 0
 
 
+VERSION = "NCCL version 2.30.3+cuda12.9\n"
+TAKEN = "ReduceScatter: 6466 Bytes -> Algo {} proto LL channel{{Lo..Hi}}={{0..0}}\n"
+FORTH = tuple(range(16))
+SWAPPED = (0, 2, 1, *range(3, 16))
+
+
+def write_log(path: Path, ring: Iterable[int], text: str = VERSION + TAKEN.format("RING")) -> str:
+    ranks = " ".join(map(str, ring))
+    path.write_text("".join(f"Channel 0{channel}/02 : {ranks}\n" for channel in range(2)) + text)
+    return str(path)
+
+
+def test_two_logs(runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = (write_log(tmp_path / f"{name}.log", ring) for name, ring in (("a", FORTH), ("b", SWAPPED)))
+    assert app.main(["layout", "diff", "--log", a, "--log", b, runs[0]]) == 1
+    first, second, head, w, *_, verdict, remedy = capsys.readouterr().out.splitlines()
+    assert (first, second) == (f"A: {a}, NCCL 2.30.3, 2 channels", f"B: {b}, NCCL 2.30.3, 2 channels")
+    assert head.split() == ["gradient", "bits", "elements", "of", "why"]
+    assert w.split()[:5] == ["w", "may", "differ", "51,200", "51,200"]
+    assert w.endswith("A: ring ll, 1 channel, 1 2 3 4 5 6 7 8 …; B: ring ll, 1 channel, 2 1 3 4 5 6 7 8 …")
+    assert verdict == "gradients: 0 with the same bits, 3 may differ, 0 unknown"
+    assert " have in B's log ranks 0 2 1 3 4 " in remedy
+    assert app.main(["layout", "diff", "--log", a, "--log", a, runs[0], "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["outcome"], found["gradients"][0]["bits"]) == ("equal", "same bits")
+    other = write_log(tmp_path / "b.log", FORTH, VERSION + TAKEN.format("NVLS"))
+    assert app.main(["layout", "diff", "--log", a, "--log", other, runs[0]]) == 2
+    assert "B: NCCL takes NVLS for reduce_scatter (avg)" in capsys.readouterr().out
+    assert app.main(["layout", "diff", "--log", a, "--log", other, runs[0], "--algorithm", "ring"]) == 2
+    out = capsys.readouterr().out
+    assert "B: what NCCL takes for reduce_scatter of 6,466 bytes is in no log" in out
+
+
+@pytest.mark.parametrize(
+    ("ring", "text", "message"),
+    [
+        ((), VERSION, 'no line "Channel cc/NN : 0 1 2 ..." in the log; it is printed by rank 0'),
+        (range(4), VERSION, "'a.jsonl' has 16 ranks, 'a.log' 16 and 'b.log' 4; logs of its size are needed"),
+        (FORTH, "", "'b.log' has no line \"NCCL version 2…\", which decides how buckets are split"),
+        (
+            FORTH,
+            "NCCL version 2.18.1+cuda12.1",
+            "'b.log': nccl_version is \"2.18.1\"; choices are modelled for",
+        ),
+        (FORTH, None, "cannot read 'b.log': No such file or directory"),
+    ],
+)
+def test_logs_that_do_not_fit(
+    ring: Iterable[int],
+    text: str | None,
+    message: str,
+    runs: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_log(tmp_path / "a.log", FORTH)
+    if text is not None:
+        write_log(tmp_path / "b.log", ring, text)
+    assert app.main(["layout", "diff", "--log", "a.log", "--log", "b.log", "a.jsonl"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "more", [[], ["--log", "b.log", "b.jsonl"], ["--log", "b.log", "--nccl-log", "b.log"]]
+)
+def test_one_log_or_two_runs(
+    more: list[str], runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert app.main(["layout", "diff", "--log", "a.log", runs[0], *more]) == 2
+    message = "two logs compare one run on two clusters: layout diff --log A --log B RUN"
+    assert capsys.readouterr().err == f"graphpasses: {message}\n"
+    assert app.main(["layout", "diff", runs[0]]) == 2
+    assert "give two runs, or two logs" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -116,7 +193,7 @@ def test_rings_of_a_log(runs: tuple[str, str], tmp_path: Path, capsys: pytest.Ca
         ),
         (["--num-channels", "0"], "num_channels is 0; it must be at least 1"),
         (["--nccl-log", "no.log"], "cannot read 'no.log': No such file or directory"),
-        (["--nccl-log", "x", "--mode", "rail"], "--nccl-log gives the rings and channels; leave --mode out"),
+        (["--nccl-log", "x", "--mode", "rail"], "a log gives the rings and channels; leave --mode out"),
     ],
 )
 def test_impossible_clusters(
@@ -135,7 +212,7 @@ def test_a_log_of_other_rings(
     assert "channel 00 of the log is [0, 1, 1, 3], not a permutation" in capsys.readouterr().err
     log.write_text("Channel 00/01 : 0 1 2 3\n")
     assert app.main(["layout", "diff", *runs, "--nccl-log", str(log), "--ranks", "16"]) == 2
-    assert capsys.readouterr().err == "graphpasses: the log has 4 ranks, --ranks says 16\n"
+    assert capsys.readouterr().err == f"graphpasses: '{log}' has 4 ranks, --ranks says 16\n"
 
 
 def test_a_run_without_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +220,32 @@ def test_a_run_without_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert app.main(["layout", "show", path]) == 2
     assert capsys.readouterr().err.startswith(
         f"graphpasses: '{path}' has no bucket layouts; record it with Parity"
+    )
+
+
+def test_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    buckets = (
+        make_bucket_layout("all_reduce", ranks, "sum", torch.bfloat16, [("norm", (64,), 0)])
+        for ranks in (range(5), range(0, 40, 5))
+    )
+    run = tmp_path / "a.jsonl"
+    run.write_bytes(header_line(RunHeader("2.13.0", 40, layouts=Layout(tuple(buckets)))) + end_line(0))
+    options = ["layout", "drift", str(run), "--mesh", "outer=8", "inner=5"]
+    assert app.main(options) == 1
+    where, head, outer, inner, verdict = capsys.readouterr().out.splitlines()
+    assert where == "on 40 ranks on 5 nodes, rail rings, 16 channels:"
+    assert head.split() == ["gradient", "axis", "bits", "holders", "that", "may", "differ", "why"]
+    assert " ".join(outer.split()) == "norm outer same bits one all_reduce gives all of them one sum"
+    assert inner.startswith(
+        "norm      inner  may differ  0|1|2|3|4 and 7 more     all_reduce over outer adds 5 15 "
+    )
+    assert verdict == "gradients, along each axis: 1 with the same bits, 1 may differ, 0 unknown"
+    assert app.main([*options, "--gpus-per-node", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "equal"
+    assert app.main([*options, "--algorithm", "auto", "--protocol", "auto"]) == 2
+    assert app.main([*options[:-1], "inner"]) == 2
+    assert capsys.readouterr().err == (
+        "graphpasses: --mesh has 'inner' without a size; write it as in --mesh dp=8 tp=5\n"
     )
 
 

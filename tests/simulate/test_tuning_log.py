@@ -121,6 +121,12 @@ def test_a_run_file_keeps_a_log() -> None:
 
     from graphpasses.commands.cluster_options import known_fields
 
-    topology = topology_from_log(RINGS + table(COSTS), gpus_per_node=2, **AUTO)
+    lines = taken("AllReduce", 64, "RING", "LL") + f"{PREFIX}TUNER/Plugin: Using tuner plugin mine\n"
+    topology = topology_from_log(RINGS + table(COSTS) + lines, gpus_per_node=2, **AUTO)
+    assert topology.hardware.log is not None
+    assert (topology.hardware.log.channels, topology.hardware.log.plugin) == (
+        (("all_reduce", 64, 0, 1),),
+        "mine",
+    )
     fields = known_fields(json.loads(json.dumps(dataclasses.asdict(topology))), 4)
     assert Topology(4, **fields) == topology
