@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,35 @@ def merge_repeated_keys(
     return merged
 
 
+def merge_repeated_groups(
+    groups: Iterable[Mapping[str, Any]], canonical: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Returns the parameter groups of an optimizer's state_dict with each parameter's first name, once.
+
+    Raises where a parameter has other options under another name.
+    """
+    merged: dict[tuple[str, ...], dict[str, Any]] = {}
+    for group in groups:
+        names = tuple(sorted({_first_name(key, canonical) for key in group["params"]}))
+        made = {**group, "params": list(names)}
+        if merged.setdefault(names, made) != made:
+            raise CheckpointError(
+                f"the options of {names[0]!r} differ from those under another name of it. Delete those that are not "
+                "to be loaded"
+            )
+    return list(merged.values())
+
+
+def repeat_keys(state: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Returns a state_dict in which each tensor comes under all names; ``names`` has those of each module."""
+    repeated = dict(state)
+    for key, value in state.items():
+        module = max((name for name in names if key.startswith(f"{name}.")), key=len, default="")
+        for name in names.get(module, ()):
+            repeated[name + key.removeprefix(module)] = value
+    return repeated
+
+
 def _first_name(key: str, canonical: Mapping[str, str]) -> str:
     """Replaces second names of modules; what is in one may have a second name, too."""
     parts = key.split(".")
@@ -62,7 +91,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _local_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, Mapping):  # an optimizer's state of a parameter
+        for item in value.values():
+            yield from _local_tensors(item)
+    elif isinstance(value, ShardedTensor):
         yield from (shard.tensor for shard in value.local_shards())
     elif isinstance(value, DTensor):
         local: Any = value.to_local()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +20,17 @@ from torchrec.distributed.types import (
     ShardingEnv,
     ShardingPlan,
 )
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from graphpasses._torch.state_dict import groups_are_kept, module_versions
-from graphpasses.embedding.checkpoints import check_keys, check_shapes, keys_message, merge_repeated_keys
+from graphpasses.embedding.checkpoints import (
+    check_keys,
+    check_shapes,
+    keys_message,
+    merge_repeated_groups,
+    merge_repeated_keys,
+    repeat_keys,
+)
 from graphpasses.embedding.planner import fit_plan
 from graphpasses.embedding.planner import plan as make_plan
 from graphpasses.embedding.table_names import find_aliases, give_names, one_name_each
@@ -117,6 +126,18 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
                     ) from error
             raise
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name != "_dmp_wrapped_module" and name in self.module._modules:
+                raise AttributeError(
+                    f"{name!r} is an attribute of the model that DistributedModelParallel wraps: write "
+                    f".module.{name}. torch's get_model_state_dict and set_model_state_dict know no such wrapper: "
+                    "give model.state_dict() to torch.distributed.checkpoint"
+                ) from error
+            raise
+
     def init_data_parallel(self) -> None:
         """Wraps what is not sharded; does nothing when called again."""
         with one_name_each(self.module, _is_sharded):
@@ -192,6 +213,28 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
                 del versions[key]
         return state
 
+    def under_all_names(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what :meth:`state_dict` returned, under all names of its modules, as TorchRec saves and loads it.
+
+        TorchRec's ``DistributedModelParallel`` misses a module that does not come under each of its names. The state
+        of its fused optimizer has first names alone, as here.
+
+        Args:
+            state_dict: of this model.
+
+        Example, on all ranks::
+
+            model.under_all_names(model.state_dict())
+        """
+        modules = IdentityMap.of(self.module).modules
+        return repeat_keys(state_dict, {first: others for first, *others in modules if others})
+
+    def _init_optim(self, module: nn.Module) -> CombinedOptimizer:
+        return _FusedOptimizer(super()._init_optim(module).optimizers, self)
+
+    def _second_names(self) -> dict[str, str]:
+        return {alias.fqn: alias.canonical for alias in find_aliases(self.module, _is_sharded)}
+
     def load_state_dict(self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True) -> Any:
         """Loads what ``state_dict()`` of this or of TorchRec's DistributedModelParallel returned.
 
@@ -202,10 +245,9 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
             CheckpointError: keys are missing or unexpected (strict), names of one module have other tensors on any
                 rank, or a shape is wrong. The model is left as it was.
         """
-        canonical = {alias.fqn: alias.canonical for alias in find_aliases(self.module, _is_sharded)}
         given = merge_repeated_keys(
             {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)},
-            canonical,
+            self._second_names(),
             group=self._env.process_group,
         )
         expected = self.state_dict(keep_vars=True)
@@ -219,6 +261,24 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
             missing_keys=[prefix + key for key in missing],
             unexpected_keys=[prefix + key for key in unexpected],
         )
+
+
+class _FusedOptimizer(CombinedOptimizer):  # type: ignore[misc]
+    """TorchRec's, which loads the state of a module also from under several names."""
+
+    def __init__(self, optimizers: list[tuple[str, KeyedOptimizer]], model: DistributedModelParallel) -> None:
+        super().__init__(optimizers)
+        self._model = weakref.ref(model)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if (model := self._model()) is not None and (canonical := model._second_names()):
+            group = model._env.process_group
+            state_dict = {
+                **state_dict,
+                "state": merge_repeated_keys(state_dict["state"], canonical, group=group),
+                "param_groups": merge_repeated_groups(state_dict.get("param_groups", ()), canonical),
+            }
+        super().load_state_dict(state_dict)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from tests.helpers.recommenders import CPU, bags, same, sequences, state_of  # isort: skip
 from torchrec.distributed.model_parallel import DistributedModelParallel as TorchRecDMP
@@ -44,6 +46,7 @@ from tests.helpers.towers_on_ranks import (
     sharded,
     train,
     whole,
+    wrong,
 )
 
 
@@ -235,3 +238,70 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
     assert len(saved) == 6  # and a state of each table
     for restored in run_ranks(restore, 4, folder, "row-wise")[0]:
         assert restored == saved
+
+
+# ---- TorchRec's checkpoints -----------------------------------------------------------------------------
+
+
+def load(model: Any, state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Any:
+    model.load_state_dict(state)
+    model.fused_optimizer.load_state_dict(optimizer)
+    return model
+
+
+def to_torchrec_and_back(sharding: str) -> dict[str, Any]:
+    ours = sharded(two_parents, sharding)
+    train(ours, 3)
+    state, optimizer = ours.state_dict(), ours.fused_optimizer.state_dict()
+    theirs = sharded(two_parents, sharding, TorchRecDMP)
+    lost = wrong(lambda: theirs.load_state_dict(dict(state)), Exception)  # which it changes
+    load(theirs, ours.under_all_names(state), optimizer)
+    theirs.fused_optimizer.save_param_groups(True)
+    saved = theirs.fused_optimizer.state_dict()
+    back = load(sharded(two_parents, sharding), theirs.state_dict(), repeated(saved))
+    without = sharded(two_parents, sharding)
+    without.load_state_dict(theirs.state_dict())
+    tables, expected = state_of(theirs), train(ours, 1)
+    return {
+        "lost": lost,
+        "both names": same({name: tables[name.replace("item", "user")] for name in tables}, tables),
+        "goes on": same(train(back, 1), expected),
+        "goes on without the optimizer": same(train(without, 1), expected),
+        "other state": wrong(lambda: load(back, back.state_dict(), repeated(saved, 1.0)), Exception),
+        "torch's": wrong(lambda: get_model_state_dict(ours), AttributeError),
+        "other options": wrong(lambda: load(back, back.state_dict(), repeated(saved, lr=3.0)), Exception),
+    }
+
+
+def repeated(state: dict[str, Any], plus: float = 0.0, **options: float) -> dict[str, Any]:
+    """As versions of TorchRec wrote it that take a module with two names for two."""
+
+    def second(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: second(each) for name, each in value.items()}
+        value = copy.deepcopy(value)
+        for shard in value.local_shards() if isinstance(value, ShardedTensor) else ():
+            shard.tensor.add_(plus)
+        return value
+
+    names = {name: name.replace("user", "item") for name in state["state"]}
+    groups = [
+        {**group, **options, "params": [names[name] for name in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    more = {names[name]: second(value) for name, value in state["state"].items()}
+    return {"state": {**state["state"], **more}, "param_groups": [*state["param_groups"], *groups]}
+
+
+@pytest.mark.multiprocess
+def test_to_torchrec_and_back() -> None:
+    for facts in run_ranks(to_torchrec_and_back, 2, "row-wise"):
+        assert "Missing key(s)" in facts.pop("lost")
+        assert "are one tensor of the model, but in the state_dict they differ" in facts.pop("other state")
+        assert "give model.state_dict() to torch.distributed.checkpoint" in facts.pop("torch's")
+        assert "differ from those under another name of it" in facts.pop("other options")
+        assert facts == {
+            "both names": True,
+            "goes on": True,
+            "goes on without the optimizer": False,
+        }
