@@ -80,13 +80,8 @@ def check_step(
     Bits are those of loss, gradients and buffers. Eager takes no other path for being recorded: its bits are those of
     a step that nobody records. What autograd's formulas in C++ call is left to the bits. Where forward calls others
     than were traced, as attention's C++ may, eager runs once more, watched as it was traced, and has to call what was
-    traced. Where bits may differ from run to run, operators alone are compared, those of formulas, too. ``step`` has
-    no update;
-    ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
-
-    Raises:
-        FidelityError: eager calls something else, or computes other bits when nobody records it.
-        CaptureError: loss_fn makes or seeds a generator.
+    traced. Where bits may differ from run to run, operators alone are compared, those of formulas, too. ``step``
+    has no update; ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
     """
     model, leaves = step.model, step.batch_structure.leaves(batch)
     consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
@@ -265,10 +260,8 @@ def _value_difference(ours: Any, theirs: Any) -> str | None:
             return next((each for each in found if each is not None), None)
         case (None, int() | float()):  # a number that depends on data
             return None
-        case (
-            TensorFacts(),
-            None,
-        ):  # a result that a backward was told to leave out, e.g. native_batch_norm_backward's
+        # A result that a backward was told to leave out, e.g. native_batch_norm_backward's.
+        case (TensorFacts(), None):
             return None
     same = type(ours) is type(theirs) and (ours == theirs or (ours != ours and theirs != theirs))
     return None if same else f"{theirs} against {ours}"

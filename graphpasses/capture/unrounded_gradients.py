@@ -40,9 +40,6 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
     """Lets gradients of a SimpleFSDP model reach their reduction as those of FSDP2 do; others are left alone.
 
     ``graph`` is a captured step or a joint graph, before any pass.
-
-    Raises:
-        UnsupportedError: FSDP2 adds a parameter's gradients in a dtype that this graph does not have.
     """
     if not KEEPS_GRADIENT_DTYPES or not any(wrapped_class(type(module)) for module in model.modules()):
         return

@@ -16,11 +16,10 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.failed_ranks import FailedRanks
 from graphpasses.graph.gradients import accumulate_gradient, as_gradient, shared_values
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
-from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.graph.recapture import GuardedCache, Recapture
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.update import Update

@@ -16,7 +16,7 @@ from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.keys import key_of
-from graphpasses.state.slots import AGAIN, Difference
+from graphpasses.state.slots import AGAIN, Difference, changed
 
 # Of a module: also the ``forward`` that was set on it, and the names of its parameters, buffers and modules.
 _FACTS = ("__class__", "training", "forward", "hooks", "names")
@@ -108,10 +108,7 @@ class ModelStructure:
     def _modules(self, model: nn.Module) -> list[nn.Module]:
         modules = [*model.modules()]
         if len(modules) != len(self.paths):
-            raise CaptureError(
-                f"the model had {len(self.paths)} modules when the step was captured, and has {len(modules)} now; "
-                f"{AGAIN}"
-            )
+            raise changed("the model", f"{len(self.paths)} modules", len(modules), has=True)
         return modules
 
     def _check_tensors(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -121,17 +118,13 @@ class ModelStructure:
             before, now = ([*zip(*each, strict=True)] for each in (self.kinds, kinds))
             slot = next(slot for slot, kind in enumerate(now) if kind != before[slot])
             texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape in (before[slot], now[slot])]
-            raise CaptureError(
-                f"{self._name(slot)!r} was {texts[0]} when the step was captured, and is {texts[1]} now; {AGAIN}"
-            )
+            raise changed(repr(self._name(slot)), *texts)
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
         if [parameter.requires_grad for parameter in trained] != [*self.trainable.values()]:
             for parameter, (slot, was_trainable) in zip(trained, self.trainable.items(), strict=True):
                 if parameter.requires_grad != was_trainable:
-                    raise CaptureError(
-                        f"parameter {self._name(slot)!r} had requires_grad={was_trainable} when the step was "
-                        f"captured, and has {parameter.requires_grad} now; {AGAIN}"
-                    )
+                    was, name = f"requires_grad={was_trainable}", f"parameter {self._name(slot)!r}"
+                    raise changed(name, was, parameter.requires_grad, has=True)
         if (index := find_gradient_hooks(trained)) is not None:
             check_gradient_hooks(self._name([*self.trainable][index]), trained[index])
 

@@ -16,6 +16,7 @@ from typing import Any
 
 # Never the user's, wherever they lie: a source tree of torch has no distribution.
 _NEVER = frozenset({"torch", "torchgen", "functorch", "graphpasses"})
+_distributions = cache(packages_distributions)
 _STDLIB = tuple(str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib"))
 
 
@@ -97,8 +98,3 @@ def _folders(top: str) -> tuple[str, ...]:
         if root.endswith("-packages") or each.read_text("RECORD") is not None:
             roots.append(root + os.sep)
     return tuple(roots)
-
-
-@cache
-def _distributions() -> dict[str, list[str]]:
-    return dict(packages_distributions())

@@ -10,12 +10,13 @@ import functools
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CellType, MethodType
 from typing import Any, NamedTuple
 
+from graphpasses.errors import CaptureError
 from graphpasses.state.keys import (
     CONTAINERS,
     MISSING,
@@ -28,6 +29,12 @@ from graphpasses.state.keys import (
 )
 
 AGAIN = "capture the step again, or undo the change"
+
+
+def changed(what: str, was: object, now: object, advice: str = AGAIN, *, has: bool = False) -> CaptureError:
+    """Returns the error of what was something when the step was captured, or had it, and is something else now."""
+    before, after = ("had", "has") if has else ("was", "is")
+    return CaptureError(f"{what} {before} {was} when the step was captured, and {after} {now} now; {advice}")
 
 
 class Asked(NamedTuple):
@@ -151,9 +158,8 @@ class Slot:
     value: Any  # what it was; kept, so that no other object has its id
     key: Key
     opened: Owner | None = None  # the value's own slots, where it counts by these, and not by identity
-    others: tuple[
-        Key, ...
-    ] = ()  # of values with which the step is the same, as of a flag that forward sets once
+    # Of values with which the step is the same, as of a flag that forward sets once.
+    others: tuple[Key, ...] = ()
     _copy: Any = None
 
     def __post_init__(self) -> None:
@@ -203,20 +209,13 @@ def _items_of(value: Any) -> Any:
 
 def put_back(value: Any, copy: Any) -> None:
     """Gives a list, deque, dict or set the items of its copy, if it has others."""
-    items, before = (each.items() if isinstance(each, dict) else each for each in (value, copy))
-    if len(value) != len(copy) or any(
-        a is not b for a, b in zip(_leaves(items), _leaves(before), strict=True)
-    ):
+    if _ids(value) != _ids(copy):
         value.clear()
         value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)
 
 
-def _leaves(items: Any) -> Iterator[Any]:
-    for item in items:
-        if isinstance(item, tuple) and len(item) == 2:
-            yield from item
-        else:
-            yield item
+def _ids(value: Any) -> list[int]:
+    return [*map(id, value), *map(id, value.values() if isinstance(value, dict) else ())]
 
 
 @dataclass(eq=False, slots=True)

@@ -23,9 +23,8 @@ class Snapshot:
 
     structure: ModelStructure  # modules, ties, which parameters are trained
     settings: tuple[Owner, ...]  # of torch and of FSDP2's groups
-    attributes: tuple[
-        Owner, ...
-    ] = ()  # of the model's modules, and of objects that these hold: those forward read
+    # Of the model's modules, and of objects that these hold: those forward read.
+    attributes: tuple[Owner, ...] = ()
     names: tuple[Owner, ...] = ()  # values from outside that the step's code reads
 
     @classmethod
