@@ -148,19 +148,15 @@ def find_gathers(graph: TrainGraph) -> list[Gather]:
 
 def _gather(all_gather: fx.Node, fqn_of: Mapping[fx.Node, str]) -> Gather | None:
     """Returns the chain that leads to an all-gather; None if it gathers anything else than parameters."""
-    fqns: set[str] = set()
-    chain: set[fx.Node] = {all_gather}
-    pending = [all_gather]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source in fqn_of:
-                fqns.add(fqn_of[source])
-            elif source.target not in _PACK_OPS:
-                return None
-            elif source not in chain:
-                chain.add(source)
-                pending.append(source)
-    return Gather(frozenset(fqns), tuple(sorted(chain)))
+
+    def packs(node: fx.Node) -> bool:
+        return node is all_gather or node.target in _PACK_OPS
+
+    found = reach([all_gather], lambda node: node.all_input_nodes if packs(node) else ())
+    chain = found - fqn_of.keys()
+    if not all(map(packs, chain)):
+        return None
+    return Gather(frozenset(fqn_of[node] for node in found - chain), tuple(sorted(chain)))
 
 
 def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:

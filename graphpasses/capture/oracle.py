@@ -55,10 +55,7 @@ def record_calls(
     which may part its ties. With ``only_undo`` no operators are recorded, only what the step writes into tensors from
     outside.
     """
-    state = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
+    state = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     names = {f"batch[{index}]": leaf for index, leaf in enumerate(batch)}
     if not fsdp_groups(model):  # FSDP2 runs a model on other tensors than its parameters
         names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
@@ -70,10 +67,7 @@ def record_calls(
 
 @freed_memory_returned()
 def check_step(
-    step: CapturedStep,
-    loss_fn: Callable[..., torch.Tensor],
-    batch: Sequence[Any],
-    traced: Sequence[Operator],
+    step: CapturedStep, loss_fn: Callable[..., torch.Tensor], batch: Sequence[Any], traced: Sequence[Operator]
 ) -> None:
     """Compares the bits of an eager step with the captured step's, and what both call; it leaves all as it was.
 

@@ -135,12 +135,7 @@ def trace_step(
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *marked]
 
     try:
-        with (
-            torchs_errors_named(),
-            strides_of_kernels(),
-            live_state_restored(model),
-            each_size_its_own(),
-        ):
+        with torchs_errors_named(), strides_of_kernels(), live_state_restored(model), each_size_its_own():
             given = [
                 _distinct(leaf, varying.get(path, ()))
                 for path, leaf in zip(structure.paths, leaves, strict=True)
@@ -267,10 +262,7 @@ def _module_names_traced(model: nn.Module) -> Iterator[None]:
         if entered and entered[-1][0] is module:  # not where another hook raised before it was entered
             entered.pop()[1].__exit__(None, None, None)
 
-    handles = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
         yield
     finally:

@@ -173,16 +173,15 @@ def _make_views(module: fx.GraphModule) -> None:
     Who computed fake values again would change that of the operand. One without such a form stays, and one of a
     tensor from outside, whose shape the step changes.
     """
-    position = {node: index for index, node in enumerate(module.graph.nodes)}
     is_changed = False
-    for node in position:
+    for node in module.graph.nodes:
         view = out_of_place_view(node.target)
         if view is None or not _is_made_here(node):
             continue
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
         node.target = view
-        for user in [user for user in operand.users if position[user] > position[node]]:
+        for user in [user for user in operand.users if user > node]:
             user.replace_input_with(operand, node)
         is_changed = True
     if is_changed:

@@ -74,11 +74,7 @@ def _copies_before(part: UpdateSource, whole: UpdateSource) -> tuple[_Tensors, S
 
 
 def _own_step(
-    part: UpdateSource,
-    parameters: _Tensors,
-    gradients: _Tensors,
-    state: State,
-    numbers: Mapping[Number, Any],
+    part: UpdateSource, parameters: _Tensors, gradients: _Tensors, state: State, numbers: Mapping[Number, Any]
 ) -> State:
     try:
         return part.step(parameters, gradients, state, numbers)

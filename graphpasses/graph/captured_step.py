@@ -321,12 +321,7 @@ class CapturedStep(TrainGraph):
                 "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
             )
         parameters = parameter_infos(model, self.identity)
-        return replace(
-            self,
-            model=model,
-            parameters=parameters,
-            snapshot=self.snapshot.for_model(model),
-        )
+        return replace(self, model=model, parameters=parameters, snapshot=self.snapshot.for_model(model))
 
     @cached_property
     def _groups(self) -> tuple[Any, ...]:

@@ -24,18 +24,7 @@ _FACTS = ("__class__", "training", "forward", "hooks", "names")
 
 @dataclass(frozen=True, eq=False)
 class ModelStructure:
-    """What a graph has built in of the modules and tensors of a model.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-        >>> structure = ModelStructure.of(model)
-        >>> [tensor is not None for tensor in structure.check(model)]
-        [True, True]
-        >>> _ = model[1].eval()
-        >>> structure.check(model)
-        Traceback (most recent call last):
-        graphpasses.errors.CaptureError: '1.training' was True when the step was captured, and is False now; ...
-    """
+    """What a graph has built in of the modules and tensors of a model."""
 
     modules: list[nn.Module]  # in the order of ``model.modules()``
     paths: tuple[str, ...]  # the first FQN of each

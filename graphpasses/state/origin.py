@@ -21,12 +21,7 @@ _STDLIB = tuple(str(Path(sysconfig.get_path(name))) for name in ("stdlib", "plat
 
 
 def is_users(value: FunctionType | type) -> bool:
-    """Whether the user wrote a function or a class.
-
-    Example:
-        >>> is_users(torch.nn.functional.relu), is_users(lambda: None)
-        (False, True)
-    """
+    """Whether the user wrote a function or a class."""
     if isinstance(value, type):
         return is_users_module(sys.modules.get(value.__module__))
     # Not `__module__`: decorators copy that of what they wrap.

@@ -83,13 +83,6 @@ def _write_of_class(owner: type, name: str, value: Any) -> None:
     _write_attribute(next((base for base in owner.__mro__ if name in vars(base)), owner), name, value)
 
 
-def _read_cell(owner: CellType, name: str) -> Any:
-    try:
-        return owner.cell_contents
-    except ValueError:  # a name that is set later
-        return MISSING
-
-
 def _read_place(owner: Any, name: Any) -> Any:
     return owner[name] if name < len(owner) else MISSING
 
@@ -101,13 +94,6 @@ def _write_item(owner: MutableMapping[str, Any], name: str, value: Any) -> None:
         owner[name] = value
 
 
-def _write_cell(owner: CellType, name: str, value: Any) -> None:
-    if value is MISSING:
-        del owner.cell_contents
-    else:
-        owner.cell_contents = value
-
-
 def _write_variable(owner: ContextVar[Any], name: str, value: Any) -> None:
     if value is not MISSING:  # else there is no way back
         owner.set(value)
@@ -117,7 +103,11 @@ def _write_variable(owner: ContextVar[Any], name: str, value: Any) -> None:
 _Row = tuple[type | tuple[type, ...], Callable[[Any, Any], Any], Callable[[Any, Any, Any], None]]
 _KINDS: tuple[_Row, ...] = (
     ((dict, type(os.environ)), lambda owner, name: owner.get(name, MISSING), _write_item),
-    (CellType, _read_cell, _write_cell),
+    (
+        CellType,  # one that is empty has a name that is set later
+        lambda owner, name: _read_attribute(owner, "cell_contents"),
+        lambda owner, name, value: _write_attribute(owner, "cell_contents", value),
+    ),
     (ContextVar, lambda owner, name: owner.get(MISSING), _write_variable),
     (Asked, lambda owner, name: owner.ask(), lambda owner, name, value: None),
     ((list, tuple, deque), _read_place, lambda owner, name, value: None),  # put back as a whole
@@ -237,12 +227,7 @@ class Owner:
         return slot
 
     def difference(
-        self,
-        now: Any = ...,
-        *,
-        strict: bool = False,
-        alike: bool = False,
-        inside: tuple[Owner, ...] = (),
+        self, now: Any = ..., *, strict: bool = False, alike: bool = False, inside: tuple[Owner, ...] = ()
     ) -> Difference | None:
         """Returns the first difference of an owner from what it was; arguments as of :meth:`Slot.difference`."""
         if self in inside:  # objects may hold each other

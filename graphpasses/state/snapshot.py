@@ -29,16 +29,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
-        """Reads a model's structure and the settings; attributes and names were read before.
-
-        Example:
-            >>> model = nn.Linear(2, 1)
-            >>> snapshot = Snapshot.of(model)
-            >>> _ = model.double()
-            >>> snapshot.check(model)
-            Traceback (most recent call last):
-            graphpasses.errors.CaptureError: 'weight' was torch.float32[1, 2] on cpu when the step was captured, ...
-        """
+        """Reads a model's structure and the settings; attributes and names were read before."""
         return cls(ModelStructure.of(model), settings_of(model), tuple(attributes), tuple(names))
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
