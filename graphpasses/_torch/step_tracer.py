@@ -31,6 +31,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.pytree import TreeSpec, tree_flatten, tree_unflatten
 from graphpasses._torch.schemas import is_tensor_subclass
+from graphpasses.identity import named_state
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,7 @@ def trace_with_torch(
     """
 
     def trace(*args: Any) -> TracedFunction:
-        state: dict[str, torch.Tensor] = {}
-        if module is not None:
-            state.update(module.named_parameters(remove_duplicate=False))
-            state.update(module.named_buffers(remove_duplicate=False))
+        state = {} if module is None else dict(named_state(module))
         leaves, spec = tree_flatten((args, {}))
         given = [*state.values(), *leaves]
         plain, layouts = _unwrapped(given)

@@ -88,7 +88,9 @@ class CompiledCall:
                 if "torchrec" not in sys.modules and not self._has_ddp:
                     return self._compiled(*args, **kwargs)
                 if self._torchrec is None:
-                    self._torchrec = _torchrec_call(self._modules, self._compiled)
+                    from graphpasses.embedding.torchrec.model_call import ModelCall
+
+                    self._torchrec = ModelCall(self._modules, self._compiled, uncompiled(self._compiled))
                 return self._torchrec(args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, GraphPassesError):
@@ -100,9 +102,3 @@ class CompiledCall:
             if graph_breaks:
                 self._report.graph_breaks += graph_breaks
                 self._report.write()
-
-
-def _torchrec_call(modules: list[nn.Module], compiled: Callable[..., Any]) -> ModelCall:
-    from graphpasses.embedding.torchrec.model_call import ModelCall
-
-    return ModelCall(modules, compiled, uncompiled(compiled))

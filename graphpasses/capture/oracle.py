@@ -26,7 +26,7 @@ from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.several_models import first_model
-from graphpasses.identity import IdentityMap, same_bits
+from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.live_state import live_state_restored
 
 Results = dict[str, torch.Tensor | None]
@@ -55,10 +55,9 @@ def record_calls(
     which may part its ties. With ``only_undo`` no operators are recorded, only what the step writes into tensors from
     outside.
     """
-    state = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     names = {f"batch[{index}]": leaf for index, leaf in enumerate(batch)}
     if not fsdp_groups(model):  # FSDP2 runs a model on other tensors than its parameters
-        names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
+        names |= {identity.canonical(fqn): tensor for fqn, tensor in named_state(model)}
     tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
     return OperatorCalls(
         model, tensors, is_mode=is_mode, formulas=not is_comparable(model), only_undo=only_undo

@@ -39,7 +39,7 @@ from graphpasses.graph.batch import Varying
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.several_models import first_model
-from graphpasses.identity import IdentityMap, same_bits
+from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.live_state import live_state_restored
 from graphpasses.state.reads import Reads
@@ -72,8 +72,8 @@ def trace_step(
     records the operators that are called if ``is_recorded``; ``varying`` are the dims of the batch whose sizes may
     vary.
     """
-    names, identity = _state_names(model), IdentityMap.of(model)
-    own = {fqn: vars(tensor) for fqn, tensor in _state(model)}
+    identity = IdentityMap.of(model)
+    own = {fqn: vars(tensor) for fqn, tensor in named_state(model)}
     records: list[OperatorCalls] = []
     marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
@@ -88,7 +88,7 @@ def trace_step(
             if parameter.requires_grad
         }
         gradients_before = [parameter.grad for parameter in named.values()]
-        for fqn, tensor in _state(model):
+        for fqn, tensor in named_state(model):
             for name, value in own[fqn].items():
                 if name[0] != "_" and not hasattr(tensor, name):
                     setattr(tensor, name, value)
@@ -115,7 +115,7 @@ def trace_step(
         with _all(around_step), communication_traced(model) as reductions:
             with _all(around_forward), record:
                 loss = loss_fn(first_model(model), *structure.build(args))
-            if _state_names(model) != names:
+            if [fqn for fqn, _ in named_state(model)] != [*own]:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
             if reductions.reduced or any(
                 parameter.grad is not before
@@ -268,15 +268,6 @@ def _module_names_traced(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [*parameters, *model.named_buffers(remove_duplicate=False)]
-
-
-def _state_names(model: nn.Module) -> list[str]:
-    return [fqn for fqn, _ in _state(model)]
 
 
 @contextmanager

@@ -156,12 +156,15 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
 def _facts(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
     states = ((m, vars(m)) for m in modules)
     return [
-        (type(m), state["training"], state.get("forward"), hook_ids(m), _names(state)) for m, state in states
+        (
+            type(m),
+            state["training"],
+            state.get("forward"),
+            hook_ids(m),
+            (*state["_parameters"], *state["_buffers"], *state["_modules"]),
+        )
+        for m, state in states
     ]
-
-
-def _names(state: dict[str, Any]) -> tuple[str, ...]:
-    return (*state["_parameters"], *state["_buffers"], *state["_modules"])
 
 
 def _alike(
@@ -189,9 +192,7 @@ def _refuse(
 def _made_of(kind: type) -> tuple[Any, ...]:
     """Returns the parts of a class that SimpleFSDP or ``torch.nn.utils.parametrize`` makes for each model, or ()."""
     base = kind.__bases__[0]
-    if (
-        kind.__name__ == f"Parametrized{base.__name__}"
-    ):  # its parametrizations are modules, and compared as such
+    if kind.__name__ == f"Parametrized{base.__name__}":  # its parametrizations are modules, compared as such
         return base, *sorted(name for name, value in vars(kind).items() if isinstance(value, property))
     return wrapped_class(kind)
 

@@ -17,6 +17,7 @@ from types import CellType, MethodType
 from typing import Any, NamedTuple
 
 from graphpasses.errors import CaptureError
+from graphpasses.identity import put_back
 from graphpasses.state.keys import (
     CONTAINERS,
     MISSING,
@@ -195,17 +196,6 @@ class Slot:
 def _items_of(value: Any) -> Any:
     """Returns what has the items of a value that can be put back: itself, or an object's of torch attributes."""
     return value if type(value) in (list, dict, set, deque) else torch_state(value)
-
-
-def put_back(value: Any, copy: Any) -> None:
-    """Gives a list, deque, dict or set the items of its copy, if it has others."""
-    if _ids(value) != _ids(copy):
-        value.clear()
-        value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)
-
-
-def _ids(value: Any) -> list[int]:
-    return [*map(id, value), *map(id, value.values() if isinstance(value, dict) else ())]
 
 
 @dataclass(eq=False, slots=True)
