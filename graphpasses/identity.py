@@ -1,4 +1,4 @@
-"""Which names of a model are the same module, parameter or buffer, and how to keep them the same.
+"""Which names of a model are the same module, parameter or buffer, and how to keep, or put back, what is the same.
 
 A tied weight has several fully qualified names (FQNs). Eager gathers, updates and reduces it once, so every
 part of graphpasses speaks of it by one name: the canonical one, which is the first that
@@ -8,10 +8,12 @@ part of graphpasses speaks of it by one name: the canonical one, which is the fi
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -207,6 +209,12 @@ def walk_modules(
     return visit("", model)
 
 
+def named_state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Returns a model's parameters, and then its buffers, each under all of its names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
 def find_state(model: nn.Module, fqn: str) -> torch.Tensor | None:
     """Returns the parameter or buffer that ``model`` stores under ``fqn``, past any parametrization, or None."""
     owner_fqn, _, name = fqn.rpartition(".")
@@ -324,6 +332,29 @@ def _facts(tensor: torch.Tensor) -> dict[str, object]:
         "device mesh": getattr(tensor, "device_mesh", None),
         "placements": getattr(tensor, "placements", None),
     }
+
+
+@contextmanager
+def attributes_restored(objects: Iterable[Any]) -> Iterator[None]:
+    """Gives objects back their attributes after the block, and lists, dicts and sets among these their items."""
+    held = [each for thing in objects for each in (vars(thing), *vars(thing).values())]
+    before = [(each, each.copy()) for each in held if type(each) in (list, dict, set)]
+    try:
+        yield
+    finally:
+        for value, items in before:
+            put_back(value, items)
+
+
+def put_back(value: Any, items: Any) -> None:
+    """Gives a list, deque, dict or set the items that a copy of it has, if it has others."""
+    if _ids(value) != _ids(items):
+        value.clear()
+        value.extend(items) if isinstance(value, (list, deque)) else value.update(items)
+
+
+def _ids(value: Any) -> list[int]:
+    return [*map(id, value), *map(id, value.values() if isinstance(value, dict) else ())]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

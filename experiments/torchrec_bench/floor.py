@@ -23,7 +23,7 @@ from experiments.harness.bench import time_on_ranks
 from experiments.torchrec_bench.models import LR, Batch, build, make_batch, table_configs, with_dense_layers
 from experiments.torchrec_bench.results import DENSE
 from experiments.torchrec_bench.workloads import Variant, Workload
-from graphpasses.embedding.huge_pages import prefer_huge_pages
+from graphpasses.embedding.arena import prefer_huge_pages
 from graphpasses.embedding.torchrec.ddp_calls import modules_and_lookups
 
 __all__ = ["Parts", "make_parts"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -15,6 +16,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 def local_part(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_dtensor(local: Tensor, like: DTensor, placements: Sequence[Placement] | None = None) -> DTensor:
+    """Returns a DTensor of this rank's part that is laid out as another, or has other placements."""
+    shape, stride = like.shape, like.stride()
+    placements = placements or like.placements
+    return DTensor.from_local(
+        local, like.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def is_sharded(placement: object) -> TypeGuard[Shard | _StridedShard]:

@@ -112,18 +112,7 @@ def mark_varying(tensor: Tensor) -> None:
 
 @contextmanager
 def record_graph_breaks() -> Iterator[list[str]]:
-    """Yields a list that holds, after the block, a line per graph break in it.
-
-    Example:
-        >>> import torch
-        >>> def double(x):
-        ...     torch._dynamo.graph_break()
-        ...     return 2 * x
-        >>> with record_graph_breaks() as breaks:
-        ...     _ = torch.compile(double, backend="eager")(torch.ones(2))
-        >>> breaks[0].partition(":2 in ")[2]
-        'double: Call to `torch._dynamo.graph_break()`. User-inserted graph break. Message: None'
-    """
+    """Yields a list that holds, after the block, a line per graph break in it."""
     breaks: list[str] = []
     start = len(graph_break_reasons)
     try:

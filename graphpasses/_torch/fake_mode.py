@@ -77,10 +77,9 @@ def is_simple(value: FakeTensor) -> bool:
     )
 
 
-def fake_tensors_of(mode: FakeTensorMode, generation: int | None = None) -> list[FakeTensor]:
-    """Returns the tensors of a mode that are alive; of one generation of Python's garbage collector, or of all."""
-    objects = gc.get_objects(generation)
-    return [each for each in objects if type(each) is FakeTensor and each.fake_mode is mode]
+def fake_tensors_of(mode: FakeTensorMode) -> list[FakeTensor]:
+    """Returns the tensors of a mode that are alive."""
+    return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode]
 
 
 # Operators whose decompositions, of which torch makes fake results, give other strides than their kernels. Each was

@@ -80,10 +80,8 @@ def simple_reduce_dtype(
     SimpleFSDP adds the gradients of a parameter in the dtype of compute. Up to torch 2.14 so does FSDP2; from 2.15
     on autograd adds them in FSDP2's dtype of reduction, unless that is wider and nothing but FSDP2 reduces them.
     The model is not yet sharded by FSDP. A ``param_dtype`` of None is the parameters' own, a ``reduce_dtype`` of
-    None FSDP2's default. Source: ``FSDPParamGroup._init_mp_dtypes``, ``FSDPParam.may_reduce_grad_outside_dp``.
-
-    Raises:
-        UnsupportedError: FSDP2's default would differ by parameter, or its additions from SimpleFSDP's.
+    None FSDP2's default. Raises where that would differ by parameter, or FSDP2's additions from SimpleFSDP's. Source:
+    ``FSDPParamGroup._init_mp_dtypes``, ``FSDPParam.may_reduce_grad_outside_dp``.
     """
     if not KEEPS_GRADIENT_DTYPES:
         return reduce_dtype or param_dtype
@@ -129,9 +127,8 @@ def check_kept_dtypes(name: str, parameters: Iterable[FSDPParam]) -> torch.dtype
 
 def _kept_dtype(parameter: Any) -> torch.dtype | None:
     sharded = parameter.sharded_param
-    is_known = (
-        parameter._has_sharded_grad_dtype_override
-    )  # read when it was sharded, and at the first forward
+    # Read when it was sharded, and at the first forward.
+    is_known = parameter._has_sharded_grad_dtype_override
     kept: torch.dtype | None = parameter.sharded_grad_dtype if is_known else sharded.dtype
     return sharded.grad_dtype if sharded._has_grad_dtype_override and not is_known else kept
 

@@ -20,9 +20,8 @@ class ReduceScatterInGraph(ReduceScatter):
 
     reduce_scatter_op: str  # the names of what it does, for layouts; no other reduction has them
     all_reduce_op: str
-    all_reduce_dtype: (
-        torch.dtype | None
-    )  # in which it is reduced over replicas; None is that of the reduce-scatter
+    # In which it is reduced over replicas; None is that of the reduce-scatter.
+    all_reduce_dtype: torch.dtype | None
 
     def reduce_scatter(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Reduces packed gradients over shards, by operators that can be traced."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -42,6 +42,7 @@ from graphpasses._torch.fsdp2_dtypes import (
 )
 from graphpasses._torch.fsdp2_reductions import own_reduction
 from graphpasses.errors import CaptureError, UnsupportedError
+from graphpasses.identity import attributes_restored
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -161,36 +162,13 @@ def _nothing_recorded(*_: Any, **__: Any) -> Iterator[None]:
     yield
 
 
-@contextmanager
-def fsdp2_state_restored(model: nn.Module) -> Iterator[None]:
+def fsdp2_state_restored(model: nn.Module) -> AbstractContextManager[None]:
     """Puts back what FSDP2 keeps of a step in its states, groups and parameters; none is there without FSDP2."""
     groups = fsdp_groups(model)
     states = [state for _, state in fsdp_states(model)]
-    objects: dict[int, Any] = {}
-    for thing in (
-        *states,
-        *(getattr(state, name) for state in states for name in ("_state_ctx", "_comm_ctx")),
-        *groups,
-        *(parameter for group in groups for parameter in group.fsdp_params),
-    ):
-        objects[id(thing)] = thing
-    containers = (list, dict, set)
-    before = [
-        (thing, {k: (v, v.copy() if isinstance(v, containers) else v) for k, v in vars(thing).items()})
-        for thing in objects.values()
-    ]
-    try:
-        yield
-    finally:
-        for thing, values in before:
-            vars(thing).clear()
-            for name, (value, content) in values.items():
-                if isinstance(value, list):
-                    value[:] = content
-                elif isinstance(value, (dict, set)):
-                    value.clear()
-                    value.update(content)
-                vars(thing)[name] = value
+    contexts = (getattr(state, name) for state in states for name in ("_state_ctx", "_comm_ctx"))
+    parameters = (parameter for group in groups for parameter in group.fsdp_params)
+    return attributes_restored([*states, *contexts, *groups, *parameters])
 
 
 def _unshard(group: FSDPParamGroup) -> None:

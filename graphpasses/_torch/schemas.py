@@ -128,7 +128,7 @@ def written_names(target: Any) -> frozenset[str]:
 
 def is_seeded(target: Any) -> bool:
     """Whether an operator says that it draws random numbers."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    return is_operator(target) and torch.Tag.nondeterministic_seeded in target.tags
 
 
 def draws(node: fx.Node) -> bool:

@@ -14,13 +14,7 @@ __all__ = ["ShardedTensor", "groups_are_kept", "module_versions"]
 
 
 def module_versions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the versions of modules, by FQN, that ``state_dict()`` hung on its result; the dict itself.
-
-    Example:
-        >>> import torch
-        >>> dict(module_versions(torch.nn.Linear(2, 2).state_dict())), module_versions({})
-        ({'': {'version': 1}}, {})
-    """
+    """Returns the versions of modules, by FQN, that ``state_dict()`` hung on its result; the dict itself."""
     versions: dict[str, Any] = getattr(state, "_metadata", {})
     return versions
 

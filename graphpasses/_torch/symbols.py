@@ -107,7 +107,7 @@ def _sizes(value: Any) -> Iterator[int | torch.SymInt]:
 
 def mark_dims(tensor: torch.Tensor, dims: Iterable[int]) -> None:
     """Makes dims of a tensor that nobody else holds symbols in the next trace, but for those of size 0 or 1."""
-    # How torchtitan's tracer is told. Tested: 2.13. Commands that capture nothing need no Dynamo.
+    # Read by the tracer of a step. Tested: 2.13. Commands that capture nothing need no Dynamo.
     from torch._dynamo.decorators import mark_dynamic
 
     mark_dynamic(tensor, list(dims))

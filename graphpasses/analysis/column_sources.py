@@ -26,20 +26,7 @@ class ColumnRange(NamedTuple):
 
 
 class ColumnSources:
-    """Follows columns through what only moves them: cats, splits and slices, and the gradients of sums.
-
-    Example:
-        >>> def split_and_join(x):
-        ...     first, second = torch.ops.aten.split_with_sizes.default(x, [1, 2], 1)
-        ...     return torch.ops.aten.cat.default([second, first], 1)
-        >>> module = torch.fx.experimental.proxy_tensor.make_fx(split_and_join)(torch.ones(4, 3))
-        >>> sources = ColumnSources()
-        >>> for node in module.graph.nodes:
-        ...     sources.read(node)
-        ...     if is_column_cat(node):
-        ...         print([(range.tensor.name, range.start, range.end) for range in sources.ranges([node])])
-        [('x_1', 1, 3), ('x_1', 0, 1)]
-    """
+    """Follows columns through what only moves them: cats, splits and slices, and the gradients of sums."""
 
     def __init__(self) -> None:
         self._ranges: dict[fx.Node, list[ColumnRange]] = {}
@@ -51,7 +38,7 @@ class ColumnSources:
         """Learns a node with ``meta["val"]``; all that it reads must have been learned."""
         if _num_columns(node) is None:
             return
-        whole, taken, same = _whole(node), _taken(node), _same(node)
+        whole, taken, same = ColumnRange(node, 0, node.meta["val"].shape[1]), _taken(node), _same(node)
         viewed = same if taken is None else taken.tensor
         base = self._bases[node] = self._bases.get(viewed, node)  # type: ignore[arg-type]
         if taken is not None:
@@ -92,10 +79,6 @@ class ColumnSources:
             low, high = max(taken.start, place), min(taken.end, ends[index])
             cut.append(ColumnRange(source.tensor, source.start + low - place, source.start + high - place))
         return cut
-
-
-def _whole(tensor: fx.Node) -> ColumnRange:
-    return ColumnRange(tensor, 0, tensor.meta["val"].shape[1])
 
 
 def _taken(node: fx.Node) -> ColumnRange | None:

@@ -6,6 +6,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import TypeVar
 
@@ -117,22 +118,21 @@ def topological_sort(
         [('b', 'c'), ('a',), ('d',)]
     """
     unit_of = {member: index for index, unit in enumerate(units) for member in unit}
-    needed = [{unit_of[other] for member in unit for other in dependencies[member]} for unit in units]
-    followers: list[list[int]] = [[] for _ in units]
-    for index, others in enumerate(needed):
-        for other in others:
-            followers[other].append(index)
-    num_missing = [len(others) for others in needed]
-    ready = [index for index, number in enumerate(num_missing) if number == 0]
+    sorter = TopologicalSorter(
+        {
+            index: {unit_of[other] for member in unit for other in dependencies[member]}
+            for index, unit in enumerate(units)
+        }
+    )
+    sorter.prepare()
+    ready: list[int] = []
     ordered = []
-    while ready:
-        index = heapq.heappop(ready)
-        ordered.append(units[index])
-        for follower in followers[index]:
-            num_missing[follower] -= 1
-            if num_missing[follower] == 0:
-                heapq.heappush(ready, follower)
-    assert len(ordered) == len(units), "units that need each other"
+    while sorter.is_active():
+        for index in sorter.get_ready():
+            heapq.heappush(ready, index)
+        first = heapq.heappop(ready)
+        ordered.append(units[first])
+        sorter.done(first)
     return ordered
 
 

@@ -45,10 +45,7 @@ aten = torch.ops.aten
 UNKNOWN_GROUP = "unknown"
 
 # These replace an operator that writes, and return copies instead.
-_FUNCTIONALIZED = (
-    torch.ops.higher_order.auto_functionalized,
-    torch.ops.higher_order.auto_functionalized_v2,
-)
+_FUNCTIONALIZED = (torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2)
 
 _IN_PLACE_OPERATORS = frozenset(
     {"setitem", "delitem"}

@@ -136,37 +136,27 @@ def find_unshards(graph: TrainGraph) -> list[Gather]:
 def find_gathers(graph: TrainGraph) -> list[Gather]:
     """Returns every all-gather by which FSDP unshards parameters, one or several, in the order of the graph."""
     fqn_of = {placeholder: fqn for fqn, placeholder in graph.parameter_placeholders()}
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
-    gathers = (
-        _gather(node, fqn_of, order)
-        for node in graph.graph.find_nodes(op="call_function", target=ALL_GATHER, sort=True)
-    )
+    launches = graph.graph.find_nodes(op="call_function", target=ALL_GATHER)
     return [
         gather
-        for gather in gathers
-        if gather is not None
+        for launch in launches
+        if (gather := _gather(launch, fqn_of)) is not None
         and {collective_ranks(gather.all_gather)}
         == {graph.parameters[fqn].shard_ranks for fqn in gather.fqns}
     ]
 
 
-def _gather(
-    all_gather: fx.Node, fqn_of: Mapping[fx.Node, str], order: Mapping[fx.Node, int]
-) -> Gather | None:
+def _gather(all_gather: fx.Node, fqn_of: Mapping[fx.Node, str]) -> Gather | None:
     """Returns the chain that leads to an all-gather; None if it gathers anything else than parameters."""
-    fqns: set[str] = set()
-    chain: set[fx.Node] = {all_gather}
-    pending = [all_gather]
-    while pending:
-        for source in pending.pop().all_input_nodes:
-            if source in fqn_of:
-                fqns.add(fqn_of[source])
-            elif source.target not in _PACK_OPS:
-                return None
-            elif source not in chain:
-                chain.add(source)
-                pending.append(source)
-    return Gather(frozenset(fqns), tuple(sorted(chain, key=order.__getitem__)))
+
+    def packs(node: fx.Node) -> bool:
+        return node is all_gather or node.target in _PACK_OPS
+
+    found = reach([all_gather], lambda node: node.all_input_nodes if packs(node) else ())
+    chain = found - fqn_of.keys()
+    if not all(map(packs, chain)):
+        return None
+    return Gather(frozenset(fqn_of[node] for node in found - chain), tuple(sorted(chain)))
 
 
 def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:

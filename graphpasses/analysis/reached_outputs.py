@@ -31,5 +31,4 @@ def reached_outputs(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
         elif node in reached:
             for value in filter(has_gradient, node.all_input_nodes):
                 reached[value] |= reached[node]
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    return dict(sorted(reached.items(), key=lambda item: order[item[0]]))
+    return {node: reached[node] for node in sorted(reached)}

@@ -38,7 +38,9 @@ class CompileOptions:
         if self.prove not in (None, True, False):
             raise PipelineError(f"option 'prove' is None, True or False, got {self.prove!r}")
         if self.disable:
-            disable = (*self.pipeline.disable, *_names(self.disable))
+            if isinstance(self.disable, str):
+                raise PipelineError(f"disable takes a collection of names; write disable=[{self.disable!r}]")
+            disable = (*self.pipeline.disable, *self.disable)
             object.__setattr__(self, "pipeline", replace(self.pipeline, disable=disable))
         if not isinstance(self.report, CompileReport):
             path = Path(self.report) if self.report is not None else None
@@ -65,9 +67,3 @@ class CompileOptions:
                     + did_you_mean(name, names)
                 )
         return cls(**(options or {}))
-
-
-def _names(disable: Collection[str]) -> Collection[str]:
-    if isinstance(disable, str):
-        raise PipelineError(f"disable takes a collection of names; write disable=[{disable!r}]")
-    return disable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +14,16 @@ from graphpasses._torch.ddp import orders_buckets, running_ddp
 from graphpasses._torch.dynamo import BackendCompilerFailed, record_graph_breaks
 from graphpasses.capture.compile_report import CompileReport
 from graphpasses.capture.named_modules import find_modules
-from graphpasses.errors import CaptureError, GraphPassesError
+from graphpasses.capture.refusals import check_materialised
+from graphpasses.errors import GraphPassesError
 
 if TYPE_CHECKING:
     from graphpasses.capture.compile_options import CompileOptions
     from graphpasses.embedding.torchrec.model_call import ModelCall
 
 _RUNNING: ContextVar[CompiledCall | None] = ContextVar("_RUNNING", default=None)
-_PLACE: ContextVar[int] = ContextVar(
-    "_PLACE", default=0
-)  # in the innermost call: graphs with collectives that ran
+# In the innermost call: graphs with collectives that ran.
+_PLACE: ContextVar[int] = ContextVar("_PLACE", default=0)
 
 
 class CompiledCall:
@@ -77,7 +77,8 @@ class CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the compiled function."""
         if not self._is_checked:
-            _check_materialised(self._modules)
+            for module in self._modules:
+                check_materialised(module, "before the first call of what torch.compile returned")
             self._is_checked = True
         running, place = _RUNNING.set(self), _PLACE.set(0)
         try:
@@ -87,7 +88,9 @@ class CompiledCall:
                 if "torchrec" not in sys.modules and not self._has_ddp:
                     return self._compiled(*args, **kwargs)
                 if self._torchrec is None:
-                    self._torchrec = _torchrec_call(self._modules, self._compiled)
+                    from graphpasses.embedding.torchrec.model_call import ModelCall
+
+                    self._torchrec = ModelCall(self._modules, self._compiled, uncompiled(self._compiled))
                 return self._torchrec(args, kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, GraphPassesError):
@@ -99,19 +102,3 @@ class CompiledCall:
             if graph_breaks:
                 self._report.graph_breaks += graph_breaks
                 self._report.write()
-
-
-def _torchrec_call(modules: list[nn.Module], compiled: Callable[..., Any]) -> ModelCall:
-    from graphpasses.embedding.torchrec.model_call import ModelCall
-
-    return ModelCall(modules, compiled, uncompiled(compiled))
-
-
-def _check_materialised(modules: Iterable[nn.Module]) -> None:
-    for module in modules:
-        for fqn, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if tensor.is_meta:
-                raise CaptureError(
-                    f"parameter or buffer {fqn!r} is on the meta device; materialise the model (to_empty, then "
-                    "initialise it) before the first call of what torch.compile returned"
-                )

@@ -90,9 +90,6 @@ def read_aot_graph(module: fx.GraphModule, stage: Stage, origin: ModelInputs) ->
 
     ``module`` is shared, not copied; ``origin`` are the inputs of the ``DYNAMO`` graph, as AOTAutograd was given
     them.
-
-    Raises:
-        UnsupportedError: FSDP2 adds a parameter's gradients in a dtype that the joint graph does not have.
     """
     _read_sizes_after_waits(module.graph)
     inputs = []

@@ -21,9 +21,6 @@ def read_dynamic_shapes(structure: BatchStructure, leaves: Sequence[Any], dynami
 
     Those are dim 0 of what TorchRec's jagged and keyed tensors are made of and, unless the user says which, dim 0 of
     tensors beside them that has as many elements as they have samples.
-
-    Raises:
-        CaptureError: an entry does not fit the batch or is not followed; or a tensor that may vary is not contiguous.
     """
     by_path = dict(zip(structure.paths, leaves, strict=True))
     samples = {_num_samples(each, by_path) for each in _containers(structure)}
@@ -119,16 +116,10 @@ def _varying_dim(what: str, entry: Any, size: int) -> VaryingDim | None:
     if entry is None or entry == size or (hint is not None and hint[0] == "STATIC"):
         return None
     if hint is not None:
-        dim = VaryingDim(min=hint[1] or 0, max=hint[2])
-    elif type(entry) is Dim:
-        dim = VaryingDim(entry.__name__, entry.min, None if _is_any(entry.max) else entry.max)
-    else:
-        raise CaptureError(
-            f"dynamic_shapes of {what}, whose size is {size}, is {entry!r}; give a torch.export.Dim of its own, "
-            "Dim.AUTO or None"
-        )
-    return dim
-
-
-def _is_any(size: Any) -> bool:
-    return not isinstance(size, int)
+        return VaryingDim(min=hint[1] or 0, max=hint[2])
+    if type(entry) is Dim:
+        return VaryingDim(entry.__name__, entry.min, entry.max if type(entry.max) is int else None)
+    raise CaptureError(
+        f"dynamic_shapes of {what}, whose size is {size}, is {entry!r}; give a torch.export.Dim of its own, "
+        "Dim.AUTO or None"
+    )

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,12 +32,13 @@ from graphpasses._torch.symbols import (
     value_at,
 )
 from graphpasses.analysis.effects import Effects, operator_effects
-from graphpasses.capture.certain_values import certain_value
 from graphpasses.errors import CaptureError
 from graphpasses.graph import GraphInput, InputKind
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.guards import NO_DECISION, Decision, Guards, Symbol, run_nodes
-from graphpasses.graph.nodes import storages
+from graphpasses.graph.nodes import reach, storages
+
+aten = torch.ops.aten
 
 
 class Decisions:
@@ -63,9 +65,7 @@ class Decisions:
     def watched(self) -> Iterator[None]:
         """Watches the block, which is traced, and makes its guards; they replace those of an earlier block.
 
-        Raises:
-            CaptureError: it decides by a value that cannot be computed before a step, or calls an operator that
-                cannot be traced; the message says why.
+        It must not decide by a value that cannot be computed before a step, nor call what cannot be traced.
         """
         self._start()
         try:
@@ -99,7 +99,7 @@ class Decisions:
                 node: value for node, (_, value) in zip(self._slices.placeholders, self._inputs, strict=True)
             }
             with outside_tracing(), torch.no_grad():
-                *_, (node, result) = run_nodes(traced.root, nodes, given, written)
+                *_, (node, result) = run_nodes(traced.root, traced.graph, nodes, given, written)
                 value = value_at(result, bound_symbols(node)[symbol])
             if not isinstance(value, float) or _is_plain(value):
                 self._values[symbol] = value
@@ -241,7 +241,6 @@ class _Slices:
     def __init__(self, inputs: Sequence[tuple[GraphInput, Any]]) -> None:
         self.placeholders: list[fx.Node] = []
         self._inputs = inputs
-        self._index: dict[fx.Node, int] = {}
         self._bound: dict[Symbol, tuple[fx.Node, Any]] = {}
         self._brought: dict[fx.Node, dict[Symbol, Any]] = {}
         self._memory: dict[fx.Node, set[Any]] = {}
@@ -251,9 +250,8 @@ class _Slices:
     def follow(self, graph: fx.Graph) -> None:
         """Looks at what was traced since the last time."""
         for node in graph.nodes:
-            if node in self._index:
+            if node in self._memory:
                 continue
-            self._index[node] = len(self._index)
             effects = operator_effects(node)
             # A constant of the trace has no fake value, and so no memory that shows.
             self._memory[node] = storages(node).union(*(self._memory[other] for other in effects.shares))
@@ -316,7 +314,7 @@ class _Slices:
         """Whether the values of symbols can be computed before a step, and may differ from step to step."""
         symbols = list(symbols)
         return all(self.refusal(symbol) is None for symbol in symbols) and any(
-            node.op == "placeholder" or (node.op == "get_attr" and not _is_literal(node))
+            node.op == "placeholder" or (node.op == "get_attr" and not is_literal(node))
             for node in self.nodes(symbols)
         )
 
@@ -331,18 +329,13 @@ class _Slices:
 
     def nodes(self, symbols: Iterable[Symbol]) -> list[fx.Node]:
         """Returns the nodes that the values of symbols follow from, in order."""
-        needed: set[fx.Node] = set()
-        pending = [self._bound[symbol][0] for symbol in symbols]
-        while pending:
-            if (node := pending.pop()) in needed:
-                continue
-            needed.add(node)
-            pending.extend(node.all_input_nodes)
+
+        def sources(node: fx.Node) -> list[fx.Node]:
             memory = self._memory[node].union(*(self._memory[other] for other in node.all_input_nodes))
-            for writer in (writer for key in memory for writer in self._writers.get(key, ())):
-                if self._index[writer] < self._index[node]:
-                    pending.append(writer)
-        return sorted(needed, key=self._index.__getitem__)
+            writers = (writer for key in memory for writer in self._writers.get(key, ()))
+            return [*node.all_input_nodes, *(writer for writer in writers if writer < node)]
+
+        return sorted(reach([self._bound[symbol][0] for symbol in symbols], sources))
 
     def written(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Returns the placeholders and constants that nodes write in place."""
@@ -354,6 +347,32 @@ class _Slices:
         ]
 
 
-def _is_literal(node: fx.Node) -> bool:
+def is_literal(node: fx.Node) -> bool:
     """Whether a constant is one that ``loss_fn`` makes at each call, as ``torch.tensor(2)`` does."""
-    return all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+    return all(user.target is aten.lift_fresh_copy.default for user in node.users)
+
+
+_COMPARISONS = {
+    aten.lt.Scalar: operator.lt,
+    aten.le.Scalar: operator.le,
+    aten.gt.Scalar: operator.gt,
+    aten.ge.Scalar: operator.ge,
+}
+
+
+def certain_value(node: fx.Node) -> bool | None:
+    """Returns what a node that reads a number from a tensor computes, if it is a bool that no draw changes, or None.
+
+    Layers that are dropped at random ask ``torch.rand([]) < self.layerdrop``, also where none is ever dropped.
+    """
+    compared = node.args[0]
+    if not isinstance(compared, fx.Node) or compared.target not in _COMPARISONS:
+        return None
+    drawn, bound = compared.args
+    if not isinstance(drawn, fx.Node) or drawn.target is not aten.rand.default:
+        return None
+    if not isinstance(bound, (int, float)):
+        return None
+    # Between 0 and 1, which low precision may round to, a comparison changes once at most.
+    compare = _COMPARISONS[compared.target]
+    return bool(compare(0, bound)) if compare(0, bound) == compare(1, bound) else None

@@ -15,18 +15,7 @@ from graphpasses.state.origin import is_users
 
 
 def find_modules(root: Any) -> list[nn.Module]:
-    """Returns the modules that a function, and what it calls, has names for; outer ones only.
-
-    Example:
-        >>> class Trainer:
-        ...     def __init__(self):
-        ...         self.models = [nn.Linear(2, 1)]
-        ...
-        ...     def step(self, x):
-        ...         return self.models[0](x)
-        >>> find_modules(Trainer().step)
-        [Linear(in_features=2, out_features=1, bias=True)]
-    """
+    """Returns the modules that a function, and what it calls, has names for; outer ones only."""
     found: dict[int, Any] = {}
     names: dict[str, None] = {"__call__": None}
     pending, size = [root], -1

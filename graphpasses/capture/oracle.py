@@ -26,7 +26,7 @@ from graphpasses.errors import CaptureError, FidelityError
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.several_models import first_model
-from graphpasses.identity import IdentityMap, same_bits
+from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.live_state import live_state_restored
 
 Results = dict[str, torch.Tensor | None]
@@ -55,13 +55,9 @@ def record_calls(
     which may part its ties. With ``only_undo`` no operators are recorded, only what the step writes into tensors from
     outside.
     """
-    state = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
     names = {f"batch[{index}]": leaf for index, leaf in enumerate(batch)}
     if not fsdp_groups(model):  # FSDP2 runs a model on other tensors than its parameters
-        names |= {identity.canonical(fqn): tensor for fqn, tensor in state}
+        names |= {identity.canonical(fqn): tensor for fqn, tensor in named_state(model)}
     tensors = {name: value for name, value in names.items() if isinstance(value, torch.Tensor)}
     return OperatorCalls(
         model, tensors, is_mode=is_mode, formulas=not is_comparable(model), only_undo=only_undo
@@ -70,23 +66,15 @@ def record_calls(
 
 @freed_memory_returned()
 def check_step(
-    step: CapturedStep,
-    loss_fn: Callable[..., torch.Tensor],
-    batch: Sequence[Any],
-    traced: Sequence[Operator],
+    step: CapturedStep, loss_fn: Callable[..., torch.Tensor], batch: Sequence[Any], traced: Sequence[Operator]
 ) -> None:
     """Compares the bits of an eager step with the captured step's, and what both call; it leaves all as it was.
 
     Bits are those of loss, gradients and buffers. Eager takes no other path for being recorded: its bits are those of
     a step that nobody records. What autograd's formulas in C++ call is left to the bits. Where forward calls others
     than were traced, as attention's C++ may, eager runs once more, watched as it was traced, and has to call what was
-    traced. Where bits may differ from run to run, operators alone are compared, those of formulas, too. ``step`` has
-    no update;
-    ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
-
-    Raises:
-        FidelityError: eager calls something else, or computes other bits when nobody records it.
-        CaptureError: loss_fn makes or seeds a generator.
+    traced. Where bits may differ from run to run, operators alone are compared, those of formulas, too. ``step``
+    has no update; ``batch`` is what it was captured on, and ``traced`` are the calls that were traced.
     """
     model, leaves = step.model, step.batch_structure.leaves(batch)
     consensus = RankConsensus.of_graph(step.graph, next(model.parameters()).device)
@@ -265,10 +253,8 @@ def _value_difference(ours: Any, theirs: Any) -> str | None:
             return next((each for each in found if each is not None), None)
         case (None, int() | float()):  # a number that depends on data
             return None
-        case (
-            TensorFacts(),
-            None,
-        ):  # a result that a backward was told to leave out, e.g. native_batch_norm_backward's
+        # A result that a backward was told to leave out, e.g. native_batch_norm_backward's.
+        case (TensorFacts(), None):
             return None
     same = type(ours) is type(theirs) and (ours == theirs or (ours != ours and theirs != theirs))
     return None if same else f"{theirs} against {ours}"

@@ -10,10 +10,11 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from graphpasses._torch import pytree
-from graphpasses._torch.dynamo import COMPILED_CALL, compiled_calls_raise
-from graphpasses._torch.fake_mode import is_fake
+from graphpasses._torch.dynamo import COMPILED_CALL
+from graphpasses._torch.fake_mode import is_fake, watched_in_other_threads
 from graphpasses._torch.module_hooks import is_compiled
 from graphpasses.capture.guards import line_of, user_line
 from graphpasses.errors import CaptureError, GraphPassesError
@@ -22,13 +23,7 @@ from graphpasses.state.model import check_gradient_hooks
 
 
 def refuse_model(model: nn.Module) -> None:
-    """Raises if a captured step would train a model otherwise than eager does.
-
-    Raises:
-        CaptureError: a module is wrapped or sharded by what works in hooks that a capture does not see
-            (DistributedDataParallel, DataParallel, FSDP1), is compiled, or is on the meta
-            device; a hook waits for a parameter's gradient; or autograd looks for anomalies.
-    """
+    """Raises if a captured step would train a model otherwise than eager does."""
     if torch.is_anomaly_enabled():
         raise CaptureError(
             "torch.autograd.detect_anomaly is on, and a captured step has no autograd that could look for NaNs. Turn "
@@ -37,35 +32,84 @@ def refuse_model(model: nn.Module) -> None:
     for fqn, module in walk_modules(model):
         if reason := _reject_reason(module):
             raise CaptureError(f"{f'module {fqn!r}' if fqn else 'the model'} {reason}")
-    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise CaptureError(
-                f"parameter or buffer {fqn!r} is on the meta device; materialise the model "
-                "(to_empty and initialise) before capturing its step"
-            )
+    check_materialised(model, "before capturing its step")
     for fqn, parameter in model.named_parameters():
         check_gradient_hooks(fqn, parameter)
 
 
-def _reject_reason(module: nn.Module) -> str | None:
-    from torch.distributed.fsdp import FullyShardedDataParallel
+def check_materialised(model: nn.Module, when: str) -> None:
+    """Raises if a parameter or buffer is on the meta device; ``when`` says until when it may be."""
+    for fqn, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise CaptureError(
+                f"parameter or buffer {fqn!r} is on the meta device; materialise the model (to_empty, then "
+                f"initialise it) {when}"
+            )
 
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return (
-            "is a DistributedDataParallel, which reduces gradients in hooks that a captured step does not run: each "
-            "rank would train on its own. Capture its .module, sharded with fully_shard, or use "
-            "torch.compile(model, backend='graphpasses')"
-        )
-    if isinstance(module, nn.DataParallel):
-        return "is a DataParallel, which copies itself at each call; capture its .module, on one process per device"
-    if isinstance(module, FullyShardedDataParallel):
-        return (
-            "is a FullyShardedDataParallel (FSDP1), which gathers and reduces in hooks that a captured step does not "
-            "run; shard the plain model with fully_shard"
-        )
+
+# How a module that works in ways that a capture does not see is refused, by its class.
+_REFUSED_MODULES: dict[type[nn.Module], str] = {
+    nn.parallel.DistributedDataParallel: (
+        "is a DistributedDataParallel, which reduces gradients in hooks that a captured step does not run: each rank "
+        "would train on its own. Capture its .module, sharded with fully_shard, or use "
+        "torch.compile(model, backend='graphpasses')"
+    ),
+    nn.DataParallel: (
+        "is a DataParallel, which copies itself at each call; capture its .module, on one process per device"
+    ),
+    FullyShardedDataParallel: (
+        "is a FullyShardedDataParallel (FSDP1), which gathers and reduces in hooks that a captured step does not "
+        "run; shard the plain model with fully_shard"
+    ),
+}
+
+
+def _reject_reason(module: nn.Module) -> str | None:
     if is_compiled(module):
         return "is compiled; capture the module that torch.compile was given, before it is compiled"
-    return None
+    return next((why for kind, why in _REFUSED_MODULES.items() if isinstance(module, kind)), None)
+
+
+# What torch says of a step that cannot be traced, and how it is refused.
+_REFUSED_TRACES = {
+    # As Module.to says of a parameter that is traced.
+    "_apply(): Couldn't swap": (
+        "forward converts or moves a module, as .to() and .half() do, which replaces its parameters: {error}. Do it "
+        "before the step"
+    ),
+    COMPILED_CALL: (
+        "loss_fn calls a function that torch.compile made, at {line}: a captured step holds operators, and the bits "
+        "of compiled kernels may be others. Call the function itself, or put both runs under "
+        'torch.compiler.set_stance("force_eager")'
+    ),
+    # As the tracer says of a size that no operator gave.
+    "is not tracked with proxy": (
+        "loss_fn makes tensors of ragged sizes, as torch.nested's jagged layout, and a graph has no input for such a "
+        "size. Pad them, or compute with their values and offsets as plain tensors"
+    ),
+    # As torch.utils.checkpoint says.
+    "incompatible with .grad()": (
+        "loss_fn checkpoints with use_reentrant=True, whose backward cannot be captured; checkpoint with "
+        "use_reentrant=False"
+    ),
+}
+
+
+@contextmanager
+def torchs_errors_named() -> Iterator[None]:
+    """Raises what torch raises in the block, a trace, in words of the user's code."""
+    try:
+        yield
+    except RuntimeError as error:
+        for text, refusal in _REFUSED_TRACES.items():
+            if text in str(error):
+                raise CaptureError(refusal.format(error=error, line=line_of(error))) from error
+        raise
+    except SystemError as error:
+        raise CaptureError(
+            "a backward that calls backward again cannot be captured where torch moves it to another thread, as it "
+            f"does from the sixtieth level on: {error}"
+        ) from error
 
 
 @contextmanager
@@ -73,18 +117,8 @@ def kept_tensors_refused(model: nn.Module) -> Iterator[None]:
     """Raises if the block, which runs forward, replaces a parameter or buffer, or keeps a tensor in an attribute."""
     buffers = dict(model.named_buffers(remove_duplicate=False))
     known = {id(tensor) for _, tensor in _attributes(model)}
-    try:
-        yield
-    except RuntimeError as error:
-        if "_apply(): Couldn't swap" not in str(error):  # as Module.to says of a parameter that is traced
-            raise
-        raise CaptureError(
-            f"forward converts or moves a module, as .to() and .half() do, which replaces its parameters: {error}. "
-            "Do it before the step"
-        ) from error
-    known |= {
-        id(tensor) for tensor in (*model.parameters(), *model.buffers())
-    }  # an RNN's list of its weights
+    yield
+    known |= {id(each) for each in (*model.parameters(), *model.buffers())}  # an RNN's list of its weights
     for fqn, buffer in model.named_buffers(remove_duplicate=False):
         if buffer is not buffers.get(fqn, buffer):
             raise CaptureError(
@@ -97,22 +131,6 @@ def kept_tensors_refused(model: nn.Module) -> Iterator[None]:
                 f"forward keeps a tensor in the attribute {fqn!r}, and a captured step would not: what reads it "
                 "later would find an old one. Compute it in forward, or register it as a buffer and write it in place"
             )
-
-
-@contextmanager
-def compiled_calls_refused() -> Iterator[None]:
-    """Raises if the block, which is traced, calls what ``torch.compile`` made."""
-    try:
-        with compiled_calls_raise():
-            yield
-    except RuntimeError as error:
-        if COMPILED_CALL not in str(error):
-            raise
-        raise CaptureError(
-            f"loss_fn calls a function that torch.compile made, at {line_of(error)}: a captured step holds "
-            "operators, and the bits of compiled kernels may be others. Call the function itself, or put both runs "
-            'under torch.compiler.set_stance("force_eager")'
-        ) from error
 
 
 @contextmanager
@@ -132,18 +150,24 @@ def failures_placed() -> Iterator[None]:
 
 
 @contextmanager
-def ragged_sizes_refused() -> Iterator[None]:
-    """Raises by name if a trace, which is the block, meets the size of a nested tensor, which no input has."""
+def other_threads_refused() -> Iterator[None]:
+    """Raises if the block, a trace, gives its tensors to other threads, whose operators the trace does not see."""
+    operators: list[object] = []  # torch may end the process where an error is raised in the thread itself
+
+    def refuse(cause: Exception | None = None) -> None:
+        if operators:
+            raise CaptureError(
+                f"loss_fn, forward or backward calls {operators[0]} in another thread, which a capture does not see; "
+                "call it in the thread that runs loss_fn"
+            ) from cause
+
     try:
-        yield
-    except RuntimeError as error:
-        # As the tracer says of a size that no operator gave.
-        if "is not tracked with proxy" not in str(error):
-            raise
-        raise CaptureError(
-            "loss_fn makes tensors of ragged sizes, as torch.nested's jagged layout, and a graph has no input for "
-            "such a size. Pad them, or compute with their values and offsets as plain tensors"
-        ) from error
+        with watched_in_other_threads(operators.append):
+            yield
+    except Exception as error:
+        refuse(error)
+        raise
+    refuse()
 
 
 @contextmanager

@@ -75,8 +75,7 @@ def simple_fsdp(
             mesh,
             mode="fully_shard" if mesh.ndim == 1 else "hybrid_shard",
             mp_policy=titan.MixedPrecisionPolicy(
-                param_dtype=param_dtype,
-                reduce_dtype=simple_reduce_dtype(model, param_dtype, reduce_dtype),
+                param_dtype=param_dtype, reduce_dtype=simple_reduce_dtype(model, param_dtype, reduce_dtype)
             ),
             shard_dim=shard_dim,
         )

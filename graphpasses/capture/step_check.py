@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from graphpasses._torch.fsdp2_accumulation import accumulators_restored
 from graphpasses._torch.storage import freed_memory_returned
@@ -23,12 +23,7 @@ from graphpasses.identity import same_bits
 
 @freed_memory_returned()
 def check_on_batch(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequence[Any]) -> None:
-    """Runs eager and then the step on one batch, compares all that they leave behind, and puts everything back.
-
-    Raises:
-        CaptureError: there is no eager step with the same bits to compare with.
-        FidelityError: loss, gradients, parameters, buffers, optimizer state or the batch have other bits.
-    """
+    """Runs eager and then the step on one batch, compares all that they leave behind, and puts everything back."""
     if not is_comparable(step.model):
         raise CaptureError(
             "step.check compares bits, and eager's may differ from the step's without a fault: SimpleFSDP's own "
@@ -67,24 +62,24 @@ def _eager(loss_fn: Callable[..., torch.Tensor], step: CapturedStep, batch: Sequ
 
 def _results(step: CapturedStep, batch: Sequence[Any], run: Callable[[], torch.Tensor]) -> Results:
     """Returns copies of all that a run leaves behind, which is put back."""
-    with _put_back(step, batch), accumulators_restored(step.model, copied=True):
+    with put_back(step, batch), accumulators_restored(step.model, copied=True):
         results = run_step(step.model, run) | _tensors(step, batch)
         if step.update is not None:
             for fqn, parameter in step.model.named_parameters():
                 for name, value in step.update.optimizers.state_of(parameter).items():
                     if isinstance(value, torch.Tensor):
                         results[f"optimizer state {name!r} of {fqn!r}"] = value
-        return {name: _local(value).clone() for name, value in results.items() if value is not None}
+        return {name: local_part(value).clone() for name, value in results.items() if value is not None}
 
 
 @contextmanager
-def _put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
+def put_back(step: CapturedStep, batch: Sequence[Any]) -> Iterator[None]:
     """Puts back what is written in place: tensors, an optimizer's state, and the states of generators."""
     optimizers = () if step.update is None else step.update.optimizers.each
     states = [{each: dict(values) for each, values in optimizer.state.items()} for optimizer in optimizers]
-    tensors = [*_tensors(step, batch).values(), *(each.grad for each in step.model.parameters())]
+    tensors: list[Any] = [*_tensors(step, batch).values(), *(each.grad for each in step.model.parameters())]
     tensors += [value for state in states for values in state.values() for value in values.values()]
-    before = [(local, local.clone()) for local in map(_local, tensors) if isinstance(local, torch.Tensor)]
+    before = [(local, local.clone()) for local in map(local_part, tensors) if isinstance(local, torch.Tensor)]
     generators = [(each, each.get_state()) for each in _constants(step) if isinstance(each, torch.Generator)]
     try:
         yield
@@ -114,10 +109,6 @@ def _tensors(step: CapturedStep, batch: Sequence[Any]) -> dict[str, torch.Tensor
 def _constants(step: CapturedStep) -> list[Any]:
     nodes = step.graph.find_nodes(op="get_attr")
     return [*{id(value): value for value in (getattr(step.module, str(n.target)) for n in nodes)}.values()]
-
-
-def _local(tensor: Any) -> Any:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def _text(value: torch.Tensor | None) -> str:

@@ -1,7 +1,7 @@
 """What a traced step must not do: small named rules, run in this order once the step is read.
 
 A rule returns why a step is refused, or None. What is refused before or while a step is traced is in
-``refusals.py``, ``guards.py`` and ``threads.py``.
+``refusals.py`` and ``guards.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from graphpasses.capture.guards import is_literal
 from graphpasses.capture.random_state import RandomCalls, find_random_fault
 from graphpasses.capture.refusals import OTHER_MEMORY, WRITE_IN_PLACE
 from graphpasses.errors import CaptureError
@@ -77,9 +78,7 @@ def _outside_tensors(step: CapturedStep, _: RandomCalls) -> str | None:
     outside: dict[int, torch.Tensor] = {}
     for node in step.graph.find_nodes(op="get_attr"):
         value = getattr(step.module, str(node.target))
-        # What forward makes of numbers, as torch.tensor([1.0]) does, is fresh at each call.
-        is_literal = all(user.target is aten.lift_fresh_copy.default for user in node.users)
-        if isinstance(value, torch.Tensor) and not is_literal:
+        if isinstance(value, torch.Tensor) and not is_literal(node):
             outside[id(value)] = value
     shapes = [f"shape {list(value.shape)}, {value.dtype}" for value in outside.values()]
     for shape, value in zip(shapes, outside.values(), strict=True):

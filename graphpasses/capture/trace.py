@@ -2,57 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.distributed.tensor import DTensor
+from torch.fx.traceback import annotate
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from graphpasses._torch.dynamo import compiled_calls_raise
 from graphpasses._torch.fake_mode import strides_of_kernels
 from graphpasses._torch.fsdp2 import fsdp_groups
 from graphpasses._torch.fsdp2_tracing import communication_traced, other_models_refused
 from graphpasses._torch.in_place_collectives import collectives_with_waits
 from graphpasses._torch.module_answers import answers_as_in_eager, mark_parameters
 from graphpasses._torch.operator_calls import OperatorCalls
-from graphpasses._torch.recorded_operator import Operator
+from graphpasses._torch.recorded_operator import MODULE_FQN, Operator
+from graphpasses._torch.step_tracer import TracedFunction, trace_with_torch
 from graphpasses._torch.symbols import each_size_its_own, mark_dims
 from graphpasses.capture.guards import Decisions
-from graphpasses.capture.loss import check_loss
-from graphpasses.capture.module_names import module_names_traced
 from graphpasses.capture.oracle import record_calls
 from graphpasses.capture.random_state import RandomCalls, random_state_traced
 from graphpasses.capture.refusals import (
-    compiled_calls_refused,
     failures_placed,
     kept_tensors_refused,
     other_memory_refused,
-    ragged_sizes_refused,
+    other_threads_refused,
+    torchs_errors_named,
 )
-from graphpasses.capture.threads import nested_backward_refused, other_threads_refused
-from graphpasses.capture.tracer import find_tracer
 from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import Marks
 from graphpasses.graph.batch import Varying
 from graphpasses.graph.batch_structure import BatchStructure
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.several_models import first_model
-from graphpasses.identity import IdentityMap, same_bits
+from graphpasses.identity import IdentityMap, named_state, same_bits
 from graphpasses.state.kept_tensors import caches_emptied_on_error
 from graphpasses.state.live_state import live_state_restored
 from graphpasses.state.reads import Reads
-
-if TYPE_CHECKING:
-    from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
 
 @dataclass(frozen=True)
 class Trace:
     """What tracing a step brought."""
 
-    result: TracedResult  # torchtitan's: the graph, and what its inputs and outputs are
+    result: TracedFunction  # the graph, and what its inputs and outputs are
     reads: Reads  # what the user's code read from outside
     guards: Guards | None  # the values by which ``loss_fn`` decided
     random_calls: RandomCalls  # what ``loss_fn`` did with random numbers beside drawing torch's
@@ -74,13 +71,9 @@ def trace_step(
     The traced function returns the loss, and one gradient, or None, for each trainable name of a parameter. It
     records the operators that are called if ``is_recorded``; ``varying`` are the dims of the batch whose sizes may
     vary.
-
-    Raises:
-        CaptureError: see :func:`capture_train_step`.
     """
-    trace = find_tracer()
-    names, identity = _state_names(model), IdentityMap.of(model)
-    own = {fqn: vars(tensor) for fqn, tensor in _state(model)}
+    identity = IdentityMap.of(model)
+    own = {fqn: vars(tensor) for fqn, tensor in named_state(model)}
     records: list[OperatorCalls] = []
     marks = Marks()
     random_calls, reads = RandomCalls(), Reads(model, loss_fn)
@@ -95,7 +88,7 @@ def trace_step(
             if parameter.requires_grad
         }
         gradients_before = [parameter.grad for parameter in named.values()]
-        for fqn, tensor in _state(model):
+        for fqn, tensor in named_state(model):
             for name, value in own[fqn].items():
                 if name[0] != "_" and not hasattr(tensor, name):
                     setattr(tensor, name, value)
@@ -114,24 +107,23 @@ def trace_step(
             _autocast_refused(),
             kept_tensors_refused(model),
             other_models_refused(model),
-            compiled_calls_refused(),
-            module_names_traced(model),
+            compiled_calls_raise(),
+            _module_names_traced(model),
             failures_placed(),
             reads.running(),
         )
         with _all(around_step), communication_traced(model) as reductions:
             with _all(around_forward), record:
                 loss = loss_fn(first_model(model), *structure.build(args))
-            if _state_names(model) != names:
+            if [fqn for fqn, _ in named_state(model)] != [*own]:
                 raise CaptureError("the model's parameters, buffers or ties changed while loss_fn ran")
             if reductions.reduced or any(
                 parameter.grad is not before
                 for parameter, before in zip(named.values(), gradients_before, strict=True)
             ):
                 raise CaptureError(_CALLED_BACKWARD)
-            check_loss(loss, list(named))
+            _check_loss(loss, list(named))
             around_backward = (
-                nested_backward_refused(),
                 torch.autograd.set_multithreading_enabled(False),  # calls are seen in this thread alone
                 reads.running(),
             )
@@ -143,17 +135,12 @@ def trace_step(
         return [loss, *(gradients.pop(parameter, None) for parameter in named.values()), *marked]
 
     try:
-        with (
-            ragged_sizes_refused(),
-            strides_of_kernels(),
-            live_state_restored(model),
-            each_size_its_own(),
-        ):
+        with torchs_errors_named(), strides_of_kernels(), live_state_restored(model), each_size_its_own():
             given = [
                 _distinct(leaf, varying.get(path, ()))
                 for path, leaf in zip(structure.paths, leaves, strict=True)
             ]
-            traced = _trace_until_settled(reads, lambda: trace(step, model)(*given))
+            traced = _trace_until_settled(reads, lambda: trace_with_torch(step, model)(*given))
     finally:
         for record in reversed(records):
             record.undo()  # a tensor from outside that loss_fn writes is written while it is traced
@@ -169,7 +156,7 @@ def _all(scopes: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
         yield
 
 
-def _trace_until_settled(reads: Reads, trace: Callable[[], TracedResult]) -> TracedResult:
+def _trace_until_settled(reads: Reads, trace: Callable[[], TracedFunction]) -> TracedFunction:
     """Traces a step, and again with what forward changes for good at its first call, as a flag or a size.
 
     The graph must be the same.
@@ -225,13 +212,62 @@ _CALLED_BACKWARD = (
 )
 
 
-def _state(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+def _check_loss(loss: Any, trainable: list[str]) -> None:
+    """Raises unless ``loss_fn`` returned a floating-point scalar that depends on a parameter of ``trainable``."""
+    if not trainable:
+        raise CaptureError("the model has no trainable parameter: nothing to differentiate")
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(f"loss_fn returned a {type(loss).__name__}; {_advice(loss)}")
+    if isinstance(loss, DTensor):
+        raise CaptureError("loss_fn returned a DTensor; return this rank's loss, e.g. loss.to_local()")
+    if loss.dim() != 0 or not loss.is_floating_point():
+        raise CaptureError(
+            f"loss_fn must return a scalar floating-point tensor, it returned shape {list(loss.shape)}, "
+            f"{loss.dtype}; reduce it, e.g. with .mean()"
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on any trainable parameter (computed under no_grad, or detached?); "
+            f"trainable: {', '.join(trainable[:3])}{', …' if len(trainable) > 3 else ''}"
+        )
 
 
-def _state_names(model: nn.Module) -> list[str]:
-    return [fqn for fqn, _ in _state(model)]
+def _advice(result: Any) -> str:
+    """Says where in a result its loss may be."""
+    if isinstance(getattr(result, "loss", None), torch.Tensor):
+        return "return the loss alone: its .loss"
+    items = dict(result) if isinstance(result, Mapping) else {}
+    if isinstance(result, (list, tuple)):
+        items = dict(enumerate(result))
+    losses = [key for key, item in items.items() if isinstance(item, torch.Tensor) and item.dim() == 0]
+    if "loss" in losses:
+        losses = ["loss"]
+    if losses:
+        return f"return the loss alone: its {' or '.join(f'[{key!r}]' for key in losses)}"
+    return "return the loss, a scalar floating-point tensor"
+
+
+@contextmanager
+def _module_names_traced(model: nn.Module) -> Iterator[None]:
+    """Notes on each node that the block traces which module of a model computes it."""
+    names = {module: fqn for fqn, module in reversed([*model.named_modules()])}
+    entered: list[tuple[nn.Module, AbstractContextManager[None]]] = []
+
+    def enter(module: nn.Module, _: object) -> None:
+        if module in names:
+            entered.append((module, annotate({MODULE_FQN: names[module]})))
+            entered[-1][1].__enter__()
+
+    def leave(module: nn.Module, *_: object) -> None:
+        if entered and entered[-1][0] is module:  # not where another hook raised before it was entered
+            entered.pop()[1].__exit__(None, None, None)
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

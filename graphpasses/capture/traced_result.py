@@ -35,6 +35,8 @@ from graphpasses.state.snapshot import Snapshot
 if TYPE_CHECKING:
     from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
+    from graphpasses._torch.step_tracer import TracedFunction
+
 
 def read_traced_result(
     traced: TracedResult, *, model: nn.Module, snapshot: Snapshot | None = None
@@ -86,7 +88,7 @@ def read_traced_result(
 
 
 def read_step(
-    traced: TracedResult,
+    traced: TracedFunction | TracedResult,
     model: nn.Module,
     batch_structure: BatchStructure,
     batch_leaves: Sequence[tuple[str, Any]],
@@ -139,7 +141,7 @@ def read_step(
         outputs.extend(GraphOutput(OutputKind.GRADIENT, fqn, attr) for attr in inner_attrs(layout, fqn))
 
     placeholders = traced.gm.graph.find_nodes(op="placeholder")
-    num_outputs = len(traced.gm.graph.output_node().args[0])
+    num_outputs = len(traced.gm.graph.output_node().args[0])  # type: ignore[arg-type]
     if len(placeholders) != len(inputs) or num_outputs != len(outputs):
         raise CaptureError(
             f"the traced graph has {len(placeholders)} placeholders and {num_outputs} outputs; its metadata "
@@ -171,16 +173,15 @@ def _make_views(module: fx.GraphModule) -> None:
     Who computed fake values again would change that of the operand. One without such a form stays, and one of a
     tensor from outside, whose shape the step changes.
     """
-    position = {node: index for index, node in enumerate(module.graph.nodes)}
     is_changed = False
-    for node in position:
+    for node in module.graph.nodes:
         view = out_of_place_view(node.target)
         if view is None or not _is_made_here(node):
             continue
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
         node.target = view
-        for user in [user for user in operand.users if position[user] > position[node]]:
+        for user in [user for user in operand.users if user > node]:
             user.replace_input_with(operand, node)
         is_changed = True
     if is_changed:

@@ -29,6 +29,7 @@ from graphpasses.embedding.torchrec.batches import TORCHREC
 from graphpasses.errors import CaptureError
 from graphpasses.fsdp.canonical import CLIP_NOTE
 from graphpasses.fsdp.plan import BucketPlan, premultiplied_note
+from graphpasses.gc_pause import paused_gc
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.batch import check_leaf
 from graphpasses.graph.batch_structure import BatchStructure
@@ -36,7 +37,7 @@ from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.recapture import FailedElsewhereError
 from graphpasses.graph.several_models import with_others
 from graphpasses.progress import stage, stages_shown
-from graphpasses.state.kept_tensors import new_objects_together, refuse_kept_tensors
+from graphpasses.state.kept_tensors import refuse_kept_tensors
 from graphpasses.state.optimizers import Optimizers
 from graphpasses.state.settings import check_unsharded
 from graphpasses.state.snapshot import Snapshot
@@ -96,8 +97,8 @@ def capture_train_step(
         CaptureError: the loss is not a scalar tensor that depends on a trainable parameter; ``loss_fn`` calls
             ``backward``, runs under autocast, or decides by a value that does not follow from the batch, buffers and
             constants alone; the batch holds something else than tensors and plain values, or a tensor that requires a
-            gradient; the model is on meta or has an LSTM that runs in oneDNN; torchtitan is installed and cannot be
-            imported; or a captured step would train otherwise than eager, see the limits in the documentation.
+            gradient; the model is on meta or has an LSTM that runs in oneDNN; or a captured step would train
+            otherwise than eager, see the limits in the documentation.
         FidelityError: eager calls other operators than the traced step, or the same on other values.
         AgreementError: ranks were given different ``clip_norm``, or optimizers of different classes.
         UnsupportedError: a parameter is sharded over several mesh axes otherwise than evenly by FSDP over tensor
@@ -164,9 +165,9 @@ def _capture(
     unchecked = why_unchecked(model, dict(zip(structure.paths, leaves, strict=True))) if check else ""
     # Trace
     stage("traces loss_fn and its backward")
-    with new_objects_together() as generation:
+    with paused_gc():
         trace = trace_step(loss_fn, model, structure, leaves, is_recorded=unchecked is None, varying=varying)
-        refuse_kept_tensors(trace.result, generation())
+        refuse_kept_tensors(trace.result)
     # Read
     step = read_step(
         trace.result,

@@ -40,13 +40,11 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
     """Lets gradients of a SimpleFSDP model reach their reduction as those of FSDP2 do; others are left alone.
 
     ``graph`` is a captured step or a joint graph, before any pass.
-
-    Raises:
-        UnsupportedError: FSDP2 adds a parameter's gradients in a dtype that this graph does not have.
     """
     if not KEEPS_GRADIENT_DTYPES or not any(wrapped_class(type(module)) for module in model.modules()):
         return
-    casts = {node.meta.get("seq_nr") for node in _casts(graph) if not is_backward(node)}
+    found = graph.graph.find_nodes(op="call_function", target=CAST)
+    casts = {node.meta.get("seq_nr") for node in found if not is_backward(node)}
     unrounded, wide = [], []
     for fqn, reductions in find_grad_reductions(graph).items():
         if not any(map(_is_widened, reductions)):
@@ -83,10 +81,6 @@ def keep_unrounded(graph: TrainGraph, model: nn.Module) -> None:
             "tensor parallelism adds gradients in the dtype in which FSDP reduces them, as in FSDP2 of this torch; "
             f"with SimpleFSDP alone it adds them in the dtype of compute: {', '.join(wide)}"
         )
-
-
-def _casts(graph: TrainGraph) -> list[fx.Node]:
-    return list(graph.graph.find_nodes(op="call_function", target=CAST))
 
 
 def _is_widened(reduction: GradReduction) -> bool:

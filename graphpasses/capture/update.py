@@ -12,9 +12,9 @@ from torch import fx
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses._torch.module_answers import answers_as_in_eager
 from graphpasses._torch.optimizers import lists_take_fakes
+from graphpasses._torch.step_tracer import trace_with_torch
 from graphpasses._torch.symbols import UNDECIDED
 from graphpasses.capture.traced_result import inner_attrs
-from graphpasses.capture.tracer import find_tracer
 from graphpasses.capture.update_numbers import TracedNumbers
 from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError
@@ -27,11 +27,7 @@ from graphpasses.state.optimizers import Optimizers
 def find_update(
     step: CapturedStep, optimizers: Optimizers | None, clip_norm: float | None
 ) -> UpdateSource | None:
-    """Returns what is to be traced of the optimizer's step after ``step``; None if there is no optimizer.
-
-    Raises:
-        CaptureError: see :func:`capture_train_step`.
-    """
+    """Returns what is to be traced of the optimizer's step after ``step``; None if there is no optimizer."""
     if clip_norm is not None and not (type(clip_norm) in (int, float) and clip_norm > 0):
         raise CaptureError(f"clip_norm is {clip_norm!r}; give a number greater than zero, or None")
     if optimizers is None:
@@ -59,9 +55,6 @@ def trace_update(step: CapturedStep, source: UpdateSource) -> Update:
     """Traces clipping and the optimizers' own steps; nothing of the optimizers changes.
 
     State that the optimizer has not made yet is traced as it will be, made on fake tensors.
-
-    Raises:
-        CaptureError: see :func:`capture_train_step`.
     """
     optimizers = source.optimizers
     try:
@@ -126,7 +119,7 @@ def _trace(
             source.step(of_parameters, of_gradients, of_state, of_numbers)
         return []
 
-    traced = find_tracer()(update, None)(
+    traced = trace_with_torch(update)(
         *parameters.values(),
         *map(like, parameters.values()),  # memory of their own
         *(state[fqn][name].detach() for fqn, name in tensors),

@@ -11,11 +11,10 @@ from graphpasses._torch.dtensor import local_part
 from graphpasses._torch.storage import freed_memory_returned
 from graphpasses.capture.update_source import State, UpdateSource, like
 from graphpasses.errors import CaptureError, FidelityError
-from graphpasses.graph import InputKind
 from graphpasses.graph.rank_consensus import RankConsensus
-from graphpasses.graph.update import Update
+from graphpasses.graph.update import Update, carried_values
 from graphpasses.identity import same_bits
-from graphpasses.state.hyperparameters import Number, as_input, numbers_of
+from graphpasses.state.hyperparameters import Number, numbers_of
 
 _Tensors = dict[str, torch.Tensor]
 
@@ -25,14 +24,9 @@ def check_update(update: Update, source: UpdateSource) -> None:
     """Compares the bits of a traced update with those of the optimizer's own step; neither changes anything.
 
     Both run on copies of parameters and state, at half of each number among the optimizer's hyperparameters: what the
-    trace took for a constant shows.
-    Gradients are random numbers. The traced update runs whole, the optimizer's own step then for one parameter after
-    the other, so that copies of all are held once. State that is not there is made by another step of the optimizer
-    before.
-
-    Raises:
-        FidelityError: they differ; or they do on another rank.
-        CaptureError: the optimizer's own step fails.
+    trace took for a constant shows. Gradients are random numbers. The traced update runs whole, the optimizer's own
+    step then for one parameter after the other, so that copies of all are held once. State that is not there is made
+    by another step of the optimizer before.
     """
     consensus = RankConsensus.of_model(update.model)
     another = FidelityError("on another rank, the captured update and eager's part; its message says where")
@@ -46,7 +40,8 @@ def check_update(update: Update, source: UpdateSource) -> None:
             parameters.update(copies)
             state.update(of_part)
     with consensus.raised_together(another), torch.no_grad():
-        update.module(*_values(update, parameters, state, _random(source, source.parameters), numbers))
+        gradients = _random(source, source.parameters)
+        update.module(*carried_values(update.inputs, parameters, gradients, state, numbers))
     with consensus.raised_together(another), torch.no_grad():
         clipped = None if source.clip_norm is None else _clipped(source)
     with consensus.raised_together(another), torch.no_grad():
@@ -79,11 +74,7 @@ def _copies_before(part: UpdateSource, whole: UpdateSource) -> tuple[_Tensors, S
 
 
 def _own_step(
-    part: UpdateSource,
-    parameters: _Tensors,
-    gradients: _Tensors,
-    state: State,
-    numbers: Mapping[Number, Any],
+    part: UpdateSource, parameters: _Tensors, gradients: _Tensors, state: State, numbers: Mapping[Number, Any]
 ) -> State:
     try:
         return part.step(parameters, gradients, state, numbers)
@@ -98,26 +89,6 @@ def _clipped(source: UpdateSource) -> _Tensors:
     gradients = _random(source, source.parameters)
     source.clip({fqn: gradient.detach() for fqn, gradient in gradients.items()}, gradients)
     return gradients
-
-
-def _values(
-    update: Update,
-    parameters: Mapping[str, torch.Tensor],
-    state: State,
-    gradients: Mapping[str, torch.Tensor],
-    numbers: Mapping[Number, Any],
-) -> list[Any]:
-    values: list[Any] = []
-    for item in update.inputs:
-        value: Any
-        if item.kind is InputKind.HYPERPARAMETER:
-            value = as_input(numbers[item.group, item.state])
-        elif item.kind is InputKind.OPTIMIZER_STATE:
-            value = state[item.fqn][item.state]
-        else:
-            value = (gradients if item.kind is InputKind.GRADIENT else parameters)[item.fqn]
-        values.append(getattr(value, item.attr) if item.attr else value)
-    return values
 
 
 def _copies(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import as_dtensor
 from graphpasses._torch.fake_mode import new_fake_mode
 from graphpasses._torch.optimizers import shadow_of
 from graphpasses.state.hyperparameters import Number, numbers_of, with_numbers
@@ -111,14 +112,7 @@ class UpdateSource:
 def like(value: Any) -> Any:
     """Returns a real tensor like a fake one; nothing is written into it."""
     if isinstance(value, DTensor):
-        return DTensor.from_local(
-            like(value.to_local()),
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
+        return as_dtensor(like(value.to_local()), value)
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,11 +15,11 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from graphpasses._torch.storage import is_movable, move_storage
-from graphpasses.embedding.huge_pages import give_back_pages, prefer_huge_pages
 from graphpasses.errors import ArenaError
 
 # Where torch's CPU allocator begins a tensor.
 _ALIGNMENT = 64
+_HUGE_PAGE = 1 << 21
 
 # The arena that each tensor was put into: its memory, and where in it the tensor begins; None if it is that memory.
 _CONTAINING: MutableMapping[Tensor, tuple[Tensor | None, int]] = WeakTensorKeyDictionary()
@@ -113,3 +116,25 @@ class Arena:
 
 def _offset(tensor: Tensor, flat: Tensor) -> int:
     return (tensor.data_ptr() - flat.data_ptr()) // flat.element_size()
+
+
+def prefer_huge_pages(tensor: Tensor) -> None:
+    """Asks Linux to back a CPU tensor's memory with huge pages: lookups of random rows miss the TLB less often."""
+    if sys.platform == "linux" and tensor.device.type == "cpu":
+        _advise(tensor, _HUGE_PAGE, mmap.MADV_HUGEPAGE)
+
+
+def give_back_pages(tensor: Tensor) -> None:
+    """Returns the pages of a contiguous CPU tensor to Linux before the tensor is freed: its values are lost.
+
+    Not those of pinned memory, of which the GPU would go on with the old pages.
+    """
+    if sys.platform == "linux" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        _advise(tensor, mmap.PAGESIZE, mmap.MADV_DONTNEED)
+
+
+def _advise(tensor: Tensor, page: int, advice: int) -> None:
+    start = -(-tensor.data_ptr() // page) * page
+    end = (tensor.data_ptr() + tensor.nbytes) // page * page
+    if start < end:  # whether the advice is taken does not matter
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

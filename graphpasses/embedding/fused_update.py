@@ -23,10 +23,7 @@ from graphpasses.fbgemm.names import ROWWISE_ADAGRAD
 _FORMS: dict[str, tuple[str, tuple[str, ...]]] = {
     "torch.optim.sgd.SGD": ("sgd", ("momentum", "weight_decay", "maximize")),
     "torch.optim.adagrad.Adagrad": ("adagrad", ("lr_decay", "weight_decay", "maximize")),
-    ROWWISE_ADAGRAD: (
-        "rowwise_adagrad",
-        ("lr_decay", "weight_decay", "maximize"),
-    ),
+    ROWWISE_ADAGRAD: ("rowwise_adagrad", ("lr_decay", "weight_decay", "maximize")),
 }
 
 

@@ -168,11 +168,7 @@ def _by_table(
 def fit_plan(
     model: nn.Module, sharding_plan: ShardingPlan, sharders: Sharders
 ) -> tuple[ShardingPlan, set[nn.Module]]:
-    """Returns the plan with an entry for every name of every planned module, and those modules.
-
-    Raises:
-        ShardingError: the plan does not fit the model; the message names the module and what to do.
-    """
+    """Returns the plan with an entry for every name of every planned module, and those; raises if it does not fit."""
     identity = IdentityMap.of(model)
     modules = dict(walk_modules(model))
     by_type = {sharder.module_type: sharder for sharder in sharders}

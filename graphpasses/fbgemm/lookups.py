@@ -44,13 +44,6 @@ class TableLayout:
         """Returns the layout of the features of several lookups, one after the other.
 
         ``weights`` say where each begins in the common flat tensor, ``momentum1`` the same for optimizer states.
-
-        Example:
-            >>> one = TableLayout(dims=(4, 4), first_rows=(0, 10), num_rows=30, weights_offsets=(0, 40))
-            >>> TableLayout.join([one, one], weights=[0, 128])
-            ... # doctest: +NORMALIZE_WHITESPACE
-            TableLayout(dims=(4, 4, 4, 4), first_rows=(0, 10, 30, 40), num_rows=60,
-                        weights_offsets=(0, 40, 128, 168), momentum1_offsets=())
         """
         rows = [0, *accumulate(layout.num_rows for layout in layouts)]
         return cls(

@@ -38,9 +38,8 @@ class Waiting:
     """
 
     kept: tuple[str, ...] = ()  # whose gradients this call leaves unreduced
-    pending: tuple[
-        tuple[str, torch.dtype], ...
-    ] = ()  # whose earlier ones it reduces with its own, and their dtypes
+    # Whose earlier ones it reduces with its own, and their dtypes.
+    pending: tuple[tuple[str, torch.dtype], ...] = ()
 
     def __str__(self) -> str:
         pending = (f"{place} ({dtype})" for place, dtype in self.pending)
@@ -154,11 +153,7 @@ class CutSteps(Generic[S]):
         self._agreed: set[Waiting] = set()
 
     def keeping(self) -> AbstractContextManager[None]:
-        """Lets calls in the block leave all gradients unreduced.
-
-        Raises:
-            CaptureError: they cannot wait: SimpleFSDP shards the model, or nothing does, and the step updates.
-        """
+        """Lets calls in the block leave all gradients unreduced; raises where none can wait."""
         is_sharded = any(isinstance(each, DTensor) for each in self._model.parameters())
         if not self.accumulators.groups and (is_sharded or self._is_updating):
             raise CaptureError(
@@ -168,11 +163,7 @@ class CutSteps(Generic[S]):
         return reducing(self.accumulators.groups, reduces=False)
 
     def find_waiting(self) -> tuple[Waiting, dict[str, torch.Tensor]]:
-        """Returns what waits in a call now, and the gradients that have waited, by place.
-
-        Raises:
-            AgreementError: it is the first such call, and something else waits on another rank.
-        """
+        """Returns what waits in a call now, and the gradients that have waited, by place; the same on all ranks."""
         pending = self.accumulators.pending()
         waiting = Waiting(
             tuple(sorted(self._places & self.accumulators.kept)),
@@ -184,12 +175,7 @@ class CutSteps(Generic[S]):
         return waiting, pending
 
     def fitting(self, step: S, waiting: Waiting) -> S:
-        """Returns the step for what waits: ``step`` itself if nothing does.
-
-        Raises:
-            CaptureError: gradients wait that the step does not compute, or where it does not know; or some are
-                reduced and others are not in a step that updates.
-        """
+        """Returns the step for what waits, ``step`` itself if nothing does; raises where it can have no such step."""
         if waiting == Waiting():
             return step
         if waiting not in self._steps:
@@ -280,10 +266,7 @@ def _refresh(graph: fx.Graph, totals: Iterable[fx.Node]) -> None:
     """Computes again what is known of the values behind sums: of a reduction in another dtype than the gradients'."""
     changed = set(totals)
     for node in graph.nodes:
-        if (
-            node.op == "call_function"
-            and node not in changed
-            and not changed.isdisjoint(node.all_input_nodes)
-        ):
+        reads_changed = not changed.isdisjoint(node.all_input_nodes)
+        if node.op == "call_function" and node not in changed and reads_changed:
             node.meta["val"] = fake_value(node)
             changed.add(node)

@@ -48,15 +48,6 @@ class BatchStructure:
 
     Containers are lists, tuples, named tuples, mappings of any class that can be made from a dict, dataclasses, and
     what is registered with ``torch.utils._pytree``. A mapping's keys may come in any order.
-
-    Example:
-        >>> structure = BatchStructure.of(({"x": 1, "y": [2.0]},))
-        >>> structure.paths
-        ("batch[0]['x']", "batch[0]['y'][0]")
-        >>> structure.leaves(({"y": [3.0], "x": 4},))
-        [4, 3.0]
-        >>> structure.build([4, 3.0])
-        ({'x': 4, 'y': [3.0]},)
     """
 
     path: str  # where it is, e.g. ``batch[0]['tokens']``

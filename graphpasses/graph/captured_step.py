@@ -16,11 +16,10 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.failed_ranks import FailedRanks
 from graphpasses.graph.gradients import accumulate_gradient, as_gradient, shared_values
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
-from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.graph.recapture import GuardedCache, Recapture
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.update import Update
@@ -322,12 +321,7 @@ class CapturedStep(TrainGraph):
                 "the step has its model's optimizer in it; capture a step of the other model with its own optimizer"
             )
         parameters = parameter_infos(model, self.identity)
-        return replace(
-            self,
-            model=model,
-            parameters=parameters,
-            snapshot=self.snapshot.for_model(model),
-        )
+        return replace(self, model=model, parameters=parameters, snapshot=self.snapshot.for_model(model))
 
     @cached_property
     def _groups(self) -> tuple[Any, ...]:

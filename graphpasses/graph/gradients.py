@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from graphpasses._torch.dtensor import local_part
+from graphpasses._torch.dtensor import as_dtensor, local_part
 
 
 def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
@@ -34,14 +34,7 @@ def as_gradient(
     if is_shared or gradient.stride() != local.stride():
         gradient = torch.empty_like(local).copy_(gradient)
     if isinstance(parameter, DTensor):
-        gradient = DTensor.from_local(
-            gradient,
-            parameter.device_mesh,
-            placements or parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        gradient = as_dtensor(gradient, parameter, placements)
     return gradient
 
 

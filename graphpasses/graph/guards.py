@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
-from torch import fx
+from torch import fx, nn
 
 from graphpasses._torch.symbols import as_function, value_at
 from graphpasses.graph.train_graph import GraphInput
@@ -59,9 +58,10 @@ class Guards:
         """Returns the first decision that falls otherwise, with the values then and now; None if there is none."""
         values: dict[Symbol, Any] = {}
         pending = self._checks[::-1]
-        placeholders = self.module.graph.find_nodes(op="placeholder")
+        graph = self.module.graph
+        placeholders = graph.find_nodes(op="placeholder")
         given = dict(zip(placeholders, map(value_of, self.inputs), strict=True))
-        for node, value in run_nodes(self.module, self.module.graph.nodes, given, self.written):
+        for node, value in run_nodes(self.module, graph, graph.nodes, given, self.written):
             # Checked at once: if a decision falls otherwise, what was traced after it means nothing.
             for symbol, path in self.places.get(node.name, ()):
                 values[symbol] = value_at(value, path)
@@ -85,25 +85,19 @@ class Guards:
 
 
 def run_nodes(
-    module: fx.GraphModule, nodes: Iterable[fx.Node], given: Mapping[fx.Node, Any], written: Collection[str]
+    module: nn.Module,
+    graph: fx.Graph,
+    nodes: Iterable[fx.Node],
+    given: Mapping[fx.Node, Any],
+    written: Collection[str],
 ) -> Iterator[tuple[fx.Node, Any]]:
-    """Runs nodes, each after what it reads, and yields each with its value; ``module`` holds the constants.
+    """Runs nodes of a graph, each after what it reads, and yields each with its value; ``module`` has the constants.
 
     ``given`` are the values of placeholders; ``written`` names those, and constants, of which copies are written.
     """
-    values: dict[fx.Node, Any] = {}
+    interpreter = fx.Interpreter(module, garbage_collect_values=False, graph=graph)
     for node in nodes:
-        if node.op == "output":
-            continue
-        if node.op == "placeholder":
-            value = given[node]
-        elif node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(module)
-        else:
-            args: Any
-            kwargs: Any
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            assert callable(node.target)
-            value = node.target(*args, **kwargs)
-        values[node] = value.clone() if node.name in written else value
-        yield node, values[node]
+        if node.op != "output":
+            value = given[node] if node.op == "placeholder" else interpreter.run_node(node)
+            interpreter.env[node] = value.clone() if node.name in written else value
+            yield node, interpreter.env[node]

@@ -183,6 +183,11 @@ def views(node: fx.Node) -> list[fx.Node]:
     return sorted(reach([node], viewing) - {node})
 
 
+def is_empty(node: fx.Node) -> bool:
+    """Whether a node's tensor is known to have no elements."""
+    return any(isinstance(size, int) and size == 0 for size in node.meta["val"].shape)
+
+
 def last_reads(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the calls after which a node's memory is not read any more; of collectives their waits."""
     for each in (node, *views(node)):

@@ -10,12 +10,7 @@ from graphpasses.errors import CaptureError
 
 
 class SeveralModels(nn.Module):
-    """A model, and others that its loss runs, as one: all their tensors are inputs of the step.
-
-    Args:
-        model: the first, which ``loss_fn`` is called with; its names begin with ``model.``
-        others: the others; their names begin with ``others.0.``, ``others.1.``, ...
-    """
+    """A model, and others that its loss runs, as one: all their tensors are inputs of the step."""
 
     def __init__(self, model: nn.Module, others: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -24,11 +19,7 @@ class SeveralModels(nn.Module):
 
 
 def with_others(model: nn.Module, others: Sequence[nn.Module]) -> nn.Module:
-    """Returns a model and others as one, or the model alone where there are none.
-
-    Raises:
-        CaptureError: ``others`` is no sequence of modules.
-    """
+    """Returns a model and others as one, or the model alone where there are none."""
     if isinstance(others, nn.Module) or not all(isinstance(other, nn.Module) for other in others):
         raise CaptureError(
             f"others is {type(others).__name__}; give a tuple of the models that loss_fn runs beside the first, as "

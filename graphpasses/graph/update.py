@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,8 +91,10 @@ class Update:
 
     def values(self, inputs: Sequence[GraphInput], parameters: Mapping[str, torch.Tensor]) -> list[Any]:
         """Returns what inputs carry now."""
-        numbers = numbers_of(self.optimizers)
-        return [self._value(item, parameters, numbers) for item in inputs]
+        fqns = dict.fromkeys(item.fqn for item in inputs if item.kind is not InputKind.HYPERPARAMETER)
+        gradients = {fqn: parameters[fqn].grad for fqn in fqns}
+        state = {fqn: self.optimizers.state_of(parameters[fqn]) for fqn in fqns}
+        return carried_values(inputs, parameters, gradients, state, numbers_of(self.optimizers))
 
     def run(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Clips the gradients of the live model and updates its parameters; their gradients are gone then."""
@@ -106,14 +108,23 @@ class Update:
         self.optimizers.step()
         self.optimizers.finish()
 
-    def _value(
-        self, item: GraphInput, parameters: Mapping[str, torch.Tensor], numbers: Mapping[Number, Any]
-    ) -> Any:
+
+def carried_values(
+    inputs: Iterable[GraphInput],
+    parameters: Mapping[str, Any],
+    gradients: Mapping[str, Any],
+    state: Mapping[str, Mapping[str, Any]],
+    numbers: Mapping[Number, Any],
+) -> list[Any]:
+    """Returns what inputs of an update carry, given what they may carry by FQN, and numbers by name."""
+    values: list[Any] = []
+    for item in inputs:
+        value: Any
         if item.kind is InputKind.HYPERPARAMETER:
-            return as_input(numbers[item.group, item.state])
-        value: Any = parameters[item.fqn]
-        if item.kind is InputKind.GRADIENT:
-            value = value.grad
+            value = as_input(numbers[item.group, item.state])
         elif item.kind is InputKind.OPTIMIZER_STATE:
-            value = self.optimizers.state_of(value)[item.state]
-        return getattr(value, item.attr) if item.attr else value
+            value = state[item.fqn][item.state]
+        else:
+            value = (gradients if item.kind is InputKind.GRADIENT else parameters)[item.fqn]
+        values.append(getattr(value, item.attr) if item.attr else value)
+    return values

@@ -100,7 +100,7 @@ def _words(
 ) -> tuple[Tensor, list[int], int]:
     """Returns the raw bits, what a step along each dimension adds to the position, and the first position."""
     words = tensor.view(_WORDS[tensor.element_size()])
-    steps = _row_major_steps(global_shape)
+    steps = list(torch.empty(tuple(global_shape), device="meta").stride())  # row by row
     return words, steps, sum(step * first for step, first in zip(steps, offset, strict=True))
 
 
@@ -158,14 +158,6 @@ def _xor_shift(x: Tensor, distance: int, scratch: Tensor) -> Tensor:
     # torch's int64 shift copies the sign into the upper bits; the mask makes it logical.
     torch.bitwise_right_shift(x, distance, out=scratch)
     return x.bitwise_xor_(scratch.bitwise_and_((1 << (64 - distance)) - 1))
-
-
-def _row_major_steps(shape: Sequence[int]) -> list[int]:
-    steps, step = [], 1
-    for size in reversed(shape):
-        steps.append(step)
-        step *= size
-    return steps[::-1]
 
 
 def _in_memory_order(words: Tensor, steps: Sequence[int]) -> tuple[Tensor, list[int]]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from graphpasses._torch.group_ranks import gathered
-from graphpasses._torch.operator_facts import read_tensors
 from graphpasses._torch.recorded_operator import Operator
+from graphpasses.capture.step_check import put_back
 from graphpasses.graph import CapturedStep
 from graphpasses.graph.several_models import first_model
 from graphpasses.parity.first_difference import differing, first_difference, first_of_ranks
@@ -53,8 +52,7 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    leaves = step.batch_structure.leaves(batch)
-    a, b = (_recorded(step.model, leaves, run) for run in (eager, lambda: step(*batch)))
+    a, b = (_recorded(step, batch, run) for run in (eager, lambda: step(*batch)))
     found = first_difference(a, b)
     both = gathered((found, bool(differing(a.end, b.end))))
     if not any(differs for _, differs in both):
@@ -63,28 +61,15 @@ def locate_step(step: CapturedStep, loss_fn: Callable[..., Tensor], *batch: Any)
     return Location(first_of_ranks(differences), differences)
 
 
-def _recorded(model: nn.Module, leaves: list[Any], run: Callable[[], Tensor]) -> OperatorStep:
+def _recorded(step: CapturedStep, batch: tuple[Any, ...], run: Callable[[], Tensor]) -> OperatorStep:
     operators: list[Operator] = []
-    with _state_restored(model):
-        start = values_of(model, leaves, gradients=False)
+    model = step.model
+    with put_back(step, batch), live_state_restored(model):
+        for parameter in model.parameters():
+            parameter.grad = None
+        start = values_of(model, step.batch_structure.leaves(batch), gradients=False)
         with operators_recorded(model, operators.append):
             loss = run()
         end = values_of(model, gradients=True, loss=loss)
     rank = dist.get_rank() if dist.is_initialized() else 0
     return OperatorStep(rank, 0, start, operators, end)
-
-
-@contextmanager
-def _state_restored(model: nn.Module) -> Iterator[None]:
-    """Clears a model's gradients for a block, and puts back what the block changes."""
-    held = (*model.parameters(), *model.buffers())
-    tensors = [plain for each in held for plain in read_tensors(each.detach())]
-    copies = [tensor.clone() for tensor in tensors]
-    with live_state_restored(model):
-        for parameter in model.parameters():
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for tensor, copy in zip(tensors, copies, strict=True):
-                tensor.copy_(copy)

@@ -163,11 +163,8 @@ def _more(num: int, limit: int, what: str) -> Iterable[Text]:
 
 
 def _places(places: Sequence[Place]) -> str:
-    return "; ".join(map(_place, places)) or "in no bucket"
-
-
-def _place(place: Place) -> str:
-    return (
-        f"byte {place.offset} of {place.num_bytes} "
-        f"({place.collective} {place.op} {place.dtype}, {len(place.ranks)} ranks)"
+    texts = (
+        f"byte {each.offset} of {each.num_bytes} ({each.collective} {each.op} {each.dtype}, {len(each.ranks)} ranks)"
+        for each in places
     )
+    return "; ".join(texts) or "in no bucket"

@@ -95,11 +95,7 @@ def _depth(num: int) -> int:
 
 def _nccl_seconds(transfer: Transfer, speeds: Speeds, local: int, num_nodes: int) -> float:
     topology = Topology(
-        local * num_nodes,
-        gpus_per_node=local,
-        algorithm="auto",
-        protocol="auto",
-        hardware=speeds.hardware,
+        local * num_nodes, gpus_per_node=local, algorithm="auto", protocol="auto", hardware=speeds.hardware
     )
     is_all_reduce = transfer.collective == "all_reduce"
     shards = 1 if is_all_reduce else topology.num_ranks

@@ -19,13 +19,6 @@ def calls_watched(on_call: Callable[[FrameType], None]) -> Iterator[None]:
 
     What torch does below the dispatcher, most of what a trace runs, is left out. A debugger, or a measurement of
     coverage, sees what it saw before.
-
-    Example:
-        >>> names = []
-        >>> with calls_watched(lambda frame: names.append(frame.f_code.co_name)):
-        ...     (lambda: None)()
-        >>> names[0]
-        '<lambda>'
     """
     before: Any = sys.gettrace()
 
@@ -70,13 +63,7 @@ class CodeNames(NamedTuple):
 
 @functools.lru_cache(maxsize=10_000)
 def names_of(code: CodeType) -> CodeNames:
-    """Returns the names that the code of a function has.
-
-    Example:
-        >>> names = names_of((lambda x: max(x.size, getattr(x, "shape"))).__code__)
-        >>> sorted(names.globals), sorted(names.attributes)
-        (['getattr', 'max'], ['<lambda>', 'shape', 'size'])
-    """
+    """Returns the names that the code of a function has."""
     globals_: set[str] = set()
     imports: set[str] = set()
     attributes = {code.co_name}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -14,12 +14,9 @@ from torch import fx, nn
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import active_fake_mode, fake_mode_of, fake_tensors_of
 from graphpasses._torch.operator_facts import read_tensors
+from graphpasses._torch.step_tracer import TracedFunction
 from graphpasses.errors import CaptureError
-from graphpasses.gc_pause import paused_gc
 from graphpasses.state.keys import CachedFunction
-
-if TYPE_CHECKING:
-    from torchtitan.experiments.graph_trainer.make_fx_tracer import TracedResult
 
 _MAX_DEPTH = 6
 _NOT_OPENED = (torch.Tensor, nn.Module, FunctionType, ModuleType, type, CachedFunction)
@@ -40,28 +37,9 @@ def caches_emptied_on_error() -> Iterator[None]:
         raise
 
 
-@contextmanager
-def new_objects_together() -> Iterator[Callable[[], int | None]]:
-    """Pauses Python's garbage collector, which else moves what the block makes to where all older objects are.
-
-    Yields what returns the collector's generation that holds all objects that the block made: the youngest; None for
-    all generations, if something in the block collected all the same.
-    """
-    with paused_gc():
-        before = _num_collections()
-        yield lambda: 0 if _num_collections() == before else None
-
-
-def _num_collections() -> int:
-    return sum(generation["collections"] for generation in gc.get_stats())
-
-
-def refuse_kept_tensors(traced: TracedResult, generation: int | None) -> None:
-    """Raises if something keeps a tensor of a trace that its graph does not have, and empties caches that do.
-
-    ``generation`` is that of the garbage collector that holds what the trace made; None for all.
-    """
-    if not (kept := _kept_elsewhere(traced, generation)):
+def refuse_kept_tensors(traced: TracedFunction) -> None:
+    """Raises if something keeps a tensor of a trace that its graph does not have, and empties caches that do."""
+    if not (kept := _kept_elsewhere(traced)):
         return
     for each in _emptied(fake_mode_of(kept)):
         name = f"{each.__module__}.{getattr(each, '__qualname__', each.__wrapped__)}"  # that of a partial has no name
@@ -72,7 +50,7 @@ def refuse_kept_tensors(traced: TracedResult, generation: int | None) -> None:
         )
     del kept
     gc.collect()  # cycles that nothing holds
-    kept = _kept_elsewhere(traced, None)
+    kept = _kept_elsewhere(traced)
     for holder in _holders(kept, kept):
         tensor = next(each for each in gc.get_referents(holder) if any(each is one for one in kept))
         raise CaptureError(
@@ -82,14 +60,14 @@ def refuse_kept_tensors(traced: TracedResult, generation: int | None) -> None:
         )
 
 
-def _kept_elsewhere(traced: TracedResult, generation: int | None) -> list[torch.Tensor]:
+def _kept_elsewhere(traced: TracedFunction) -> list[torch.Tensor]:
     graphs = [module.graph for module in traced.gm.modules() if isinstance(module, fx.GraphModule)]
     meta = [list(node.meta.values()) for graph in graphs for node in graph.nodes]
     inputs = [each for each in traced.example_inputs if isinstance(each, torch.Tensor)]
     gradients = [each.grad for each in inputs if each.is_leaf]
     own = {id(leaf) for leaf in (*pytree.tree_leaves(meta), *inputs, *gradients)}
     mode = fake_mode_of(inputs)
-    return [] if mode is None else [each for each in fake_tensors_of(mode, generation) if id(each) not in own]
+    return [] if mode is None else [each for each in fake_tensors_of(mode) if id(each) not in own]
 
 
 def _holders(held: list[Any], but: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from graphpasses.state.slots import put_back
+from graphpasses.identity import attributes_restored
 
 
 @contextmanager
@@ -26,19 +26,11 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
         >>> model.weight.grad is None
         True
     """
-    held = [
-        (value, value.copy())
-        for module in model.modules()
-        for value in (vars(module), *vars(module).values())
-        if type(value) in (list, dict, set)
-    ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
-        with _random_state_restored():
+        with attributes_restored(model.modules()), _random_state_restored():
             yield
     finally:
-        for value, copy in held:
-            put_back(value, copy)
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

@@ -16,7 +16,7 @@ from graphpasses._torchtitan import wrapped_class
 from graphpasses.errors import CaptureError
 from graphpasses.identity import walk_modules
 from graphpasses.state.keys import key_of
-from graphpasses.state.slots import AGAIN, Difference
+from graphpasses.state.slots import AGAIN, Difference, changed
 
 # Of a module: also the ``forward`` that was set on it, and the names of its parameters, buffers and modules.
 _FACTS = ("__class__", "training", "forward", "hooks", "names")
@@ -24,18 +24,7 @@ _FACTS = ("__class__", "training", "forward", "hooks", "names")
 
 @dataclass(frozen=True, eq=False)
 class ModelStructure:
-    """What a graph has built in of the modules and tensors of a model.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
-        >>> structure = ModelStructure.of(model)
-        >>> [tensor is not None for tensor in structure.check(model)]
-        [True, True]
-        >>> _ = model[1].eval()
-        >>> structure.check(model)
-        Traceback (most recent call last):
-        graphpasses.errors.CaptureError: '1.training' was True when the step was captured, and is False now; ...
-    """
+    """What a graph has built in of the modules and tensors of a model."""
 
     modules: list[nn.Module]  # in the order of ``model.modules()``
     paths: tuple[str, ...]  # the first FQN of each
@@ -108,10 +97,7 @@ class ModelStructure:
     def _modules(self, model: nn.Module) -> list[nn.Module]:
         modules = [*model.modules()]
         if len(modules) != len(self.paths):
-            raise CaptureError(
-                f"the model had {len(self.paths)} modules when the step was captured, and has {len(modules)} now; "
-                f"{AGAIN}"
-            )
+            raise changed("the model", f"{len(self.paths)} modules", len(modules), has=True)
         return modules
 
     def _check_tensors(self, tensors: Sequence[torch.Tensor | None]) -> None:
@@ -121,17 +107,13 @@ class ModelStructure:
             before, now = ([*zip(*each, strict=True)] for each in (self.kinds, kinds))
             slot = next(slot for slot, kind in enumerate(now) if kind != before[slot])
             texts = [f"{dtype}{[*shape]} on {device}" for dtype, device, shape in (before[slot], now[slot])]
-            raise CaptureError(
-                f"{self._name(slot)!r} was {texts[0]} when the step was captured, and is {texts[1]} now; {AGAIN}"
-            )
+            raise changed(repr(self._name(slot)), *texts)
         trained = [tensor for slot in self.trainable if (tensor := tensors[slot]) is not None]
         if [parameter.requires_grad for parameter in trained] != [*self.trainable.values()]:
             for parameter, (slot, was_trainable) in zip(trained, self.trainable.items(), strict=True):
                 if parameter.requires_grad != was_trainable:
-                    raise CaptureError(
-                        f"parameter {self._name(slot)!r} had requires_grad={was_trainable} when the step was "
-                        f"captured, and has {parameter.requires_grad} now; {AGAIN}"
-                    )
+                    was, name = f"requires_grad={was_trainable}", f"parameter {self._name(slot)!r}"
+                    raise changed(name, was, parameter.requires_grad, has=True)
         if (index := find_gradient_hooks(trained)) is not None:
             check_gradient_hooks(self._name([*self.trainable][index]), trained[index])
 
@@ -174,12 +156,15 @@ def check_gradient_hooks(fqn: str, parameter: torch.Tensor) -> None:
 def _facts(modules: Iterable[nn.Module]) -> list[tuple[Any, ...]]:
     states = ((m, vars(m)) for m in modules)
     return [
-        (type(m), state["training"], state.get("forward"), hook_ids(m), _names(state)) for m, state in states
+        (
+            type(m),
+            state["training"],
+            state.get("forward"),
+            hook_ids(m),
+            (*state["_parameters"], *state["_buffers"], *state["_modules"]),
+        )
+        for m, state in states
     ]
-
-
-def _names(state: dict[str, Any]) -> tuple[str, ...]:
-    return (*state["_parameters"], *state["_buffers"], *state["_modules"])
 
 
 def _alike(
@@ -207,9 +192,7 @@ def _refuse(
 def _made_of(kind: type) -> tuple[Any, ...]:
     """Returns the parts of a class that SimpleFSDP or ``torch.nn.utils.parametrize`` makes for each model, or ()."""
     base = kind.__bases__[0]
-    if (
-        kind.__name__ == f"Parametrized{base.__name__}"
-    ):  # its parametrizations are modules, and compared as such
+    if kind.__name__ == f"Parametrized{base.__name__}":  # its parametrizations are modules, compared as such
         return base, *sorted(name for name, value in vars(kind).items() if isinstance(value, property))
     return wrapped_class(kind)
 

@@ -11,7 +11,9 @@ import torch
 from graphpasses.errors import CaptureError
 from graphpasses.state.hyperparameters import Number, NumberDecision, TensorFacts, kinds_of, numbers_of
 from graphpasses.state.optimizers import Optimizers
-from graphpasses.state.slots import AGAIN
+from graphpasses.state.slots import AGAIN, changed
+
+_LOAD = "load the state of this model and optimizer, or capture the step again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +73,9 @@ class OptimizerFacts:
             if not now and before:
                 is_complete = False
             elif now != before:
-                raise CaptureError(_changed_state(fqn, before, now))
+                name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
+                had, has = (each.get(name, "not there") for each in (before, now))
+                raise changed(f"state {name!r} of {fqn!r} in the optimizer", had, has, _LOAD)
         for (_, group), known in zip(self.optimizers.groups, self.groups, strict=True):
             for parameter, name in zip(group["params"], known, strict=True):
                 if parameter.grad is not None:
@@ -84,10 +88,7 @@ class OptimizerFacts:
     def _check_groups(self, names: Mapping[torch.Tensor, str]) -> None:
         groups = self.optimizers.groups
         if len(groups) != len(self.groups):
-            raise CaptureError(
-                f"the optimizer had {len(self.groups)} parameter groups when the step was captured, and has "
-                f"{len(groups)} now; {AGAIN}"
-            )
+            raise changed("the optimizer", f"{len(self.groups)} parameter groups", len(groups), has=True)
         for index, ((optimizer, group), known, before) in enumerate(
             zip(groups, self.groups, self.hyperparameters, strict=True)
         ):
@@ -98,11 +99,9 @@ class OptimizerFacts:
             now = kinds_of(optimizer, group)
             for name in {**before, **now}:
                 if before.get(name) != now.get(name):
-                    raise CaptureError(
-                        f"{name!r} of {self.optimizers.group_name(index)} was {before.get(name)} when the step was "
-                        f"captured, and is {now.get(name)} now; only numbers may change. {AGAIN[0].upper()}"
-                        f"{AGAIN[1:]}"
-                    )
+                    what = f"{name!r} of {self.optimizers.group_name(index)}"
+                    advice = f"only numbers may change. {AGAIN[0].upper()}{AGAIN[1:]}"
+                    raise changed(what, before.get(name), now.get(name), advice)
         self._check_decisions()
 
     def _check_decisions(self) -> None:
@@ -130,15 +129,6 @@ def _facts(state: Mapping[str, object]) -> dict[str, object]:
         name: TensorFacts.of(value) if isinstance(value, torch.Tensor) else repr(value)
         for name, value in state.items()
     }
-
-
-def _changed_state(fqn: str, before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    name = next(name for name in {**before, **now} if before.get(name) != now.get(name))
-    had, has = (each.get(name, "not there") for each in (before, now))
-    return (
-        f"state {name!r} of {fqn!r} in the optimizer was {had} when the step was captured, and is {has} now; load "
-        "the state of this model and optimizer, or capture the step again"
-    )
 
 
 def _quoted(name: str) -> str:

@@ -16,16 +16,12 @@ from typing import Any
 
 # Never the user's, wherever they lie: a source tree of torch has no distribution.
 _NEVER = frozenset({"torch", "torchgen", "functorch", "graphpasses"})
+_distributions = cache(packages_distributions)
 _STDLIB = tuple(str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib"))
 
 
 def is_users(value: FunctionType | type) -> bool:
-    """Whether the user wrote a function or a class.
-
-    Example:
-        >>> is_users(torch.nn.functional.relu), is_users(lambda: None)
-        (False, True)
-    """
+    """Whether the user wrote a function or a class."""
     if isinstance(value, type):
         return is_users_module(sys.modules.get(value.__module__))
     # Not `__module__`: decorators copy that of what they wrap.
@@ -97,8 +93,3 @@ def _folders(top: str) -> tuple[str, ...]:
         if root.endswith("-packages") or each.read_text("RECORD") is not None:
             roots.append(root + os.sep)
     return tuple(roots)
-
-
-@cache
-def _distributions() -> dict[str, list[str]]:
-    return dict(packages_distributions())

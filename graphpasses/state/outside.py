@@ -197,9 +197,8 @@ class Outside:
     def _ask_class(self, kind: type, name: str) -> None:
         """Reads what a class has under a name: a method, or what one sets for all, as a cache."""
         bases = [base for base in kind.__mro__ if name in vars(base)]
-        for owner, base in zip(
-            (kind, *bases[1:]), bases, strict=False
-        ):  # `super()` finds those behind the first
+        # `super()` finds those behind the first.
+        for owner, base in zip((kind, *bases[1:]), bases, strict=False):
             if is_users(base) or (name == "forward" and owner is kind and issubclass(kind, nn.Module)):
                 self.slot(owner, name, f"{base.__name__}.{name}")
         if name in self._optional and _may_get(kind):

@@ -36,15 +36,6 @@ class Reads:
     Two questions are asked. Which functions run, is asked of Python (``sys.settrace``): each reads its globals, the
     variables of enclosing functions, and its defaults. Which attributes are read, is asked of the classes of the
     model's modules and of all objects found on the way, whose ``__getattribute__`` is another meanwhile.
-
-    Example:
-        >>> scale = [2.0]
-        >>> reads = Reads(nn.Identity(), loss_fn := lambda x: x * scale[0])
-        >>> with reads.watched(), reads.running():
-        ...     loss_fn(1.0)
-        2.0
-        >>> [path for owner in reads.names for path in owner.slots if path == "scale"]
-        ['scale']
     """
 
     def __init__(self, model: nn.Module, loss_fn: Any) -> None:

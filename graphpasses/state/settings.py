@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,6 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
 
     Kernels ask for others when they run (``torch.set_float32_matmul_precision``, ``cudnn.benchmark``), a graph's
     too. Autocast is asked for the model's device.
-
-    Example:
-        >>> next(iter(settings_of(nn.Linear(1, 1))[0].slots))
-        'torch.get_default_dtype()'
     """
     device = next(model.parameters()).device.type
     asked: dict[str, Callable[[], Any]] = {
@@ -38,7 +34,11 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
         "torch.backends.cudnn.enabled": lambda: cudnn.enabled,
         "torch.backends.mkldnn.enabled": lambda: mkldnn.enabled,
         "the hooks of all modules (register_module_forward_hook and others)": global_hook_ids,
-        **dict(_of_groups(fsdp_groups(model))),
+        **{
+            f"{name} of FSDP2 group {group_name(group)!r}": partial(group_setting, group, name)
+            for group in fsdp_groups(model)
+            for name in SETTINGS
+        },
     }
     owners = tuple(Owner(Asked(ask)) for ask in asked.values())
     for name, owner in zip(asked, owners, strict=True):
@@ -49,12 +49,6 @@ def settings_of(model: nn.Module) -> tuple[Owner, ...]:
 def _autocast(device: str) -> torch.dtype | None:
     has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if has_autocast else None
-
-
-def _of_groups(groups: Sequence[Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    for group in groups:
-        for name in SETTINGS:
-            yield f"{name} of FSDP2 group {group_name(group)!r}", partial(group_setting, group, name)
 
 
 def check_unsharded(groups: Sequence[Any]) -> None:

@@ -10,12 +10,14 @@ import functools
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import CellType, MethodType
 from typing import Any, NamedTuple
 
+from graphpasses.errors import CaptureError
+from graphpasses.identity import put_back
 from graphpasses.state.keys import (
     CONTAINERS,
     MISSING,
@@ -28,6 +30,12 @@ from graphpasses.state.keys import (
 )
 
 AGAIN = "capture the step again, or undo the change"
+
+
+def changed(what: str, was: object, now: object, advice: str = AGAIN, *, has: bool = False) -> CaptureError:
+    """Returns the error of what was something when the step was captured, or had it, and is something else now."""
+    before, after = ("had", "has") if has else ("was", "is")
+    return CaptureError(f"{what} {before} {was} when the step was captured, and {after} {now} now; {advice}")
 
 
 class Asked(NamedTuple):
@@ -76,13 +84,6 @@ def _write_of_class(owner: type, name: str, value: Any) -> None:
     _write_attribute(next((base for base in owner.__mro__ if name in vars(base)), owner), name, value)
 
 
-def _read_cell(owner: CellType, name: str) -> Any:
-    try:
-        return owner.cell_contents
-    except ValueError:  # a name that is set later
-        return MISSING
-
-
 def _read_place(owner: Any, name: Any) -> Any:
     return owner[name] if name < len(owner) else MISSING
 
@@ -94,13 +95,6 @@ def _write_item(owner: MutableMapping[str, Any], name: str, value: Any) -> None:
         owner[name] = value
 
 
-def _write_cell(owner: CellType, name: str, value: Any) -> None:
-    if value is MISSING:
-        del owner.cell_contents
-    else:
-        owner.cell_contents = value
-
-
 def _write_variable(owner: ContextVar[Any], name: str, value: Any) -> None:
     if value is not MISSING:  # else there is no way back
         owner.set(value)
@@ -110,7 +104,11 @@ def _write_variable(owner: ContextVar[Any], name: str, value: Any) -> None:
 _Row = tuple[type | tuple[type, ...], Callable[[Any, Any], Any], Callable[[Any, Any, Any], None]]
 _KINDS: tuple[_Row, ...] = (
     ((dict, type(os.environ)), lambda owner, name: owner.get(name, MISSING), _write_item),
-    (CellType, _read_cell, _write_cell),
+    (
+        CellType,  # one that is empty has a name that is set later
+        lambda owner, name: _read_attribute(owner, "cell_contents"),
+        lambda owner, name, value: _write_attribute(owner, "cell_contents", value),
+    ),
     (ContextVar, lambda owner, name: owner.get(MISSING), _write_variable),
     (Asked, lambda owner, name: owner.ask(), lambda owner, name, value: None),
     ((list, tuple, deque), _read_place, lambda owner, name, value: None),  # put back as a whole
@@ -151,9 +149,8 @@ class Slot:
     value: Any  # what it was; kept, so that no other object has its id
     key: Key
     opened: Owner | None = None  # the value's own slots, where it counts by these, and not by identity
-    others: tuple[
-        Key, ...
-    ] = ()  # of values with which the step is the same, as of a flag that forward sets once
+    # Of values with which the step is the same, as of a flag that forward sets once.
+    others: tuple[Key, ...] = ()
     _copy: Any = None
 
     def __post_init__(self) -> None:
@@ -201,24 +198,6 @@ def _items_of(value: Any) -> Any:
     return value if type(value) in (list, dict, set, deque) else torch_state(value)
 
 
-def put_back(value: Any, copy: Any) -> None:
-    """Gives a list, deque, dict or set the items of its copy, if it has others."""
-    items, before = (each.items() if isinstance(each, dict) else each for each in (value, copy))
-    if len(value) != len(copy) or any(
-        a is not b for a, b in zip(_leaves(items), _leaves(before), strict=True)
-    ):
-        value.clear()
-        value.extend(copy) if isinstance(value, (list, deque)) else value.update(copy)
-
-
-def _leaves(items: Any) -> Iterator[Any]:
-    for item in items:
-        if isinstance(item, tuple) and len(item) == 2:
-            yield from item
-        else:
-            yield item
-
-
 @dataclass(eq=False, slots=True)
 class Owner:
     """An owner, and those of its names that count."""
@@ -238,12 +217,7 @@ class Owner:
         return slot
 
     def difference(
-        self,
-        now: Any = ...,
-        *,
-        strict: bool = False,
-        alike: bool = False,
-        inside: tuple[Owner, ...] = (),
+        self, now: Any = ..., *, strict: bool = False, alike: bool = False, inside: tuple[Owner, ...] = ()
     ) -> Difference | None:
         """Returns the first difference of an owner from what it was; arguments as of :meth:`Slot.difference`."""
         if self in inside:  # objects may hold each other

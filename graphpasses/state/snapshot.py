@@ -23,23 +23,13 @@ class Snapshot:
 
     structure: ModelStructure  # modules, ties, which parameters are trained
     settings: tuple[Owner, ...]  # of torch and of FSDP2's groups
-    attributes: tuple[
-        Owner, ...
-    ] = ()  # of the model's modules, and of objects that these hold: those forward read
+    # Of the model's modules, and of objects that these hold: those forward read.
+    attributes: tuple[Owner, ...] = ()
     names: tuple[Owner, ...] = ()  # values from outside that the step's code reads
 
     @classmethod
     def of(cls, model: nn.Module, attributes: Sequence[Owner] = (), names: Sequence[Owner] = ()) -> Snapshot:
-        """Reads a model's structure and the settings; attributes and names were read before.
-
-        Example:
-            >>> model = nn.Linear(2, 1)
-            >>> snapshot = Snapshot.of(model)
-            >>> _ = model.double()
-            >>> snapshot.check(model)
-            Traceback (most recent call last):
-            graphpasses.errors.CaptureError: 'weight' was torch.float32[1, 2] on cpu when the step was captured, ...
-        """
+        """Reads a model's structure and the settings; attributes and names were read before."""
         return cls(ModelStructure.of(model), settings_of(model), tuple(attributes), tuple(names))
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from graphpasses.capture.certain_values import certain_value
+from graphpasses.capture.guards import certain_value
 
 aten = torch.ops.aten
 COMPARISONS = {

@@ -1,8 +1,7 @@
-"""The tracer of torch alone traces what torchtitan's does, and capturing needs nothing but torch."""
+"""The tracer traces what torchtitan's does, and capturing needs nothing but torch."""
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphpasses import CapturedStep, capture_train_step
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.capture import tracer
+from graphpasses.capture import trace, update
 
 
 class Model(nn.Module):
@@ -52,6 +51,15 @@ def capture(kind: str, *, optimizer: bool = False, varies: bool = False) -> Capt
     return capture_train_step(loss_fn, model, ids, optimizer=given, check=False, dynamic_shapes=shapes)
 
 
+@pytest.fixture
+def torchtitans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures trace with torchtitan's tracer."""
+    from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
+
+    for module in (trace, update):
+        monkeypatch.setattr(module, "trace_with_torch", minimal_fx_tracer)
+
+
 def facts(module: fx.GraphModule) -> list[tuple[object, ...]]:
     """What passes and messages read of the nodes; frames of a source line differ above the model's own."""
     return [
@@ -70,13 +78,11 @@ def facts(module: fx.GraphModule) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "FSDP2"])
-def test_both_tracers_trace_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert importlib.util.find_spec("torchtitan") is not None
+def test_both_tracers_trace_the_same(kind: str, request: pytest.FixtureRequest) -> None:
     with fake_process_group(2):
-        theirs = capture(kind, optimizer=kind == "plain")
-        monkeypatch.setattr(tracer.importlib.util, "find_spec", lambda name: None)
         ours = capture(kind, optimizer=kind == "plain")
-    assert tracer.find_tracer().__name__ == "trace_with_torch"
+        request.getfixturevalue("torchtitans")
+        theirs = capture(kind, optimizer=kind == "plain")
     assert facts(ours.module) == facts(theirs.module)
     assert (ours.inputs, ours.outputs, ours.written) == (theirs.inputs, theirs.outputs, theirs.written)
     assert any(node.meta.get("autograd_backward") for node in ours.graph.nodes)
@@ -84,10 +90,10 @@ def test_both_tracers_trace_the_same(kind: str, monkeypatch: pytest.MonkeyPatch)
         assert facts(ours.update.module) == facts(theirs.update.module)
 
 
-def test_dims_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = capture("plain", varies=True)
-    monkeypatch.setattr(tracer.importlib.util, "find_spec", lambda name: None)
+def test_dims_that_vary(request: pytest.FixtureRequest) -> None:
     ours = capture("plain", varies=True)
+    request.getfixturevalue("torchtitans")
+    theirs = capture("plain", varies=True)
     assert facts(ours.module) == facts(theirs.module)
     assert str(ours.graph.find_nodes(op="placeholder")[-1].meta["val"].shape) != "torch.Size([6])"
 
@@ -101,7 +107,6 @@ def test_backward_is_marked_where_torch_does_not(monkeypatch: pytest.MonkeyPatch
     """As with torch 2.11, which lacks what marks it."""
     with fake_process_group(2):
         theirs = capture("FSDP2")
-        monkeypatch.setattr(tracer.importlib.util, "find_spec", lambda name: None)
         monkeypatch.delattr(torch.compiler, "_patch_engine_backward")
         ours = capture("FSDP2")
     assert [str(node.target) for node in ours.graph.nodes] == [

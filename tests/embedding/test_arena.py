@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphpasses.embedding.arena import Arena
-from graphpasses.embedding.huge_pages import give_back_pages
+from graphpasses.embedding.arena import Arena, give_back_pages
 from graphpasses.errors import ArenaError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphpasses.embedding.huge_pages import give_back_pages, prefer_huge_pages
+from graphpasses.embedding.arena import give_back_pages, prefer_huge_pages
 
 SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from graphpasses.errors import AgreementError, BatchMismatchError
-from graphpasses.graph.failed_ranks import FailedRanks
+from graphpasses.graph.rank_consensus import FailedRanks
 
 CLOSED = RuntimeError("Connection closed by peer")
 

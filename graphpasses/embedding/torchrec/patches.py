@@ -301,10 +301,7 @@ def graphpasses_check_features(self: nn.Module, keys: tuple[str, ...]) -> None:
 
 @constant
 def graphpasses_make_input_dist(
-    self: nn.Module,
-    keys: tuple[str, ...],
-    inverse_keys: tuple[str, ...] | None,
-    device: torch.device | None,
+    self: nn.Module, keys: tuple[str, ...], inverse_keys: tuple[str, ...] | None, device: torch.device | None
 ) -> None:
     """In a first call a sharded collection makes its input dist and checks values, neither traceable."""
     check_codecs(self)

@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from graphpasses._torch import pytree
-from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses._torch.schemas import read_functionalized_call
 from graphpasses._torch.symbols import can_unify_sizes, unify_sizes
 from graphpasses.agreement import CollectiveSequence, Question, breaks_class, common_classes
@@ -19,7 +18,7 @@ from graphpasses.analysis.backward import backward_nodes
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
 from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, argument
-from graphpasses.graph.nodes import freeze, storages
+from graphpasses.graph.nodes import attribute, constant_bits, freeze, is_empty, storages
 from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
@@ -51,7 +50,7 @@ def _is_function(node: fx.Node) -> bool:
     if name:
         return TRACED_LOOKUP.fullmatch(name) is not None
     if node.target in _UNINITIALIZED:
-        return _is_empty(node.meta["val"])
+        return is_empty(node)
     if node.target == aten._assert_scalar.default:
         return True
     effects = operator_effects(node)
@@ -62,10 +61,6 @@ def _is_function(node: fx.Node) -> bool:
     value = node.meta.get("val")
     kinds = (torch.Tensor, torch.SymInt, torch.SymBool, int, type(None))
     return value is not None and all(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value))
-
-
-def _is_empty(value: torch.Tensor) -> bool:
-    return any(isinstance(size, int) and size == 0 for size in value.shape)
 
 
 def _bases(call: fx.Node) -> list[fx.Node]:
@@ -85,15 +80,11 @@ def _counter(bounds_check: fx.Node) -> fx.Node:
     return warning
 
 
-def _key(graph: TrainGraph, node: fx.Node, repeated: Mapping[fx.Node, fx.Node]) -> object:
+def _key(node: fx.Node, repeated: Mapping[fx.Node, fx.Node]) -> object:
     """Returns what only nodes of equal value have in common; None if no other may have the node's value."""
     if node.op == "get_attr":
-        value = operator.attrgetter(str(node.target))(graph.module)
-        if type(value) is not torch.Tensor:
-            return None
-        with outside_tracing():
-            data = value.flatten().view(torch.uint8).tolist()
-        return value.dtype, value.device, value.shape, value.stride(), tuple(data)
+        value = attribute(node)
+        return constant_bits(value) if type(value) is torch.Tensor else None
     if node.op != "call_function" or not _is_function(node):
         return None
     inputs: Any = fx.node.map_arg((node.args, node.kwargs), lambda n: repeated.get(n, n))
@@ -121,7 +112,7 @@ def _local_repeats(graph: TrainGraph, classes: Mapping[fx.Node, int]) -> dict[fx
     for node in graph.graph.nodes:
         if node in backward:
             continue
-        key = _key(graph, node, repeated)
+        key = _key(node, repeated)
         # What is returned must not share memory with another value; an all-to-all goes with its wait.
         memory = storages(node, *node.users) if node in classes else storages(node)
         if key is None or not memory.isdisjoint(returned):

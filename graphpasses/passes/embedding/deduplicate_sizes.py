@@ -24,10 +24,6 @@ _READ = torch.ops.aten._local_scalar_dense.default
 Sent = list[list[list[int]]]  # per all-to-all, per rank: the ids of the sizes that it gets
 
 
-def _is_number(size: fx.Node) -> bool:
-    return not free_symbols(size.meta["val"])
-
-
 def _sent(launch: fx.Node, sizes: SizeNumbering) -> list[list[int]]:
     """Returns the ids of the sizes that this rank sends to each rank; nothing if it does not know them.
 
@@ -150,7 +146,8 @@ class DeduplicateSizes(GraphPass):
             if same is node or not can_unify_sizes(node, same):
                 continue
             # One of them may be known to be a number, of which the graph made use.
-            unify_sizes(*((same, node) if _is_number(node) else (node, same)))
+            is_number = not free_symbols(node.meta["val"])
+            unify_sizes(*((same, node) if is_number else (node, same)))
             if size_expression(node) == size_expression(same):
                 node.replace_all_uses_with(same)
                 graph.graph.erase_node(node)

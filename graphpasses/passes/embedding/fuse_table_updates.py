@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -109,7 +108,6 @@ def _plan(graph: TrainGraph, update: Update) -> tuple[list[TableUpdate], dict[st
     """Returns the tables whose updates are fused, and why others, that are looked up, are not."""
     plans: list[TableUpdate] = []
     left_alone: dict[str, str] = {}
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
     placeholders: dict[str, list[fx.Node]] = {}
     for fqn, node in graph.parameter_placeholders():
         placeholders.setdefault(fqn, []).append(node)
@@ -119,7 +117,7 @@ def _plan(graph: TrainGraph, update: Update) -> tuple[list[TableUpdate], dict[st
         calls = _gradient_calls(values[found[0]]) if len(found) == 1 else None
         if calls is None:
             continue
-        made = _plan_table(update, fqn, placeholders[fqn], found[0], calls, order)
+        made = _plan_table(update, fqn, placeholders[fqn], found[0], calls)
         if isinstance(made, str):
             left_alone[fqn] = made
         else:
@@ -133,7 +131,6 @@ def _plan_table(
     placeholders: list[fx.Node],
     slot: int,
     calls: tuple[list[fx.Node], list[fx.Node]],
-    order: Mapping[fx.Node, int],
 ) -> TableUpdate | str:
     leaves, sums = calls
     if update.clip_norm is not None:
@@ -160,7 +157,7 @@ def _plan_table(
         lookups.append(lookup)
     if len({lookup.kind for lookup in lookups}) > 1:
         return "its lookups pool otherwise, or one has the end in its offsets"
-    anchor = max([*leaves, *last_reads(table)], key=order.__getitem__)
+    anchor = max([*leaves, *last_reads(table)])
     return TableUpdate(fqn, table, slot, tuple(lookups), tuple(sums), form, group, anchor)
 
 

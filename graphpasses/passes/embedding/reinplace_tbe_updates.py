@@ -16,14 +16,10 @@ from graphpasses._torch.schemas import FunctionalizedCall, WrittenView, bind_nam
 from graphpasses.analysis.effects import Effects, nodes_in, operator_effects
 from graphpasses.fbgemm.names import FBGEMM
 from graphpasses.graph import Stage, TrainGraph, argument
-from graphpasses.graph.nodes import storages
+from graphpasses.graph.nodes import is_empty, storages
 from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
-
-
-def _is_empty(node: fx.Node) -> bool:
-    return any(isinstance(size, int) and size == 0 for size in node.meta["val"].shape)
 
 
 def _clone_keeps_strides(node: fx.Node) -> bool:
@@ -41,12 +37,11 @@ class _Memory:
     """Who reads and who owns which memory. Every value of a written tensor has a storage of its own, still."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.position = {node: index for index, node in enumerate(graph.nodes)}
         self.last_reader: dict[StorageWeakRef, fx.Node] = {}
         self.returned = storages(*graph.output_node().all_input_nodes)
         self.owners: defaultdict[StorageWeakRef, set[fx.Node]] = defaultdict(set)
         self.written_back: set[fx.Node] = set()
-        for node in self.position:
+        for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 for storage in storages(node):
                     self.owners[storage].add(node)
@@ -57,10 +52,9 @@ class _Memory:
     def _read(self, node: fx.Node, effects: Effects) -> None:
         # A collective reads until it is waited for.
         users = node.users if effects.group is not None else ()
-        reader = max((node, *users), key=self.position.__getitem__)
+        reader = max((node, *users))
         for storage in storages(*effects.reads):
-            last = self.last_reader.setdefault(storage, reader)
-            self.last_reader[storage] = max(last, reader, key=self.position.__getitem__)
+            self.last_reader[storage] = max(self.last_reader.get(storage, reader), reader)
 
     def why_copied(self, node: fx.Node, call: FunctionalizedCall, index: int) -> str | None:
         """Returns why base ``index`` of ``call`` cannot be written in place; None if it can."""
@@ -68,9 +62,9 @@ class _Memory:
         new = storages(*_copies(node, call, index))
         owners = {owner for storage in old for owner in self.owners[storage]}
         readers = [self.last_reader[storage] for storage in old if storage in self.last_reader]
-        late = [reader for reader in readers if self.position[reader] > self.position[node]]
+        late = [reader for reader in readers if reader > node]
         others = [*nodes_in(call.reads), *(other for other in call.bases if other is not base)]
-        if _is_empty(base):
+        if is_empty(base):
             return None
         if late:
             return f"{late[0].name} reads the old value afterwards"
@@ -92,7 +86,7 @@ def _plan(graph: TrainGraph) -> dict[fx.Node, set[int]]:
     memory = _Memory(graph.graph)
     fqns = {node: item.fqn for node, item in zip(graph.placeholders, graph.inputs, strict=True)}
     direct = {}
-    for node in memory.position:
+    for node in graph.graph.nodes:
         call = read_functionalized_call(node)
         if call is None or call.op.namespace != FBGEMM:
             continue

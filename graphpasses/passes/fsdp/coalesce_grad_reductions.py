@@ -39,7 +39,6 @@ class _Coalesce:
 
 def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesce], list[str]]:
     """Returns what to coalesce, and what was left alone and why."""
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
     values = graph.output_values
     reductions = find_grad_reductions(graph)
     plans: list[_Coalesce] = []
@@ -70,7 +69,7 @@ def _plan(graph: TrainGraph, accumulated: frozenset[str]) -> tuple[list[_Coalesc
                 "forward and share what was read, or use capture_train_step"
             )
         # Autograd's engine adds into one buffer in the order in which the uses' gradients arrive.
-        in_order = tuple(sorted(found, key=lambda reduction: order[reduction.gradient]))
+        in_order = tuple(sorted(found, key=lambda reduction: reduction.gradient))
         plans.append(_Coalesce(in_order, slots, after_cast))
     return plans, notes
 
@@ -152,9 +151,7 @@ def _summands(plan: _Coalesce) -> list[fx.Node]:
     """Returns the gradients that eager adds, in its order: of each use, though uses of one read are added already."""
     if plan.after_cast:
         return [_summand(reduction, plan.after_cast) for reduction in plan.reductions]
-    uses = [use for reduction in plan.reductions for use in added_uses(reduction.gradient)]
-    order = {node: index for index, node in enumerate(uses[0].graph.nodes)}
-    return sorted(uses, key=order.__getitem__)
+    return sorted(use for reduction in plan.reductions for use in added_uses(reduction.gradient))
 
 
 def _free(value: fx.Node) -> None:

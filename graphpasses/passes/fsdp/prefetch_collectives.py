@@ -18,7 +18,7 @@ from graphpasses.analysis.parameter_collectives import (
 )
 from graphpasses.errors import PipelineError
 from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective, wait_of
-from graphpasses.graph.nodes import SAME_TENSOR_OPS
+from graphpasses.graph.nodes import SAME_TENSOR_OPS, reach
 from graphpasses.passes.runner import GraphPass, Numerics
 
 aten = torch.ops.aten
@@ -39,19 +39,10 @@ _UNPACK_OPS = frozenset(
 
 def _unpack_chain(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
     """Returns ``wait`` and what unpacks it, up to an HSDP all-reduce; None if the step computes with it."""
-    chain: set[fx.Node] = {wait}
-    pending = [wait]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output" or user in chain:
-                continue
-            if user.target in ALL_REDUCES:
-                chain.add(user)
-            elif user.target in _UNPACK_OPS:
-                chain.add(user)
-                pending.append(user)
-            else:
-                return None
+    found = reach([wait], lambda node: node.users if node.target in _UNPACK_OPS else ())
+    chain = [node for node in found if node.op != "output"]
+    if any(node.target not in _UNPACK_OPS | ALL_REDUCES for node in chain):
+        return None
     return sorted(chain, key=order.__getitem__)
 
 

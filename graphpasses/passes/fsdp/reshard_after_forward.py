@@ -17,7 +17,6 @@ from graphpasses.passes.runner import GraphPass, Numerics
 
 def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[tuple[list[fx.Node], list[fx.Node]]]:
     """Returns, per forward all-gather of resharded parameters that backward reads, what to repeat, and for whom."""
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
     plans = []
     for gather in find_gathers(graph):
         if is_backward(gather.all_gather) or not gather.fqns <= resharded:
@@ -27,8 +26,7 @@ def _plan(graph: TrainGraph, resharded: frozenset[str]) -> list[tuple[list[fx.No
             user for node in unsharded for user in node.users if is_backward(user) and user not in unsharded
         )
         if readers:
-            nodes = sorted({*gather.chain, *_needed(unsharded, readers)}, key=order.__getitem__)
-            plans.append((nodes, sorted(readers, key=order.__getitem__)))
+            plans.append((sorted({*gather.chain, *_needed(unsharded, readers)}), sorted(readers)))
     return plans
 
 

@@ -75,13 +75,11 @@ def _lay_out(graph: TrainGraph, update: Update) -> None:
 
 
 def _plan(graph: TrainGraph, update: Update, gradients: Mapping[str, fx.Node], num_bytes: int) -> list[Group]:
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
     stored = dict(graph.parameter_placeholders())
-    updated = [item.fqn for item in update.inputs if item.kind is InputKind.GRADIENT]
-    anchors = {fqn: max([gradients[fqn], *last_reads(stored[fqn])], key=order.__getitem__) for fqn in updated}
+    anchors = {fqn: max([gradients[fqn], *last_reads(stored[fqn])]) for fqn in update.gradients}
     groups: list[Group] = []
     pending: list[str] = []
-    for fqn in sorted(updated, key=lambda fqn: order[anchors[fqn]]):
+    for fqn in sorted(anchors, key=anchors.__getitem__):
         pending.append(fqn)
         if sum(_size(graph, each) for each in pending) >= num_bytes:
             groups.append(Group(frozenset(pending), anchors[fqn]))

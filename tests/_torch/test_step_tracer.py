@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphpasses._torch.stack_traces import frames_of_forward
+from graphpasses._torch.step_tracer import frames_of_forward
 
 
 class Twice(nn.Module):
