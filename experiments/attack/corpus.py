@@ -82,6 +82,11 @@ CORPUS = (
             "law: aten._to_copy.default is alias(a)",
         ),
     ),
+    # A dim that there is not, of which a fake tensor makes another.
+    Case(
+        ("a0 = self.w.mean()", "a2 = torch.stack([a0, a0], -1)", "return a2.double().sum()"),
+        ("pieces: aten.select.int: argument 1 is -2, not -1",),
+    ),
     # Numbers that an update draws.
     Case((_END,), ("update: draws, numbers are drawn before aten.mul_.Tensor",), optimizer=True),
     # A parameter that is not proved, by which the next step's loss differs.

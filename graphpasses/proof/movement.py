@@ -92,7 +92,7 @@ def _picked(view: Any) -> Rule:
             return None
         are_several, seen = _seen(view, x.shape, given)
         parts = viewed(x.pieces, x.shape, seen)
-        if parts is None:
+        if not seen or parts is None:
             return None
         found = [values.moved(x.dtype, each[0], part) for each, part in zip(seen, parts, strict=True)]
         return found if are_several else found[0]
@@ -102,9 +102,12 @@ def _picked(view: Any) -> Rule:
 
 @functools.cache
 def _seen(view: Any, shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[bool, list[Geometry]]:
-    """Returns whether an operator makes several views, and where they lie in a contiguous tensor."""
+    """Returns whether there are several views, and where they lie in a contiguous tensor; none if it fails."""
     with outside_tracing():
-        made = view(torch.empty(shape, device="meta"), *args)
+        try:
+            made = view(torch.empty(shape, device="meta"), *args)
+        except (RuntimeError, IndexError):  # of a dim that there is not, which fake tensors let pass
+            return False, []
     are_several = isinstance(made, (list, tuple))
     return are_several, [
         (tuple(each.shape), each.stride(), int(each.storage_offset()))

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from graphpasses._torch.schemas import given_arguments
+from graphpasses.analysis.effects import nodes_in
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
@@ -148,24 +149,27 @@ class Memory:
         It may then read what it has written. That makes no difference where it computes element by element, and reads
         the elements that it writes. ``written`` are names of arguments; of a function's, of the nodes.
         """
-        tensors: list[tuple[Place, tuple[str, int], bool]] = []
+        tensors: list[tuple[Place, tuple[str, int | None], bool]] = []
         given = [(each.name, value, each.name in written) for each, value in given_arguments(node)]
         if not given:  # a function has no schema
             given = [(each.name, each, each.name in written) for each in node.all_input_nodes]
         for name, value, is_written in given:
-            number = 0  # in a list
-            for each in value if isinstance(value, (list, tuple)) else [value]:
-                for place in self._facts.places[each] if isinstance(each, fx.Node) else ():
-                    if place is not None:
-                        tensors.append((place, (name, number), is_written))
-                    number += 1
+            # A tensor that is in no list is read for all elements of the others.
+            is_list = not isinstance(
+                self._facts[value] if isinstance(value, fx.Node) else value, torch.Tensor
+            )
+            places = [place for each in nodes_in(value) for place in self._facts.places[each]]
+            for number, place in enumerate(places):
+                if place is not None:
+                    tensors.append((place, (name, number if is_list else None), is_written))
         by_element = is_element_by_element(node.target)
         # Elements of one tensor may lie on each other.
         found: list[Hashable] = [
             (name, place.view) for place, name, is_written in tensors if is_written and _laps(place.view)
         ]
         for one, two in self._touching(tensors):
-            is_itself = by_element and one[0].view == two[0].view and one[1][1] == two[1][1]
+            is_alike = one[0].view == two[0].view and one[1][1] == two[1][1]
+            is_itself = by_element and is_alike and not (one[2] and two[2])
             if (one[2] or two[2]) and not is_itself:
                 found.append((one[1], one[0].view, two[1], two[0].view))
         return tuple(found)
