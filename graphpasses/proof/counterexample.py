@@ -15,8 +15,7 @@ from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.schemas import schemas
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.graph.nodes import attribute, constant_bits
-from graphpasses.proof.core.evaluated import Argument
-from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.core.values import Argument, Value, Values
 from graphpasses.proof.real_memory import (
     MAX_ELEMENTS,
     CannotRunError,

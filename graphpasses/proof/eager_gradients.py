@@ -16,8 +16,8 @@ from graphpasses.graph import TrainGraph
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE
 from graphpasses.proof import elements, movement
-from graphpasses.proof.core.evaluated import Argument, Evaluated
-from graphpasses.proof.core.values import Pieces, Value, Values
+from graphpasses.proof.core.values import Argument, Pieces, Value, Values
+from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.pieces import concatenated, strides_of, viewed
 from graphpasses.proof.terms import Term, term_of
 

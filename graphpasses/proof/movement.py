@@ -14,10 +14,10 @@ import torch
 
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph import WAIT
-from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
-from graphpasses.proof.core.values import Geometry, Piece, Value, Values
-from graphpasses.proof.elements import constant, filled
-from graphpasses.proof.pieces import concatenated, joined, viewed
+from graphpasses.proof.core.axioms import AXIOMS, Rule, axiom
+from graphpasses.proof.core.values import Piece, Result, Value, Values
+from graphpasses.proof.elements import constant, filled, repeated
+from graphpasses.proof.pieces import Geometry, concatenated, joined, viewed
 from graphpasses.proof.terms import Term
 
 aten = torch.ops.aten
@@ -188,7 +188,7 @@ def _padded(
     for size in (before, behind):
         shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
         if origin is None:
-            border = values.constant(x.dtype, shape, constant(values, x.dtype, value))
+            border = repeated(values, x.dtype, shape, constant(values, x.dtype, value))
         else:  # other ranks have data where this one pads: the places count
             key = ("padding", origin, x.dtype, filled(x.dtype, value), dim, size, len(parts))
             border = values.tensor(x.dtype, shape, values.source(key, math.prod(shape)))

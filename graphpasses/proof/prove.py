@@ -19,13 +19,13 @@ from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph, is_collective
 from graphpasses.graph.certificate import Certificate
 from graphpasses.proof import eager_gradients
 from graphpasses.proof.core import axioms
-from graphpasses.proof.core.evaluated import Evaluated
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
 from graphpasses.proof.eager_gradients import EagerGradients
 from graphpasses.proof.evaluate import evaluate
+from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.launches import launches_of
 from graphpasses.proof.torch_calls import evaluate_torch_calls, other_input
 from graphpasses.text import some

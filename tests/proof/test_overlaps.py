@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import fx
 
+from graphpasses.capture import capture_train_step
 from graphpasses.graph import CapturedStep
-from tests.proof.code import Case, Code, Make, answer, capture_model, check
+from tests.proof.code import Case, Code, Make, Model, X, answer, capture_model, check
 
 aten = torch.ops.aten
 
@@ -160,3 +161,37 @@ def test_overlap(captured: CapturedStep, case: Case) -> None:
 )
 def test_nothing_to_protect(captured: CapturedStep, make: Any) -> None:
     assert answer(captured, make[1](True), make[1](False)) == "proved"
+
+
+class Three(Model):
+    """Its buffers lie in one memory: one is all of it, two others are parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.arange(64.0)
+        for name, part in {"buffer": whole, "one": whole[:8], "two": whole[8:16]}.items():
+            self.register_buffer(name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.one.clone().sum() + self.two.clone().sum()
+
+
+def write_a_part(name: str) -> Make:
+    """Reads the whole after a write to one part; then both are written."""
+
+    def make(code: Code) -> fx.Node:
+        parts = dict(zip((item.fqn for item in code.step.inputs), code.step.placeholders, strict=True))
+        row = code.view_default(code.slice_Tensor(code.x, 0, 0, 1), [8])
+        code.copy__default(parts[name], row)
+        read = code.tanh_default(parts["buffer"])
+        for part in ("one", "two"):
+            code.copy__default(parts[part], code.mul_Tensor(row, row))
+        return code.sum_default(read)
+
+    return make
+
+
+def test_three_inputs_in_one_memory() -> None:
+    step = capture_train_step(lambda model, x: model(x), Three(), X, check=False)
+    assert answer(step, write_a_part("one"), write_a_part("one")) == "proved"
+    assert answer(step, write_a_part("one"), write_a_part("two")) != "proved"
