@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -91,7 +92,10 @@ class Calls(Memory):
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
             given = pytree.tree_leaves((args, kwargs))
-            if not any(isinstance(each, Value) and each.pieces is None for each in given):
+            is_known = not any(isinstance(each, Value) and each.pieces is None for each in given)
+            if is_known and (
+                isinstance(next(iter(args), None), Value) or not takes_tensor(target)
+            ):  # else the call would fail
                 found = rule(self._table, self._facts[node], *args, **kwargs)
         if found is not None:
             self._axioms.add(name)
@@ -191,6 +195,13 @@ def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | Non
             return None
         node = node.all_input_nodes[0]
     return inputs[node]
+
+
+@functools.cache
+def takes_tensor(target: Any) -> bool:
+    """Whether the first argument of an operator must be a tensor."""
+    (schema,) = schemas(target)
+    return str(schema.arguments[0].type) == "Tensor"
 
 
 def _warning_of(check: Any) -> int:

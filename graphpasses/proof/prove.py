@@ -107,6 +107,10 @@ def prove_as(
     start = time.perf_counter()
     if before.stage is not after.stage:
         reason = f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
+    else:
+        nested = (node.target for node in (*before.graph.nodes, *after.graph.nodes) if _returns_lists(node))
+        reason = next((f"{target} returns lists, into which no rule looks" for target in nested), "")
+    if reason:
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
     values = Values()
     updated: set[str] = set()
@@ -139,6 +143,11 @@ def prove_as(
         launches_of(values, one, two),
         time.perf_counter() - start,
     )
+
+
+def _returns_lists(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value)
 
 
 def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:
@@ -270,23 +279,22 @@ class _Proof:
         """Compares in which order autograd adds gradients, of values that both graphs have."""
         for number, uses in self.one.uses.items():
             others = self.two.uses.get(number, uses)
-            if uses != others and max(len(uses), len(others)) > 1:
-                nodes = self.one.makers.get(number), self.two.makers.get(number)
-                reason = "autograd adds it up from other calls, or in another order"
-                if nodes[0] is None or nodes[1] is None:
-                    self.unproved.append(("the gradient of a value that no call returns", reason))
-                    continue
-                mine, theirs = ({each for use in found for each in use} for found in (uses, others))
+            if uses == others or max(len(uses), len(others)) == 1:
+                continue
+            one, two = self.one.makers.get(number), self.two.makers.get(number)
+            name = f"the gradient of {one.name if one is not None else 'a value that no call returns'}"
+            reason = "autograd adds it up from other calls, or in another order"
+            mine, theirs = ({each for use in found for each in use} for found in (uses, others))
+            if one is not None and two is not None:
                 if not (mine <= self.two.makers.keys() and theirs <= self.one.makers.keys()):
                     # What reads it was not found to be equal, which the outputs tell.
-                    self.unproved.append((f"the gradient of {nodes[0].name}", "other values are made of it"))
+                    reason = "other values are made of it"
+                elif any(str(user.target).startswith(FBGEMM) for user in one.users):
+                    reason += ": lookups update a table"
+                else:
+                    self.refused.append((name, Difference(one, two, reason)))
                     continue
-                if any(str(user.target).startswith(FBGEMM) for user in nodes[0].users):
-                    self.unproved.append(
-                        (f"the gradient of {nodes[0].name}", f"{reason}: lookups update a table")
-                    )
-                    continue
-                self.refused.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
+            self.unproved.append((name, reason))
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
         if one is two and not self._lost_another(name):
@@ -369,7 +377,8 @@ class _Proof:
         return ""
 
     def _lost_or_gained(self, name: str, two: Value | None, is_known: bool) -> None:
-        if is_known and two is None and name.endswith(")") and self._eager is not None:
+        is_further = name.startswith("the gradient of ") and name.endswith(")")
+        if is_known and two is None and is_further and self._eager is not None:
             return  # of a tied parameter's outputs one has the total
         reason = "it is lost" if two is None else "it was not computed, or written, before"
         self.changed.append((name, Difference(self.one.nodes.get(name), self.two.nodes.get(name), reason)))

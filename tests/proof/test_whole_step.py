@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.fsdp import fully_shard
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step, simple_fsdp
@@ -118,6 +119,22 @@ def test_a_lost_update() -> None:
     other = step.copy()
     other.update = None
     assert "it is lost" in refused(step, other)
+
+
+def test_a_lost_update_of_a_sharded_parameter() -> None:
+    with fake_process_group(2):
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(model.parameters())
+        step = capture_train_step(lambda model, x: model(x).square().mean(), model, X, optimizer=optimizer)
+        assert "parameter bias (_local_tensor)" in prove(step, step.copy()).proved
+        other = step.copy()
+        assert other.update is not None
+        graph = other.update.module.graph
+        *_, last = graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+        last.replace_all_uses_with(last.args[0])
+        graph.erase_node(last)
+        assert "changes parameter bias (_local_tensor): it is lost" in refused(step, other)
 
 
 # ---- memory of gradients -------------------------------------------------------------------------------

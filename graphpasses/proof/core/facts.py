@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,9 +29,9 @@ class Place(NamedTuple):
     view: View  # how it lies there
 
 
-# In whose memory a tensor lies that a call returns: that of an input, by its number, and of one of its tensors; of an
-# earlier tensor of the call; or None if the call made its memory.
-_Origin = tuple[int, int | None] | int | None
+# In whose memory a tensor lies that a call returns: that of an input, by its number, or of the call, by -1, and of which
+# of its tensors; None if the call made its memory.
+_Origin = tuple[int, int | None] | None
 
 
 class Facts:
@@ -45,11 +46,11 @@ class Facts:
     def __init__(self, graph: fx.Graph, known: Facts | None = None) -> None:
         self.values: dict[fx.Node, Any] = {}
         self.places: dict[fx.Node, list[Place | None]] = {}
-        self.beside: dict[Leaf, list[Leaf]] = {}
+        self.beside: defaultdict[Leaf, list[Leaf]] = defaultdict(list)
         self._by_name: dict[str, fx.Node] = {}
         self._origins: dict[fx.Node, list[_Origin]] = {}
         self._memories: dict[int, list[StorageWeakRef]] = {}
-        self._outside: dict[StorageWeakRef, list[Leaf]] = {}
+        self._outside: defaultdict[StorageWeakRef, list[Leaf]] = defaultdict(list)
         self._shared: dict[Hashable, Leaf] = {}
         self._stale: set[fx.Node] = set()  # whose strides follow from others than they did, and are not known
         for node in graph.nodes:
@@ -128,8 +129,7 @@ class Facts:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
             return args[0][args[1]]
-        mode = fake_mode_of(args, kwargs)
-        if mode is None:
+        if (mode := fake_mode_of(args, kwargs)) is None:
             return given
         if not _depends_on_data(given):
             return fake_call(mode, node.target, args, kwargs)
@@ -154,10 +154,8 @@ class Facts:
                 places.append(None)
                 continue
             of: Place | None = None
-            if isinstance(origin, int):
-                of = places[origin]
-            elif origin is not None:
-                of = self.places[inputs[origin[0]]][origin[1] or 0]
+            if origin is not None:
+                of = (self.places[inputs[origin[0]]] if origin[0] >= 0 else places)[origin[1] or 0]
             if node in self._stale:
                 strides = tuple(f"stride {dim} of {node.name}" for dim in range(len(view.shape)))
                 view = view._replace(strides=strides)
@@ -173,11 +171,10 @@ class Facts:
         leaf = (node, index)
         root = self._shared.setdefault((memory, view), leaf)
         if root == leaf:
-            others = self._outside.setdefault(memory, [])
-            self.beside[leaf] = [*others]
-            for other in others:
+            for other in self._outside[memory]:
+                self.beside[leaf].append(other)
                 self.beside[other].append(leaf)
-            others.append(leaf)
+            self._outside[memory].append(leaf)
         return Place(root, view)
 
     def _origins_of(self, node: fx.Node) -> list[_Origin]:
@@ -200,19 +197,18 @@ class Facts:
         origins: list[_Origin] = []
         for index, each in enumerate(self._memory(node)):
             origins.append(known.get(each))
-            known.setdefault(each, index)
+            known.setdefault(each, (-1, index))
         return origins
 
     def _memory(self, node: fx.Node) -> list[StorageWeakRef]:
         """Returns the storage of each tensor of a node; of what is no tensor, one that no one has."""
         value = self.values[node]
-        found = self._memories.get(id(value))
-        if found is None:
-            found = self._memories[id(value)] = [
+        if id(value) not in self._memories:
+            self._memories[id(value)] = [
                 object() if View.of(each) is None else StorageWeakRef(each.untyped_storage())  # type: ignore
                 for each, _ in leaves(value)
             ]
-        return found
+        return self._memories[id(value)]
 
 
 def leaves(value: Any) -> Iterator[tuple[Any, int | None]]:

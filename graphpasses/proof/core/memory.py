@@ -78,7 +78,7 @@ class Memory:
                 beyond = self._table.other(("written beyond", beyond, whole.number)).number
         self._held[root] = Held(by, whole, beyond)
         # What else comes from outside in this memory, and lies there otherwise, may have changed, too.
-        for other in self._beside(root):
+        for other in self._facts.beside[root]:
             beyond = self._held[other].beyond if other in self._held else None
             key = ("written beside", self._now(other).number, self._view_of(other), view, whole.number)
             self._held[other] = Held(by, self._opaque(other, key), beyond)
@@ -106,10 +106,6 @@ class Memory:
         assert place is not None
         return place.view
 
-    def _beside(self, root: Leaf) -> list[Leaf]:
-        """Returns what else comes from outside in the memory of a tensor that does."""
-        return self._facts.beside.get(root, [])
-
     # ---- memory that overlaps -------------------------------------------------------------------------------------
 
     def _overlaps(self, node: fx.Node, written: Collection[str]) -> Hashable:
@@ -132,11 +128,8 @@ class Memory:
                 if place is not None:
                     tensors.append((place, (name, number if is_list else None), is_written))
         by_element = is_element_by_element(node.target)
-        found: list[Hashable] = [
-            (name, place.view)
-            for place, name, is_written in tensors
-            if is_written and place.view.overlaps_itself()
-        ]
+        written_views = [(name, place.view) for place, name, is_written in tensors if is_written]
+        found: list[Hashable] = [each for each in written_views if each[1].overlaps_itself()]
         for one, two in self._touching(tensors):
             is_alike = one[0].view == two[0].view and one[1][1] == two[1][1]
             is_itself = by_element and is_alike and not (one[2] and two[2])
@@ -149,7 +142,7 @@ class Memory:
         by_memory: dict[Leaf, list[tuple[tuple[int, int], Tensor]]] = {}
         for each in tensors:
             root = each[0].root
-            memory = min((root, *self._beside(root)), key=lambda leaf: leaf[0].name)
+            memory = min((root, *self._facts.beside[root]), key=lambda leaf: leaf[0].name)
             by_memory.setdefault(memory, []).append((each[0].view.extent(), each))
         for some in by_memory.values():
             some.sort(key=lambda each: each[0])
@@ -164,7 +157,7 @@ class Memory:
     def _key(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
         """Returns what an operator's results depend on, from the numbers of its arguments."""
         if out_of_place(target) in COMMUTATIVE and len(args) == 2 and not kwargs:
-            args = sorted(args, key=_order)
+            args = sorted(args, key=str)
         return ("call", name_of(target), freeze(args), freeze(kwargs))
 
     def _argument(self, node: fx.Node, target: Any = None) -> Hashable:
@@ -200,11 +193,6 @@ class Memory:
         source = self._table.source(of, fake.numel())
         self._made.setdefault(source, node)
         return self._table.tensor(fake.dtype, view.shape, source)
-
-
-def _order(argument: Any) -> Any:
-    is_value = isinstance(argument, Argument)
-    return (0, argument.number, str(argument.layout)) if is_value else (1, 0, str(argument))
 
 
 def evaluated(args: Any, read: Callable[[fx.Node], Any]) -> Any:

@@ -15,17 +15,12 @@ ALIGNMENT = 64
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory, as far as the bits that an operator makes of it may depend on that.
+    """How a tensor lies in memory, as far as the bits that an operator makes of it may depend on that."""
 
-    Args:
-        strides: of its dims; text where they depend on data.
-        device: where it is.
-        offset: how many bytes behind a multiple of ``ALIGNMENT`` it begins, after an empty name; in memory from
-            outside how many behind its beginning, after the input's name. None where it makes no difference.
-    """
-
-    strides: tuple[Any, ...]
+    strides: tuple[Any, ...]  # text where they depend on data
     device: torch.device
+    # How many bytes behind a multiple of ``ALIGNMENT`` it begins, after an empty name; in memory from outside how many
+    # behind its beginning, after the input's name. None where it makes no difference.
     offset: tuple[str, Any] | None = None
 
 
