@@ -311,6 +311,13 @@ class _Run:
 
     def _collective(self, name: str, args: Any, rank: int) -> Steps:
         operator = name.split(".")[1]
+        if operator == "all_to_all_single":
+            outputs, inputs = ([size for _, size in sizes] for sizes in args[1:3])
+            part = min(rank, len(inputs) - 1)
+            if any(size != inputs[part] for size in outputs):  # not all ranks cut alike
+                raise CannotRunError(f"{name} needs other ranks")
+            sent = yield from self._of_ranks("value", args[0][1].number, len(inputs))
+            return torch.cat([each.split(inputs)[part] for each in sent])
         if operator == "all_reduce":
             num_ranks = len(named_group_ranks(args[-1][1]))
         elif operator in ("reduce_scatter_tensor", "all_gather_into_tensor"):

@@ -10,6 +10,8 @@ import torch
 
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.analysis.parameter_collectives import GradReduction, added_uses, find_grad_reductions
+from graphpasses.errors import LayoutError
+from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Collective, Layout
 from graphpasses.fsdp.layout_diff import Move, Place, layout_places
 from graphpasses.graph import TrainGraph
@@ -84,6 +86,32 @@ class EagerGradients:
         self._places: dict[str, list[Place]] = {}
         for (fqn, _, _), place in layout_places(layout).items():
             self._places.setdefault(fqn, []).append(place)
+
+    @classmethod
+    def of(
+        cls,
+        values: Values,
+        before: TrainGraph,
+        evaluated: Evaluated,
+        after: TrainGraph,
+        layout: Layout | None,
+        may_scale: bool,
+        topology: Topology | None,
+    ) -> EagerGradients | None:
+        """Returns what gradients are in eager, in the layout that ``after`` has where eager's is not known."""
+        if not before.gradient_slots() or not before.collectives():
+            return None
+        is_eagers = layout is not None
+        if layout is None:
+            try:
+                layout = graph_layout(after)
+            except LayoutError:  # a bucket has a part that is no gradient
+                return None
+        known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
+        layout = layout.without(known & before.without_gradient)
+        return cls(
+            values, before, evaluated, layout, is_eagers=is_eagers, may_scale=may_scale, topology=topology
+        )
 
     def is_apart(self, fqn: str) -> bool:
         """Whether uses of a parameter are reduced in several buckets."""

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from graphpasses.errors import LayoutError, ProofError
+from graphpasses.errors import ProofError
 from graphpasses.fbgemm.names import FBGEMM
-from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph, is_collective
 from graphpasses.graph.certificate import Certificate
@@ -124,11 +123,13 @@ def prove_as(
         one = evaluate(before, values, facts, constants=after.copied_constants)
         two = evaluate(after, values, Facts(after.graph, facts))
         known: Facts | None = None
+        held = None if after.update is None else after.update.copied_constants
         for graph, done in ((before, one), (after, two)):
             if (update := _update_of(graph, two)) is not None:
                 known = Facts(update.graph, known)
                 given = _given_to(graph, two) | done.written
-                then = evaluate(update, values, known, given, random_state=done.random_state)
+                constants = held if graph is before else None
+                then = evaluate(update, values, known, given, constants, done.random_state)
                 updated |= then.written.keys()
                 done.go_on(then)
     _refuse_chance(subject, one, two)
@@ -191,7 +192,9 @@ class _Proof:
     uses_layout: bool = False
 
     def __post_init__(self) -> None:
-        self._eager = self._eager_gradients()
+        self._eager = EagerGradients.of(
+            self.values, self.before, self.one, self.after, self.layout, self.is_planned, self.topology
+        )
         updates = [graph.update for graph in (self.before, self.after) if graph.update is not None]
         modules = [self.before.module, self.after.module, *(update.module for update in updates)]
         common = self.one.made.keys() & self.two.made.keys()
@@ -205,28 +208,6 @@ class _Proof:
             "eager's order": self._eager and self._eager.uses_topology,
         }
         return {name for name, is_used in used.items() if is_used}
-
-    def _eager_gradients(self) -> EagerGradients | None:
-        """Returns what gradients are in eager, in the layout that the graph has where eager's is not known."""
-        if not self.before.gradient_slots() or not self.before.collectives():
-            return None
-        layout = self.layout
-        if layout is None:
-            try:
-                layout = graph_layout(self.after)
-            except LayoutError:  # a bucket has a part that is no gradient
-                return None
-        known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
-        layout = layout.without(known & self.before.without_gradient)
-        return EagerGradients(
-            self.values,
-            self.before,
-            self.one,
-            layout,
-            is_eagers=self.layout is not None,
-            may_scale=self.is_planned,
-            topology=self.topology,
-        )
 
     def compare(self) -> None:
         """Compares all outputs and all written tensors."""

@@ -101,6 +101,25 @@ def test_an_update_that_draws_random_numbers() -> None:
     assert prove(other, other.copy()).proved
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_constant_of_an_update_that_a_pass_writes(factor: float) -> None:
+    step = updating()
+    assert step.update is not None
+    module = step.update.module
+    module.held = torch.tensor(0.5)
+    decay = next(node for node in module.graph.nodes if node.target is aten.mul_.Tensor)
+    with module.graph.inserting_before(decay):
+        held = module.graph.create_node("get_attr", "held")
+    held.meta["val"] = decay.meta["val"].new_empty(())
+    decay.args = (decay.args[0], held)
+    other = step.copy()
+    module.held.mul_(factor)
+    if factor == 1.0:
+        assert "parameter weight" in prove(step, other).proved
+    else:
+        assert "parameter weight" in refused(step, other)
+
+
 def test_an_update_that_waits_for_no_one() -> None:
     with fake_process_group(2):
         step = updating()

@@ -29,8 +29,8 @@ class Place(NamedTuple):
     view: View  # how it lies there
 
 
-# In whose memory a tensor lies that a call returns: that of an input, by its number, or of the call, by -1, and of which
-# of its tensors; None if the call made its memory.
+# In whose memory a tensor lies that a call returns: that of an input, by its number, or of the call, by -1, and of
+# which of its tensors; None if the call made its memory.
 _Origin = tuple[int, int | None] | None
 
 

@@ -19,8 +19,8 @@ class Layout(NamedTuple):
 
     strides: tuple[Any, ...]  # text where they depend on data
     device: torch.device
-    # How many bytes behind a multiple of ``ALIGNMENT`` it begins, after an empty name; in memory from outside how many
-    # behind its beginning, after the input's name. None where it makes no difference.
+    # How many bytes behind a multiple of ``ALIGNMENT`` it begins, after an empty name; in memory from outside behind
+    # the beginning of that, after the input's name. None where it makes no difference.
     offset: tuple[str, Any] | None = None
 
 
