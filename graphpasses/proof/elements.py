@@ -179,7 +179,10 @@ def _unscaled(values: Values, x: Value, number: float) -> tuple[Value, float] | 
         return None
     if not all(each > 0 and _is_power_of_two(each, at_least=1.0) for each in (number, *factors)):
         return None
-    return values.moved(x.dtype, x.shape, tuple(sorted(pieces))), number * factors.pop()
+    number *= factors.pop()
+    if not _is_power_of_two(number, at_least=1.0):  # no dtype need have it
+        return None
+    return values.moved(x.dtype, x.shape, tuple(sorted(pieces))), number
 
 
 axiom("scaling", _SCALING, aten.div.Scalar, aten.div.Tensor)(_scaled("div", aten.div.Scalar))

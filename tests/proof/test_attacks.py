@@ -143,6 +143,16 @@ def reinterpreted_back(code: Code) -> fx.Node:
     return code._to_copy_default(back, dtype=torch.float32)
 
 
+def multiplied(*factors: float) -> Make:
+    def make(code: Code) -> fx.Node:
+        product = code.mul_Tensor(code.x, 2.0**-140)
+        for each in factors:
+            product = code.mul_Tensor(product, each)
+        return code.sum_default(product)
+
+    return make
+
+
 def drawn(copied: bool) -> Make:
     def make(code: Code) -> fx.Node:
         base = code.mul_Tensor(code.x, code.x)
@@ -181,6 +191,12 @@ CASES = [
     Case("an operand at another offset", at_offset(0), at_offset(1, copies=0), at_offset(1)),
     Case("an input is where it is", input_offset(0), input_offset(1), input_offset(0)),
     Case("a copy of an input", input_offset(1), input_offset(0), input_offset(2)),
+    Case(
+        "a factor that is infinite in float32",
+        multiplied(2.0**100, 2.0**100),
+        multiplied(2.0**200),
+        multiplied(2.0**100, 2.0**100),
+    ),
     Case("a constant in another dtype", reinterpreted(True), reinterpreted(False), reinterpreted_back),
 ]
 
@@ -245,6 +261,21 @@ def test_strides_of_a_size_that_depends_on_data(captured: CapturedStep) -> None:
         ProofError, match="reads a tensor of strides"
     ):  # the alias says that it has the old ones
         prove(step, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_call_without_inputs_is_what_it_says(captured: CapturedStep, dtype: torch.dtype) -> None:
+    code = Code(captured)
+    ones = code.full_default([8], 0.1, dtype=torch.float32)
+    step = code.finished(code.sum_default(code.mul_Tensor(code.x, ones)))
+    other = step.copy()
+    *_, ones = other.graph.find_nodes(op="call_function", target=aten.full.default)
+    ones.kwargs = {"dtype": dtype}  # the fake value is the old one
+    if dtype == torch.float32:
+        assert prove(step, other).proved
+    else:
+        with pytest.raises(ProofError):
+            prove(step, other)
 
 
 class PartOfMemory(Model):

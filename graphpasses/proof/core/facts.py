@@ -53,6 +53,7 @@ class Facts:
         self._outside: defaultdict[StorageWeakRef, list[Leaf]] = defaultdict(list)
         self._shared: dict[Hashable, Leaf] = {}
         self._stale: set[fx.Node] = set()  # whose strides follow from others than they did, and are not known
+        self._mode = fake_mode_of(*(node.meta.get("val") for node in graph.find_nodes(op="placeholder")))
         for node in graph.nodes:
             if node.op == "output":
                 continue
@@ -129,7 +130,7 @@ class Facts:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
             return args[0][args[1]]
-        if (mode := fake_mode_of(args, kwargs)) is None:
+        if (mode := fake_mode_of(args, kwargs) or self._mode) is None:
             return given
         if not _depends_on_data(given):
             return fake_call(mode, node.target, args, kwargs)
