@@ -52,6 +52,19 @@ _WORDS = {
 }
 
 
+def layout_of(before: TrainGraph, after: TrainGraph, layout: Layout | None) -> Layout | None:
+    """Returns where gradients are reduced: in eager, or as ``after`` does it; None where nothing is known of that."""
+    if not before.gradient_slots() or not before.collectives():
+        return None
+    if layout is None:
+        try:
+            layout = graph_layout(after)
+        except LayoutError:  # a bucket has a part that is no gradient
+            return None
+    known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
+    return layout.without(known & before.without_gradient)
+
+
 class EagerGradients:
     """Says whether gradients of a rewritten step are what eager computes, given where eager reduces them.
 
@@ -86,32 +99,6 @@ class EagerGradients:
         self._places: dict[str, list[Place]] = {}
         for (fqn, _, _), place in layout_places(layout).items():
             self._places.setdefault(fqn, []).append(place)
-
-    @classmethod
-    def of(
-        cls,
-        values: Values,
-        before: TrainGraph,
-        evaluated: Evaluated,
-        after: TrainGraph,
-        layout: Layout | None,
-        may_scale: bool,
-        topology: Topology | None,
-    ) -> EagerGradients | None:
-        """Returns what gradients are in eager, in the layout that ``after`` has where eager's is not known."""
-        if not before.gradient_slots() or not before.collectives():
-            return None
-        is_eagers = layout is not None
-        if layout is None:
-            try:
-                layout = graph_layout(after)
-            except LayoutError:  # a bucket has a part that is no gradient
-                return None
-        known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
-        layout = layout.without(known & before.without_gradient)
-        return cls(
-            values, before, evaluated, layout, is_eagers=is_eagers, may_scale=may_scale, topology=topology
-        )
 
     def is_apart(self, fqn: str) -> bool:
         """Whether uses of a parameter are reduced in several buckets."""

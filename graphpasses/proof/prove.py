@@ -22,7 +22,7 @@ from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
-from graphpasses.proof.eager_gradients import EagerGradients
+from graphpasses.proof.eager_gradients import EagerGradients, layout_of
 from graphpasses.proof.evaluate import evaluate
 from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.launches import launches_of
@@ -192,9 +192,18 @@ class _Proof:
     uses_layout: bool = False
 
     def __post_init__(self) -> None:
-        self._eager = EagerGradients.of(
-            self.values, self.before, self.one, self.after, self.layout, self.is_planned, self.topology
-        )
+        layout = layout_of(self.before, self.after, self.layout)
+        self._eager: EagerGradients | None = None
+        if layout is not None:
+            self._eager = EagerGradients(
+                self.values,
+                self.before,
+                self.one,
+                layout,
+                is_eagers=self.layout is not None,
+                may_scale=self.is_planned,
+                topology=self.topology,
+            )
         updates = [graph.update for graph in (self.before, self.after) if graph.update is not None]
         modules = [self.before.module, self.after.module, *(update.module for update in updates)]
         common = self.one.made.keys() & self.two.made.keys()

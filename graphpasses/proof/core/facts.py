@@ -64,8 +64,7 @@ class Facts:
                 self._origins[node] = known._origins.get(original, [])
             elif known is not None:
                 value = self.values[node] = self._computed(node)
-                is_old = original is not None and value is original.meta.get("val")
-                if _depends_on_data(value) and is_old:
+                if original is not None and value is original.meta.get("val") and _depends_on_data(value):
                     self._stale.add(node)
             self._place(node)
 
@@ -150,16 +149,15 @@ class Facts:
         inputs = node.all_input_nodes
         places: list[Place | None] = []
         for (fake, index), origin in zip(leaves(self.values[node]), self._origins[node], strict=True):
-            view = View.of(fake)
-            if view is None:
+            if (view := View.of(fake)) is None:
                 places.append(None)
                 continue
             of: Place | None = None
             if origin is not None:
                 of = (self.places[inputs[origin[0]]] if origin[0] >= 0 else places)[origin[1] or 0]
             if node in self._stale:
-                strides = tuple(f"stride {dim} of {node.name}" for dim in range(len(view.shape)))
-                view = view._replace(strides=strides)
+                unknown = tuple(f"stride {dim} of {node.name}" for dim in range(len(view.shape)))
+                view = view._replace(strides=unknown)
             places.append(Place((node, index) if of is None else of.root, view))
         self.places[node] = places
 

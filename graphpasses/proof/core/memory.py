@@ -49,8 +49,7 @@ class Memory:
 
     def _read_tensor(self, leaf: Leaf, value: Result) -> Result:
         place = self._place_of(leaf) if isinstance(value, Value) else None
-        held = None if place is None else self._held.get(place.root)
-        if place is None or held is None:
+        if place is None or (held := self._held.get(place.root)) is None:
             return value
         view = self._view_of(place.root)
         if (seen := self._reshaped(held.value, view, place.view)) is not None:
