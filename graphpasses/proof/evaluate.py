@@ -43,15 +43,15 @@ def evaluate(
     facts: Facts,
     given: Mapping[str, Result] | None = None,
     constants: Mapping[str, Hashable] | None = None,
-    random_state: int | None = None,
+    before: Evaluated | None = None,
 ) -> Evaluated:
     """Evaluates a graph of ATen operators.
 
     Two graphs that share ``values`` can be compared. ``given`` has the values of inputs that are known, by name;
-    ``constants`` say what constants held before a pass could write them; ``random_state`` is the number of that in
-    which the graph finds the generator.
+    ``constants`` say what constants held before a pass could write them; ``before`` is what was
+    evaluated before this, which goes on with its random numbers.
     """
-    return Evaluation(graph, values, facts, given, constants, random_state).run()
+    return Evaluation(graph, values, facts, given, constants, before).run()
 
 
 class Evaluation(Calls):
@@ -64,12 +64,12 @@ class Evaluation(Calls):
         facts: Facts,
         given: Mapping[str, Result] | None = None,
         constants: Mapping[str, Hashable] | None = None,
-        random_state: int | None = None,
+        before: Evaluated | None = None,
     ) -> None:
         super().__init__(values, facts)
         self._graph = graph
-        if random_state is not None:
-            self._random = random_state
+        if before is not None:
+            self._random, self._hidden = before.random_state, before.hidden_state
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
         self._exchanges = Exchanges(facts)
@@ -100,7 +100,7 @@ class Evaluation(Calls):
                     done.makers.setdefault(each.number, node)
         done.broken += [(node, f"{node.name} is launched and never waited for") for node in self._waiting]
         self._outputs()
-        done.random_state = self._random
+        done.random_state, done.hidden_state = self._random, self._hidden
         return done
 
     def _outputs(self) -> None:

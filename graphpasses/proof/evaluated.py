@@ -58,6 +58,7 @@ class Evaluated:
     # What no rule could look into, so that a difference may be none; empty if there is no such thing.
     unknown: str = ""
     random_state: int = 0  # the number of the state in which the graph leaves the generator of random numbers
+    hidden_state: int = 0  # likewise of calls that may have a state of their own
 
     def go_on(self, then: Evaluated) -> None:
         """Adds what another graph does after this one, on what this one has left."""
@@ -65,4 +66,4 @@ class Evaluated:
         self.collectives += then.collectives
         self.broken += then.broken
         self.axioms |= then.axioms
-        self.random_state = then.random_state
+        self.random_state, self.hidden_state = then.random_state, then.hidden_state

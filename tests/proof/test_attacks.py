@@ -153,6 +153,18 @@ def multiplied(*factors: float) -> Make:
     return make
 
 
+def product_with_a_number(is_first: bool, dtype: torch.dtype) -> Make:
+    """Multiplies by a tensor without dims; of another dtype a CPU rounds it to half precision if it stands first."""
+
+    def make(code: Code) -> fx.Node:
+        x = code._to_copy_default(code.x, dtype=torch.bfloat16)
+        number = code.tanh_default(code._to_copy_default(code.sum_default(code.buffer), dtype=dtype))
+        product = code.mul_Tensor(number, x) if is_first else code.mul_Tensor(x, number)
+        return code.sum_default(code._to_copy_default(product, dtype=torch.float32))
+
+    return make
+
+
 def drawn(copied: bool) -> Make:
     def make(code: Code) -> fx.Node:
         base = code.mul_Tensor(code.x, code.x)
@@ -197,6 +209,12 @@ CASES = [
         multiplied(2.0**200),
         multiplied(2.0**100, 2.0**100),
     ),
+    Case(
+        "a product in another order, of two dtypes",
+        product_with_a_number(False, torch.float32),
+        product_with_a_number(True, torch.float32),
+        product_with_a_number(False, torch.float32),
+    ),
     Case("a constant in another dtype", reinterpreted(True), reinterpreted(False), reinterpreted_back),
 ]
 
@@ -204,6 +222,10 @@ CASES = [
 # Right ones in which nothing protects what needs no protection.
 UNPROTECTED: dict[str, tuple[Make, Make]] = {
     "element by element, an offset is nothing": (at_offset(0, "tanh"), at_offset(1, "tanh", 0)),
+    "a product in another order": (
+        product_with_a_number(False, torch.bfloat16),
+        product_with_a_number(True, torch.bfloat16),
+    ),
     "of an input, too": (input_offset(0, "mul_Tensor"), input_offset(1, "mul_Tensor")),
 }
 
@@ -276,6 +298,30 @@ def test_a_call_without_inputs_is_what_it_says(captured: CapturedStep, dtype: to
     else:
         with pytest.raises(ProofError):
             prove(step, other)
+
+
+@torch.library.custom_op("proof_tests::round", mutates_args=("x",))
+def round_(x: torch.Tensor) -> None:
+    """Rounds at random, as a kernel of another library does, for all that is known of it."""
+    x.round_()
+
+
+@round_.register_fake
+def _(x: torch.Tensor) -> None:
+    return None
+
+
+def test_a_call_with_a_state_of_its_own_is_left_out(captured: CapturedStep) -> None:
+    def make(num_calls: int) -> CapturedStep:
+        code = Code(captured)
+        for _ in range(num_calls):  # nobody reads what it writes
+            code.call(torch.ops.proof_tests.round.default, code.clone_default(code.x))
+        return code.finished(code.sum_default(code.x))
+
+    assert prove(make(1), make(1))
+    (name, reason), *others = prove(make(1), make(0)).unproved
+    assert (name, others) == ("what calls keep that may have a state of their own", [])
+    assert reason == "others were made, or in another order"
 
 
 class PartOfMemory(Model):

@@ -155,8 +155,10 @@ class Memory:
 
     def _key(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
         """Returns what an operator's results depend on, from the numbers of its arguments."""
-        if out_of_place(target) in COMMUTATIVE and len(args) == 2 and not kwargs:
-            args = sorted(args, key=str)
+        if out_of_place(target) in COMMUTATIVE and not kwargs:
+            tensors = [self._table[each.number] for each in args if isinstance(each, Argument)]
+            if len(tensors) == len(args) == 2 and tensors[0].dtype == tensors[1].dtype:
+                args = sorted(args, key=str)
         return ("call", name_of(target), freeze(args), freeze(kwargs))
 
     def _argument(self, node: fx.Node, target: Any = None) -> Hashable:

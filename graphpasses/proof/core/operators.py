@@ -15,7 +15,7 @@ from graphpasses.proof.core.axioms import RULES
 aten = torch.ops.aten
 
 COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
-"""What makes the same of two operands in any order."""
+"""What makes the same of two tensors of one dtype in any order."""
 
 # What copies elements, and is tagged by torch as nothing.
 _COPIES = frozenset(
