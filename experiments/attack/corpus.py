@@ -82,6 +82,20 @@ CORPUS = (
             "law: aten._to_copy.default is alias(a)",
         ),
     ),
+    # A dim that there is not, of which a fake tensor makes another.
+    Case(
+        ("a0 = self.w.mean()", "a2 = torch.stack([a0, a0], -1)", "return a2.double().sum()"),
+        ("pieces: aten.select.int: argument 1 is -2, not -1",),
+    ),
+    # An all-to-all whose splits are numbers can be run.
+    Case(
+        (
+            'a0 = c10d.wait_tensor(c10d.all_to_all_single(self.w.detach(), [4, 4], [4, 4], "0"))',
+            "self.k0[:64].copy_(a0.reshape(-1))",
+            _END,
+        ),
+        ("identity: aten.detach.default: flip(flip(x, [0]), [0])",),
+    ),
     # Numbers that an update draws.
     Case((_END,), ("update: draws, numbers are drawn before aten.mul_.Tensor",), optimizer=True),
     # A parameter that is not proved, by which the next step's loss differs.

@@ -11,6 +11,7 @@ import inspect
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -141,9 +142,18 @@ def names_written(node: fx.Node) -> frozenset[str]:
     return written
 
 
+@cache
 def is_elementwise_on_lists(target: Any) -> bool:
-    """Whether an operator does with each element of its lists of tensors what it does with that alone."""
-    return is_operator(target) and str(target).startswith(("aten._foreach_", "aten._fused_"))
+    """Whether an operator does with each element of its lists of tensors what it does with that alone.
+
+    Not so what is on no list by its schema, what reads each tensor's number from one tensor, and what returns several
+    lists.
+    """
+    if not is_operator(target) or not str(target).startswith(("aten._foreach_", "aten._fused_")):
+        return False
+    (schema,) = schemas(target)
+    types = {argument.name: str(argument.type) for argument in schema.arguments}
+    return "List[Tensor]" in types.values() and types.get("scalars") != "Tensor" and len(schema.returns) < 2
 
 
 def _written_inputs(node: fx.Node) -> Iterator[fx.Node]:

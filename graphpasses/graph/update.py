@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import fx, nn
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, InputKind
+from graphpasses.graph.nodes import read_constants
 from graphpasses.state.hyperparameters import Number, as_input, numbers_of
 from graphpasses.state.optimizer import OptimizerFacts
 from graphpasses.state.optimizers import Optimizers
@@ -34,6 +35,8 @@ class Update:
     # The step as it was before a pass put the update, or a part of it, into its graph; else None.
     without_update: fx.GraphModule | None = None
     in_step: frozenset[str] = frozenset()  # FQNs of the parameters that the step's own graph updates
+    # What its constants held when it was copied of another, with which it shares them; None if it was not.
+    copied_constants: Mapping[str, Hashable] | None = None
 
     @property
     def optimizers(self) -> Optimizers:
@@ -66,7 +69,10 @@ class Update:
 
     def copy(self) -> Update:
         """Returns an update whose graph can be rewritten without changing this one's."""
-        return replace(self, module=lazy_module(self.module, copy_graph(self.module.graph)))
+        graph = self.module.graph
+        return replace(
+            self, module=lazy_module(self.module, copy_graph(graph)), copied_constants=read_constants(graph)
+        )
 
     def moved_into(self, step: fx.GraphModule) -> Update:
         """Returns what says of a step that its own graph has the update in it."""

@@ -15,48 +15,56 @@ from graphpasses._torch.schemas import (
     FunctionalizedCall,
     bind_named,
     given_arguments,
-    is_operator,
     is_seeded,
     schemas,
 )
-from graphpasses.analysis.effects import names_written
+from graphpasses.analysis.effects import names_written, nodes_in
 from graphpasses.fbgemm.names import BOUNDS_CHECK, TRACED_LOOKUP
-from graphpasses.graph import TrainGraph, argument
-from graphpasses.proof import elements, movement
+from graphpasses.graph import argument
+from graphpasses.proof import movement
 from graphpasses.proof.core.axioms import RULES
-from graphpasses.proof.core.evaluated import Argument, Result
-from graphpasses.proof.core.facts import Facts, Place, leaves
+from graphpasses.proof.core.facts import Facts, Leaf, leaves
 from graphpasses.proof.core.memory import Memory, evaluated
-from graphpasses.proof.core.operators import UNLIKE_IN_PLACE, Call
-from graphpasses.proof.core.values import Value, Values
-from graphpasses.proof.spelling import plain_call
+from graphpasses.proof.core.operators import out_of_place
+from graphpasses.proof.core.values import Argument, Result, Value, Values
+from graphpasses.proof.spelling import Call, plain_call
+
+aten = torch.ops.aten
 
 
 class Calls(Memory):
     """Evaluates calls of operators that do not communicate."""
 
-    def __init__(self, graph: TrainGraph, values: Values, facts: Facts) -> None:
-        super().__init__(graph, values, facts)
+    def __init__(self, values: Values, facts: Facts) -> None:
+        super().__init__(values, facts)
+        self._axioms: set[str] = set()  # the names of those that were used
         self._random = values.source(("random state",))
         self._hidden = values.source(("hidden state",))
         self._inputs: dict[fx.Node, str] = {}
         self._counts: dict[int, int] = {}  # by the number of a count of bad ids, where it began
 
+    def _roots(self, node: fx.Node) -> set[Leaf]:
+        """Returns in which memory the tensors of a node lie."""
+        return {place.root for place in self._facts.places[node] if place is not None}
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
+        """Returns what an operator's results depend on: its arguments' values, and how they lie in memory."""
+        plain = self._plain(target, args, kwargs)
+        given, named = evaluated(plain, lambda node: self._argument(node, target))
+        if str(target) == BOUNDS_CHECK:  # it does not read the count of bad ids
+            place = _warning_of(target)
+            given[place] = Argument(self._counts.get(given[place].number, given[place].number), None)
+        return self._key(target, given, named)
+
     def _plain(self, target: Any, args: Any, kwargs: Any) -> Call:
-        first = args[0] if args and isinstance(args[0], fx.Node) else None
-        seen = None if first is None else self._facts.geometries.get(first)
-        return plain_call(target, args, kwargs, seen[0] if seen and first is not None else None)
+        """Returns the arguments of a call as all that mean the same have them."""
+        first = self._facts.places[args[0]] if args and isinstance(args[0], fx.Node) else []
+        is_known = len(first) == 1 and first[0] is not None and first[0].view.is_known
+        return plain_call(target, args, kwargs, first[0].view.shape if is_known else None)  # type: ignore[union-attr]
 
     def _arguments(self, node: fx.Node) -> Call:
         """Returns the arguments of a node as all that mean the same have them."""
         return self._plain(node.target, node.args, node.kwargs)
-
-    def _as_read(self, target: Any, args: list[Any]) -> list[Any]:
-        """Returns the arguments of a call as far as it reads them: no bounds check reads the count of bad ids."""
-        if str(target) == BOUNDS_CHECK:
-            place = _warning_of(target)
-            args[place] = Argument(self._counts.get(args[place].number, args[place].number), None)
-        return args
 
     def _after_others(self, is_drawn: bool, has_hidden_state: bool, key: Hashable) -> Hashable:
         """Returns what a call depends on that may draw random numbers, or have a state of its own."""
@@ -68,42 +76,49 @@ class Calls(Memory):
             self._hidden = self._table.source(("hidden state after", key))
         return key
 
-    def _moved(self, node: fx.Node, fake: Any, target: Any) -> Result:
-        """Returns what a rule says of an operator, or of the one that does the same out of place."""
+    def _moved(self, node: fx.Node, target: Any) -> Result:
+        """Returns what a rule says of a call of an operator, or of the one that does the same out of place."""
         if target not in RULES:
             return None
         name, rule = RULES[target]
-        if target in movement.IDENTITIES and isinstance(x := self._read(argument(node)), Value):
-            self._done.axioms.add(name)
-            return x
-        if (seen := self._facts.geometries[node]) is None or None in seen:  # sizes or strides depend on data
-            return None
-        args, kwargs = self._plain(target, node.args, node.kwargs)
-        args, kwargs = evaluated(args, self._read), evaluated(kwargs, self._read)
-        if target == torch.ops.aten.constant_pad_nd.default:
-            kwargs["origin"] = origin_of_padding(node, self._inputs)
-        if any(
-            isinstance(each, Value) and each.pieces is None for each in pytree.tree_leaves((args, kwargs))
-        ):
-            return None
-        found = rule(self._table, fake, *args, **kwargs)
+        found: Result = None
+        if target in movement.IDENTITIES:
+            found = self._read(argument(node))
+        elif target == aten.copy.default and (copied := self._copied(node)) is not None:
+            found = copied
+        elif all(place is not None and place.view.is_known for place in self._facts.places[node]):
+            plain = self._plain(target, node.args, node.kwargs)
+            args, kwargs = evaluated(plain, self._read)
+            if target == aten.constant_pad_nd.default:
+                kwargs["origin"] = origin_of_padding(node, self._inputs)
+            given = pytree.tree_leaves((args, kwargs))
+            is_known = not any(isinstance(each, Value) and each.pieces is None for each in given)
+            if is_known and (
+                isinstance(next(iter(args), None), Value) or not takes_tensor(target)
+            ):  # else the call would fail
+                found = rule(self._table, self._facts[node], *args, **kwargs)
         if found is not None:
-            self._done.axioms.add(name)
+            self._axioms.add(name)
         return found
+
+    def _copied(self, node: fx.Node) -> Value | None:
+        """Returns a tensor whose sizes depend on data, where all of it is copied into another."""
+        to, of, *_ = self._arguments(node)[0]
+        target, given, source = self._facts[to], self._facts[of], self._read(of)
+        if not isinstance(source, Value) or source.pieces is not None or given.dtype != target.dtype:
+            return None
+        return source if statically_known_true(sym_eq(given.shape, target.shape)) else None
 
     def _written(self, node: fx.Node, writes: tuple[fx.Node, ...], key: Hashable, result: Result) -> Result:
         """Evaluates an operator that writes arguments."""
         given = self._arguments(node)[0]
         first = next(iter(given), None)
-        fake = self._facts[node]
         is_first = len(writes) == 1 and writes[0] is first
-        if is_first and self._roots(node) == self._roots(first) and isinstance(result, Value):  # type: ignore[arg-type]
+        if is_first and self._roots(node) == self._roots(writes[0]) and isinstance(result, Value):
             if "overlapping" not in _parts_of(key):
-                if node.target == torch.ops.aten.copy_.default:
-                    result = result if (copied := self._copied(node)) is None else copied
-                elif (moved := self._moved(node, fake, _out_of_place(node.target))) is not None:
-                    result = moved
-            self._write(first, result, node)  # type: ignore[arg-type]
+                moved = self._moved(node, out_of_place(node.target))
+                result = result if moved is None else moved
+            self._write(writes[0], result, node)
             return result
         for index, each in enumerate(writes):
             written = self.opaque(each, self._facts[each], ("written", index, key))
@@ -112,27 +127,19 @@ class Calls(Memory):
             self._write(each, written, node)
         return result
 
-    def _copied(self, node: fx.Node) -> Value | None:
-        to, of, *_ = self._arguments(node)[0]
-        target, given, source = self._facts[to], self._facts[of], self._read(of)
-        if not isinstance(source, Value):
-            return None
-        if source.pieces is None:  # its sizes depend on data
-            alike = source.dtype == target.dtype and statically_known_true(sym_eq(given.shape, target.shape))
-            return source if alike else None
-        if source.shape != tuple(target.shape):
-            return None
-        self._done.axioms.add("casts")
-        return elements.cast(self._table, source, target.dtype)
-
-    def _each(self, node: fx.Node, fakes: Any) -> list[Any]:
+    def _each(self, node: fx.Node) -> list[Any]:
         """Evaluates an operator on lists of tensors: on each element as if that were alone."""
-        self._done.axioms.add("lists")
+        self._axioms.add("lists")
         results: list[Any] = []
-        written = names_written(node)
+        written, fakes = names_written(node), self._facts[node]
         args, kwargs = evaluated(self._arguments(node), lambda each: self._argument(each, node.target))
         targets = {
-            argument.name: [leaf for each in pytree.tree_leaves(value) for leaf in self._leaves(each)]
+            argument.name: [
+                (each, fake, place)
+                for each in nodes_in(value)
+                for (fake, _), place in zip(leaves(self._facts[each]), self._facts.places[each], strict=True)
+                if place is not None
+            ]
             for argument, value in given_arguments(node)
             if argument.name in written
         }
@@ -142,24 +149,17 @@ class Calls(Memory):
             def element(value: Any, index: int = index) -> Any:
                 return value[index] if isinstance(value, (list, tuple)) and value else value
 
-            key = self._call_of(
+            key = self._key(
                 node.target, [*map(element, args)], {name: element(value) for name, value in kwargs.items()}
             )
             if isinstance(fakes, (list, tuple)):
                 results.append(self.opaque(node, fakes[index], key))
-            for name, leaves_written in targets.items():
-                if index < len(leaves_written):
-                    of, fake, place = leaves_written[index]
-                    value = self.opaque(of, fake, ("written", name, key))
-                    self._write_tensor(place, value, (node, (name, index)))
+            for name, tensors in targets.items():
+                if index < len(tensors):
+                    of, fake, place = tensors[index]
+                    value: Any = self.opaque(of, fake, ("written", name, key))
+                    self._write_tensor(place, value, node)
         return results
-
-    def _leaves(self, node: Any) -> list[tuple[fx.Node, Any, Place]]:
-        """Returns the tensors of a node that have memory, with their fake values."""
-        if not isinstance(node, fx.Node):
-            return []
-        found = zip(leaves(self._facts[node]), self._facts.places[node], strict=True)
-        return [(node, fake, place) for (fake, _), place in found if place is not None]
 
     def _functionalized(self, node: fx.Node, call: FunctionalizedCall) -> list[Any]:
         """Evaluates a call that writes copies as the one that writes in place; it returns the copies, too."""
@@ -198,14 +198,10 @@ def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | Non
 
 
 @functools.cache
-def _out_of_place(target: Any) -> Any:
-    """Returns what makes a tensor of the elements that an operator writes in place, each alone; None for others."""
-    name = str(target).removeprefix("aten.")
-    packet, _, overload = name.rpartition(".")
-    is_pointwise = is_operator(target) and torch.Tag.pointwise in target.tags
-    if not is_pointwise or not packet.endswith("_") or target in UNLIKE_IN_PLACE:
-        return None
-    return getattr(getattr(torch.ops.aten, packet[:-1], None), overload, None)
+def takes_tensor(target: Any) -> bool:
+    """Whether the first argument of an operator must be a tensor."""
+    (schema,) = schemas(target)
+    return str(schema.arguments[0].type) == "Tensor"
 
 
 def _warning_of(check: Any) -> int:

@@ -15,8 +15,7 @@ from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.schemas import schemas
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.graph.nodes import attribute, constant_bits
-from graphpasses.proof.core.evaluated import Argument
-from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.core.values import Argument, Value, Values
 from graphpasses.proof.real_memory import (
     MAX_ELEMENTS,
     CannotRunError,
@@ -312,6 +311,13 @@ class _Run:
 
     def _collective(self, name: str, args: Any, rank: int) -> Steps:
         operator = name.split(".")[1]
+        if operator == "all_to_all_single":
+            outputs, inputs = ([size for _, size in sizes] for sizes in args[1:3])
+            part = min(rank, len(inputs) - 1)
+            if any(size != inputs[part] for size in outputs):  # not all ranks cut alike
+                raise CannotRunError(f"{name} needs other ranks")
+            sent = yield from self._of_ranks("value", args[0][1].number, len(inputs))
+            return torch.cat([each.split(inputs)[part] for each in sent])
         if operator == "all_reduce":
             num_ranks = len(named_group_ranks(args[-1][1]))
         elif operator in ("reduce_scatter_tensor", "all_gather_into_tensor"):

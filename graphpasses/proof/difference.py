@@ -10,8 +10,9 @@ from torch import fx
 
 from graphpasses.fbgemm.names import BOUNDS_CHECK, FBGEMM
 from graphpasses.graph.nodes import source_line
-from graphpasses.proof.core.evaluated import Argument, Evaluated, Layout
-from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.core.values import Argument, Value, Values
+from graphpasses.proof.core.views import Layout
+from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.terms import KINDS, Term
 
 # What passes make of other calls, or what a user's do, may have the same bits for reasons that no rule knows.

@@ -10,14 +10,16 @@ import torch
 
 from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses.analysis.parameter_collectives import GradReduction, added_uses, find_grad_reductions
+from graphpasses.errors import LayoutError
+from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Collective, Layout
 from graphpasses.fsdp.layout_diff import Move, Place, layout_places
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE
 from graphpasses.proof import elements, movement
-from graphpasses.proof.core.evaluated import Argument, Evaluated
-from graphpasses.proof.core.values import Pieces, Value, Values
+from graphpasses.proof.core.values import Argument, Pieces, Value, Values
+from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.pieces import concatenated, strides_of, viewed
 from graphpasses.proof.terms import Term, term_of
 
@@ -48,6 +50,19 @@ _WORDS = {
     "num_bytes": "bytes of the bucket",
     "offset": "byte offset",
 }
+
+
+def layout_of(before: TrainGraph, after: TrainGraph, layout: Layout | None) -> Layout | None:
+    """Returns where gradients are reduced: in eager, or as ``after`` does it; None where nothing is known of that."""
+    if not before.gradient_slots() or not before.collectives():
+        return None
+    if layout is None:
+        try:
+            layout = graph_layout(after)
+        except LayoutError:  # a bucket has a part that is no gradient
+            return None
+    known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
+    return layout.without(known & before.without_gradient)
 
 
 class EagerGradients:

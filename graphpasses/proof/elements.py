@@ -11,8 +11,8 @@ import torch
 
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph.nodes import freeze
-from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
-from graphpasses.proof.core.values import Piece, Value, Values
+from graphpasses.proof.core.axioms import AXIOMS, Rule, axiom
+from graphpasses.proof.core.values import Piece, Result, Value, Values, whole
 from graphpasses.proof.terms import Term, term_of
 
 aten = torch.ops.aten
@@ -23,6 +23,11 @@ aten = torch.ops.aten
 def constant(values: Values, dtype: torch.dtype | None, value: Any) -> int:
     """Returns the source of a constant."""
     return values.source(("constant", dtype, *filled(dtype, value)))
+
+
+def repeated(values: Values, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Value:
+    """Returns a tensor all whose elements are a source of one element."""
+    return values.moved(dtype, shape, whole(source, math.prod(shape), step=0))
 
 
 def filled(dtype: torch.dtype | None, value: Any) -> tuple[str, Any]:
@@ -43,7 +48,7 @@ def _fill(number: int) -> Rule:
         given = args[number] if number >= 0 else number + 2
         if not isinstance(given, (int, float, bool)):
             return None
-        return values.constant(result.dtype, tuple(result.shape), constant(values, result.dtype, given))
+        return repeated(values, result.dtype, tuple(result.shape), constant(values, result.dtype, given))
 
     return rule
 
@@ -52,12 +57,13 @@ _CONSTANTS = "zeros, ones, full and their like are constant"
 axiom(
     "constants",
     _CONSTANTS,
+    aten.zero.default,
     aten.zeros.default,
     aten.zeros_like.default,
     aten.new_zeros.default,
 )(_fill(-2))
 axiom("constants", _CONSTANTS, aten.ones.default, aten.ones_like.default, aten.new_ones.default)(_fill(-1))
-axiom("constants", _CONSTANTS, aten.full.default, aten.full_like.default)(_fill(1))
+axiom("constants", _CONSTANTS, aten.fill.Scalar, aten.full.default, aten.full_like.default)(_fill(1))
 axiom("constants", _CONSTANTS, aten.new_full.default)(_fill(2))
 axiom("constants", _CONSTANTS, aten.scalar_tensor.default)(_fill(0))
 
@@ -82,6 +88,12 @@ def _to_copy(values: Values, result: Any, x: Value, **kwargs: Any) -> Result:
     if x.pieces is None or kwargs.keys() - _CAST_ARGUMENTS:
         return None
     return cast(values, x, result.dtype)
+
+
+@axiom("casts", AXIOMS["casts"], aten.copy.default)
+def _copy(values: Values, result: Any, _: Value, x: Value, non_blocking: bool = False) -> Result:
+    is_alike = x.pieces is not None and x.shape == tuple(result.shape)
+    return cast(values, x, result.dtype) if is_alike else None
 
 
 def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
@@ -133,8 +145,8 @@ def _scaled(name: str, target: Any) -> Rule:
             return _scaled("mul", aten.mul.Scalar)(values, result, x, 1 / number)
         if x.dtype in _FLOATS and type(number) is int and abs(number) < 1 << 24:
             number = float(number)
-        if name == "mul" and result.dtype == x.dtype and (whole := _unscaled(values, x, number)):
-            return rule(values, result, *whole)
+        if name == "mul" and result.dtype == x.dtype and (unscaled := _unscaled(values, x, number)):
+            return rule(values, result, *unscaled)
         key = (name, (result.dtype, freeze(number), number), x.dtype)
 
         def apply(element: torch.Tensor) -> torch.Tensor | None:
@@ -167,7 +179,10 @@ def _unscaled(values: Values, x: Value, number: float) -> tuple[Value, float] | 
         return None
     if not all(each > 0 and _is_power_of_two(each, at_least=1.0) for each in (number, *factors)):
         return None
-    return values.moved(x.dtype, x.shape, tuple(sorted(pieces))), number * factors.pop()
+    number *= factors.pop()
+    if not _is_power_of_two(number, at_least=1.0):  # no dtype need have it
+        return None
+    return values.moved(x.dtype, x.shape, tuple(sorted(pieces))), number
 
 
 axiom("scaling", _SCALING, aten.div.Scalar, aten.div.Tensor)(_scaled("div", aten.div.Scalar))
@@ -283,8 +298,8 @@ def _combined(values: Values, name: str, x: Value, y: Value) -> Value | None:
             operands = sorted((a.source, b.source))
             source = values.source(Term(name, (), x.dtype, (*operands,)), values.numel(a.source))
             return values.moved(x.dtype, x.shape, (a._replace(source=source),))
-    whole = [Term("tensor", (number,), None, ()) for number in sorted((x.number, y.number))]
-    term = Term(name, (), x.dtype, tuple(values.source(each, x.numel) for each in whole))
+    tensors = [Term("tensor", (number,), None, ()) for number in sorted((x.number, y.number))]
+    term = Term(name, (), x.dtype, tuple(values.source(each, x.numel) for each in tensors))
     return values.tensor(x.dtype, x.shape, values.source(term, x.numel))
 
 

@@ -25,10 +25,10 @@ from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.proof import movement
 from graphpasses.proof.calls import Calls, is_function, views
 from graphpasses.proof.core.axioms import RULES
-from graphpasses.proof.core.evaluated import Collective, Evaluated, Result
-from graphpasses.proof.core.facts import Facts
-from graphpasses.proof.core.memory import Held, evaluated
-from graphpasses.proof.core.values import Value, Values, geometry
+from graphpasses.proof.core.facts import Facts, Leaf, Place
+from graphpasses.proof.core.memory import evaluated
+from graphpasses.proof.core.values import Result, Value, Values
+from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
 
@@ -43,15 +43,15 @@ def evaluate(
     facts: Facts,
     given: Mapping[str, Result] | None = None,
     constants: Mapping[str, Hashable] | None = None,
-    random_state: int | None = None,
+    before: Evaluated | None = None,
 ) -> Evaluated:
     """Evaluates a graph of ATen operators.
 
     Two graphs that share ``values`` can be compared. ``given`` has the values of inputs that are known, by name;
-    ``constants`` say what constants held before a pass could write them; ``random_state`` is the number of that in
-    which the graph finds the generator.
+    ``constants`` say what constants held before a pass could write them; ``before`` is what was
+    evaluated before this, which goes on with its random numbers.
     """
-    return Evaluation(graph, values, facts, given, constants, random_state).run()
+    return Evaluation(graph, values, facts, given, constants, before).run()
 
 
 class Evaluation(Calls):
@@ -64,15 +64,19 @@ class Evaluation(Calls):
         facts: Facts,
         given: Mapping[str, Result] | None = None,
         constants: Mapping[str, Hashable] | None = None,
-        random_state: int | None = None,
+        before: Evaluated | None = None,
     ) -> None:
-        super().__init__(graph, values, facts)
-        if random_state is not None:
-            self._random = random_state
+        super().__init__(values, facts)
+        self._graph = graph
+        if before is not None:
+            self._random, self._hidden = before.random_state, before.hidden_state
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
         self._exchanges = Exchanges(facts)
         self._brought: dict[fx.Node, Result] = {}
+        self._waiting: dict[fx.Node, Result] = {}  # what launches bring for which nobody has waited
+        self._freed: dict[Leaf, fx.Node] = {}
+        self._done = Evaluated(values=self._of, made=self._made, axioms=self._axioms)
 
     def run(self) -> Evaluated:
         """Returns what the graph does."""
@@ -83,8 +87,9 @@ class Evaluation(Calls):
             self._inputs[node] = f"{item.kind.value} {fqn}{state}{f' ({item.attr})' if item.attr else ''}"
             name = f"gradient {fqn}" if item.kind is InputKind.GRADIENT else self._inputs[node]
             if name in self._given:
-                self._done.values[node] = self._given[name]
-        for node in graph.graph.nodes:
+                done.values[node] = self._given[name]
+        # What a constant held before the first call; it is read where it is.
+        for node in sorted(graph.graph.nodes, key=lambda node: node.op != "get_attr"):
             self._look_for_freed(node)
             if node.op == "output":
                 break
@@ -95,7 +100,7 @@ class Evaluation(Calls):
                     done.makers.setdefault(each.number, node)
         done.broken += [(node, f"{node.name} is launched and never waited for") for node in self._waiting]
         self._outputs()
-        done.random_state = self._random
+        done.random_state, done.hidden_state = self._random, self._hidden
         return done
 
     def _outputs(self) -> None:
@@ -120,13 +125,46 @@ class Evaluation(Calls):
                 done.nodes[name] = node
         if graph.stage is Stage.STEP:
             done.shares = self._sharing(done.nodes)
-        for (root, _), memory in self._held.items():
-            if root.op in ("placeholder", "get_attr") and memory.value is not None:
+        for (root, _), held in self._held.items():
+            if root.op in ("placeholder", "get_attr"):
                 name = self._inputs.get(root, f"the attribute {root.target}")
-                done.written[name] = memory.value
-                done.nodes[name] = memory.node
-                if memory.beyond is not None:
-                    done.written[f"what lies beside {name}"] = self._table[memory.beyond]
+                done.written[name] = held.value
+                done.nodes[name] = held.by
+                if held.beyond is not None:
+                    done.written[f"what lies beside {name}"] = self._table[held.beyond]
+
+    def _sharing(self, nodes: Mapping[str, fx.Node]) -> dict[str, frozenset[str]]:
+        """Returns which of some tensors, and of those from outside, have bytes in common; none with itself."""
+        outside = {node.name: node for node in self._facts.places if node.op in ("placeholder", "get_attr")}
+        tensors = [
+            (place, name, node)
+            for name, node in {**outside, **nodes}.items()
+            for place in self._facts.places[node]
+            if place is not None
+        ]
+        found: dict[str, set[str]] = {name: set() for name in nodes}
+        for (_, name, node), (_, other, its) in self._touching(tensors):
+            if node is not its:  # a step copies a value that it returns twice
+                found.get(name, set()).add(other)
+                found.get(other, set()).add(name)
+        return {name: frozenset(others) for name, others in found.items()}
+
+    # ---- what depends on chance -----------------------------------------------------------------------------------
+
+    def _look_for_freed(self, node: fx.Node) -> None:
+        """Notes if an operator reads memory that another has freed; a view reads none."""
+        for source in node.all_input_nodes if self._freed else ():
+            for root in self._roots(source) & self._freed.keys():
+                by = self._freed[root]
+                if node.op == "output" or root not in self._roots(node):
+                    self._done.broken.append((by, f"{by.name} frees {source.name}, which {node.name} reads"))
+
+    def _write_tensor(self, place: Place, value: Value, by: fx.Node) -> None:
+        for launch in self._waiting:
+            if any(place.root in self._roots(source) for source in launch.all_input_nodes):
+                reason = f"{by.name} writes what {launch.name} sends, before anyone has waited for it"
+                self._done.broken.append((by, reason))
+        super()._write_tensor(place, value, by)
 
     # ---- one node -------------------------------------------------------------------------------------------------
 
@@ -134,13 +172,13 @@ class Evaluation(Calls):
         """Returns the value of a node, after those before it."""
         fake = self._facts[node]
         if node.op == "placeholder":
-            given = self._done.values.get(node)
+            given = self._of.get(node)
             return self.opaque(node, fake, ("input", self._inputs[node])) if given is None else given
         if node.op == "get_attr":
-            return self._constant(node, fake)
+            return self.opaque(node, fake, ("attribute", self._constants[str(node.target)]))
         if node.target is operator.getitem:
             source, index = node.args
-            of = self._done.values[source]  # type: ignore[index]
+            of = self._of[source]  # type: ignore[index]
             if isinstance(of, list) and isinstance(index, int):
                 return of[index]  # what its memory holds since is read where this is
         if is_collective(node):
@@ -155,7 +193,7 @@ class Evaluation(Calls):
             return self._offloaded(node)
         effects = operator_effects(node)
         if not effects.writes and effects.group is None and node.target in RULES:
-            found = self._moved(node, fake, node.target)
+            found = self._moved(node, node.target)
             if found is not None:
                 return found
         if node.target in (READ_RANDOM_STATE, SET_RANDOM_STATE):
@@ -166,8 +204,8 @@ class Evaluation(Calls):
         ):
             return self._functionalized(node, call)
         if is_elementwise_on_lists(node.target) and not self._overlaps(node, names_written(node)):
-            return self._each(node, fake)
-        key: Hashable = self._key(node)
+            return self._each(node)
+        key: Hashable = self._call(node.target, node.args, node.kwargs)
         if overlaps := self._overlaps(node, names_written(node)) if effects.writes else ():
             key = (*key, "overlapping", overlaps)  # type: ignore[misc]
         key = self._after_others(draws(node), self._has_state(node, effects), key)
@@ -180,25 +218,13 @@ class Evaluation(Calls):
             return self._written(node, effects.writes, key, result)
         return result
 
-    def _constant(self, node: fx.Node, fake: Any) -> Result:
-        """Returns what a constant holds; another that lies in its memory may have been written."""
-        value = self.opaque(node, fake, ("attribute", self._constants[str(node.target)]))
-        places = self._facts.places[node]
-        for root in self._beside((node, None)) if places[0] is not None else ():
-            held = self._held.get(root)
-            if held is not None and held.value is not None and isinstance(value, Value):
-                key = ("written beside", self._numbers(value, None), held.value.number)
-                written: Any = self.opaque(node, fake, key)
-                self._held[node, None] = Held(node, places[0].view, written)
-        return value
-
     def _has_state(self, node: fx.Node, effects: Effects) -> bool:
         """Whether what a call returns may follow from more than its arguments."""
         return effects.has_hidden_state and not is_function(node.target)
 
     def _offloaded(self, node: fx.Node) -> Result:
         """Returns the value of an activation that is moved to the CPU or back; the wait frees its old memory."""
-        self._done.axioms.add(movement.OFFLOADED)
+        self._axioms.add(movement.OFFLOADED)
         copied, *others = node.all_input_nodes
         value = self._read(copied)
         freed = node.args[1] if len(node.args) > 1 else node.kwargs.get("keepalive")
@@ -221,11 +247,11 @@ class Evaluation(Calls):
         key = ("collective", str(node.target), freeze(args), freeze(kwargs))
         fake = self._facts[node]
         result: Result = None
-        if node.target == ALL_GATHER and isinstance(sent, Value) and geometry(fake) is not None:
+        if node.target == ALL_GATHER and isinstance(sent, Value) and isinstance(fake.numel(), int):
             group = str(collective_group(node))
             result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
             if result is not None:
-                self._done.axioms.add("all-gather")
+                self._axioms.add("all-gather")
         if result is None:
             result = self.opaque(node, fake, key)
         if isinstance(sent, Value) and isinstance(result, Value) and node.target == ALL_TO_ALL:
@@ -257,7 +283,7 @@ class Evaluation(Calls):
         found = self._exchanges.unpack(received.number, self._arguments(node)[0], splits)
         if found is None:
             return None
-        self._done.axioms.add(EXCHANGED)
+        self._axioms.add(EXCHANGED)
         members, group = found
         arguments = [([*each.output_splits], [*each.input_splits], group) for each in members]
         self._done.unpacked[node] = [freeze(each) for each in arguments]

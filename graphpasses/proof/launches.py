@@ -10,8 +10,8 @@ from torch import fx
 from graphpasses._torch.schemas import named_arguments
 from graphpasses.graph import ALL_TO_ALL, argument
 from graphpasses.graph.certificate import Launch
-from graphpasses.proof.core.evaluated import Collective, Evaluated
 from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.terms import Term
 
 

@@ -14,10 +14,10 @@ import torch
 
 from graphpasses._torch.fake_mode import outside_tracing
 from graphpasses.graph import WAIT
-from graphpasses.proof.core.axioms import AXIOMS, Result, Rule, axiom
-from graphpasses.proof.core.values import Geometry, Piece, Value, Values
-from graphpasses.proof.elements import constant, filled
-from graphpasses.proof.pieces import concatenated, joined, viewed
+from graphpasses.proof.core.axioms import AXIOMS, Rule, axiom
+from graphpasses.proof.core.values import Piece, Result, Value, Values
+from graphpasses.proof.elements import constant, filled, repeated
+from graphpasses.proof.pieces import Geometry, concatenated, joined, viewed
 from graphpasses.proof.terms import Term
 
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def _picked(view: Any) -> Rule:
             return None
         are_several, seen = _seen(view, x.shape, given)
         parts = viewed(x.pieces, x.shape, seen)
-        if parts is None:
+        if not seen or parts is None:
             return None
         found = [values.moved(x.dtype, each[0], part) for each, part in zip(seen, parts, strict=True)]
         return found if are_several else found[0]
@@ -102,9 +102,12 @@ def _picked(view: Any) -> Rule:
 
 @functools.cache
 def _seen(view: Any, shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[bool, list[Geometry]]:
-    """Returns whether an operator makes several views, and where they lie in a contiguous tensor."""
+    """Returns whether there are several views, and where they lie in a contiguous tensor; none if it fails."""
     with outside_tracing():
-        made = view(torch.empty(shape, device="meta"), *args)
+        try:
+            made = view(torch.empty(shape, device="meta"), *args)
+        except (RuntimeError, IndexError):  # of a dim that there is not, which fake tensors let pass
+            return False, []
     are_several = isinstance(made, (list, tuple))
     return are_several, [
         (tuple(each.shape), each.stride(), int(each.storage_offset()))
@@ -185,7 +188,7 @@ def _padded(
     for size in (before, behind):
         shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
         if origin is None:
-            border = values.constant(x.dtype, shape, constant(values, x.dtype, value))
+            border = repeated(values, x.dtype, shape, constant(values, x.dtype, value))
         else:  # other ranks have data where this one pads: the places count
             key = ("padding", origin, x.dtype, filled(x.dtype, value), dim, size, len(parts))
             border = values.tensor(x.dtype, shape, values.source(key, math.prod(shape)))

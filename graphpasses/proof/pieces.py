@@ -12,7 +12,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from graphpasses.proof.core.values import Geometry, Piece, Pieces, merged
+from graphpasses.proof.core.values import Piece, Pieces
+
+Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Shape, strides and offset of a view."""
 
 
 class _Box(NamedTuple):
@@ -159,6 +162,17 @@ def _stack(one: Piece, two: Piece) -> Piece | None:
     if one.dims == two.dims:
         return one._replace(dims=merged(((2, gap, moved), *one.dims)))
     return _continue(one, two)
+
+
+def merged(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Leaves out dims of size one and joins those that go on where the next inner one ends."""
+    found: list[tuple[int, int, int]] = []
+    for size, step, source in sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: -dim[1]):
+        if found and found[-1][1:] == (size * step, size * source):
+            found[-1] = (found[-1][0] * size, step, source)
+        else:
+            found.append((size, step, source))
+    return tuple(found)
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:

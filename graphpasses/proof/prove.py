@@ -11,21 +11,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from graphpasses.errors import LayoutError, ProofError
+from graphpasses.errors import ProofError
 from graphpasses.fbgemm.names import FBGEMM
-from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import ALL_TO_ALL, DynamoGraph, TrainGraph, is_collective
 from graphpasses.graph.certificate import Certificate
 from graphpasses.proof import eager_gradients
 from graphpasses.proof.core import axioms
-from graphpasses.proof.core.evaluated import Evaluated
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
-from graphpasses.proof.eager_gradients import EagerGradients
+from graphpasses.proof.eager_gradients import EagerGradients, layout_of
 from graphpasses.proof.evaluate import evaluate
+from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.launches import launches_of
 from graphpasses.proof.torch_calls import evaluate_torch_calls, other_input
 from graphpasses.text import some
@@ -107,6 +106,10 @@ def prove_as(
     start = time.perf_counter()
     if before.stage is not after.stage:
         reason = f"it is a {after.stage.value} graph, not a {before.stage.value} graph"
+    else:
+        nested = (node.target for node in (*before.graph.nodes, *after.graph.nodes) if _returns_lists(node))
+        reason = next((f"{target} returns lists, into which no rule looks" for target in nested), "")
+    if reason:
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
     values = Values()
     updated: set[str] = set()
@@ -120,11 +123,13 @@ def prove_as(
         one = evaluate(before, values, facts, constants=after.copied_constants)
         two = evaluate(after, values, Facts(after.graph, facts))
         known: Facts | None = None
+        held = None if after.update is None else after.update.copied_constants
         for graph, done in ((before, one), (after, two)):
             if (update := _update_of(graph, two)) is not None:
                 known = Facts(update.graph, known)
                 given = _given_to(graph, two) | done.written
-                then = evaluate(update, values, known, given, random_state=done.random_state)
+                constants = held if graph is before else None
+                then = evaluate(update, values, known, given, constants, done)
                 updated |= then.written.keys()
                 done.go_on(then)
     _refuse_chance(subject, one, two)
@@ -139,6 +144,11 @@ def prove_as(
         launches_of(values, one, two),
         time.perf_counter() - start,
     )
+
+
+def _returns_lists(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, (list, tuple)) and any(isinstance(each, (list, tuple)) for each in value)
 
 
 def _update_of(graph: TrainGraph, two: Evaluated) -> TrainGraph | None:
@@ -182,7 +192,18 @@ class _Proof:
     uses_layout: bool = False
 
     def __post_init__(self) -> None:
-        self._eager = self._eager_gradients()
+        layout = layout_of(self.before, self.after, self.layout)
+        self._eager: EagerGradients | None = None
+        if layout is not None:
+            self._eager = EagerGradients(
+                self.values,
+                self.before,
+                self.one,
+                layout,
+                is_eagers=self.layout is not None,
+                may_scale=self.is_planned,
+                topology=self.topology,
+            )
         updates = [graph.update for graph in (self.before, self.after) if graph.update is not None]
         modules = [self.before.module, self.after.module, *(update.module for update in updates)]
         common = self.one.made.keys() & self.two.made.keys()
@@ -196,28 +217,6 @@ class _Proof:
             "eager's order": self._eager and self._eager.uses_topology,
         }
         return {name for name, is_used in used.items() if is_used}
-
-    def _eager_gradients(self) -> EagerGradients | None:
-        """Returns what gradients are in eager, in the layout that the graph has where eager's is not known."""
-        if not self.before.gradient_slots() or not self.before.collectives():
-            return None
-        layout = self.layout
-        if layout is None:
-            try:
-                layout = graph_layout(self.after)
-            except LayoutError:  # a bucket has a part that is no gradient
-                return None
-        known = {entry.fqn for bucket in layout.buckets for entry in bucket.entries}
-        layout = layout.without(known & self.before.without_gradient)
-        return EagerGradients(
-            self.values,
-            self.before,
-            self.one,
-            layout,
-            is_eagers=self.layout is not None,
-            may_scale=self.is_planned,
-            topology=self.topology,
-        )
 
     def compare(self) -> None:
         """Compares all outputs and all written tensors."""
@@ -234,6 +233,9 @@ class _Proof:
                 found = Difference(None, None, "other numbers are drawn, or the state is put back otherwise")
                 trial = self._runs.compare_states(self.one.random_state, self.two.random_state)
                 self._judge(name, found, trial)
+        if self.one.hidden_state != self.two.hidden_state:
+            name = "what calls keep that may have a state of their own"
+            self.unproved.append((name, "others were made, or in another order"))
         if not self.changed and not self.refused:
             return
         order = {node: index for index, node in enumerate(self.after.graph.nodes)}
@@ -270,23 +272,22 @@ class _Proof:
         """Compares in which order autograd adds gradients, of values that both graphs have."""
         for number, uses in self.one.uses.items():
             others = self.two.uses.get(number, uses)
-            if uses != others and max(len(uses), len(others)) > 1:
-                nodes = self.one.makers.get(number), self.two.makers.get(number)
-                reason = "autograd adds it up from other calls, or in another order"
-                if nodes[0] is None or nodes[1] is None:
-                    self.unproved.append(("the gradient of a value that no call returns", reason))
-                    continue
-                mine, theirs = ({each for use in found for each in use} for found in (uses, others))
+            if uses == others or max(len(uses), len(others)) == 1:
+                continue
+            one, two = self.one.makers.get(number), self.two.makers.get(number)
+            name = f"the gradient of {one.name if one is not None else 'a value that no call returns'}"
+            reason = "autograd adds it up from other calls, or in another order"
+            mine, theirs = ({each for use in found for each in use} for found in (uses, others))
+            if one is not None and two is not None:
                 if not (mine <= self.two.makers.keys() and theirs <= self.one.makers.keys()):
                     # What reads it was not found to be equal, which the outputs tell.
-                    self.unproved.append((f"the gradient of {nodes[0].name}", "other values are made of it"))
+                    reason = "other values are made of it"
+                elif any(str(user.target).startswith(FBGEMM) for user in one.users):
+                    reason += ": lookups update a table"
+                else:
+                    self.refused.append((name, Difference(one, two, reason)))
                     continue
-                if any(str(user.target).startswith(FBGEMM) for user in nodes[0].users):
-                    self.unproved.append(
-                        (f"the gradient of {nodes[0].name}", f"{reason}: lookups update a table")
-                    )
-                    continue
-                self.refused.append((f"the gradient of {nodes[0].name}", Difference(*nodes, reason)))
+            self.unproved.append((name, reason))
 
     def _compare(self, name: str, one: Value | None, two: Value | None, *, is_known: bool) -> None:
         if one is two and not self._lost_another(name):
@@ -369,7 +370,8 @@ class _Proof:
         return ""
 
     def _lost_or_gained(self, name: str, two: Value | None, is_known: bool) -> None:
-        if is_known and two is None and name.endswith(")") and self._eager is not None:
+        is_further = name.startswith("the gradient of ") and name.endswith(")")
+        if is_known and two is None and is_further and self._eager is not None:
             return  # of a tied parameter's outputs one has the total
         reason = "it is lost" if two is None else "it was not computed, or written, before"
         self.changed.append((name, Difference(self.one.nodes.get(name), self.two.nodes.get(name), reason)))

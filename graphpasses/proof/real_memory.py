@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphpasses.proof.core.evaluated import Layout
+from graphpasses.proof.core.views import Layout
 
 MAX_ELEMENTS = 1 << 22
 

@@ -9,13 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphpasses._torch.schemas import is_operator, schemas
-from graphpasses.proof.core.operators import Call
 
 # These count the dims of their first operand; ``unsqueeze`` and ``stack`` count those of their result.
 _COUNT_DIMS = re.compile(
     r"_(log_)?softmax|a(ll|ny|max|min)|arg(max|min|sort)|cum(max|min|prod|sum)|gather|glu|index_(add|copy|select)"
     r"|logsumexp|max|mean|median|min|prod|scatter(_add)?|select|slice|sort|split(_with_sizes)?|std|sum|topk|var(_mean)?"
 )
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a call, those that have a place first."""
 
 
 def plain_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Any) -> Call:

@@ -20,10 +20,10 @@ from graphpasses.analysis.dependencies import grad_modes
 from graphpasses.analysis.effects import has_gradient, torch_call_effects
 from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
-from graphpasses.proof.core.evaluated import Evaluated, Result
 from graphpasses.proof.core.facts import Facts
-from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.core.values import Result, Value, Values
 from graphpasses.proof.evaluate import Evaluation
+from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.lookups import AXIOM as FUSED
 from graphpasses.proof.lookups import Lookups
 
@@ -58,7 +58,7 @@ class _Evaluation(Evaluation):
 
     def evaluate_node(self, node: fx.Node) -> Result:
         """Returns the value of a node, after those before it, and notes which values with a gradient it reads."""
-        is_use = node in self._reached and not _is_part(self._done.values, node)
+        is_use = node in self._reached and not _is_part(self._of, node)
         read = filter(has_gradient, node.all_input_nodes) if is_use else ()
         used = {number for each in read for number in _numbers(self._read(each))}
         value = self._value(node)
@@ -76,7 +76,7 @@ class _Evaluation(Evaluation):
         return super().opaque(node, fake, key, part)
 
     def _value(self, node: fx.Node) -> Result:
-        is_call = node.op in ("call_function", "call_method") and not _is_part(self._done.values, node)
+        is_call = node.op in ("call_function", "call_method") and not _is_part(self._of, node)
         if not is_call or is_collective(node) or node.target == WAIT:
             return super().evaluate_node(node)
         if node.target is SET_GRAD_ENABLED:
@@ -88,17 +88,21 @@ class _Evaluation(Evaluation):
             return self.opaque(
                 node,
                 self._facts[node],
-                (*self._lookups.key(node, self._anywhere), *mode),
+                (*self._lookups.key(node, self._argument), *mode),
             )
-        parts = self._lookups.parts(node, self._anywhere)
+        parts = self._lookups.parts(node, self._argument)
         if parts is not None:
-            self._done.axioms.add(FUSED)
+            self._axioms.add(FUSED)
             fakes = self._facts[node]
             return [self.opaque(node, fake, (*key, *mode)) for key, fake in zip(parts, fakes, strict=True)]
         effects = torch_call_effects(node)
         written = [each.name for each in effects.writes]
         overlaps = self._overlaps(node, written) if written else ()
-        key: Hashable = (*self._key(node), *mode, *(("overlapping", overlaps) if overlaps else ()))
+        key: Hashable = (
+            *self._call(node.target, node.args, node.kwargs),
+            *mode,
+            *(("overlapping", overlaps) if overlaps else ()),
+        )
         if effects.changes_context:
             self._context = self._table.source(("context after", key))
         if effects.has_hidden_state:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -82,3 +83,23 @@ def answer(captured: CapturedStep, before: Make, after: Make) -> str:
     except ProofError as error:
         return "differs" if " changes " in str(error).splitlines()[0] else "refused"
     return "proved" if certificate else "not proved"
+
+
+@dataclass(frozen=True)
+class Case:
+    """The loss of a captured step, made in three ways.
+
+    ``before`` and ``wrong`` part on real tensors, or on some device, so ``wrong`` is never proved; ``right`` has the
+    bits of ``before``.
+    """
+
+    name: str
+    before: Make
+    wrong: Make
+    right: Make
+
+
+def check(captured: CapturedStep, case: Case) -> None:
+    assert answer(captured, case.before, case.before) == "proved"
+    assert answer(captured, case.before, case.right) == "proved"
+    assert answer(captured, case.before, case.wrong) != "proved"

@@ -60,6 +60,9 @@ CASES = {
     aten.zeros_like.default: [(X,)],
     aten.ones_like.default: [(X,)],
     aten.full_like.default: [(X, 1)],
+    aten.zero.default: [(X,)],
+    aten.fill.Scalar: [(X, 1)],
+    aten.copy.default: [(X, Y), (X, Y, True)],
     aten.new_zeros.default: [(X, [2, 3])],
     aten.new_ones.default: [(X, [2, 3])],
     aten.new_full.default: [(X, [2, 3], 1)],
@@ -282,9 +285,13 @@ def test_what_is_exact(dtype: torch.dtype) -> None:
 
 def test_constants_have_a_dtype() -> None:
     values = Values()
-    one = values.constant(torch.int32, (3,), elements.constant(values, torch.float32, 1.0))
+    one = elements.repeated(values, torch.int32, (3,), elements.constant(values, torch.float32, 1.0))
     cast = elements.cast(values, one, torch.float32)
-    assert cast is not values.constant(torch.float32, (3,), elements.constant(values, torch.float32, 1.0))
-    zero = values.constant(torch.float32, (3,), elements.constant(values, torch.float32, 0.0))
+    assert cast is not elements.repeated(
+        values, torch.float32, (3,), elements.constant(values, torch.float32, 1.0)
+    )
+    zero = elements.repeated(values, torch.float32, (3,), elements.constant(values, torch.float32, 0.0))
     half = elements.cast(values, zero, torch.bfloat16)
-    assert half is values.constant(torch.bfloat16, (3,), elements.constant(values, torch.bfloat16, 0.0))
+    assert half is elements.repeated(
+        values, torch.bfloat16, (3,), elements.constant(values, torch.bfloat16, 0.0)
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphpasses.proof.core.evaluated import Argument
-from graphpasses.proof.core.values import Values
+from graphpasses.proof.core.values import Argument, Values
 from graphpasses.proof.difference import are_drawn_alike
 
 

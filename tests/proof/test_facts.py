@@ -31,8 +31,9 @@ def strides(
     found = []
     for each, graph in ((known, traced.graph), (facts, after)):
         (last,) = graph.output_node().all_input_nodes
-        (view,) = each.views(last)
-        found.append(tuple(map(str, view[1])))  # type: ignore[index]
+        (place,) = each.places[last]
+        assert place is not None
+        found.append(tuple(map(str, place.view.strides)))
     return found
 
 

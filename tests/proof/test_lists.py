@@ -78,3 +78,17 @@ def test_each_element_is_computed_alone(name: str, dtype: torch.dtype) -> None:
 def test_an_operator_on_one_tensor_is_none() -> None:
     assert not is_elementwise_on_lists(aten.add_.Tensor)
     assert not is_elementwise_on_lists(aten.stack.default)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        aten._fused_rms_norm.default,  # on one tensor
+        aten._fused_dropout.default,
+        aten._foreach_addcmul_.Tensor,  # each has its number of one tensor
+        aten._fused_adamw.default,  # returns a list of each argument
+    ],
+    ids=str,
+)
+def test_what_is_called_alike_and_is_another(operator: Any) -> None:
+    assert not is_elementwise_on_lists(operator)

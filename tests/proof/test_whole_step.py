@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.fsdp import fully_shard
 
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.capture import capture_train_step, simple_fsdp
@@ -100,6 +101,25 @@ def test_an_update_that_draws_random_numbers() -> None:
     assert prove(other, other.copy()).proved
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_constant_of_an_update_that_a_pass_writes(factor: float) -> None:
+    step = updating()
+    assert step.update is not None
+    module = step.update.module
+    module.held = torch.tensor(0.5)
+    decay = next(node for node in module.graph.nodes if node.target is aten.mul_.Tensor)
+    with module.graph.inserting_before(decay):
+        held = module.graph.create_node("get_attr", "held")
+    held.meta["val"] = decay.meta["val"].new_empty(())
+    decay.args = (decay.args[0], held)
+    other = step.copy()
+    module.held.mul_(factor)
+    if factor == 1.0:
+        assert "parameter weight" in prove(step, other).proved
+    else:
+        assert "parameter weight" in refused(step, other)
+
+
 def test_an_update_that_waits_for_no_one() -> None:
     with fake_process_group(2):
         step = updating()
@@ -118,6 +138,22 @@ def test_a_lost_update() -> None:
     other = step.copy()
     other.update = None
     assert "it is lost" in refused(step, other)
+
+
+def test_a_lost_update_of_a_sharded_parameter() -> None:
+    with fake_process_group(2):
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(model.parameters())
+        step = capture_train_step(lambda model, x: model(x).square().mean(), model, X, optimizer=optimizer)
+        assert "parameter bias (_local_tensor)" in prove(step, step.copy()).proved
+        other = step.copy()
+        assert other.update is not None
+        graph = other.update.module.graph
+        *_, last = graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+        last.replace_all_uses_with(last.args[0])
+        graph.erase_node(last)
+        assert "changes parameter bias (_local_tensor): it is lost" in refused(step, other)
 
 
 # ---- memory of gradients -------------------------------------------------------------------------------

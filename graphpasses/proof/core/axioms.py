@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from graphpasses.proof.core.values import Value
+from graphpasses.proof.core.values import Result
 
-Result = Value | list[Value] | None
 Rule = Callable[..., Result]
 
 AXIOMS: dict[str, str] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,34 +15,23 @@ from graphpasses._torch.fake_mode import fake_call, fake_call_for_all_sizes, fak
 from graphpasses._torch.schemas import returns_alias
 from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import attribute, freeze
-from graphpasses.graph.size_arithmetic import size_expression
-from graphpasses.proof.core.evaluated import Layout
 from graphpasses.proof.core.operators import is_free_of_offset
-from graphpasses.proof.core.values import geometry
-
-ALIGNMENT = 64
-"""At a multiple of so many bytes begins what torch allocates, and no kernel asks for more."""
+from graphpasses.proof.core.views import ALIGNMENT, Layout, View
 
 Leaf = tuple[fx.Node, int | None]
 """A tensor that a node has: its value, or one of several."""
 
 
 class Place(NamedTuple):
-    """Where a tensor lies.
+    """Where a tensor lies."""
 
-    Args:
-        root: the tensor that was first in this memory.
-        view: how it lies there: shape, strides, offset, dtype, and whether it is read conjugated or negated. Sizes
-            that depend on data are text.
-    """
-
-    root: Leaf
-    view: Hashable
+    root: Leaf  # the tensor that was first in this memory
+    view: View  # how it lies there
 
 
-# In whose memory a tensor lies that a call returns: that of an input, by its number, and of one of its tensors; of an
-# earlier tensor of the call; or None if the call made its memory.
-_Origin = tuple[int, int | None] | int | None
+# In whose memory a tensor lies that a call returns: that of an input, by its number, or of the call, by -1, and of
+# which of its tensors; None if the call made its memory.
+_Origin = tuple[int, int | None] | None
 
 
 class Facts:
@@ -49,176 +39,141 @@ class Facts:
 
     A pass may leave a node whose ``meta["val"]`` is what it was before other strides came in. ``known`` is a graph
     whose fake values are true; None if this one's are. Who shares memory is read from the storages of fake values: a
-    schema need not tell. ``geometries`` are shape, strides and offset of each value, or of each of several;
-    ``places`` are where the tensors of a value lie; ``beside`` are, of one from outside, the others in its memory.
+    schema need not tell. ``places`` are where the tensors of a value lie; ``beside`` are, of one from outside, the
+    others in its memory.
     """
 
-    def __init__(
-        self, graph: fx.Graph, known: Facts | None = None, live: Mapping[fx.Node, torch.Tensor] | None = None
-    ) -> None:
+    def __init__(self, graph: fx.Graph, known: Facts | None = None) -> None:
         self.values: dict[fx.Node, Any] = {}
-        self.geometries: dict[fx.Node, Any] = {}
-        self.places: dict[fx.Node, Any] = {}
-        self.by_name: dict[str, fx.Node] = {}
-        self._outside: dict[Hashable, list[Leaf]] = {}
-        self.origins: dict[fx.Node, list[_Origin]] = {}
+        self.places: dict[fx.Node, list[Place | None]] = {}
+        self.beside: defaultdict[Leaf, list[Leaf]] = defaultdict(list)
+        self._by_name: dict[str, fx.Node] = {}
+        self._origins: dict[fx.Node, list[_Origin]] = {}
         self._memories: dict[int, list[StorageWeakRef]] = {}
-        self._layouts: dict[tuple[fx.Node, bool], Any] = {}
-        self.beside: dict[Leaf, list[Leaf]] = {}
+        self._outside: defaultdict[StorageWeakRef, list[Leaf]] = defaultdict(list)
         self._shared: dict[Hashable, Leaf] = {}
-        self._live = live or {}
         self._stale: set[fx.Node] = set()  # whose strides follow from others than they did, and are not known
+        self._mode = fake_mode_of(*(node.meta.get("val") for node in graph.find_nodes(op="placeholder")))
         for node in graph.nodes:
-            self.by_name[node.name] = node
             if node.op == "output":
                 continue
-            original = known.by_name.get(node.name) if known is not None else None
-            if known is None:
-                self.values[node] = self.given(node)
-            elif isinstance(original, fx.Node) and self._is_same(node, original, known):
-                self.values[node] = self.given(node)
-                self.origins[node] = known.origins.get(original, [])
-            else:
+            self._by_name[node.name] = node
+            original = known._by_name.get(node.name) if known is not None else None
+            self.values[node] = node.meta.get("val")
+            if known is not None and original is not None and self._is_same(node, original, known):
+                self._origins[node] = known._origins.get(original, [])
+            elif known is not None:
                 value = self.values[node] = self._computed(node)
-                is_old = original is not None and value is original.meta.get("val")
-                if _depends_on_data(value) and is_old:
+                if original is not None and value is original.meta.get("val") and _depends_on_data(value):
                     self._stale.add(node)
-            self.geometries[node] = geometries(self.values[node])
             self._place(node)
-        for some in self._outside.values():
-            for root in some if len(some) > 1 else ():
-                others = self.beside.setdefault(root, [])
-                others += [each for each in some if each != root and each not in others]
 
     def __getitem__(self, node: fx.Node) -> Any:
         return self.values[node]
 
-    def given(self, node: fx.Node) -> Any:
-        """Returns the fake value that a node says it has."""
-        return node.meta.get("val")
+    def layout(self, node: fx.Node, target: Any = None) -> Any:
+        """Returns how a node's tensor, or each of several, lies in memory; None for what is no tensor.
 
-    def layout_for(self, node: fx.Node, target: Any) -> Any:
-        """Returns how a node's tensor, or each of several, lies in memory, as far as an operator may tell."""
-        device = getattr(next(leaves(self.values[node]), (None,))[0], "device", None)
-        return self.layout(
-            node, with_offset=device is not None and not is_free_of_offset(target, device.type)
-        )
+        As far as an operator may tell; without one it does not count where they begin.
+        """
+        value = self.values[node]
+        tensors = zip(leaves(value), self.places[node], strict=True)
+        found = [self._layout(fake, place, target) for (fake, _), place in tensors]
+        return found if isinstance(value, (list, tuple)) else found[0]
 
-    def layout(self, node: fx.Node, *, with_offset: bool = False) -> Any:
-        """Returns how a node's tensor, or each of several, lies in memory; None for what is no tensor."""
-        key = (node, with_offset)
-        if key not in self._layouts:
-            value, places = self.values[node], self.places[node]
-            found = [
-                self._layout(fake, place, with_offset)
-                for (fake, _), place in zip(leaves(value), places, strict=True)
-            ]
-            self._layouts[key] = found if isinstance(value, (list, tuple)) else found[0]
-        return self._layouts[key]
-
-    def _layout(self, fake: Any, place: Place | None, with_offset: bool) -> Layout | None:
+    def _layout(self, fake: Any, place: Place | None, target: Any) -> Layout | None:
         if place is None:
             return None
-        view: Any = place.view
-        if not with_offset:
-            return Layout(view[1], fake.device)
-        of = place.root[0]
+        of, view = place
+        if target is None or is_free_of_offset(target, fake.device.type):
+            return Layout(view.strides, fake.device)
         # Of memory from outside it is not known where it begins.
-        memory = str(of.target) if of.op in ("placeholder", "get_attr") else ""
-        offset = view[2] * fake.dtype.itemsize % ALIGNMENT if type(view[2]) is int else view[2]
-        return Layout(view[1], fake.device, (memory, offset))
+        memory = str(of[0].target) if of[0].op in ("placeholder", "get_attr") else ""
+        offset = view.offset * fake.dtype.itemsize % ALIGNMENT if type(view.offset) is int else view.offset
+        return Layout(view.strides, fake.device, (memory, offset))
 
     # ---- fake values ----------------------------------------------------------------------------------------------
 
     def _is_same(self, node: fx.Node, original: fx.Node, known: Facts) -> bool:
-        if (
-            node.op != original.op
-            or node.target != original.target
-            or node.meta.get("val") is not original.meta.get("val")
-        ):
-            return False
-        if node.op != "call_function":
-            return True
-        mine, theirs = node.all_input_nodes, original.all_input_nodes
-        if len(mine) != len(theirs) or freeze(_plain(node)) != freeze(_plain(original)):
-            return False
-        if self.sharing(mine) != known.sharing(
-            theirs
-        ):  # in whose memory the result lies, storages do not tell
-            return False
-        return all(
-            self.views(a) == known.views(b) and _dtypes(self.values[a]) == _dtypes(known.values[b])
-            for a, b in zip(mine, theirs, strict=True)
+        """Whether a call is the one that is known, on inputs that lie alike, in each other's memory, too."""
+        return (
+            node.op == original.op
+            and node.target == original.target
+            and node.meta.get("val") is original.meta.get("val")
+            and (node.op != "call_function" or self._call(node) == known._call(original))
         )
 
-    def views(self, node: fx.Node) -> list[Hashable]:
-        """Returns how the tensors of a node lie in memory."""
-        return [place and place.view for place in self.places[node]]
-
-    def sharing(self, nodes: Sequence[fx.Node]) -> list[int]:
-        """Returns which tensors of some nodes lie in one memory: of each the number of the first that lies there."""
-        roots = [place and place.root for node in nodes for place in self.places[node]]
-        first: dict[Leaf | None, int] = {}
-        return [first.setdefault(root, index) for index, root in enumerate(roots)]
+    def _call(self, node: fx.Node) -> Hashable:
+        """Returns what decides what a call makes, and in whose memory, with the number of each input in its place."""
+        number = {each: index for index, each in enumerate(node.all_input_nodes)}
+        args = fx.node.map_arg((node.args, node.kwargs), lambda each: ("input", number[each]))
+        memories: dict[Leaf, int] = {}
+        inputs: list[Hashable] = []
+        for each in number:
+            inputs.append(len(self.places[each]))
+            for (fake, _), place in zip(leaves(self.values[each]), self.places[each], strict=True):
+                if place is None:
+                    is_number = not isinstance(fake, (torch.Tensor, list, tuple))
+                    inputs.append(str(fake) if is_number else id(fake))
+                else:
+                    inputs.append((place.view, fake.device, memories.setdefault(place.root, len(memories))))
+        return freeze(args), tuple(inputs)
 
     def _computed(self, node: fx.Node) -> Any:
         """Returns what a call makes of its inputs; what the node says it has, where that depends on data."""
+        given = node.meta.get("val")
         if node.op != "call_function" or "unbacked_bindings" in node.meta:
-            return node.meta.get("val")
+            return given
         args: Any
         kwargs: Any
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
             return args[0][args[1]]
-        mode = fake_mode_of(args, kwargs)
-        if mode is None:
-            return node.meta.get("val")
-        if not _depends_on_data(node.meta.get("val")):
+        if (mode := fake_mode_of(args, kwargs) or self._mode) is None:
+            return given
+        if not _depends_on_data(given):
             return fake_call(mode, node.target, args, kwargs)
         found = fake_call_for_all_sizes(mode, node.target, args, kwargs)
-        return node.meta.get("val") if found is None else found
+        return given if found is None else found
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def _place(self, node: fx.Node) -> None:
         """Notes where the tensors of a node lie."""
-        value = self.values[node]
         if node.op in ("placeholder", "get_attr"):
-            self.places[node] = [self._place_outside(node, fake, index) for fake, index in leaves(value)]
+            found = leaves(self.values[node])
+            self.places[node] = [self._place_outside(node, fake, index) for fake, index in found]
             return
-        origins = self.origins.get(node)
-        if origins is None:
-            origins = self.origins[node] = self._origins_of(node)
+        if node not in self._origins:
+            self._origins[node] = self._origins_of(node)
         inputs = node.all_input_nodes
         places: list[Place | None] = []
-        for (fake, index), origin in zip(leaves(self.values[node]), origins, strict=True):
-            if not _has_memory(fake):
+        for (fake, index), origin in zip(leaves(self.values[node]), self._origins[node], strict=True):
+            if (view := View.of(fake)) is None:
                 places.append(None)
                 continue
-            if origin is None:
-                root: Leaf = (node, index)
-            elif isinstance(origin, int):
-                root = places[origin].root  # type: ignore[union-attr]
-            else:
-                root = self.places[inputs[origin[0]]][origin[1] or 0].root
-            view: Any = _view(fake)
+            of: Place | None = None
+            if origin is not None:
+                of = (self.places[inputs[origin[0]]] if origin[0] >= 0 else places)[origin[1] or 0]
             if node in self._stale:
-                strides = tuple(f"stride {dim} of {node.name}" for dim in range(len(view[0])))
-                view = (view[0], strides, *view[2:])
-            places.append(Place(root, view))
+                unknown = tuple(f"stride {dim} of {node.name}" for dim in range(len(view.shape)))
+                view = view._replace(strides=unknown)
+            places.append(Place((node, index) if of is None else of.root, view))
         self.places[node] = places
 
     def _place_outside(self, node: fx.Node, fake: Any, index: int | None) -> Place | None:
-        if not _has_memory(fake):
+        if (view := View.of(fake)) is None:
             return None
-        view = _view(fake)
-        real = attribute(node) if node.op == "get_attr" else self._live.get(node)
-        found: list[Any] = [StorageWeakRef(fake.untyped_storage())]  # type: ignore[no-untyped-call]
-        if isinstance(real, torch.Tensor) and real.layout is torch.strided and not is_fake(real):
-            found = [*(found if node.op == "placeholder" else []), StorageWeakRef(real.untyped_storage())]  # type: ignore[no-untyped-call]
-        root = self._shared.setdefault((found[-1], view), (node, index))
-        for each in found if root == (node, index) else ():
-            self._outside.setdefault(each, []).append(root)
+        real: Any = attribute(node) if node.op == "get_attr" else fake
+        is_real = isinstance(real, torch.Tensor) and real.layout is torch.strided and not is_fake(real)
+        memory = StorageWeakRef((real if is_real else fake).untyped_storage())  # type: ignore[no-untyped-call]
+        leaf = (node, index)
+        root = self._shared.setdefault((memory, view), leaf)
+        if root == leaf:
+            for other in self._outside[memory]:
+                self.beside[leaf].append(other)
+                self.beside[other].append(leaf)
+            self._outside[memory].append(leaf)
         return Place(root, view)
 
     def _origins_of(self, node: fx.Node) -> list[_Origin]:
@@ -236,24 +191,23 @@ class Facts:
         if returns_alias(node.target) and not any(each in known for each in self._memory(node)):
             # It copied, or its fake value is another's: passes replace nodes.
             fresh = self._computed(node)
-            if geometries(fresh) == self.geometries[node] and not _depends_on_data(fresh):
+            if _views(fresh) == _views(self.values[node]) and not _depends_on_data(fresh):
                 self.values[node] = fresh
         origins: list[_Origin] = []
         for index, each in enumerate(self._memory(node)):
             origins.append(known.get(each))
-            known.setdefault(each, index)
+            known.setdefault(each, (-1, index))
         return origins
 
     def _memory(self, node: fx.Node) -> list[StorageWeakRef]:
         """Returns the storage of each tensor of a node; of what is no tensor, one that no one has."""
         value = self.values[node]
-        found = self._memories.get(id(value))
-        if found is None:
-            found = self._memories[id(value)] = [
-                StorageWeakRef(each.untyped_storage()) if _has_memory(each) else object()  # type: ignore
+        if id(value) not in self._memories:
+            self._memories[id(value)] = [
+                object() if View.of(each) is None else StorageWeakRef(each.untyped_storage())  # type: ignore
                 for each, _ in leaves(value)
             ]
-        return found
+        return self._memories[id(value)]
 
 
 def leaves(value: Any) -> Iterator[tuple[Any, int | None]]:
@@ -264,45 +218,13 @@ def leaves(value: Any) -> Iterator[tuple[Any, int | None]]:
         yield value, None
 
 
-def _has_memory(fake: Any) -> bool:
-    return isinstance(fake, torch.Tensor) and fake.layout is torch.strided
-
-
-def _view(fake: torch.Tensor) -> Hashable:
-    shape, strides, offset = tuple(fake.shape), tuple(fake.stride()), fake.storage_offset()
-    if not all(type(each) is int for each in (*shape, *strides, offset)):
-        shape, strides = (tuple(map(_size, each)) for each in (shape, strides))
-        offset = _size(offset)
-    return shape, strides, offset, fake.dtype, fake.is_conj(), fake.is_neg()
-
-
-def _size(size: Any) -> Any:
-    return size if type(size) is int else str(size_expression(size))
-
-
-def _plain(node: fx.Node) -> Any:
-    """Returns the arguments of a call with the number of each input in its place."""
-    number = {each: index for index, each in enumerate(node.all_input_nodes)}
-    return fx.node.map_arg((node.args, node.kwargs), lambda each: ("input", number[each]))
-
-
-def geometries(value: Any) -> Any:
-    """Returns shape, strides and offset of a fake value, or of each of several."""
-    if isinstance(value, (list, tuple)):
-        return tuple(map(geometries, value))
-    return geometry(value)
+def _views(value: Any) -> list[View | None]:
+    return [View.of(fake) for fake, _ in leaves(value)]
 
 
 def _depends_on_data(value: Any) -> bool:
     """Whether strides say nothing: to compute such values again may have the compiler guard on sizes."""
-    if isinstance(value, (list, tuple)):
-        return any(map(_depends_on_data, value))
-    return value is not None and geometry(value) is None
-
-
-def _dtypes(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_dtypes, value))
-    if not isinstance(value, torch.Tensor):
-        return None
-    return value.dtype, value.device, value.is_conj(), value.is_neg()
+    return any(
+        fake is not None and ((view := View.of(fake)) is None or not view.is_known)
+        for fake, _ in leaves(value)
+    )

@@ -14,11 +14,8 @@ from graphpasses.proof.core.axioms import RULES
 
 aten = torch.ops.aten
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a call, those that have a place first."""
-
-COMMUTATIVE = frozenset({aten.add.Tensor, aten.add_.Tensor, aten.mul.Tensor, aten.mul_.Tensor})
-"""What makes the same of two operands in any order."""
+COMMUTATIVE = frozenset({aten.add.Tensor, aten.mul.Tensor})
+"""What makes the same of two tensors of one dtype in any order."""
 
 # What copies elements, and is tagged by torch as nothing.
 _COPIES = frozenset(
@@ -33,8 +30,8 @@ _COPIES = frozenset(
         aten.gather.default,
     }
 )
-UNLIKE_IN_PLACE = frozenset({aten.mul_.Scalar})
-"""What in place computes otherwise: this rounds the number to half precision first."""
+# What in place computes otherwise: this rounds the number to half precision first.
+_UNLIKE_IN_PLACE = frozenset({aten.mul_.Scalar})
 # What torch computes list by list, and adds elements up.
 _LIST_REDUCTIONS = ("aten._foreach_norm", "aten._foreach_powsum", "aten._foreach_max")
 
@@ -52,6 +49,7 @@ def is_element_by_element(target: Any) -> bool:
     return is_on_lists or torch.Tag.pointwise in target.tags or target in _COPIES or target in RULES
 
 
+@functools.cache
 def is_free_of_offset(target: Any, device: str) -> bool:
     """Whether the bits of a result do not depend on where in its memory an operand begins.
 
@@ -59,36 +57,29 @@ def is_free_of_offset(target: Any, device: str) -> bool:
     are loaded from any address. CUDA's reductions begin at an aligned one; products of matrices and attention choose
     kernels by it everywhere. FBGEMM's operators and those of graphpasses read ids and rows by their numbers.
     """
-    if is_element_by_element(target) or _reads_by_number(target):
-        return True
-    return device == "cpu" and _is_reduction(target)
-
-
-@functools.cache
-def _reads_by_number(target: Any) -> bool:
-    return is_operator(target) and target.namespace in (FBGEMM, "graphpasses")
-
-
-@functools.cache
-def _is_reduction(target: Any) -> bool:
     if not is_operator(target):
         return False
-    return torch.Tag.reduction in target.tags or str(target).startswith(_LIST_REDUCTIONS)
+    is_reduction = torch.Tag.reduction in target.tags or str(target).startswith(_LIST_REDUCTIONS)
+    reads_by_number = target.namespace in (FBGEMM, "graphpasses")
+    return is_element_by_element(target) or reads_by_number or (device == "cpu" and is_reduction)
 
 
 @functools.cache
-def name_of(target: Any) -> Any:
-    """Returns an operator's name; of one that computes element by element without the mark of computing in place.
+def out_of_place(target: Any) -> Any:
+    """Returns the operator that makes anew what one writes in place, each element alone; any other as it is."""
+    if not is_element_by_element(target) or target.namespace != "aten" or target in _UNLIKE_IN_PLACE:
+        return target
+    _, packet, overload = str(target).split(".")
+    if packet.startswith("_") or not packet.endswith("_"):
+        return target
+    return getattr(getattr(aten, packet.removesuffix("_"), None), overload, target)
 
-    Functions may have one name.
-    """
+
+def name_of(target: Any) -> Any:
+    """Returns the name of an operator, :func:`out_of_place`; functions may have one name."""
     if isinstance(target, str):
         return target
     if not is_operator(target):
         module = getattr(target, "__module__", None) or "torch"
         return f"{module}.{getattr(target, '__name__', target)}", id(target)
-    name = str(target)
-    plain = name.replace("_.", ".", 1)
-    is_in_place = plain != name and not name.split(".")[1].startswith("_")
-    is_alike = is_element_by_element(target) and target not in UNLIKE_IN_PLACE
-    return plain if is_in_place and is_alike else name
+    return str(out_of_place(target))

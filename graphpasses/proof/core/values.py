@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+from graphpasses.proof.core.views import Layout
+
+Result = Any
+"""What a node has: a :class:`Value`, a list of such, or None."""
 
 
 class Piece(NamedTuple):
@@ -32,18 +35,8 @@ def whole(source: int, numel: int, step: int = 1) -> Pieces:
         >>> whole(7, 6)
         (Piece(start=0, dims=((6, 1, 1),), source=7, offset=0),)
     """
-    return (Piece(0, merged(((numel, 1, step),)), source, 0),) if numel else ()
-
-
-def merged(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
-    """Leaves out dims of size one and joins those that go on where the next inner one ends."""
-    found: list[tuple[int, int, int]] = []
-    for size, step, source in sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: -dim[1]):
-        if found and found[-1][1:] == (size * step, size * source):
-            found[-1] = (found[-1][0] * size, step, source)
-        else:
-            found.append((size, step, source))
-    return tuple(found)
+    dims = ((numel, 1, step),) if numel > 1 else ()
+    return (Piece(0, dims, source, 0),) if numel else ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +54,14 @@ class Value:
         """Elements of a tensor whose shape is known."""
         assert self.shape is not None
         return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A tensor, or another value of a node, that an operator reads."""
+
+    number: int
+    layout: Layout | None  # of the tensor; None where it makes no difference, and of another value
 
 
 class Values:
@@ -106,10 +107,6 @@ class Values:
         """Returns a tensor that is a source."""
         return self.moved(dtype, shape, whole(source, math.prod(shape)))
 
-    def constant(self, dtype: torch.dtype, shape: tuple[int, ...], source: int) -> Value:
-        """Returns a tensor all whose elements are a source of one element."""
-        return self.moved(dtype, shape, whole(source, math.prod(shape), step=0))
-
     def moved(self, dtype: torch.dtype | None, shape: tuple[int, ...], pieces: Pieces) -> Value:
         """Returns a tensor whose elements are those of sources."""
         return self._value((dtype, shape, pieces), dtype, shape, pieces)
@@ -125,27 +122,3 @@ class Values:
             value = self._values[key] = Value(len(self._values), *parts)
             self._by_number.append(value)
         return value
-
-
-def geometry(value: Any) -> Geometry | None:
-    """Returns shape, strides and offset of a fake tensor; None where they depend on data, or it is no tensor."""
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return None
-    shape, strides, offset = tuple(value.shape), tuple(value.stride()), value.storage_offset()
-    if all(type(each) is int for each in (*shape, *strides, offset)):
-        return shape, strides, int(offset)
-    return None
-
-
-def fills_alike(a: Geometry, b: Geometry) -> bool:
-    """Whether two views of one memory are contiguous and begin and end alike."""
-    return a[2] == b[2] and _is_contiguous(a) and _is_contiguous(b) and math.prod(a[0]) == math.prod(b[0])
-
-
-def _is_contiguous(seen: Geometry) -> bool:
-    numel = 1
-    for size, stride in zip(reversed(seen[0]), reversed(seen[1]), strict=True):
-        if size != 1 and stride != numel:
-            return False
-        numel *= size
-    return True

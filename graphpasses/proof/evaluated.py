@@ -4,37 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
-from graphpasses.proof.core.values import Value
-
-Result = Any  # a Value, a list of such, or None
-
-
-class Layout(NamedTuple):
-    """How a tensor lies in memory, as far as the bits that an operator makes of it may depend on that.
-
-    Args:
-        strides: of its dims; text where they depend on data.
-        device: where it is.
-        offset: how many bytes behind a multiple of ``ALIGNMENT`` it begins, after an empty name; in memory from
-            outside how many behind its beginning, after the input's name. None where it makes no difference.
-    """
-
-    strides: tuple[Any, ...]
-    device: torch.device
-    offset: tuple[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Argument:
-    """A tensor, or another value of a node, that an operator reads."""
-
-    number: int
-    layout: Layout | None  # of the tensor; None where it makes no difference, and of another value
+from graphpasses.proof.core.values import Result, Value
 
 
 @dataclass(frozen=True)
@@ -85,6 +58,7 @@ class Evaluated:
     # What no rule could look into, so that a difference may be none; empty if there is no such thing.
     unknown: str = ""
     random_state: int = 0  # the number of the state in which the graph leaves the generator of random numbers
+    hidden_state: int = 0  # likewise of calls that may have a state of their own
 
     def go_on(self, then: Evaluated) -> None:
         """Adds what another graph does after this one, on what this one has left."""
@@ -92,4 +66,4 @@ class Evaluated:
         self.collectives += then.collectives
         self.broken += then.broken
         self.axioms |= then.axioms
-        self.random_state = then.random_state
+        self.random_state, self.hidden_state = then.random_state, then.hidden_state
