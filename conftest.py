@@ -139,7 +139,8 @@ def _start_fork_server(session: pytest.Session) -> None:
         "torchdata.stateful_dataloader",
         "transformers.modeling_utils",
     )
-    multiprocessing.get_context("forkserver").set_forkserver_preload([*sorted(tests), *compiler, *slow])
+    preload = [*sorted(tests), *compiler, *slow, "tests.helpers.warm"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     forkserver.ensure_running()
 
 

@@ -9,14 +9,13 @@ from argparse import Namespace
 from collections import ChainMap, UserDict, UserList
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import distribution, packages_distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 # Never the user's, wherever they lie: a source tree of torch has no distribution.
 _NEVER = frozenset({"torch", "torchgen", "functorch", "graphpasses"})
-_distributions = cache(packages_distributions)
 _STDLIB = tuple(str(Path(sysconfig.get_path(name))) for name in ("stdlib", "platstdlib"))
 
 
@@ -86,10 +85,21 @@ def _folders(top: str) -> tuple[str, ...]:
 
     The metadata that an editable install leaves in a source tree is no installation: it lists no files.
     """
-    names = _distributions().get(top, ())
     roots = []
-    for each in map(distribution, names):
+    for each in _distributions().get(top, ()):
         root = str(each.locate_file("")).rstrip(os.sep)
         if root.endswith("-packages") or each.read_text("RECORD") is not None:
             roots.append(root + os.sep)
     return tuple(roots)
+
+
+@cache
+def _distributions() -> dict[str, list[Distribution]]:
+    """Returns which distributions have a top-level package; ``packages_distributions`` takes six times as long."""
+    found: dict[str, list[Distribution]] = {}
+    for each in distributions():
+        tops = (each.read_text("top_level.txt") or "").split()
+        lines = [] if tops else (each.read_text("RECORD") or "").splitlines()
+        for top in {*tops, *(line.partition(",")[0].partition("/")[0].partition(".")[0] for line in lines)}:
+            found.setdefault(top, []).append(each)
+    return found
