@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -15,18 +16,33 @@ def paused_gc() -> Iterator[None]:
     """
     is_enabled = gc.isenabled()
     gc.disable()
+    if is_enabled:
+        _OLD.num_collections_before_pause = _num_collections()
     try:
         yield
     finally:
         if is_enabled:
+            _OLD.num_collections_before_pause = None
             _OLD.add_young()
             gc.enable()
+
+
+def objects_made_in_pause() -> list[Any]:
+    """Returns what was made since the collector was paused, and perhaps more: all objects where that is not known."""
+    if _OLD.num_collections_before_pause == _num_collections():  # nothing has grown old since
+        return gc.get_objects(generation=0)
+    return gc.get_objects()
+
+
+def _num_collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
 
 
 class _OldObjects:
     """The objects that the collector looks at when it collects all, which it does the later the more there are."""
 
     def __init__(self) -> None:
+        self.num_collections_before_pause: int | None = None
         self._num_added = 0  # since the last collection of all
         self._num_collections = 0
 

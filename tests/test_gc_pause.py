@@ -11,7 +11,7 @@ from torch import nn
 
 from graphpasses import gc_pause
 from graphpasses.capture import capture_train_step
-from graphpasses.gc_pause import paused_gc
+from graphpasses.gc_pause import objects_made_in_pause, paused_gc
 from graphpasses.graph import TrainGraph
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
@@ -55,6 +55,21 @@ def test_what_the_block_makes_is_old() -> None:
         assert gc.get_freeze_count()  # still out of the collector's sight
     finally:
         gc.unfreeze()
+
+
+def test_what_was_made_in_a_pause_is_found() -> None:
+    old = Cycle()
+    gc.collect()
+
+    def found() -> list[Cycle]:
+        return [each for each in objects_made_in_pause() if type(each) is Cycle]
+
+    with paused_gc():
+        made = Cycle()
+        assert found() == [made]
+        gc.collect()  # what it has looked at is old, too
+        assert made in found()
+    assert {old, made} <= {*found()}
 
 
 @pytest.mark.slow

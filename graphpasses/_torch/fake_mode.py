@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
+
+from graphpasses.gc_pause import objects_made_in_pause
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 
@@ -78,8 +79,8 @@ def is_simple(value: FakeTensor) -> bool:
 
 
 def fake_tensors_of(mode: FakeTensorMode) -> list[FakeTensor]:
-    """Returns the tensors of a mode that are alive."""
-    return [each for each in gc.get_objects() if type(each) is FakeTensor and each.fake_mode is mode]
+    """Returns the tensors that a mode has made since the garbage collector was paused, and that are alive."""
+    return [each for each in objects_made_in_pause() if type(each) is FakeTensor and each.fake_mode is mode]
 
 
 # Operators whose decompositions, of which torch makes fake results, give other strides than their kernels. Each was

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed import model_parallel as torchrec_model_parallel
 from torchrec.distributed.model_parallel import DataParallelWrapper, get_unwrapped_module
@@ -79,6 +79,8 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         ['user.ebc.embedding_bags.table.weight']
         >>> dist.destroy_process_group()
     """
+
+    _named_optimizer: _FusedOptimizer | None = None
 
     def __init__(
         self,
@@ -229,11 +231,13 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         modules = IdentityMap.of(self.module).modules
         return repeat_keys(state_dict, {first: others for first, *others in modules if others})
 
-    def _init_optim(self, module: nn.Module) -> CombinedOptimizer:
-        return _FusedOptimizer(super()._init_optim(module).optimizers, self)
-
-    def _second_names(self) -> dict[str, str]:
-        return {alias.fqn: alias.canonical for alias in find_aliases(self.module, _is_sharded)}
+    @property
+    def fused_optimizer(self) -> CombinedOptimizer:
+        """TorchRec's, which loads the state of a module also from under several names."""
+        optimizers = super().fused_optimizer.optimizers
+        if self._named_optimizer is None or self._named_optimizer.optimizers != optimizers:
+            self._named_optimizer = _FusedOptimizer(optimizers, self.module, self._env.process_group)
+        return self._named_optimizer
 
     def load_state_dict(self, state_dict: Mapping[str, Any], prefix: str = "", strict: bool = True) -> Any:
         """Loads what ``state_dict()`` of this or of TorchRec's DistributedModelParallel returned.
@@ -247,7 +251,7 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         """
         given = merge_repeated_keys(
             {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)},
-            self._second_names(),
+            _second_names(self.module),
             group=self._env.process_group,
         )
         expected = self.state_dict(keep_vars=True)
@@ -263,20 +267,28 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         )
 
 
-class _FusedOptimizer(CombinedOptimizer):  # type: ignore[misc]
-    """TorchRec's, which loads the state of a module also from under several names."""
+def _second_names(model: nn.Module) -> dict[str, str]:
+    return {alias.fqn: alias.canonical for alias in find_aliases(model, _is_sharded)}
 
-    def __init__(self, optimizers: list[tuple[str, KeyedOptimizer]], model: DistributedModelParallel) -> None:
+
+class _FusedOptimizer(CombinedOptimizer):  # type: ignore[misc]
+    """Loads the state of a module also from under several names."""
+
+    def __init__(
+        self,
+        optimizers: list[tuple[str, KeyedOptimizer]],
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+    ) -> None:
         super().__init__(optimizers)
-        self._model = weakref.ref(model)
+        self._canonical, self._group = _second_names(model), group
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if (model := self._model()) is not None and (canonical := model._second_names()):
-            group = model._env.process_group
+        if self._canonical:
             state_dict = {
                 **state_dict,
-                "state": merge_repeated_keys(state_dict["state"], canonical, group=group),
-                "param_groups": merge_repeated_groups(state_dict.get("param_groups", ()), canonical),
+                "state": merge_repeated_keys(state_dict["state"], self._canonical, group=self._group),
+                "param_groups": merge_repeated_groups(state_dict.get("param_groups", ()), self._canonical),
             }
         super().load_state_dict(state_dict)
 

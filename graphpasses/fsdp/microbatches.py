@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 
 from graphpasses._torch.fsdp2 import named_sharded_parameters, read_groups
 from graphpasses._torch.fsdp2_reductions import own_reduction
+from graphpasses._torch.storage import num_writes
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.graph_layout import reduced_parts
 from graphpasses.graph import TrainGraph, argument
@@ -87,28 +88,24 @@ class MicrobatchTree:
     Args:
         model: on which :func:`canonical_reductions` was called; or a captured step that
             ``default_pipeline(canonical=True)`` rewrote, whose gradients it adds.
+        parameters: FQNs, sharded parameters whose gradients come reduced in a tree by other means, and the dtypes to
+            add them in; None: what the model or the step says.
 
     Raises:
         UnsupportedError: neither was done; or, from :meth:`add`, a microbatch left no reduced gradients, or not of
             the same parameters as the one before, or wrote a buffer.
     """
 
-    def __init__(self, model: nn.Module | TrainGraph) -> None:
-        if isinstance(model, nn.Module):
-            self._begin(model, _of_model(model))
-        else:
-            self._begin(model.model, _of_step(model))
-
-    @classmethod
-    def of(cls, model: nn.Module, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> MicrobatchTree:
-        """Makes one of FQNs, sharded parameters whose gradients come reduced in a tree, and dtypes to add them in."""
-        made = cls.__new__(cls)
-        made._begin(model, parameters)
-        return made
-
-    def _begin(self, model: nn.Module, parameters: Iterable[tuple[str, Tensor, torch.dtype]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module | TrainGraph,
+        parameters: Iterable[tuple[str, Tensor, torch.dtype]] | None = None,
+    ) -> None:
+        if parameters is None:
+            parameters = _of_model(model) if isinstance(model, nn.Module) else _of_step(model)
         self._parameters = list(parameters)
-        self._model, self._buffers = model, _buffers(model)
+        self._model = model if isinstance(model, nn.Module) else model.model
+        self._buffers = _buffers(self._model)
         self._sums: list[
             tuple[int, list[Tensor | None]]
         ] = []  # of 2**level microbatches, and what they sum to
@@ -176,7 +173,7 @@ class MicrobatchTree:
 
 def _buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Returns by FQN which tensor a buffer is, and how often it was written."""
-    return {fqn: (id(buffer), buffer._version) for fqn, buffer in model.named_buffers()}
+    return {fqn: (id(buffer), num_writes(buffer)) for fqn, buffer in model.named_buffers()}
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dtype]]:

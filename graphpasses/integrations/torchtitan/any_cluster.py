@@ -126,7 +126,7 @@ class _Steps:
         if not self._is_graph:
             return MicrobatchTree(self._model)
         trained = (each for each in self._model.named_parameters() if each[1].requires_grad)
-        return MicrobatchTree.of(self._model, ((fqn, each, self._added) for fqn, each in trained))
+        return MicrobatchTree(self._model, ((fqn, each, self._added) for fqn, each in trained))
 
 
 @dataclass(kw_only=True, slots=True)
