@@ -98,7 +98,8 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
         if plan is None:
             group = None if env is None else env.process_group
             plan = make_plan(module, sharders, process_group=group, device=device)
-        plan, planned = fit_plan(module, plan, sharders)
+        num_ranks = dist.get_world_size() if env is None else env.world_size
+        plan, planned = fit_plan(module, plan, sharders, num_ranks)
         with _as_it_was_on_error(module), one_name_each(module, lambda m: m in planned or _is_sharded(m)):
             super().__init__(
                 module,

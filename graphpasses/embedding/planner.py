@@ -18,6 +18,7 @@ from torchrec.distributed.types import (
     ShardedModule,
     ShardingPlan,
     ShardingPlanner,
+    ShardingType,
 )
 
 from graphpasses.embedding.table_names import one_name_each
@@ -166,7 +167,7 @@ def _by_table(
 
 
 def fit_plan(
-    model: nn.Module, sharding_plan: ShardingPlan, sharders: Sharders
+    model: nn.Module, sharding_plan: ShardingPlan, sharders: Sharders, num_ranks: int
 ) -> tuple[ShardingPlan, set[nn.Module]]:
     """Returns the plan with an entry for every name of every planned module, and those; raises if it does not fit."""
     identity = IdentityMap.of(model)
@@ -186,6 +187,7 @@ def fit_plan(
                 "of the names, or plan both the same way"
             )
         _check_module(fqn, modules[fqn], module_plan, by_type)
+        _check_ranks(fqn, module_plan, num_ranks)
     fitted = _under_all_names(sharding_plan, identity)
     owners = {name: fqn for fqn in planned_as for name in identity.aliases(fqn)}
     _check_nesting(identity, owners)
@@ -230,6 +232,22 @@ def _check_module(
         raise ShardingError(
             f"the plan shards {fqn!r}, but {lacks} {table!r}; its tables are {', '.join(tables)}"
         )
+
+
+def _check_ranks(fqn: str, module_plan: Any, num_ranks: int) -> None:
+    """Refuses a plan that was made for other ranks, which TorchRec finds out while some shard and others do not."""
+    for table, sharding in (
+        dict(module_plan).items() if isinstance(module_plan, EmbeddingModuleShardingPlan) else ()
+    ):
+        if sharding.sharding_type == ShardingType.DATA_PARALLEL.value:
+            continue
+        ranks = {*(sharding.ranks or ())}
+        is_over_all = sharding.sharding_type == ShardingType.ROW_WISE.value and len(ranks) != num_ranks
+                f"the plan shards table {table!r} of {fqn!r} {sharding.sharding_type} over the ranks "
+                f"{sorted(ranks)}, and there are {num_ranks}. Plan this model anew with graphpasses.embedding.plan"
+                f"the plan shards table {table!r} of {fqn!r} {sharding.sharding_type} over the ranks {sorted(ranks)}, "
+                f"and there are {num_ranks}. Plan this model anew with graphpasses.embedding.plan"
+            )
 
 
 def _check_nesting(identity: IdentityMap, owners: Mapping[str, str]) -> None:

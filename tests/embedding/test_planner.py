@@ -18,7 +18,14 @@ with warnings.catch_warnings():
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
     from torchrec.distributed.planner.types import PlannerError
-    from torchrec.distributed.sharding_plan import get_default_sharders
+    from torchrec.distributed.sharding_plan import (
+        column_wise,
+        construct_module_sharding_plan,
+        data_parallel,
+        get_default_sharders,
+        row_wise,
+        table_wise,
+    )
     from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
     from torchrec.modules.feature_processor_ import PositionWeightedModule
     from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -100,13 +107,36 @@ def tables(rank: int = 0) -> EmbeddingModuleShardingPlan:
     return EmbeddingModuleShardingPlan({"t0": on(rank), "t1": on(rank)})
 
 
+@pytest.mark.parametrize(
+    ("sharding", "num_planned", "ranks"),
+    [
+        (table_wise(rank=3), 4, r"table_wise over the ranks \[3\]"),
+        (row_wise(), 4, r"row_wise over the ranks \[0, 1, 2, 3\]"),
+        (row_wise(), 1, r"row_wise over the ranks \[0\]"),
+        (column_wise(ranks=[0, 2]), 4, r"column_wise over the ranks \[0, 2\]"),
+        (data_parallel(), 4, ""),
+    ],
+)
+def test_a_plan_for_other_ranks_is_refused(sharding: Any, num_planned: int, ranks: str) -> None:
+    model = big(PATTERNS[0])
+    options = {"local_size": num_planned, "world_size": num_planned, "device_type": "cpu"}
+    name, module = model.names[0], model.get_submodule(model.names[0])
+    planned = construct_module_sharding_plan(module, {"t0": sharding, "t1": sharding}, **options)
+    plan = ShardingPlan({name: planned})
+    if not ranks:  # each rank has the table
+        fit_plan(model, plan, get_default_sharders(), 2)
+        return
+    with pytest.raises(ShardingError, match=f"shards table 't0' of '{name}' {ranks}, and there are 2. Plan "):
+        fit_plan(model, plan, get_default_sharders(), 2)
+
+
 def test_a_plan_of_one_name_serves_all() -> None:
     for pattern in PATTERNS:
         model = big(pattern)
         first, second = model.names
         second = f"{second}.ebc" if second == "tower" else second
         for name in (first, second):
-            fitted, planned = fit_plan(model, ShardingPlan({name: tables()}), get_default_sharders())
+            fitted, planned = fit_plan(model, ShardingPlan({name: tables()}), get_default_sharders(), 2)
             assert (sorted(fitted.plan), planned) == (sorted([first, second]), {model.get_submodule(first)})
 
 
@@ -189,7 +219,7 @@ def test_plans_that_do_not_fit() -> None:
     for model, sharding_plan, message in cases:
         sharders = get_default_sharders() if model is nested else [EmbeddingBagCollectionSharder()]
         with pytest.raises(ShardingError) as error:
-            fit_plan(model, ShardingPlan(sharding_plan), sharders)
+            fit_plan(model, ShardingPlan(sharding_plan), sharders, 2)
         assert str(error.value) == message
 
 
