@@ -243,10 +243,10 @@ def _check_ranks(fqn: str, module_plan: Any, num_ranks: int) -> None:
             continue
         ranks = {*(sharding.ranks or ())}
         is_over_all = sharding.sharding_type == ShardingType.ROW_WISE.value and len(ranks) != num_ranks
+        if is_over_all or max(ranks, default=0) >= num_ranks:
+            raise ShardingError(
                 f"the plan shards table {table!r} of {fqn!r} {sharding.sharding_type} over the ranks "
                 f"{sorted(ranks)}, and there are {num_ranks}. Plan this model anew with graphpasses.embedding.plan"
-                f"the plan shards table {table!r} of {fqn!r} {sharding.sharding_type} over the ranks {sorted(ranks)}, "
-                f"and there are {num_ranks}. Plan this model anew with graphpasses.embedding.plan"
             )
 
 
