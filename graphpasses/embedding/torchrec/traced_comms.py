@@ -8,7 +8,6 @@ Here one function of autograd encodes and decodes both ways, so that what it tak
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -64,12 +63,17 @@ class _CarryingCodec:
         return tensor
 
 
+class _CarryingCodecs:  # which Dynamo traces; it knows no SimpleNamespace
+    def __init__(self, codecs: Any) -> None:
+        self.forward = _CarryingCodec(codecs)
+
+
 def carry_codecs(original: Callable[..., Any]) -> Callable[..., Any]:
     """The original encodes before its all-to-all and decodes after it; traced, the all-to-all does both."""
 
     def sync(pg: Any, info: Any, tensor: Tensor) -> Tensor:
         if info.codecs is not None and torch.compiler.is_dynamo_compiling():
-            info.codecs = SimpleNamespace(forward=_CarryingCodec(info.codecs))
+            info.codecs = _CarryingCodecs(info.codecs)
         return original(pg, info, tensor)  # type: ignore[no-any-return]
 
     sync.__name__ = original.__name__
