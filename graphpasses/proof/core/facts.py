@@ -47,8 +47,8 @@ class Facts:
         self.values: dict[fx.Node, Any] = {}
         self.places: dict[fx.Node, list[Place | None]] = {}
         self.beside: defaultdict[Leaf, list[Leaf]] = defaultdict(list)
-        self._by_name: dict[str, fx.Node] = {}
-        self._origins: dict[fx.Node, list[_Origin]] = {}
+        self.by_name: dict[str, fx.Node] = {}
+        self.origins: dict[fx.Node, list[_Origin]] = {}
         self._memories: dict[int, list[StorageWeakRef]] = {}
         self._outside: defaultdict[StorageWeakRef, list[Leaf]] = defaultdict(list)
         self._shared: dict[Hashable, Leaf] = {}
@@ -57,11 +57,11 @@ class Facts:
         for node in graph.nodes:
             if node.op == "output":
                 continue
-            self._by_name[node.name] = node
-            original = known._by_name.get(node.name) if known is not None else None
+            self.by_name[node.name] = node
+            original = known.by_name.get(node.name) if known is not None else None
             self.values[node] = node.meta.get("val")
             if known is not None and original is not None and self._is_same(node, original, known):
-                self._origins[node] = known._origins.get(original, [])
+                self.origins[node] = known.origins.get(original, [])
             elif known is not None:
                 value = self.values[node] = self._computed(node)
                 if original is not None and value is original.meta.get("val") and _depends_on_data(value):
@@ -100,10 +100,10 @@ class Facts:
             node.op == original.op
             and node.target == original.target
             and node.meta.get("val") is original.meta.get("val")
-            and (node.op != "call_function" or self._call(node) == known._call(original))
+            and (node.op != "call_function" or self.call_of(node) == known.call_of(original))
         )
 
-    def _call(self, node: fx.Node) -> Hashable:
+    def call_of(self, node: fx.Node) -> Hashable:
         """Returns what decides what a call makes, and in whose memory, with the number of each input in its place."""
         number = {each: index for index, each in enumerate(node.all_input_nodes)}
         args = fx.node.map_arg((node.args, node.kwargs), lambda each: ("input", number[each]))
@@ -144,11 +144,11 @@ class Facts:
             found = leaves(self.values[node])
             self.places[node] = [self._place_outside(node, fake, index) for fake, index in found]
             return
-        if node not in self._origins:
-            self._origins[node] = self._origins_of(node)
+        if node not in self.origins:
+            self.origins[node] = self._origins_of(node)
         inputs = node.all_input_nodes
         places: list[Place | None] = []
-        for (fake, index), origin in zip(leaves(self.values[node]), self._origins[node], strict=True):
+        for (fake, index), origin in zip(leaves(self.values[node]), self.origins[node], strict=True):
             if (view := View.of(fake)) is None:
                 places.append(None)
                 continue
