@@ -18,8 +18,7 @@ from graphpasses.graph.nodes import attribute, freeze
 from graphpasses.proof.core.operators import is_free_of_offset
 from graphpasses.proof.core.views import ALIGNMENT, Layout, View
 
-Leaf = tuple[fx.Node, int | None]
-"""A tensor that a node has: its value, or one of several."""
+Leaf = tuple[fx.Node, int | None]  # a tensor that a node has: its value, or one of several
 
 
 class Place(NamedTuple):
@@ -141,24 +140,23 @@ class Facts:
     def _place(self, node: fx.Node) -> None:
         """Notes where the tensors of a node lie."""
         if node.op in ("placeholder", "get_attr"):
-            found = leaves(self.values[node])
-            self.places[node] = [self._place_outside(node, fake, index) for fake, index in found]
+            self.places[node] = [self._place_outside(node, *each) for each in leaves(self.values[node])]
             return
         if node not in self.origins:
             self.origins[node] = self._origins_of(node)
-        inputs = node.all_input_nodes
         places: list[Place | None] = []
         for (fake, index), origin in zip(leaves(self.values[node]), self.origins[node], strict=True):
             if (view := View.of(fake)) is None:
                 places.append(None)
                 continue
-            of: Place | None = None
+            root: Leaf = (node, index)
             if origin is not None:
-                of = (self.places[inputs[origin[0]]] if origin[0] >= 0 else places)[origin[1] or 0]
+                others = places if origin[0] < 0 else self.places[node.all_input_nodes[origin[0]]]
+                root = others[origin[1] or 0].root  # type: ignore[union-attr]
             if node in self._stale:
                 unknown = tuple(f"stride {dim} of {node.name}" for dim in range(len(view.shape)))
                 view = view._replace(strides=unknown)
-            places.append(Place((node, index) if of is None else of.root, view))
+            places.append(Place(root, view))
         self.places[node] = places
 
     def _place_outside(self, node: fx.Node, fake: Any, index: int | None) -> Place | None:
@@ -191,7 +189,8 @@ class Facts:
         if returns_alias(node.target) and not any(each in known for each in self._memory(node)):
             # It copied, or its fake value is another's: passes replace nodes.
             fresh = self._computed(node)
-            if _views(fresh) == _views(self.values[node]) and not _depends_on_data(fresh):
+            one, two = ([View.of(fake) for fake, _ in leaves(each)] for each in (fresh, self.values[node]))
+            if one == two and not _depends_on_data(fresh):
                 self.values[node] = fresh
         origins: list[_Origin] = []
         for index, each in enumerate(self._memory(node)):
@@ -216,10 +215,6 @@ def leaves(value: Any) -> Iterator[tuple[Any, int | None]]:
         yield from ((each, index) for index, each in enumerate(value))
     else:
         yield value, None
-
-
-def _views(value: Any) -> list[View | None]:
-    return [View.of(fake) for fake, _ in leaves(value)]
 
 
 def _depends_on_data(value: Any) -> bool:
