@@ -13,8 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch.fake_mode import fake_call, fake_call_for_all_sizes, fake_mode_of, is_fake
 from graphpasses._torch.schemas import returns_alias
+from graphpasses.errors import ProofError
 from graphpasses.graph import WAIT
-from graphpasses.graph.nodes import attribute, freeze
+from graphpasses.graph.nodes import attribute, freeze, named_call
 from graphpasses.proof.core.operators import is_free_of_offset
 from graphpasses.proof.core.views import ALIGNMENT, Layout, View
 
@@ -71,10 +72,7 @@ class Facts:
         return self.values[node]
 
     def layout(self, node: fx.Node, target: Any = None) -> Any:
-        """Returns how a node's tensor, or each of several, lies in memory; None for what is no tensor.
-
-        As far as an operator may tell; without one it does not count where they begin.
-        """
+        """Returns how a node's tensor, or each of several, lies, as far as an operator may tell; None for others."""
         value = self.values[node]
         tensors = zip(leaves(value), self.places[node], strict=True)
         found = [self._layout(fake, place, target) for (fake, _), place in tensors]
@@ -126,14 +124,17 @@ class Facts:
         args: Any
         kwargs: Any
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
-            return args[0][args[1]]
-        if (mode := fake_mode_of(args, kwargs) or self._mode) is None:
-            return given
-        if not _depends_on_data(given):
-            return fake_call(mode, node.target, args, kwargs)
-        found = fake_call_for_all_sizes(mode, node.target, args, kwargs)
-        return given if found is None else found
+        try:
+            if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
+                return args[0][args[1]]
+            if (mode := fake_mode_of(args, kwargs) or self._mode) is None:
+                return given
+            if not _depends_on_data(given):
+                return fake_call(mode, node.target, args, kwargs)
+            found = fake_call_for_all_sizes(mode, node.target, args, kwargs)
+            return given if found is None else found
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+            raise ProofError(f"{node.name} cannot be run: {named_call(node)}: {error}") from error
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
