@@ -87,6 +87,21 @@ CORPUS = (
         ("a0 = self.w.mean()", "a2 = torch.stack([a0, a0], -1)", "return a2.double().sum()"),
         ("pieces: aten.select.int: argument 1 is -2, not -1",),
     ),
+    # A number where a tensor must be.
+    Case(
+        ("a0 = torch.arange(8.0)", "a1 = a0.to(torch.bfloat16, copy=True)", _END),
+        ("law: aten._to_copy.default is to(a.args[0], dtype=dtype)",),
+    ),
+    # A product whose operands have two dtypes, one of them without dims: one order rounds it.
+    Case(
+        ("a0 = self.h.bfloat16() * x.float().mean()", "self.k0[:32].copy_(a0.reshape(-1))", _END),
+        ("law: aten.mul.Tensor is mul.Tensor(b, a)",),
+    ),
+    # A number that is one of the tensors that a list operator writes.
+    Case(
+        ("torch._foreach_mul_([self.b[1], self.b[2]], self.b[1].clone())", _END),
+        ("law: aten.clone.default is a",),
+    ),
     # An all-to-all whose splits are numbers can be run.
     Case(
         (

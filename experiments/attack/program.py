@@ -41,7 +41,7 @@ STATEMENTS = {
         {x}.relu() | {x}.tanh() | {x}.exp() | {x}.square() | {x}.rsqrt() | torch.add({x}, {y}, alpha={c})
         torch.maximum({x}, {y}) | torch.where({x} > {c}, {x}, {y}) | torch.addcmul({x}, {y}, {y}) | {x}.abs()
         F.gelu({x}) | F.silu({x}) | {x} ** 3 | {c} - {x} | {c} / {x} | torch.lerp({x}, {y}, {c})
-        {x}.sigmoid() | {x}.clamp(min={c})""",
+        {x}.sigmoid() | {x}.clamp(min={c}) | {x} * {y}.float().mean() | {x}.half() * {y}.float().sum()""",
     "views": """
         {x}.t() | {x}.transpose(0, -1) | {x}.reshape(-1) | {x}.view(-1) | {x}.view(4, -1) | {x}[{k}:]
         {x}[:, {k}:] | {x}[::2] | {x}.as_strided((3, 4), (4, 1), {k}) | {x}.unsqueeze({d}) | {x}.detach()
@@ -63,6 +63,8 @@ STATEMENTS = {
         {s}[{k}:8].copy_({x}.detach().reshape(-1)[:3]) | {s}.add_({s}.clone()) | {s}.lerp_({x}.detach(), 0.5)
         {x}.unfold(0, 2, 1).mul_({c}) | {x}.as_strided((3, 4), (2, 1), {k}).add_({y}) | {s}.clamp_(max={c})
         {s}.view(-1).unfold(0, 2, 1).add_({c}) | {s}.view(torch.uint8)[{k}].copy_({s}.view(torch.uint8)[3])
+        torch._foreach_mul_([{s}[1], {s}[{k}]], {s}[{k}]) | torch._foreach_add_([{s}[2], {s}[3]], {s}[2].clone())
+        torch._foreach_add_([{s}[:4], {s}[4:8]], [{s}[8:12], {s}[{k}:6].clone()[:4]]) | {s}.mul_({x}.float().mean())
         {s}[::2].copy_({s}[:8].clone()) | {s}[1:].add_({s}[:-1].clone()) | {s}.view(-1)[{k}:].mul_({c})""",
     "reductions": """
         {x}.sum() | {x}.sum({d}) | {x}.mean({d}) | {x}.amax({d}) | {x}.cumsum({d}) | {x}.softmax({d})

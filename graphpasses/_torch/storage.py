@@ -25,6 +25,12 @@ def addresses(value: Any) -> Iterator[int]:
             yield each.untyped_storage().data_ptr()
 
 
+def times_written(value: Any) -> int:
+    """Returns how often a tensor, or another in its memory, was written; 0 for what is none, or does not count."""
+    is_counted = isinstance(value, Tensor) and not value.is_inference()
+    return value._version if is_counted else 0
+
+
 def is_movable(tensor: Tensor) -> bool:
     """Returns whether a tensor's memory is its storage's alone, and not NumPy's, a file's or other processes'."""
     storage = tensor.untyped_storage()

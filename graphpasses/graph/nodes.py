@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphpasses._torch import pytree
 from graphpasses._torch.fake_mode import fake_call, fake_mode_of, is_fake, outside_tracing
 from graphpasses._torch.schemas import given_arguments, writes_arguments
+from graphpasses._torch.storage import times_written
 from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN_TREE
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
@@ -208,7 +209,8 @@ def reach(start: Iterable[fx.Node], following: Callable[[fx.Node], Iterable[fx.N
     return found
 
 
-_MAX_BYTES = 1 << 28  # larger ones are known by what they are: to read them takes seconds
+# Larger ones are known by what they are, and how often they were written: to read them takes seconds.
+_MAX_BYTES = 1 << 28
 
 
 def attribute(node: fx.Node) -> Any:
@@ -227,7 +229,7 @@ def constant_bits(value: Any) -> Hashable:
         return str(value.code), tuple(read_constants(value.graph).items())
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     if not is_plain or is_fake(value) or value.is_meta or value.nbytes > _MAX_BYTES:
-        return id(value)
+        return id(value), times_written(value)
     with outside_tracing():
         data = value.detach().resolve_conj().resolve_neg().contiguous().cpu().view(-1).view(torch.uint8)
         digest = hashlib.sha256(data.numpy()).hexdigest()

@@ -158,7 +158,7 @@ class Calls(Memory):
                 if index < len(tensors):
                     of, fake, place = tensors[index]
                     value: Any = self.opaque(of, fake, ("written", name, key))
-                    self._write_tensor(place, value, node)
+                    self.write_tensor(place, value, node)
         return results
 
     def _functionalized(self, node: fx.Node, call: FunctionalizedCall) -> list[Any]:

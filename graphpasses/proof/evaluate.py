@@ -159,12 +159,13 @@ class Evaluation(Calls):
                 if node.op == "output" or root not in self._roots(node):
                     self._done.broken.append((by, f"{by.name} frees {source.name}, which {node.name} reads"))
 
-    def _write_tensor(self, place: Place, value: Value, by: fx.Node) -> None:
+    def write_tensor(self, place: Place, value: Value, by: fx.Node) -> None:
+        """Notes also if a collective still reads what is there."""
         for launch in self._waiting:
             if any(place.root in self._roots(source) for source in launch.all_input_nodes):
                 reason = f"{by.name} writes what {launch.name} sends, before anyone has waited for it"
                 self._done.broken.append((by, reason))
-        super()._write_tensor(place, value, by)
+        super().write_tensor(place, value, by)
 
     # ---- one node -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+from graphpasses.graph import nodes
 from graphpasses.graph.nodes import constant_bits, read_constants
 
 
@@ -25,6 +26,17 @@ def test_a_write_shows(dtype: torch.dtype) -> None:
     assert read_constants(graph) == before
     constant[1, 1] = True
     assert read_constants(graph) != before
+
+
+def test_a_write_to_a_large_one_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "_MAX_BYTES", 16)
+    large = torch.zeros(8)
+    before = constant_bits(large)
+    assert constant_bits(large) == before
+    large[:2].add_(1)
+    assert constant_bits(large) != before
+    with torch.inference_mode():
+        assert constant_bits(torch.zeros(8)) != before
 
 
 def test_bits_count() -> None:

@@ -285,6 +285,14 @@ def test_strides_of_a_size_that_depends_on_data(captured: CapturedStep) -> None:
         prove(step, other)
 
 
+def test_a_call_that_cannot_run_is_named(captured: CapturedStep) -> None:
+    other = captured.copy()
+    (product, *_) = other.graph.find_nodes(op="call_function", target=aten.addmm.default)
+    product.args = (product.args[0], product.args[1], product.args[0])
+    with pytest.raises(ProofError, match=r"addmm cannot be run: aten\.addmm\.default"):
+        prove(captured, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_call_without_inputs_is_what_it_says(captured: CapturedStep, dtype: torch.dtype) -> None:
     code = Code(captured)

@@ -10,9 +10,8 @@ of model, optimizer and random numbers, and on every rank, if
    on those drawn before;
 2. torch allocates at multiples of 64 bytes, and inputs lie where they lie in both steps;
 3. fake tensors share storage where real ones do, with their strides and offsets: from these, and from no
-   schema, it is read what a write changes (:mod:`~graphpasses.proof.core.views`,
-   :mod:`~graphpasses.proof.core.facts`, :mod:`~graphpasses.proof.core.memory`). What an operator writes its
-   schema says;
+   schema, it is read what a write changes (:mod:`~graphpasses.proof.core.facts`,
+   :mod:`~graphpasses.proof.core.memory`). What an operator writes its schema says;
 4. each rule that is registered is true of all numbers that its axiom names
    (:mod:`~graphpasses.proof.core.axioms`). One assumption is common to them: of a NaN only that it is one is
    compared, not its sign and payload, and no operator looks at these; denormals are not flushed;
@@ -21,7 +20,7 @@ of model, optimizer and random numbers, and on every rank, if
 Numbers compare bits: constants by dtype and bits, attributes by what they held before the first pass ran.
 Nothing follows where numbers differ; that two values *do* differ is shown by running both, not here.
 
-Beside this folder one must believe the rules of point 4, :mod:`~graphpasses.proof.evaluate` with
-:mod:`~graphpasses.proof.calls`, which ask the right ones, and of :mod:`~graphpasses.proof.prove` that it
-compares all outputs and writes. This folder imports nothing of the rest.
+Beside this folder, which imports nothing of the rest, one must believe the rules of point 4, that
+:mod:`~graphpasses.proof.evaluate` with :mod:`~graphpasses.proof.calls` asks the right ones, and that
+:mod:`~graphpasses.proof.prove` compares all outputs and writes.
 """

@@ -13,13 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpasses._torch.fake_mode import fake_call, fake_call_for_all_sizes, fake_mode_of, is_fake
 from graphpasses._torch.schemas import returns_alias
+from graphpasses.errors import ProofError
 from graphpasses.graph import WAIT
-from graphpasses.graph.nodes import attribute, freeze
+from graphpasses.graph.nodes import attribute, freeze, named_call
 from graphpasses.proof.core.operators import is_free_of_offset
 from graphpasses.proof.core.views import ALIGNMENT, Layout, View
 
-Leaf = tuple[fx.Node, int | None]
-"""A tensor that a node has: its value, or one of several."""
+Leaf = tuple[fx.Node, int | None]  # a tensor that a node has: its value, or one of several
 
 
 class Place(NamedTuple):
@@ -47,8 +47,8 @@ class Facts:
         self.values: dict[fx.Node, Any] = {}
         self.places: dict[fx.Node, list[Place | None]] = {}
         self.beside: defaultdict[Leaf, list[Leaf]] = defaultdict(list)
-        self._by_name: dict[str, fx.Node] = {}
-        self._origins: dict[fx.Node, list[_Origin]] = {}
+        self.by_name: dict[str, fx.Node] = {}
+        self.origins: dict[fx.Node, list[_Origin]] = {}
         self._memories: dict[int, list[StorageWeakRef]] = {}
         self._outside: defaultdict[StorageWeakRef, list[Leaf]] = defaultdict(list)
         self._shared: dict[Hashable, Leaf] = {}
@@ -57,11 +57,11 @@ class Facts:
         for node in graph.nodes:
             if node.op == "output":
                 continue
-            self._by_name[node.name] = node
-            original = known._by_name.get(node.name) if known is not None else None
+            self.by_name[node.name] = node
+            original = known.by_name.get(node.name) if known is not None else None
             self.values[node] = node.meta.get("val")
             if known is not None and original is not None and self._is_same(node, original, known):
-                self._origins[node] = known._origins.get(original, [])
+                self.origins[node] = known.origins.get(original, [])
             elif known is not None:
                 value = self.values[node] = self._computed(node)
                 if original is not None and value is original.meta.get("val") and _depends_on_data(value):
@@ -72,10 +72,7 @@ class Facts:
         return self.values[node]
 
     def layout(self, node: fx.Node, target: Any = None) -> Any:
-        """Returns how a node's tensor, or each of several, lies in memory; None for what is no tensor.
-
-        As far as an operator may tell; without one it does not count where they begin.
-        """
+        """Returns how a node's tensor, or each of several, lies, as far as an operator may tell; None for others."""
         value = self.values[node]
         tensors = zip(leaves(value), self.places[node], strict=True)
         found = [self._layout(fake, place, target) for (fake, _), place in tensors]
@@ -100,10 +97,10 @@ class Facts:
             node.op == original.op
             and node.target == original.target
             and node.meta.get("val") is original.meta.get("val")
-            and (node.op != "call_function" or self._call(node) == known._call(original))
+            and (node.op != "call_function" or self.call_of(node) == known.call_of(original))
         )
 
-    def _call(self, node: fx.Node) -> Hashable:
+    def call_of(self, node: fx.Node) -> Hashable:
         """Returns what decides what a call makes, and in whose memory, with the number of each input in its place."""
         number = {each: index for index, each in enumerate(node.all_input_nodes)}
         args = fx.node.map_arg((node.args, node.kwargs), lambda each: ("input", number[each]))
@@ -127,38 +124,40 @@ class Facts:
         args: Any
         kwargs: Any
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
-            return args[0][args[1]]
-        if (mode := fake_mode_of(args, kwargs) or self._mode) is None:
-            return given
-        if not _depends_on_data(given):
-            return fake_call(mode, node.target, args, kwargs)
-        found = fake_call_for_all_sizes(mode, node.target, args, kwargs)
-        return given if found is None else found
+        try:
+            if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
+                return args[0][args[1]]
+            if (mode := fake_mode_of(args, kwargs) or self._mode) is None:
+                return given
+            if not _depends_on_data(given):
+                return fake_call(mode, node.target, args, kwargs)
+            found = fake_call_for_all_sizes(mode, node.target, args, kwargs)
+            return given if found is None else found
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+            raise ProofError(f"{node.name} cannot be run: {named_call(node)}: {error}") from error
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def _place(self, node: fx.Node) -> None:
         """Notes where the tensors of a node lie."""
         if node.op in ("placeholder", "get_attr"):
-            found = leaves(self.values[node])
-            self.places[node] = [self._place_outside(node, fake, index) for fake, index in found]
+            self.places[node] = [self._place_outside(node, *each) for each in leaves(self.values[node])]
             return
-        if node not in self._origins:
-            self._origins[node] = self._origins_of(node)
-        inputs = node.all_input_nodes
+        if node not in self.origins:
+            self.origins[node] = self._origins_of(node)
         places: list[Place | None] = []
-        for (fake, index), origin in zip(leaves(self.values[node]), self._origins[node], strict=True):
+        for (fake, index), origin in zip(leaves(self.values[node]), self.origins[node], strict=True):
             if (view := View.of(fake)) is None:
                 places.append(None)
                 continue
-            of: Place | None = None
+            root: Leaf = (node, index)
             if origin is not None:
-                of = (self.places[inputs[origin[0]]] if origin[0] >= 0 else places)[origin[1] or 0]
+                others = places if origin[0] < 0 else self.places[node.all_input_nodes[origin[0]]]
+                root = others[origin[1] or 0].root  # type: ignore[union-attr]
             if node in self._stale:
                 unknown = tuple(f"stride {dim} of {node.name}" for dim in range(len(view.shape)))
                 view = view._replace(strides=unknown)
-            places.append(Place((node, index) if of is None else of.root, view))
+            places.append(Place(root, view))
         self.places[node] = places
 
     def _place_outside(self, node: fx.Node, fake: Any, index: int | None) -> Place | None:
@@ -191,7 +190,8 @@ class Facts:
         if returns_alias(node.target) and not any(each in known for each in self._memory(node)):
             # It copied, or its fake value is another's: passes replace nodes.
             fresh = self._computed(node)
-            if _views(fresh) == _views(self.values[node]) and not _depends_on_data(fresh):
+            one, two = ([View.of(fake) for fake, _ in leaves(each)] for each in (fresh, self.values[node]))
+            if one == two and not _depends_on_data(fresh):
                 self.values[node] = fresh
         origins: list[_Origin] = []
         for index, each in enumerate(self._memory(node)):
@@ -216,10 +216,6 @@ def leaves(value: Any) -> Iterator[tuple[Any, int | None]]:
         yield from ((each, index) for index, each in enumerate(value))
     else:
         yield value, None
-
-
-def _views(value: Any) -> list[View | None]:
-    return [View.of(fake) for fake, _ in leaves(value)]
 
 
 def _depends_on_data(value: Any) -> bool:

@@ -64,9 +64,10 @@ class Memory:
         values = value if isinstance(value, list) else [value] * len(places)
         for place, each in zip(places, values, strict=True):
             if place is not None:
-                self._write_tensor(place, each, by)
+                self.write_tensor(place, each, by)
 
-    def _write_tensor(self, place: Place, value: Value, by: fx.Node) -> None:
+    def write_tensor(self, place: Place, value: Value, by: fx.Node) -> None:
+        """Notes that an operator writes a value where a tensor lies."""
         root = place.root
         view, beyond = self._view_of(root), self._held[root].beyond if root in self._held else None
         whole = self._reshaped(value, place.view, view)

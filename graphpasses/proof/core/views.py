@@ -69,22 +69,24 @@ class View(NamedTuple):
 
     def holds(self, other: View) -> bool:
         """Whether all bytes of another tensor are such of this one, which has no gaps."""
-        if not self._is_plain or not other._is_plain:
+        if not self.is_plain or not other.is_plain:
             return False
         (start, stop), (first, end) = self.extent(), other.extent()
         return start <= first and end <= stop and math.prod(self.shape) * self.dtype.itemsize == stop - start
 
     def has_elements_of(self, other: View) -> bool:
         """Whether it has the elements of another tensor in the same row-major order."""
-        are_whole = all(each._is_plain and each._is_contiguous() for each in (self, other))
+        are_whole = all(each.is_plain and each.is_contiguous() for each in (self, other))
         is_alike = (self.dtype, self.offset) == (other.dtype, other.offset)
         return are_whole and is_alike and math.prod(self.shape) == math.prod(other.shape)
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
+        """Whether it is read as it lies, and nothing depends on data."""
         return self.is_known and not self.is_conj and not self.is_neg
 
-    def _is_contiguous(self) -> bool:
+    def is_contiguous(self) -> bool:
+        """Whether it has no gaps, and lies in row-major order."""
         numel = 1
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size != 1 and stride != numel:
