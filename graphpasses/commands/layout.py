@@ -218,6 +218,10 @@ def drift(
     topology = cluster.topology(recorded.header.topology, recorded.header.world_size)
     found = find_drift(layout, topology, {name: int(size) for name, size in axes.items()})
     where = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings"
+    if not found.replicas and not json:
+        print(
+            f"no gradient has several holders along an axis of the mesh {' '.join(mesh)}: each is sharded over all"
+        )
     return _print_bits([f"on {where}, {topology.num_channels} channels:"], found, json)
 
 
@@ -232,8 +236,9 @@ def _print_bits(heads: Iterable[str], found: TopologyDiff | Drift, json: bool) -
     console, table = make_console(), plain_table(*head)
     for row in rows:
         add_row(table, *row)
-    console.print("\n".join(heads), markup=False)
-    console.print(table)
+    if rows:
+        console.print("\n".join(heads), markup=False)
+        console.print(table)
     console.print("\n".join(filter(None, (found.verdict, found.remedy))), markup=False)
     return EXIT_OF[found.outcome]
 

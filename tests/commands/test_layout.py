@@ -247,6 +247,12 @@ def test_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == (
         "graphpasses: --mesh has 'inner' without a size; write it as in --mesh dp=8 tp=5\n"
     )
+    sharded = make_bucket_layout("reduce_scatter", range(4), "sum", torch.bfloat16, [("norm", (64,), 0)])
+    run.write_bytes(header_line(RunHeader("2.13.0", 4, layouts=Layout((sharded,)))) + end_line(0))
+    assert app.main([*options[:3], "--mesh", "dp=4"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "no gradient has several holders along an axis of the mesh dp=4: "
+    )
 
 
 def test_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
