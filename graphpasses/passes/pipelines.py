@@ -63,7 +63,7 @@ def recommender_pipeline(
         disable: names of passes to leave out.
 
     Raises:
-        LayoutError: there is an expected layout without a plan.
+        LayoutError: there is an expected layout, or canonical reductions are asked for, without a plan.
 
     Example:
         >>> [p.name for p in recommender_pipeline().passes][0]
@@ -75,6 +75,10 @@ def recommender_pipeline(
     if plan is None and expected_layout is not None:
         raise LayoutError(
             "an expected layout is met by a plan; write recommender_pipeline(plan, expected_layout=expected_layout)"
+        )
+    if plan is None and canonical:
+        raise LayoutError(
+            "canonical reductions are those of a plan's buckets; write recommender_pipeline(plan, canonical=True)"
         )
     return Pipeline(
         (

@@ -17,7 +17,7 @@ from graphpasses.analysis.parameter_collectives import (
     collective_ranks,
     reduce_scatter_operator,
 )
-from graphpasses.errors import UnsupportedError
+from graphpasses.errors import PipelineError, UnsupportedError
 from graphpasses.fsdp.canonical import CLIP_NOTE, refuse_ranks, refuse_rounding
 from graphpasses.fsdp.graph_layout import KEEP_PLACE, SPLIT, reduced_parts
 from graphpasses.graph import WAIT, Stage, TrainGraph, argument, wait_of
@@ -109,10 +109,11 @@ class CanonicalReductions(GraphPass):
         accumulate: dtype in which contributions are added, and gradients kept unrounded; None: the one in which they
             are sent.
 
-    Raises (from ``rewrite``):
-        UnsupportedError: the number of ranks is no power of two, their order is not ascending, a trained parameter is
-            not sharded by FSDP, a sum is divided by what is no power of two, or the gradients' dtype would round
-            what was added.
+    Raises:
+        PipelineError: ``accumulate`` is no dtype.
+        UnsupportedError: (from ``rewrite``) the number of ranks is no power of two, their order is not ascending, a
+            trained parameter is not sharded by FSDP, a sum is divided by what is no power of two, or the gradients'
+            dtype would round what was added.
 
     Example:
         >>> with fake_process_group(2):
@@ -129,6 +130,12 @@ class CanonicalReductions(GraphPass):
     runs_after: ClassVar[frozenset[str]] = frozenset({"coalesce-grad-reductions", "bucket-fsdp-collectives"})
 
     accumulate: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate is not None and not isinstance(self.accumulate, torch.dtype):
+            raise PipelineError(
+                f"canonical-reductions: accumulate must be a dtype such as torch.float32, not {self.accumulate!r}"
+            )
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of reductions."""

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphpasses as gp
 from graphpasses._torch.fake_process_group import fake_process_group
-from graphpasses.errors import FidelityError, UnsupportedError
+from graphpasses.errors import FidelityError, LayoutError, PipelineError, UnsupportedError
 from graphpasses.graph.captured_step import CapturedStep
 from graphpasses.passes import CanonicalReductions
 from graphpasses.simulate import Topology, run_cluster
@@ -167,3 +167,10 @@ def test_parameters_that_are_not_sharded_are_refused() -> None:
     captured = gp.capture_train_step(loss, nn.Linear(2, 1), torch.ones(2, 2), check=False)
     with pytest.raises(UnsupportedError, match="'weight' is not reduced over FSDP's ranks"):
         gp.Pipeline((CanonicalReductions(),)).run(captured)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(PipelineError, match=r"must be a dtype such as torch.float32, not 'float32'"):
+        gp.default_pipeline(canonical="float32")  # type: ignore[arg-type]
+    with pytest.raises(LayoutError, match=r"write recommender_pipeline\(plan, canonical=True\)"):
+        gp.recommender_pipeline(canonical=True)
