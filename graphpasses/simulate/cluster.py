@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -70,7 +72,8 @@ def run_cluster(fn: Callable[..., T], topology: Topology, *args: Any) -> list[T]
             finally:
                 dist.destroy_process_group()
 
-    with threads_are_ranks() as store:
+    # init_process_group lets errors begin with "[rank0]: ", of each rank again, and for good.
+    with threads_are_ranks() as store, mock.patch.object(sys, "excepthook", sys.excepthook):
         return scheduler.run(play)
 
 

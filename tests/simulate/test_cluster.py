@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -304,3 +305,9 @@ def test_a_step_of_other_shapes_is_refused() -> None:
         ClusterError, match=r"this rank's shard of 'weight' has shape \(2, 4\); it has shape \(1, 4\)"
     ):
         run_cluster(train, Topology(2, gpus_per_node=2))
+
+
+def test_errors_look_as_before() -> None:
+    hook = sys.excepthook
+    run_cluster(dist.get_rank, Topology(2, gpus_per_node=2))
+    assert sys.excepthook is hook
