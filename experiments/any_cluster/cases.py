@@ -14,7 +14,7 @@ from experiments.any_cluster.models import decoder, llama
 from experiments.harness.verdict import Comparison
 from graphpasses.integrations.torchtitan.cpu_configs import Recipe
 
-__all__ = ["CASES", "NUM_MICROBATCHES", "SHORT", "Case", "Cluster"]
+__all__ = ["CASES", "NUM_MICROBATCHES", "PARITY", "SHORT", "Case", "Cluster"]
 
 _ALLOW = ("ranks", "topology")
 NUM_MICROBATCHES = 8  # of the global batch
@@ -160,13 +160,21 @@ CASES = (
         _CONTROLS[:1],
     ),
 )
-SHORT = (
-    Case(
-        "GPT on 2 and 4 ranks",
-        decoder,
-        None,
-        (*_EAGER[:2], Cluster("HSDP, 2 x 2", (2, 2)), _CAPTURED[1]),
-        _CONTROLS[:1],
-    ),
+SHORT = Case(
+    "GPT on 2 and 4 ranks",
+    decoder,
+    None,
+    (*_EAGER[:2], Cluster("HSDP, 2 x 2", (2, 2)), _CAPTURED[1]),
+    _CONTROLS[:1],
 )
+
+
+def _parity(case: Case, captured: str) -> Case:
+    """One rank, and two ranks that run a captured step; the control is one by FSDP2 itself."""
+    two = Cluster(captured, (2,), captured=True)
+    control = Cluster("by FSDP2, 2 ranks", (2,), added="by FSDP2")
+    return replace(case, clusters=(_ON_ONE, two), controls=((_ON_ONE, control),))
+
+
+PARITY = (SHORT, _parity(CASES[1], "captured, 2 ranks"), _parity(CASES[2], "graph_trainer, 2 ranks"))
 """What ``make parity`` shows."""

@@ -97,10 +97,17 @@ PARTS = (
         any_cluster_run.train_and_judge,
         (
             _show(
-                any_cluster.SHORT,
-                "GPT on 2 and 4 ranks",
-                "GPT, added in a tree",
-                "FSDP2, HSDP; 2 and 4 ranks",
+                any_cluster.PARITY, "GPT on 2 and 4 ranks", "GPT, added in a tree", "FSDP2, HSDP; 2, 4 ranks"
+            ),
+            _show(
+                any_cluster.PARITY, "Llama, added in fp32", "Llama, added in a tree", "FSDP2; 1, 2 ranks", 2
+            ),
+            _show(
+                any_cluster.PARITY,
+                "torchtitan's llama3, added in bf16",
+                "torchtitan's llama3, added in a tree",
+                "FSDP2; 1, 2 ranks",
+                2,
             ),
         ),
     ),

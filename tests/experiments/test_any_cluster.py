@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from experiments.any_cluster.__main__ import main
-from experiments.any_cluster.cases import CASES, SHORT
+from experiments.any_cluster.cases import CASES
+from experiments.any_cluster.cases import SHORT as CASE
 from experiments.any_cluster.run import train_and_judge
 from experiments.harness.parity import ParityExperiment, judge_all
 from experiments.harness.verdict import run_path
 
-(CASE,) = SHORT
 NUM_STEPS = 2
 BASELINE = CASE.clusters[0].name
 CONTROL = CASE.controls[0][1].name
@@ -22,13 +22,13 @@ CONTROL = CASE.controls[0][1].name
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    experiment = ParityExperiment("", SHORT, NUM_STEPS, folder)
-    assert {verdict.status for verdict in train_and_judge(experiment, SHORT)} == {"ok"}
+    experiment = ParityExperiment("", (CASE,), NUM_STEPS, folder)
+    assert {verdict.status for verdict in train_and_judge(experiment, (CASE,))} == {"ok"}
     return folder
 
 
 def wrong(folder: Path) -> list[str]:
-    verdicts = judge_all(SHORT, folder, NUM_STEPS)
+    verdicts = judge_all((CASE,), folder, NUM_STEPS)
     return [verdict.variant for verdict in verdicts if verdict.status != "ok"]
 
 
