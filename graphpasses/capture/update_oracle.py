@@ -40,8 +40,10 @@ def check_update(update: Update, source: UpdateSource) -> None:
             parameters.update(copies)
             state.update(of_part)
     with consensus.raised_together(another), torch.no_grad():
-        gradients = _random(source, source.parameters)
-        update.module(*carried_values(update.inputs, parameters, gradients, state, numbers))
+        # Not by a name, which would keep the gradients.
+        update.module(
+            *carried_values(update.inputs, parameters, _random(source, source.parameters), state, numbers)
+        )
     with consensus.raised_together(another), torch.no_grad():
         clipped = None if source.clip_norm is None else _clipped(source)
     with consensus.raised_together(another), torch.no_grad():
