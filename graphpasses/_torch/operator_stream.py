@@ -32,14 +32,16 @@ from graphpasses._torch.operator_facts import (
     memory_of,
     tensors,
 )
-from graphpasses._torch.operator_recorder import OperatorRecorder, unseen
+from graphpasses._torch.operator_recorder import OPTIMIZERS, OperatorRecorder, unseen
 from graphpasses._torch.pytree import tree_leaves, tree_map
-from graphpasses._torch.recorded_operator import MODULE_FQN, Operator, Value, Where
+from graphpasses._torch.recorded_operator import MODULE_FQN, Operator, Phase, Value, Where
 from graphpasses._torch.schemas import written_names
 
 _GROUP_NAMES = ("group_name", "group")
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+# What a call is that neither a module, nor autograd's engine, nor an optimizer makes, by what was called before.
+_NEXT: dict[Phase, Phase] = {"": "forward", "forward": "loss", "backward": "gradients", "reduction": "gradients"}
 
 
 class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
@@ -65,11 +67,17 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         self._graphs = NodesOfFrames()
         self._unwritten: dict[int, StorageWeakRef] = {}
         self._num_calls = 0
+        self._phase: Phase = ""
         self.kept: dict[int, dict[str, Any]] = {}
 
     def report(self, call: Operator) -> None:
         """Reports a call; called from outside for those that no dispatcher sees."""
-        self._seen(replace(call, position=self._num_calls))
+        phase = call.where.phase or _NEXT.get(self._phase, self._phase)
+        if call.is_collective and phase == "gradients":
+            phase = "reduction"
+        if phase != "reduction" or self._phase != "backward":  # backward goes on after a reduction within
+            self._phase = phase
+        self._seen(replace(call, where=replace(call.where, phase=phase), position=self._num_calls))
         self._num_calls += 1
 
     def see(self, name: str, tensor: Tensor) -> Value:
@@ -294,7 +302,12 @@ def _report(
     stream.report(
         Operator(
             operator=operator,
-            where=Where(fqn.rpartition(".")[0], None, in_backward=operator == REDUCE),
+            where=Where(
+                fqn.rpartition(".")[0],
+                None,
+                in_backward=operator == REDUCE,
+                phase="reduction" if operator == REDUCE else "forward",
+            ),
             arguments=(fqn, *(f"ranks={each}" for each in ranks), *options),
             inputs=(read,),
             outputs=(made,),
@@ -309,12 +322,16 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<functio
 def origin_of(node: fx.Node) -> Where:
     """Returns where a node comes from, as far as its graph's capture and passes noted it."""
     line = None
+    in_optimizer = False
     for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""):
+        in_optimizer |= frame["file"].startswith(OPTIMIZERS)
         if not frame["file"].startswith(NOT_THE_USERS):
             line = frame["file"], int(frame["line"]), frame["function"]
-    module = (node.meta.get("custom") or {}).get(MODULE_FQN, "")
+    module = (node.meta.get("custom") or {}).get(MODULE_FQN)
     in_backward = bool(node.meta.get("autograd_backward", False))
-    return Where(module, line, in_backward, by_torch=in_backward)
+    phase: Phase = "" if module is None else "forward"
+    phase = "optimizer" if in_optimizer else "backward" if in_backward else phase
+    return Where(module or "", line, in_backward, by_torch=in_backward, phase=phase)
 
 
 class NodesOfFrames:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 MODULE_FQN = "module_fqn"
 """The key of ``meta["custom"]`` that names a node's module; torchtitan's graph_trainer has the same."""
+
+Phase = Literal["", "forward", "loss", "backward", "reduction", "gradients", "optimizer"]
+"""A part of a step: "reduction" are collectives, and "gradients" all else, that treat gradients before the optimizer."""
+
+_PLACES = {
+    "loss": "loss",
+    "gradients": "treatment of gradients",
+    "optimizer": "optimizer",
+    "reduction": "reduction of gradients",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +29,14 @@ class Where:
     # Whether torch chose the operator: C++ behind a function, or in backward autograd's formula, and neither
     # a module, a hook nor the user's own backward.
     by_torch: bool = False
+    phase: Phase = ""  # of the step; empty for code of no module, whose phase is known by what ran before
 
     def __str__(self) -> str:
         line = " ({}:{} in {})".format(*self.line) if self.line else ""
+        if self.phase in _PLACES and not self.module:
+            return f"{_PLACES[self.phase]}{line}"
         of = f"module {self.module!r}" if self.module else "the model itself"
-        return f"{'backward' if self.in_backward else 'forward'} of {of}{line}"
+        return f"{_PLACES.get(self.phase, 'backward' if self.in_backward else 'forward')} of {of}{line}"
 
 
 @dataclass(frozen=True, slots=True)

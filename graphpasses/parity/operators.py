@@ -13,7 +13,7 @@ from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses.errors import RunFileError
 from graphpasses.parity.run_file import json_line
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _FORMAT = "graphpasses-operators"
 
 
