@@ -72,6 +72,10 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_mode = is_mode
         self._modules = {id(module): fqn for fqn, module in reversed([*model.named_modules()])}
+        self._owners = {
+            id(parameter): name.rpartition(".")[0]
+            for name, parameter in reversed([*model.named_parameters(remove_duplicate=False)])
+        }
         self._nodes: dict[int, Where] = {}
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
@@ -133,7 +137,8 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 where := Where(module or "", line, in_backward=False, by_torch=caller.f_code in _CALLERS, phase=phase),
             )
             return where
-        forward = self._nodes.get(node._sequence_nr(), Where("", None, False))
+        owner = self._owners.get(id(getattr(node, "variable", None)), "")  # of the gradient that is added to
+        forward = self._nodes.get(node._sequence_nr(), Where(owner, None, False))
         return Where(
             forward.module if module is None else module,
             line or forward.line,

@@ -83,13 +83,11 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
     def see(self, name: str, tensor: Tensor) -> Value:
         """Returns what is reported of a tensor."""
         is_plain = tensor.layout == torch.strided and not tensor.is_quantized
-        if not is_plain or memory_of(tensor) in self._unwritten:
-            return Value(name, kind_of(tensor), None)
+        memory = memory_of(tensor)
+        if not is_plain or memory in self._unwritten:
+            return Value(name, kind_of(tensor), None, memory)
         with torch.no_grad(), unseen():
-            base = _untransposed(tensor)
-            return Value(
-                name, kind_of(tensor), self._digest(tensor), base if base is None else self._digest(base)
-            )
+            return Value(name, kind_of(tensor), self._digest(tensor), memory)
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
         """Calls an operator, and reports it."""
@@ -106,7 +104,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         inputs = tuple(self.see(name, each) for name, each in given if isinstance(each, Tensor))
         state = _random_state(func, given)
         if state is not None:
-            inputs = (*inputs, self.see("random state", state))
+            inputs = (*inputs, replace(self.see("random state", state), memory=None))
         keeps = self._num_calls in self._keep
         kept = (
             {"args": _copied(args), "kwargs": _copied(dict(kwargs)), "random_state": state} if keeps else {}
@@ -156,15 +154,6 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
             *(self.see(f"result {index}", each) for index, each in enumerate(flat)),
             *(self.see(f"written {name}", each) for name, each in written if id(each) not in seen),
         )
-
-
-def _untransposed(tensor: Tensor) -> Tensor | None:
-    """Returns a transposed tensor as it lies in memory; None for any other."""
-    if tensor.is_contiguous():
-        return None
-    strides: tuple[int, ...] = tensor.stride()
-    base = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-    return base if base.is_contiguous() else None
 
 
 def _copied(value: Any) -> Any:

@@ -48,7 +48,7 @@ class Value:
     # 128 bits of its elements and their order, whatever its shape, as 32 hexadecimal digits, or where they
     # are yet; None if its memory was never written.
     digest: Any
-    base: Any = None  # the same of the tensor that it is a transposition of; None for any other
+    memory: int | None = None  # a number of the memory that holds it, which views share; None for none
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def location_to_json(location: Location) -> dict[str, Any]:
 
 
 def _difference_to_json(difference: Difference) -> dict[str, Any]:
-    operators = {name: _operator_to_json(getattr(difference, name)) for name in ("a", "b", "maker")}
+    operators = {name: _operator_to_json(getattr(difference, name)) for name in ("a", "b")}
     return {"text": str(difference), **vars(difference), **operators}
 
 
@@ -150,4 +150,6 @@ def _operator_to_json(operator: Operator | None) -> dict[str, Any] | None:
     if operator is None:
         return None
     data = asdict(operator)
+    for value in (*data["inputs"], *data["outputs"]):
+        del value["memory"]  # another one in each run
     return {**data.pop("where"), **data}
