@@ -12,12 +12,9 @@ import torch
 import tyro
 from rich.table import Table
 
-from experiments.faults import replicas, single
-from experiments.faults.run import Found, judge, train_all
+from experiments.faults.run import FAULTS, Found, judge, train_all
 from experiments.harness.select import Only, select
 from graphpasses.terminal import make_console
-
-FAULTS = (*single.FAULTS, *replicas.FAULTS)
 
 
 def main(only: Only = "", out: Path | None = None, verbose: bool = False) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ class Training:
 
     num_steps = 3
     lr = 0.1
+    per_rank: Sequence[str] = ()  # names of tensors of which each rank has its own
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -90,7 +91,9 @@ class Training:
     def train(self, path: Path) -> None:
         """Trains and records all operators; ends where replicas differ, as a user's run would."""
         try:
-            with ParityRecorder(path, operators=range(self.num_steps), overwrite=True) as recorder:
+            with ParityRecorder(
+                path, operators=range(self.num_steps), overwrite=True, per_rank=self.per_rank
+            ) as recorder:
                 for index in range(self.num_steps):
                     tokens = self.batch(index)
                     with recorder.operators(index, self.model, [tokens]):

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from experiments.faults import replicas, single
 from experiments.faults.fault import BEGINNING, Answer, Fault
 from graphpasses.errors import GraphPassesError
 from graphpasses.parity import locate_runs, read_run
 from graphpasses.parity.launch import run_ranks
 
-__all__ = ["HEALTHY", "Found", "judge", "train_all"]
+__all__ = ["FAULTS", "HEALTHY", "Found", "judge", "train_all"]
 
+FAULTS = (*single.FAULTS, *replicas.FAULTS)
 HEALTHY = "healthy, twice"
 """Name of the rows that compare a healthy program with itself."""
 
@@ -52,14 +54,15 @@ def train_all(faults: Sequence[Fault], folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for num_ranks in sorted({fault.num_ranks for fault in faults}):
-        members = tuple(fault for fault in faults if fault.num_ranks == num_ranks)
+        names = tuple(fault.name for fault in faults if fault.num_ranks == num_ranks)
         if num_ranks == 1:
-            _train(members, folder)
+            _train(names, folder)
         else:
-            run_ranks(_train, num_ranks, members, folder)
+            run_ranks(_train, num_ranks, names, folder)
 
 
-def _train(faults: Sequence[Fault], folder: Path) -> None:
+def _train(names: Sequence[str], folder: Path) -> None:
+    faults = [fault for fault in FAULTS if fault.name in names]
     healthy = dict.fromkeys(fault.healthy for fault in faults)
     for program in healthy:
         for name in (_path(folder, program.__name__), _path(folder, f"{program.__name__} again")):

@@ -39,6 +39,7 @@ from graphpasses._torch.schemas import written_names
 
 _GROUP_NAMES = ("group_name", "group")
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+_TO_PYTHON = torch.ops.aten._local_scalar_dense.default  # a program may branch by what it says
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 # What a call is that neither a module, nor autograd's engine, nor an optimizer makes, by what was called before.
 _NEXT: dict[Phase, Phase] = {"": "forward", "forward": "loss", "backward": "gradients", "reduction": "gradients"}
@@ -73,11 +74,16 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
     def report(self, call: Operator) -> None:
         """Reports a call; called from outside for those that no dispatcher sees."""
         phase = call.where.phase or _NEXT.get(self._phase, self._phase)
-        if call.is_collective and phase == "gradients":
+        where = call.where
+        # DDP alone has C++ that communicates, and fills its buckets, while autograd's engine runs.
+        is_ddp = where.in_backward and where.by_torch and (call.is_collective or call.operator.endswith(".out"))
+        if is_ddp and call.is_collective:  # of a bucket
+            where = replace(where, module="")
+        if is_ddp or (call.is_collective and phase == "gradients"):
             phase = "reduction"
         if phase != "reduction" or self._phase != "backward":  # backward goes on after a reduction within
             self._phase = phase
-        self._seen(replace(call, where=replace(call.where, phase=phase), position=self._num_calls))
+        self._seen(replace(call, where=replace(where, phase=phase), position=self._num_calls))
         self._num_calls += 1
 
     def see(self, name: str, tensor: Tensor) -> Value:
@@ -94,7 +100,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         where, node = self._origin_of(caller)
         if (
             where is None
-            or computes_nothing(func)
+            or (computes_nothing(func) and func is not _TO_PYTHON)
             or copies_nothing(func, args)
             or not isinstance(func, torch._ops.OpOverload)
             or any(is_fake(each) for each in tensors((*args, *kwargs.values())))

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from graphpasses._torch.recorded_operator import Operator, Phase, Value
 from graphpasses.parity.operators import OperatorStep
 
 _COMMUNICATION = "fsdp."  # what FSDP2 does, and a graph does by other operators
-_PHASES = get_args(Phase)
+# Their order; reductions and what else is done to gradients take turns.
+_PHASES: dict[Phase, int] = {
+    "": 0,
+    "forward": 0,
+    "loss": 1,
+    "backward": 2,
+    "reduction": 3,
+    "gradients": 3,
+    "optimizer": 4,
+}
+_TO_PYTHON = "aten._local_scalar_dense.default"  # a program may branch by what it says
 _Kind = Literal["start", "result", "inputs", "missing", "extra"]
 
 
@@ -208,7 +218,20 @@ def _first(
                 found[each.position] = Difference(kind, step.step, step.rank, each, theirs, values, epoch)
         epoch += each.is_collective
     remaining = _not_made_good(run, other, found, unknown, ends)
-    return next((found[each.position] for each in step.operators if each.position in remaining), None)
+    differences = [found[position] for position in sorted(remaining)]
+    first = next(iter(differences), None)
+    if first is None or _is_packed(first):
+        return next((each for each in differences if each.a and each.a.is_collective), first)
+    return first
+
+
+def _is_packed(difference: Difference) -> bool:
+    """Whether an operator that is missing fills the bucket of a reduction."""
+    operator = difference.a
+    assert operator is not None
+    return (
+        difference.kind == "missing" and operator.where.phase == "reduction" and not operator.is_collective
+    )
 
 
 def _is_before(theirs: Difference, ours: Difference, partners: dict[int, int]) -> bool:
@@ -219,7 +242,7 @@ def _is_before(theirs: Difference, ours: Difference, partners: dict[int, int]) -
     last_there = max((mine for mine, other in partners.items() if other < theirs.b.position), default=-1)
     if last != last_there:
         return last_there < last
-    phases = [_PHASES.index(each.where.phase) for each in (theirs.b, ours.a)]
+    phases = [_PHASES[each.where.phase] for each in (theirs.b, ours.a)]
     if phases[0] != phases[1]:
         return phases[0] < phases[1]
     return ours.b is not None and theirs.b.position < ours.b.position
@@ -230,7 +253,7 @@ def _difference(
 ) -> tuple[_Kind, Operator | None, tuple[str, ...]] | None:
     if partner is not None and partner in same_call:
         return "result", partner, _differing_outputs(each, partner)
-    if other.computes(each):
+    if other.computes(each) and (each.operator != _TO_PYTHON or partner is None):
         return None
     if same_call:
         return "result", same_call[0], _differing_outputs(each, same_call[0])
@@ -254,8 +277,9 @@ def _not_made_good(
         if each.position not in found:
             continue
         kind = found[each.position].kind
-        # What one rank communicates otherwise may reach others alone.
-        stays = kind == "result" or (kind == "inputs" and each.is_collective)
+        # What one rank communicates otherwise may reach others alone; what Python reads, anything.
+        is_seen = each.is_collective or each.operator == _TO_PYTHON
+        stays = kind == "result" or (kind == "inputs" and is_seen)
         # A gradient may be kept as it is, though what is computed of it is equal again.
         is_kept = each.position in kept
         leads_on = any(

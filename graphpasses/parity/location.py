@@ -55,12 +55,9 @@ def locate_runs(a: Run, b: Run) -> Location:
         >>> print(locate_runs(read_run(path), read_run(path)).difference)
         None
     """
-    comparison = compare_runs(a, b)
-    if comparison.verdict == "not compared":
-        raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
-    if comparison.divergence is None:
+    step = _first_step(a, b)
+    if step is None:
         return Location(None)
-    step = comparison.divergence.step
     if a.header.world_size != b.header.world_size:
         raise CompareError(
             f"the runs have {a.header.world_size} and {b.header.world_size} ranks: operators are compared rank by "
@@ -84,6 +81,25 @@ def locate_runs(a: Run, b: Run) -> Location:
             "that recorder.operators() did not enclose, e.g. the optimizer"
         )
     return Location(first_of_ranks(found), tuple(found))
+
+
+def _first_step(a: Run, b: Run) -> int | None:
+    """Returns the first step that differs; None if the runs are equal.
+
+    A run whose replicas differ ends before the step is recorded, but has its operators.
+    """
+    common = {each.step for each in a.steps} & {each.step for each in b.steps}
+    unrecorded = sorted((set(recorded_steps(a.path)) & set(recorded_steps(b.path))) - common)
+    if unrecorded and not common:
+        return unrecorded[0]
+    comparison = compare_runs(a, b)
+    if comparison.divergence is not None:
+        return comparison.divergence.step
+    if unrecorded:
+        return unrecorded[0]
+    if comparison.verdict == "not compared":
+        raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
+    return None
 
 
 def how_to_locate(comparison: Comparison) -> str:
