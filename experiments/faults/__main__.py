@@ -12,7 +12,9 @@ import torch
 import tyro
 from rich.table import Table
 
-from experiments.faults.run import FAULTS, Found, judge, train_all
+from experiments.faults.captured import CAPTURED
+from experiments.faults.fault import Fault
+from experiments.faults.run import FAULTS, Found, judge, judge_captured, train_all
 from experiments.harness.select import Only, select
 from graphpasses.terminal import make_console
 
@@ -28,17 +30,21 @@ def main(only: Only = "", out: Path | None = None, verbose: bool = False) -> int
         out: folder for the run files (default: a temporary one).
         verbose: print what locate said of each fault.
     """
-    faults = select(FAULTS, only)
+    faults = select((*FAULTS, *CAPTURED), only)
     if not faults:
         return 2
+    programs = tuple(fault for fault in faults if isinstance(fault, Fault))
     torch.set_num_threads(1)
     console = make_console()
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = out or Path(temporary)
-        train_all(faults, folder)
-        found = list(judge(faults, folder))
-    console.print(make_table(found, {fault.name: fault.source for fault in faults}))
+        train_all(programs, folder)
+        found = list(judge(programs, folder))
+    names = {fault.name for fault in faults}
+    if len(programs) < len(faults):
+        found += [each for each in judge_captured() if each.name in names or each.expected is None]
+    console.print(make_table(found, {fault.name: fault.source for fault in programs}))
     for each in found:
         if verbose or not each.is_right:
             console.print(f"{each.name}: {each.text or 'equal'}", highlight=False, markup=False)
@@ -61,7 +67,9 @@ def make_table(found: Sequence[Found], sources: dict[str, str]) -> Table:
         expected = "nothing" if each.expected is None else str(each.expected)
         said = str(each.answer) if each.answer else (each.text.split(":")[0] or "nothing")
         same = "the same" if each.is_right else said
-        table.add_row(each.name, sources.get(each.name, ""), expected, same, "ok" if each.is_right else "WRONG")
+        table.add_row(
+            each.name, sources.get(each.name, ""), expected, same, "ok" if each.is_right else "WRONG"
+        )
     return table
 
 

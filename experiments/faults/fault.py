@@ -25,7 +25,7 @@ BEGINNING: Phase = "start"
 class Training:
     """A training program; a fault overrides one of its methods or settings."""
 
-    num_steps = 3
+    num_steps = 2
     lr = 0.1
     per_rank: Sequence[str] = ()  # names of tensors of which each rank has its own
 
@@ -151,7 +151,9 @@ class Fault:
         return type("Faulty", (self.healthy,), dict(self.changes))
 
 
-def on_rank(rank: int, faulty: Callable[[Any], object], healthy: Callable[[Any], object] | None = None) -> Any:
+def on_rank(
+    rank: int, faulty: Callable[[Any], object], healthy: Callable[[Any], object] | None = None
+) -> Any:
     """Returns a method that does otherwise on one rank.
 
     Args:

@@ -108,7 +108,11 @@ class Quantized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.emb, self.mid, self.head = nn.Embedding(NUM_TOKENS, WIDTH), Rounded(), nn.Linear(WIDTH, NUM_TOKENS)
+        self.emb, self.mid, self.head = (
+            nn.Embedding(NUM_TOKENS, WIDTH),
+            Rounded(),
+            nn.Linear(WIDTH, NUM_TOKENS),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.head(self.mid(self.emb(tokens)))

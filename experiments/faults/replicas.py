@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.faults.fault import BEGINNING, Answer, Fault, Training, on_rank
-from experiments.faults.models import Model, Normalized, ParallelModel
+from experiments.faults.models import NUM_TOKENS, Normalized, ParallelModel
 
 __all__ = ["FAULTS"]
 
@@ -23,7 +22,7 @@ GATHER, REDUCE_SCATTER = "c10d._allgather_base_.default", "c10d._reduce_scatter_
 
 
 class Data(Training):
-    """Each rank has its batch; gradients are averaged by hand, those of a frozen layer aside."""
+    """Each rank has its batch; gradients are averaged by hand."""
 
     op: Any = dist.ReduceOp.SUM
     forgotten: tuple[str, ...] = ()
@@ -60,6 +59,10 @@ def divides_again(training: Any) -> None:
     Data.reduce(training)
     for parameter in training.model.parameters():
         parameter.grad.div_(2)
+
+
+def batch_of_rank_0(training: Any, step: int) -> Tensor:
+    return torch.randint(NUM_TOKENS, (3, 5), generator=torch.Generator().manual_seed(10 * step))
 
 
 class Initialized(Data):
@@ -145,7 +148,7 @@ class Parallel(Training):
         return ParallelModel()
 
     def batch(self, step: int) -> Tensor:
-        tokens = torch.randint(12, (6, 3), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(NUM_TOKENS, (6, 3), generator=torch.Generator().manual_seed(step))
         return tokens.chunk(2)[self.rank].contiguous()
 
     def reduce(self) -> None:
@@ -208,9 +211,7 @@ def divides_by_four(model: Any) -> None:
 
 
 def sets_on_rank(rank: int, fqn: str, **values: Any) -> dict[str, Any]:
-    return {
-        "prepare": on_rank(rank, lambda training: vars(training.model.get_submodule(fqn)).update(values))
-    }
+    return {"prepare": on_rank(rank, lambda training: vars(training.model.get_submodule(fqn)).update(values))}
 
 
 def fault(name: str, source: str, healthy: type[Training], changes: Any, *answer: Any) -> Fault:
@@ -230,7 +231,7 @@ FAULTS = (
     fault("gradients sent in bfloat16", "TTrace", Data,
           {"sent": lambda training, gradient: gradient.bfloat16()}, "gradients", CAST),
     fault("batches alike on all ranks", "TrainCheck", Data,
-          {"batch": lambda training, step: torch.randint(12, (3, 5), generator=torch.Generator().manual_seed(step * 10))},
+          {"batch": batch_of_rank_0},
           BEGINNING, "batch[0]", "", (1,)),
     fault("weights not broadcast", "TrainCheck", Initialized, {"send": lambda training: None},
           BEGINNING, "weight of emb.weight", "", (1,)),

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.faults import replicas, single
+from experiments.faults.captured import locations
 from experiments.faults.fault import BEGINNING, Answer, Fault
 from graphpasses.errors import GraphPassesError
-from graphpasses.parity import locate_runs, read_run
+from graphpasses.parity import Location, locate_runs, read_run
 from graphpasses.parity.launch import run_ranks
 
-__all__ = ["FAULTS", "HEALTHY", "Found", "judge", "train_all"]
+__all__ = ["FAULTS", "HEALTHY", "Found", "judge", "judge_captured", "train_all"]
 
 FAULTS = (*single.FAULTS, *replicas.FAULTS)
 HEALTHY = "healthy, twice"
@@ -90,9 +91,20 @@ def judge(faults: Sequence[Fault], folder: Path) -> Iterator[Found]:
 
 def _locate(folder: Path, a: str, b: str) -> tuple[Answer | None, str]:
     try:
-        difference = locate_runs(*(read_run(_path(folder, name)) for name in (a, b))).difference
+        return _answer(locate_runs(*(read_run(_path(folder, name)) for name in (a, b))))
     except GraphPassesError as error:
         return None, f"{type(error).__name__}: {error}"
+
+
+def judge_captured() -> Iterator[Found]:
+    """Says of each wrong graph of a captured step what ``locate_step`` names."""
+    for edit, location in locations():
+        name, expected = (f"{HEALTHY}: captured", None) if edit is None else (edit.name, edit.answer)
+        yield Found(name, expected, *_answer(location))
+
+
+def _answer(location: Location) -> tuple[Answer | None, str]:
+    difference = location.difference
     if difference is None:
         return None, ""
     ranks = (difference.rank,)
@@ -102,4 +114,4 @@ def _locate(folder: Path, a: str, b: str) -> tuple[Answer | None, str]:
     if operator is None:
         return None, str(difference)
     where = operator.where
-    return Answer(where.phase, operator.operator, where.module, ranks), str(difference)
+    return Answer(where.phase or "forward", operator.operator, where.module, ranks), str(difference)

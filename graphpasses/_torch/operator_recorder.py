@@ -131,11 +131,11 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = torch._C._current_autograd_node()
         phase: Phase = "optimizer" if in_optimizer else "" if module is None else "forward"
         if node is None:
-            # The node of autograd that this call is the forward of has been made by now.
-            self._nodes.setdefault(
-                torch.autograd._get_sequence_nr() - 1,
-                where := Where(module or "", line, in_backward=False, by_torch=caller.f_code in _CALLERS, phase=phase),
+            where = Where(
+                module or "", line, in_backward=False, by_torch=caller.f_code in _CALLERS, phase=phase
             )
+            # The node of autograd that this call is the forward of has been made by now.
+            self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, where)
             return where
         owner = self._owners.get(id(getattr(node, "variable", None)), "")  # of the gradient that is added to
         forward = self._nodes.get(node._sequence_nr(), Where(owner, None, False))

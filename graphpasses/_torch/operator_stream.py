@@ -42,7 +42,12 @@ _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empt
 _TO_PYTHON = torch.ops.aten._local_scalar_dense.default  # a program may branch by what it says
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
 # What a call is that neither a module, nor autograd's engine, nor an optimizer makes, by what was called before.
-_NEXT: dict[Phase, Phase] = {"": "forward", "forward": "loss", "backward": "gradients", "reduction": "gradients"}
+_NEXT: dict[Phase, Phase] = {
+    "": "forward",
+    "forward": "loss",
+    "backward": "gradients",
+    "reduction": "gradients",
+}
 
 
 class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
@@ -76,7 +81,9 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         phase = call.where.phase or _NEXT.get(self._phase, self._phase)
         where = call.where
         # DDP alone has C++ that communicates, and fills its buckets, while autograd's engine runs.
-        is_ddp = where.in_backward and where.by_torch and (call.is_collective or call.operator.endswith(".out"))
+        is_ddp = (
+            where.in_backward and where.by_torch and (call.is_collective or call.operator.endswith(".out"))
+        )
         if is_ddp and call.is_collective:  # of a bucket
             where = replace(where, module="")
         if is_ddp or (call.is_collective and phase == "gradients"):

@@ -9,7 +9,7 @@ MODULE_FQN = "module_fqn"
 """The key of ``meta["custom"]`` that names a node's module; torchtitan's graph_trainer has the same."""
 
 Phase = Literal["", "forward", "loss", "backward", "reduction", "gradients", "optimizer"]
-"""A part of a step. Of what treats gradients before the optimizer, "reduction" communicates; "gradients" is all else."""
+"""A part of a step. Of what treats gradients before the optimizer, "reduction" communicates, "gradients" does not."""
 
 _PLACES = {
     "loss": "loss",

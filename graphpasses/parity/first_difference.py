@@ -96,20 +96,17 @@ def first_difference(a: OperatorStep, b: OperatorStep) -> Difference | None:
     start = differing(a.start, b.start)
     if start:
         return Difference("start", a.step, a.rank, None, None, start)
-    runs = _Run(a), _Run(b)
-    partners = _partners(*runs)
+    run_a, run_b = _Run(a), _Run(b)
+    partners = _partners(run_a, run_b)
     ends = differing(a.end, b.end)
-    ours = _first(*runs, set(partners), set(partners.values()), ends)
-    theirs = _first(*reversed(runs), set(partners.values()), set(partners), ends)
+    ours = _first(run_a, run_b, set(partners), set(partners.values()), ends)
+    theirs = _first(run_b, run_a, set(partners.values()), set(partners), ends)
     if theirs is not None:
         theirs = replace(theirs, a=theirs.b, b=theirs.a)
         if theirs.kind == "missing":
             theirs = replace(theirs, kind="extra", values=ends)
-    # What FSDP2 does in an operator, a graph does in several.
-    if theirs is not None and (
-        ours is None or (not runs[1].cannot_have(ours.a) and _is_before(theirs, ours, partners))
-    ):
-        ours = theirs
+        if ours is None or _is_before(theirs, ours, partners, run_b):
+            return theirs
     if ours is None and ends:
         return Difference("extra", a.step, a.rank, None, None, ends)
     return ours
@@ -173,7 +170,7 @@ class _Run:
 
 
 def _partners(a: _Run, b: _Run) -> dict[int, int]:
-    """Returns by positions in A the positions in B of like calls with like results, in the same module if there is one."""
+    """Returns by positions in A those in B of like calls with like results, in the same module if there is one."""
     left = {call: list(operators) for call, operators in b.calls.items()}
     partners: dict[int, int] = {}
     for is_near in (True, False):
@@ -229,15 +226,15 @@ def _is_packed(difference: Difference) -> bool:
     """Whether an operator that is missing fills the bucket of a reduction."""
     operator = difference.a
     assert operator is not None
-    return (
-        difference.kind == "missing" and operator.where.phase == "reduction" and not operator.is_collective
-    )
+    return difference.kind == "missing" and operator.where.phase == "reduction" and not operator.is_collective
 
 
-def _is_before(theirs: Difference, ours: Difference, partners: dict[int, int]) -> bool:
+def _is_before(theirs: Difference, ours: Difference, partners: dict[int, int], run_b: _Run) -> bool:
     """Whether what B begins otherwise comes before what A does, by the like calls before each."""
     assert theirs.b is not None
     assert ours.a is not None
+    if run_b.cannot_have(ours.a):  # what FSDP2 does in an operator, a graph does in several
+        return False
     last = max((mine for mine in partners if mine < ours.a.position), default=-1)
     last_there = max((mine for mine, other in partners.items() if other < theirs.b.position), default=-1)
     if last != last_there:
