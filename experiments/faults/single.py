@@ -231,6 +231,13 @@ def smoothed(training: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(training.logits(tokens).flatten(0, 1), labels, label_smoothing=0.1)
 
 
+def logged(training: Any, tokens: Tensor) -> Tensor:
+    """Computes what changes nothing, and reads it."""
+    loss = Training.loss(training, tokens)
+    training.metric = (loss.detach() * 3).exp().item()
+    return loss
+
+
 def head_forgotten(training: Any) -> torch.optim.Optimizer:
     kept = [each for name, each in training.model.named_parameters() if name != "layers.1.down.bias"]
     return torch.optim.SGD(kept, lr=training.lr)
@@ -331,6 +338,7 @@ FAULTS = (
     fault("parameter not given to the optimizer", "TrainCheck", Training, {"make_optimizer": head_forgotten},
           "optimizer", ADD),
     fault("another learning rate", "tried", Training, {"lr": 0.2}, "optimizer", ADD),
+    fault("another learning rate, and a metric", "tried", Training, {"lr": 0.2, "loss": logged}, "optimizer", ADD),
     fault("schedule before the update", "TrainCheck", Adaptive, {"update": scheduled_first},
           "optimizer", "aten.addcdiv_.default"),
     fault("norms decay", "TTrace", Adaptive, {"decay_of_norms": 0.1}, "optimizer", MUL),

@@ -1,4 +1,4 @@
-"""Faults in training programs: what locate names of some of each kind, and that it names nothing where there is none."""
+"""Faults in training programs: what locate names of each kind, and that it names nothing where there is none."""
 
 from __future__ import annotations
 
