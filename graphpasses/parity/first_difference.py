@@ -98,7 +98,8 @@ def first_difference(a: OperatorStep, b: OperatorStep) -> Difference | None:
         return Difference("start", a.step, a.rank, None, None, start)
     run_a, run_b = _Run(a), _Run(b)
     partners = _partners(run_a, run_b)
-    ends = differing(a.end, b.end)
+    names, others = ({each.name for each in step.end} for step in (a, b))
+    ends = (*differing(a.end, b.end), *sorted(names ^ others))  # a gradient may be there in one alone
     ours = _first(run_a, run_b, set(partners), set(partners.values()), ends)
     theirs = _first(run_b, run_a, set(partners.values()), set(partners), ends)
     if theirs is not None:
@@ -216,10 +217,8 @@ def _first(
         epoch += each.is_collective
     remaining = _not_made_good(run, other, found, unknown, ends)
     differences = [found[position] for position in sorted(remaining)]
-    first = next(iter(differences), None)
-    if first is None or _is_packed(first):
-        return next((each for each in differences if each.a and each.a.is_collective), first)
-    return first
+    # Where a bucket is not filled, its reduction is missing, too.
+    return next((each for each in differences if not _is_packed(each)), None)
 
 
 def _is_packed(difference: Difference) -> bool:

@@ -39,7 +39,8 @@ def locate_runs(a: Run, b: Run) -> Location:
 
     Args:
         a: the first run, e.g. eager's.
-        b: the second run; both recorded the operators of the first step that differs.
+        b: the second run; both recorded the operators of the first step that differs, which is also the one at which
+            recording met replicas that differ.
 
     Raises:
         CompareError: the runs cannot be compared, see :func:`compare_runs`, have other numbers of ranks, or recorded

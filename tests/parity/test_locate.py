@@ -227,6 +227,28 @@ def test_what_a_branch_is_decided_by(tmp_path: Path) -> None:
     assert (found.kind, found.operator.operator) == ("missing", "aten.neg.default")
 
 
+def test_a_gradient_of_one_run_alone(tmp_path: Path) -> None:
+    """No optimizer is enclosed: the gradient itself is what the step ends with."""
+    for name in "ab":
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        model.weight.requires_grad_(name == "b")
+        with ParityRecorder(tmp_path / f"{name}.jsonl", operators=[0]) as recorder:
+            with recorder.operators(0, model):
+                loss = model(torch.ones(3, 2)).sum()
+                loss.backward()
+            recorder.record(0, loss, model)
+    found = locate_runs(*(read_run(tmp_path / f"{name}.jsonl") for name in "ab")).difference
+    assert found is not None
+    assert found.operator is not None
+    assert (found.kind, found.operator.operator, found.values) == (
+        "extra",
+        "aten.mm.default",
+        ("gradient of weight",),
+    )
+
+
 def test_phases(reference: Path) -> None:
     by_phase: dict[str, list[Operator]] = {}
     for each in read_operators(reference, 0, faults.STEP).operators:
