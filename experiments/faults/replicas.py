@@ -178,6 +178,12 @@ class Replicated(Training):
         self.wrapped = DistributedDataParallel(self.model)
 
 
+def scales_on_rank_1(training: Any) -> None:
+    if training.rank == 1:
+        training.model.layers[1].act.register_full_backward_hook(lambda module, ins, outs: (ins[0] * 2,))
+    Replicated.prepare(training)
+
+
 def without_sync(training: Any, loss_tokens: Tensor) -> Tensor:
     training.wrapped.require_backward_grad_sync = False
     return Training.loss(training, loss_tokens)
@@ -270,6 +276,8 @@ FAULTS = (
     # DDP and FSDP2
     fault("DDP without its reductions", "TrainCheck", Replicated, {"loss": without_sync},
           "reduction", ALL_REDUCE),
+    fault("DDP, a gradient scaled on a rank", "TTrace", Replicated, {"prepare": scales_on_rank_1},
+          "backward", "aten.mul.Tensor", "layers.1.act", (1,)),
     fault("FSDP2, gradients not reduced", "TTrace", Sharded, sharded(keeps_gradients_whole),
           "reduction", "fsdp.reduce_gradient", "layers.1.attention.qkv"),
     fault("FSDP2, divided by another number", "TTrace", Sharded, sharded(divides_by_four),
