@@ -27,9 +27,11 @@ from torch.utils._python_dispatch import (
 )
 
 from graphpasses._torch.operator_facts import NOT_THE_USERS
-from graphpasses._torch.recorded_operator import Where
+from graphpasses._torch.recorded_operator import Phase, Where
 
 _TORCH = Path(torch.__file__).parent
+OPTIMIZERS = str(_TORCH / "optim")
+"""Where the files of torch's optimizers lie; the methods of all others are called from there."""
 _FSDP2 = _TORCH / "distributed" / "fsdp" / "_fully_shard"
 # Files whose calls are none of the step's own.
 _LEFT_OUT = frozenset(
@@ -70,6 +72,10 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_mode = is_mode
         self._modules = {id(module): fqn for fqn, module in reversed([*model.named_modules()])}
+        self._owners = {
+            id(parameter): name.rpartition(".")[0]
+            for name, parameter in reversed([*model.named_parameters(remove_duplicate=False)])
+        }
         self._nodes: dict[int, Where] = {}
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
@@ -107,6 +113,7 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def where(self, caller: FrameType) -> Where | None:
         """Returns from where the call is made that is made now; None if it is left out."""
         module = line = None
+        in_optimizer = False
         frame = caller
         while frame is not self._root and frame.f_back is not None and (module is None or line is None):
             code = frame.f_code
@@ -116,23 +123,28 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 module = self._modules.get(id(frame.f_locals["self"])) if module is None else module
             elif code.co_filename in _LEFT_OUT:
                 return None
+            elif code.co_filename.startswith(OPTIMIZERS):
+                in_optimizer = True
             elif line is None and not code.co_filename.startswith(NOT_THE_USERS):
                 line = code.co_filename, frame.f_lineno, code.co_name
             frame = frame.f_back
         node = torch._C._current_autograd_node()
+        phase: Phase = "optimizer" if in_optimizer else "" if module is None else "forward"
         if node is None:
-            # The node of autograd that this call is the forward of has been made by now.
-            self._nodes.setdefault(
-                torch.autograd._get_sequence_nr() - 1,
-                where := Where(module or "", line, in_backward=False, by_torch=caller.f_code in _CALLERS),
+            where = Where(
+                module or "", line, in_backward=False, by_torch=caller.f_code in _CALLERS, phase=phase
             )
+            # The node of autograd that this call is the forward of has been made by now.
+            self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, where)
             return where
-        forward = self._nodes.get(node._sequence_nr(), Where("", None, False))
+        owner = self._owners.get(id(getattr(node, "variable", None)), "")  # of the gradient that is added to
+        forward = self._nodes.get(node._sequence_nr(), Where(owner, None, False))
         return Where(
             forward.module if module is None else module,
             line or forward.line,
             in_backward=True,
             by_torch=module is None and line is None,
+            phase="optimizer" if in_optimizer else "backward",
         )
 
 

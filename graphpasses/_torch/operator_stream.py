@@ -32,14 +32,22 @@ from graphpasses._torch.operator_facts import (
     memory_of,
     tensors,
 )
-from graphpasses._torch.operator_recorder import OperatorRecorder, unseen
+from graphpasses._torch.operator_recorder import OPTIMIZERS, OperatorRecorder, unseen
 from graphpasses._torch.pytree import tree_leaves, tree_map
-from graphpasses._torch.recorded_operator import MODULE_FQN, Operator, Value, Where
+from graphpasses._torch.recorded_operator import MODULE_FQN, Operator, Phase, Value, Where
 from graphpasses._torch.schemas import written_names
 
 _GROUP_NAMES = ("group_name", "group")
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
+_TO_PYTHON = torch.ops.aten._local_scalar_dense.default  # a program may branch by what it says
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+# What a call is that neither a module, nor autograd's engine, nor an optimizer makes, by what was called before.
+_NEXT: dict[Phase, Phase] = {
+    "": "forward",
+    "forward": "loss",
+    "backward": "gradients",
+    "reduction": "gradients",
+}
 
 
 class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
@@ -65,30 +73,41 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         self._graphs = NodesOfFrames()
         self._unwritten: dict[int, StorageWeakRef] = {}
         self._num_calls = 0
+        self._phase: Phase = ""
         self.kept: dict[int, dict[str, Any]] = {}
 
     def report(self, call: Operator) -> None:
         """Reports a call; called from outside for those that no dispatcher sees."""
-        self._seen(replace(call, position=self._num_calls))
+        phase = call.where.phase or _NEXT.get(self._phase, self._phase)
+        where = call.where
+        # DDP alone has C++ that communicates, and fills its buckets, while autograd's engine runs.
+        is_ddp = (
+            where.in_backward and where.by_torch and (call.is_collective or call.operator.endswith(".out"))
+        )
+        if is_ddp and call.is_collective:  # of a bucket
+            where = replace(where, module="")
+        if is_ddp or (call.is_collective and phase == "gradients"):
+            phase = "reduction"
+        if phase != "reduction" or self._phase != "backward":  # backward goes on after a reduction within
+            self._phase = phase
+        self._seen(replace(call, where=replace(where, phase=phase), position=self._num_calls))
         self._num_calls += 1
 
     def see(self, name: str, tensor: Tensor) -> Value:
         """Returns what is reported of a tensor."""
         is_plain = tensor.layout == torch.strided and not tensor.is_quantized
-        if not is_plain or memory_of(tensor) in self._unwritten:
-            return Value(name, kind_of(tensor), None)
+        memory = memory_of(tensor)
+        if not is_plain or memory in self._unwritten:
+            return Value(name, kind_of(tensor), None, memory)
         with torch.no_grad(), unseen():
-            base = _untransposed(tensor)
-            return Value(
-                name, kind_of(tensor), self._digest(tensor), base if base is None else self._digest(base)
-            )
+            return Value(name, kind_of(tensor), self._digest(tensor), memory)
 
     def record(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], caller: FrameType) -> Any:
         """Calls an operator, and reports it."""
         where, node = self._origin_of(caller)
         if (
             where is None
-            or computes_nothing(func)
+            or (computes_nothing(func) and func is not _TO_PYTHON)
             or copies_nothing(func, args)
             or not isinstance(func, torch._ops.OpOverload)
             or any(is_fake(each) for each in tensors((*args, *kwargs.values())))
@@ -98,7 +117,7 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
         inputs = tuple(self.see(name, each) for name, each in given if isinstance(each, Tensor))
         state = _random_state(func, given)
         if state is not None:
-            inputs = (*inputs, self.see("random state", state))
+            inputs = (*inputs, replace(self.see("random state", state), memory=None))
         keeps = self._num_calls in self._keep
         kept = (
             {"args": _copied(args), "kwargs": _copied(dict(kwargs)), "random_state": state} if keeps else {}
@@ -148,15 +167,6 @@ class OperatorStream(OperatorRecorder):  # type: ignore[no-untyped-call]
             *(self.see(f"result {index}", each) for index, each in enumerate(flat)),
             *(self.see(f"written {name}", each) for name, each in written if id(each) not in seen),
         )
-
-
-def _untransposed(tensor: Tensor) -> Tensor | None:
-    """Returns a transposed tensor as it lies in memory; None for any other."""
-    if tensor.is_contiguous():
-        return None
-    strides: tuple[int, ...] = tensor.stride()
-    base = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
-    return base if base.is_contiguous() else None
 
 
 def _copied(value: Any) -> Any:
@@ -294,7 +304,12 @@ def _report(
     stream.report(
         Operator(
             operator=operator,
-            where=Where(fqn.rpartition(".")[0], None, in_backward=operator == REDUCE),
+            where=Where(
+                fqn.rpartition(".")[0],
+                None,
+                in_backward=operator == REDUCE,
+                phase="reduction" if operator == REDUCE else "forward",
+            ),
             arguments=(fqn, *(f"ranks={each}" for each in ranks), *options),
             inputs=(read,),
             outputs=(made,),
@@ -309,12 +324,16 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<functio
 def origin_of(node: fx.Node) -> Where:
     """Returns where a node comes from, as far as its graph's capture and passes noted it."""
     line = None
+    in_optimizer = False
     for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""):
+        in_optimizer |= frame["file"].startswith(OPTIMIZERS)
         if not frame["file"].startswith(NOT_THE_USERS):
             line = frame["file"], int(frame["line"]), frame["function"]
-    module = (node.meta.get("custom") or {}).get(MODULE_FQN, "")
+    module = (node.meta.get("custom") or {}).get(MODULE_FQN)
     in_backward = bool(node.meta.get("autograd_backward", False))
-    return Where(module, line, in_backward, by_torch=in_backward)
+    phase: Phase = "" if module is None else "forward"
+    phase = "optimizer" if in_optimizer else "backward" if in_backward else phase
+    return Where(module or "", line, in_backward, by_torch=in_backward, phase=phase)
 
 
 class NodesOfFrames:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 MODULE_FQN = "module_fqn"
 """The key of ``meta["custom"]`` that names a node's module; torchtitan's graph_trainer has the same."""
+
+Phase = Literal["", "forward", "loss", "backward", "reduction", "gradients", "optimizer"]
+"""A part of a step. Of what treats gradients before the optimizer, "reduction" communicates, "gradients" does not."""
+
+_PLACES = {
+    "loss": "loss",
+    "gradients": "treatment of gradients",
+    "optimizer": "optimizer",
+    "reduction": "reduction of gradients",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +29,14 @@ class Where:
     # Whether torch chose the operator: C++ behind a function, or in backward autograd's formula, and neither
     # a module, a hook nor the user's own backward.
     by_torch: bool = False
+    phase: Phase = ""  # of the step; empty for code of no module, whose phase is known by what ran before
 
     def __str__(self) -> str:
         line = " ({}:{} in {})".format(*self.line) if self.line else ""
+        if self.phase in _PLACES and not self.module:
+            return f"{_PLACES[self.phase]}{line}"
         of = f"module {self.module!r}" if self.module else "the model itself"
-        return f"{'backward' if self.in_backward else 'forward'} of {of}{line}"
+        return f"{_PLACES.get(self.phase, 'backward' if self.in_backward else 'forward')} of {of}{line}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +48,7 @@ class Value:
     # 128 bits of its elements and their order, whatever its shape, as 32 hexadecimal digits, or where they
     # are yet; None if its memory was never written.
     digest: Any
-    base: Any = None  # the same of the tensor that it is a transposition of; None for any other
+    memory: int | None = None  # a number of the memory that holds it, which views share; None for none
 
 
 @dataclass(frozen=True, slots=True)

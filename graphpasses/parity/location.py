@@ -39,7 +39,8 @@ def locate_runs(a: Run, b: Run) -> Location:
 
     Args:
         a: the first run, e.g. eager's.
-        b: the second run; both recorded the operators of the first step that differs.
+        b: the second run; both recorded the operators of the first step that differs, which is also the one at which
+            recording met replicas that differ.
 
     Raises:
         CompareError: the runs cannot be compared, see :func:`compare_runs`, have other numbers of ranks, or recorded
@@ -55,12 +56,9 @@ def locate_runs(a: Run, b: Run) -> Location:
         >>> print(locate_runs(read_run(path), read_run(path)).difference)
         None
     """
-    comparison = compare_runs(a, b)
-    if comparison.verdict == "not compared":
-        raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
-    if comparison.divergence is None:
+    step = _first_step(a, b)
+    if step is None:
         return Location(None)
-    step = comparison.divergence.step
     if a.header.world_size != b.header.world_size:
         raise CompareError(
             f"the runs have {a.header.world_size} and {b.header.world_size} ranks: operators are compared rank by "
@@ -84,6 +82,25 @@ def locate_runs(a: Run, b: Run) -> Location:
             "that recorder.operators() did not enclose, e.g. the optimizer"
         )
     return Location(first_of_ranks(found), tuple(found))
+
+
+def _first_step(a: Run, b: Run) -> int | None:
+    """Returns the first step that differs; None if the runs are equal.
+
+    A run whose replicas differ ends before the step is recorded, but has its operators.
+    """
+    common = {each.step for each in a.steps} & {each.step for each in b.steps}
+    unrecorded = sorted((set(recorded_steps(a.path)) & set(recorded_steps(b.path))) - common)
+    if unrecorded and not common:
+        return unrecorded[0]
+    comparison = compare_runs(a, b)
+    if comparison.divergence is not None:
+        return comparison.divergence.step
+    if unrecorded:
+        return unrecorded[0]
+    if comparison.verdict == "not compared":
+        raise CompareError(f"the runs cannot be compared: {comparison.gaps[0].text}")
+    return None
 
 
 def how_to_locate(comparison: Comparison) -> str:
@@ -142,7 +159,7 @@ def location_to_json(location: Location) -> dict[str, Any]:
 
 
 def _difference_to_json(difference: Difference) -> dict[str, Any]:
-    operators = {name: _operator_to_json(getattr(difference, name)) for name in ("a", "b", "maker")}
+    operators = {name: _operator_to_json(getattr(difference, name)) for name in ("a", "b")}
     return {"text": str(difference), **vars(difference), **operators}
 
 
@@ -150,4 +167,6 @@ def _operator_to_json(operator: Operator | None) -> dict[str, Any] | None:
     if operator is None:
         return None
     data = asdict(operator)
+    for value in (*data["inputs"], *data["outputs"]):
+        del value["memory"]  # another one in each run
     return {**data.pop("where"), **data}

@@ -13,7 +13,7 @@ from graphpasses._torch.recorded_operator import Operator, Value, Where
 from graphpasses.errors import RunFileError
 from graphpasses.parity.run_file import json_line
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _FORMAT = "graphpasses-operators"
 
 
@@ -25,7 +25,7 @@ class OperatorStep:
     step: int
     start: tuple[Value, ...]  # what the step began with
     operators: Sequence[Operator]  # in the order in which they ran
-    end: tuple[Value, ...]  # what it ended with: gradients, weights, buffers
+    end: tuple[Value, ...]  # what it ended with: gradients, weights, buffers, its loss if that was recorded
 
 
 def operator_file(path: str | os.PathLike[str], rank: int) -> Path:
@@ -61,6 +61,11 @@ def end_line(step: int, num_operators: int, values: Sequence[Value]) -> bytes:
     return json_line({"end": step, "num_operators": num_operators, "values": _rows(values)})
 
 
+def loss_line(step: int, values: Sequence[Value]) -> bytes:
+    """Returns the line of a step's loss, which is known only when the step was recorded."""
+    return json_line({"loss": step, "values": _rows(values)})
+
+
 def _rows(values: Sequence[Value]) -> list[tuple[Any, ...]]:
     return [astuple(each) for each in values]
 
@@ -69,9 +74,13 @@ def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> Operat
     """Reads the operators of one step of one rank, beside a run file; raises where they are not all there."""
     file = operator_file(path, rank)
     start: tuple[Value, ...] | None = None
+    end: tuple[Value, ...] | None = None
     operators: list[Operator] = []
     for number, data in _lines(file):
         try:
+            if end is not None:
+                end += _values(data["values"]) if isinstance(data, dict) and data.get("loss") == step else ()
+                break
             if isinstance(data, dict) and data.get("step") == step:
                 start = _values(data["start"])
             elif start is not None and isinstance(data, list):
@@ -83,9 +92,11 @@ def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> Operat
                     raise ValueError(
                         f"step {step} has {data['num_operators']} operators, not {len(operators)}"
                     )
-                return OperatorStep(rank, step, start, operators, _values(data["values"]))
+                end = _values(data["values"])
         except (ValueError, KeyError, TypeError) as error:
             raise RunFileError(f"'{file}' is damaged in line {number}: {error}") from None
+    if start is not None and end is not None:
+        return OperatorStep(rank, step, start, operators, end)
     if start is not None:
         raise RunFileError(f"'{file}' ends in the midst of step {step}: the run was cut short")
     raise RunFileError(f"'{file}' does not hold step {step}; record the run with operators=[{step}]")

@@ -140,6 +140,10 @@ class ParityRecorder:
             return
         with self._operator_file.step(step, model, batch, self._operators[step]):
             yield
+        self._raise_operators()
+
+    def _raise_operators(self) -> None:
+        """Raises on all ranks what went wrong with the operators of one."""
         for failure in gathered(self._operator_file.failure):
             if failure is not None:
                 raise RunFileError(failure)
@@ -211,6 +215,9 @@ class ParityRecorder:
             raise RunFileError(f"step {step} cannot be recorded after step {self._last_step}")
         self._last_step = step
         losses = None if loss is None else self._losses(loss)
+        if step in self._operators:
+            self._operator_file.add_loss(step, loss)
+            self._raise_operators()
         # One call, hence one all-reduce, for both; a FQN cannot start with these marks.
         if gradients is None:
             gradients = named_gradients(model) if isinstance(model, nn.Module) else {}

@@ -12,12 +12,19 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from graphpasses._torch.operator_facts import kind_of, read_tensors
+from graphpasses._torch.operator_facts import kind_of, memory_of, read_tensors
 from graphpasses._torch.operator_stream import OperatorStream, fsdp2_streamed
 from graphpasses._torch.recorded_operator import Operator, Value
 from graphpasses.parity._lanes import MASK, lanes
 from graphpasses.parity.hashing import named_gradients, named_weights
-from graphpasses.parity.operators import end_line, header_line, operator_file, operator_line, start_line
+from graphpasses.parity.operators import (
+    end_line,
+    header_line,
+    loss_line,
+    operator_file,
+    operator_line,
+    start_line,
+)
 
 _MAX_PENDING = 256  # digests that stay on the device at a time
 
@@ -50,6 +57,7 @@ class OperatorFile:
     def __init__(self, path: Path, rank: int, world_size: int) -> None:
         self._path, self._rank, self._world_size = operator_file(path, rank), rank, world_size
         self.failure: str | None = None
+        self._last_step: int | None = None
 
     def remove(self) -> None:
         """Removes the file that an earlier run left."""
@@ -84,6 +92,7 @@ class OperatorFile:
             write(start_line(step, values_of(model, batch, gradients=False)))
             with operators_recorded(model, add, keep=frozenset(keep)) as stream:
                 yield
+            self._last_step = step
             write(end_line(step, num_operators, values_of(model, gradients=True)))
             with self._failure_kept():
                 if stream.kept:
@@ -91,6 +100,15 @@ class OperatorFile:
                 if file is not None:
                     file.flush()
                     os.fsync(file.fileno())
+
+    def add_loss(self, step: int, loss: Tensor | float | None) -> None:
+        """Writes the loss of a step whose operators were written."""
+        if loss is None or self._last_step != step:
+            return
+        value = loss if isinstance(loss, Tensor) else torch.tensor(loss)
+        line = loss_line(step, tuple(_with_digests(list(_seen({"loss": value})))))
+        with self._failure_kept(), self._path.open("ab") as file:
+            file.write(line)
 
     @contextmanager
     def _failure_kept(self) -> Iterator[None]:
@@ -129,7 +147,7 @@ def _seen(tensors: Mapping[str, Any]) -> Iterator[Value]:
             continue
         for plain in read_tensors(tensor):
             digest = _digest(plain.detach()) if plain.layout == torch.strided else None
-            yield Value(name, kind_of(plain), digest)
+            yield Value(name, kind_of(plain), digest, memory_of(plain))
 
 
 def _digest(tensor: Tensor) -> Tensor:
@@ -140,11 +158,11 @@ def _digest(tensor: Tensor) -> Tensor:
 def _with_digests(seen: list[Value]) -> Iterator[Value]:
     """Yields what was seen with its digests as text, brought from each device at once."""
     by_device: dict[torch.device, dict[int, Tensor]] = {}
-    for digest in (digest for each in seen for digest in (each.digest, each.base) if digest is not None):
+    for digest in (each.digest for each in seen if each.digest is not None):
         by_device.setdefault(digest.device, {})[id(digest)] = digest
     texts: dict[int, str] = {}
     for digests in by_device.values():
         sums = torch.stack(list(digests.values())).tolist()
         for key, (low, high) in zip(digests, sums, strict=True):
             texts[key] = f"{(high & MASK) << 64 | (low & MASK):032x}"
-    return (replace(each, digest=texts.get(id(each.digest)), base=texts.get(id(each.base))) for each in seen)
+    return (replace(each, digest=texts.get(id(each.digest))) for each in seen)

@@ -134,6 +134,10 @@ def runs(fqn: str, forward: Callable[[Any, nn.Module, Tensor], Tensor]) -> Fault
     return strike
 
 
+def changes_loss(change: Callable[[Tensor], Tensor]) -> Fault:
+    return lambda trainer: setattr(trainer, "loss", lambda *given: change(Trainer.loss(trainer, *given)))
+
+
 def optimizes(**options: Any) -> Fault:
     return lambda trainer: trainer.optimizer.param_groups[0].update(options)
 
@@ -142,6 +146,19 @@ def flips_bit(trainer: Trainer, module: nn.Module, x: Tensor) -> Tensor:
     result = F.gelu(x)
     with torch.no_grad():
         result.view(torch.int32)[0, 0, 0] ^= 1
+    return result
+
+
+def writes_nan(trainer: Trainer, module: nn.Module, x: Tensor) -> Tensor:
+    result = F.gelu(x)
+    with torch.no_grad():
+        result[0, 0, 0].fill_(float("nan"))
+    return result
+
+
+def overwrites(trainer: Trainer, module: nn.Module, x: Tensor) -> Tensor:
+    result = F.gelu(x)
+    x.data.mul_(2)  # which autograd has saved, and does not see
     return result
 
 

@@ -17,7 +17,7 @@ from graphpasses.parity import ParityRecorder, compare_runs, locate_runs, read_r
 from graphpasses.parity.operators import operator_file, read_operators
 from graphpasses.parity.record_operators import operators_recorded
 from tests.helpers import faults
-from tests.helpers.faults import Fault, gives, optimizes, runs, sets
+from tests.helpers.faults import Fault, changes_loss, gives, optimizes, runs, sets
 
 # Fault, then what is to be found: kind, operator, module, whether in backward, and what differs.
 FAULTS: dict[str, tuple[Fault, str, str, str, bool, tuple[str, ...]]] = {
@@ -47,7 +47,7 @@ FAULTS: dict[str, tuple[Fault, str, str, str, bool, tuple[str, ...]]] = {
     ),
     "precision lost in one layer": (
         runs("layers.1.up", faults.low_precision),
-        *("inputs", "aten.addmm.default", "layers.1.up", False, ("self", "mat1", "mat2")),
+        *("extra", "aten._to_copy.default", "layers.1.up", False, ()),
     ),
     "stale weight": (
         runs("layers.1.down", faults.stale),
@@ -55,7 +55,27 @@ FAULTS: dict[str, tuple[Fault, str, str, str, bool, tuple[str, ...]]] = {
     ),
     "one bit flipped": (
         runs("layers.0.act", faults.flips_bit),
-        *("inputs", "aten.addmm.default", "layers.0.down", False, ("mat1",)),
+        *("extra", "aten.bitwise_xor_.Scalar", "layers.0.act", False, ()),
+    ),
+    "NaN written in place": (
+        runs("layers.0.act", faults.writes_nan),
+        *("extra", "aten.fill_.Scalar", "layers.0.act", False, ()),
+    ),
+    "saved value overwritten": (
+        runs("layers.0.act", faults.overwrites),
+        *("extra", "aten.mul_.Tensor", "layers.0.act", False, ()),
+    ),
+    "NaN just before the loss": (
+        changes_loss(lambda loss: loss * float("nan")),
+        *("extra", "aten.mul.Tensor", "", False, ()),
+    ),
+    "loss rounded": (
+        changes_loss(lambda loss: loss.bfloat16().float()),
+        *("extra", "aten._to_copy.default", "", False, ("loss",)),
+    ),
+    "stale gradient": (
+        lambda trainer: setattr(trainer.model.layers[1].up.bias, "grad", torch.ones(8)),
+        *("extra", "aten.add_.Tensor", "layers.1.up", True, ()),
     ),
     "lost residual": (
         runs("layers.0", faults.without_residual),
@@ -93,7 +113,7 @@ FAULTS: dict[str, tuple[Fault, str, str, str, bool, tuple[str, ...]]] = {
     ),
     "smoothed labels": (
         gives("label_smoothing", 0.1),
-        *("inputs", "aten.nll_loss_backward.default", "", True, ("grad_output",)),
+        *("extra", "aten.sum.dim_IntList", "", False, ()),
     ),
     "gradients not clipped": (
         gives("clip", False),
@@ -155,14 +175,12 @@ def test_what_is_computed_otherwise_and_yet_equal(reference: Path, tmp_path: Pat
     both = runs("layers.0.act", lambda trainer, module, x: nn.functional.gelu(x + 0) * 1.5)
     other = faults.train(tmp_path / "third.jsonl", both)
     found = locate_runs(read_run(reference), read_run(other)).difference
-    # gelu itself is the same in both; what reads its result is not
+    # gelu itself is the same in both; what B makes of its result is not
     assert found is not None
-    assert str(found).startswith(
-        "rank 0, step 1: aten.addmm.default in the forward of module 'layers.0.down' ("
-    )
+    assert str(found).startswith("rank 0, step 1: aten.mul.Tensor in the forward of module 'layers.0.act' (")
 
 
-@pytest.mark.parametrize(("by", "kind"), [(1.0, None), (1.5, "inputs")])
+@pytest.mark.parametrize(("by", "kind"), [(1.0, None), (1.5, "extra")])
 def test_a_gradient_that_parts_and_a_weight_that_hides_it(
     by: float, kind: str | None, tmp_path: Path
 ) -> None:
@@ -184,8 +202,67 @@ def test_a_gradient_that_parts_and_a_weight_that_hides_it(
     assert (found and found.kind) == kind
     if found is not None:
         assert found.operator is not None
-        assert found.operator.operator == "aten.mm.default"
+        assert found.operator.operator == "aten.mul.Tensor"
         assert found.operator.where.in_backward
+
+
+def test_what_a_branch_is_decided_by(tmp_path: Path) -> None:
+    """The sign that B does not change decides whether weights are updated: no tensor is computed of it."""
+    for name in "ab":
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        with ParityRecorder(tmp_path / f"{name}.jsonl", operators=[0]) as recorder:
+            with recorder.operators(0, model):
+                loss = model(torch.ones(3, 2)).sum()
+                loss.backward()
+                decides = loss.detach().neg() if name == "a" else loss.detach()
+                if decides.item() < 0:
+                    optimizer.step()
+            recorder.record(0, loss, model)
+    found = locate_runs(*(read_run(tmp_path / f"{name}.jsonl") for name in "ab")).difference
+    assert found is not None
+    assert found.operator is not None
+    assert (found.kind, found.operator.operator) == ("missing", "aten.neg.default")
+
+
+def test_a_gradient_of_one_run_alone(tmp_path: Path) -> None:
+    """No optimizer is enclosed: the gradient itself is what the step ends with."""
+    for name in "ab":
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        model.weight.requires_grad_(name == "b")
+        with ParityRecorder(tmp_path / f"{name}.jsonl", operators=[0]) as recorder:
+            with recorder.operators(0, model):
+                loss = model(torch.ones(3, 2)).sum()
+                loss.backward()
+            recorder.record(0, loss, model)
+    found = locate_runs(*(read_run(tmp_path / f"{name}.jsonl") for name in "ab")).difference
+    assert found is not None
+    assert found.operator is not None
+    assert (found.kind, found.operator.operator, found.values) == (
+        "extra",
+        "aten.mm.default",
+        ("gradient of weight",),
+    )
+
+
+def test_phases(reference: Path) -> None:
+    by_phase: dict[str, list[Operator]] = {}
+    for each in read_operators(reference, 0, faults.STEP).operators:
+        by_phase.setdefault(each.where.phase, []).append(each)
+    assert list(by_phase) == ["forward", "loss", "backward", "gradients", "optimizer"]
+    assert by_phase["loss"][-1].operator == "aten.ones_like.default"  # where backward begins
+    places = {phase: str(operators[0].where).split(" (")[0] for phase, operators in by_phase.items()}
+    assert places == {
+        "forward": "forward of module 'emb'",
+        "loss": "loss",
+        "backward": "backward of the model itself",
+        "gradients": "treatment of gradients",
+        "optimizer": "optimizer",
+    }
 
 
 def test_the_command(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +312,7 @@ def test_damaged_files(reference: Path, tmp_path: Path) -> None:
         ([*lines[:5], lines[5][:-9]], "ends in the midst of step 1: the run was cut short"),
         ([*lines[:5], b"{]\n"], "is damaged in line 6: it is not JSON"),
         ([*lines[:3], *lines[4:]], "is damaged in line 3"),
-        ([lines[0].replace(b'"version": 3', b'"version": 9'), *lines[1:]], "has format version 9, this"),
+        ([lines[0].replace(b'"version": 4', b'"version": 9'), *lines[1:]], "has format version 9, this"),
         (lines[1:], "holds no operators: its first line is not their header"),
     ):
         file.write_bytes(b"".join(content))
