@@ -65,7 +65,7 @@ def test_every_pass_has_a_golden_graph(file: str) -> None:
 def test_every_pass_is_in_a_pipeline() -> None:
     plan = BucketPlan.from_modules([])
     pipeline = recommender_pipeline(plan, lower_embedding_bags=True)
-    fused = default_pipeline(plan, fuse_table_updates=True)
+    fused = default_pipeline(plan, canonical=True, fuse_table_updates=True)
     assert {type(p) for p in (*pipeline.passes, *fused.passes)} == set(PASSES.values())
 
 

@@ -92,14 +92,16 @@ class CanonicalReductions(GraphPass):
     A reduction becomes an all-to-all, after which each rank adds what it received in a binary tree. An average stays
     one: the sum is divided by the number of ranks, a power of two, which rounds nothing::
 
-          gradients = batch('gradients')  # bf16[4, 6]
+          weight = parameter('layer.weight')  # f32[2, 4]
+          of_weight = batch('of weight')  # f32[4, 4]
           # backward
-        - scattered = reduce_scatter(gradients, 'avg', 2, group0)  # bf16[2, 6]
-        - waited = wait(scattered)  # bf16[2, 6]
-        + scattered = reduce_scatter_in_tree(gradients, 'tree', 2, group0)  # bf16[2, 6]
-        + total = wait(scattered)  # bf16[2, 6]
-        + waited = aten.div(total, 2.0)  # bf16[2, 6]
-          return waited  # gradient of weight
+        - scattered = reduce_scatter(of_weight, 'avg', 2, group0)  # f32[2, 4]
+        - waited = wait(scattered)  # f32[2, 4]
+        - return waited  # gradient of layer.weight
+        + reduce_scatter_in_tree = graphpasses.reduce_scatter_in_tree(of_weight, 'tree', 2, '0')  # f32[2, 4]
+        + waited = wait(reduce_scatter_in_tree)  # f32[2, 4]
+        + div = aten.div.Scalar(waited, 2.0)  # f32[2, 4]
+        + return div  # gradient of layer.weight
 
     Its bits are not those of NCCL's order, so the pass may round; they are those of the tree on any number of ranks,
     if a rank's microbatches are added in it, too (:class:`~graphpasses.MicrobatchTree`). See ``docs/any_cluster.md``

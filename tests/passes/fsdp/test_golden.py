@@ -16,6 +16,7 @@ from graphpasses.capture import capture_train_step
 from graphpasses.fsdp import BucketPlan
 from graphpasses.passes import (
     BucketFSDPCollectives,
+    CanonicalReductions,
     CoalesceGradReductions,
     DeduplicateShared,
     PrefetchCollectives,
@@ -161,6 +162,31 @@ view_1 = aten.view(getitem, [2, 4])  # f32[2, 4]
 getitem_1 = split_with_sizes[1]  # f32[2]
 view_2 = aten.view(getitem_1, [2])  # f32[2]
 return view_2, view_1  # gradient of layer.bias, gradient of layer.weight
+""",
+    )
+
+
+def test_canonical_reductions() -> None:
+    graph = read(
+        """\
+weight = parameter('layer.weight')  # f32[2, 4]
+of_weight = batch('of weight')  # f32[4, 4]
+# backward
+scattered = reduce_scatter(of_weight, 'avg', 2, group0)  # f32[2, 4]
+waited = wait(scattered)  # f32[2, 4]
+return waited  # gradient of layer.weight
+"""
+    )
+    assert_expected_inline(
+        golden(CanonicalReductions(), graph),
+        """\
+weight = parameter('layer.weight')  # f32[2, 4]
+of_weight = batch('of weight')  # f32[4, 4]
+# backward
+reduce_scatter_in_tree = graphpasses.reduce_scatter_in_tree(of_weight, 'tree', 2, '0')  # f32[2, 4]
+waited = wait(reduce_scatter_in_tree)  # f32[2, 4]
+div = aten.div.Scalar(waited, 2.0)  # f32[2, 4]
+return div  # gradient of layer.weight
 """,
     )
 
