@@ -124,6 +124,15 @@ CORPUS = (
         ("operands: aten.index_add.default: aten.new_zeros.default and aten.div.Scalar exchanged",),
         optimizer=True,
     ),
+    # Right: what nobody reads is not sent. It runs on two ranks all the same.
+    Case(
+        (
+            "a0 = torch.ones(8, 8)",
+            'a1 = c10d.wait_tensor(c10d.reduce_scatter_tensor(torch.atleast_1d(a0.detach()), "sum", 2, "0"))',
+            _END,
+        ),
+        ("constants: _c10d_functional.reduce_scatter_tensor.default is 0.0",),
+    ),
     # Right, in other words.
     Case(
         (

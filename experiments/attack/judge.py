@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from experiments.attack.rewrites import Rewrite
-from experiments.attack.running import FLAVOURS, Bits, error_of, run
+from experiments.attack.running import FLAVOURS, Bits, error_of, num_ranks_of, run
 from graphpasses.errors import GraphPassesError
 from graphpasses.graph import TrainGraph
 from graphpasses.proof.prove import prove
@@ -108,10 +108,11 @@ class Attacked:
     def _difference(self, mutant: TrainGraph, unproved: Collection[str]) -> tuple[Answer, str]:
         """Returns the first of what was proved that differs, or differs in payloads of NaNs alone."""
         found: tuple[Answer, str] = "proved", ""
+        num_ranks = num_ranks_of(self.step)
         for flavour in FLAVOURS:
             if flavour not in self._expected:
-                self._expected[flavour] = run(self.step, flavour)
-            one, two = self._expected[flavour], run(mutant, flavour)
+                self._expected[flavour] = run(self.step, flavour, num_ranks)
+            one, two = self._expected[flavour], run(mutant, flavour, num_ranks)
             if error := error_of(one):  # e.g. a probability that is NaN
                 if flavour == "normal":
                     raise RuntimeError(f"the step does not run: {error}")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import graphpasses as gp
-from experiments.attack.running import error_of, run
+from experiments.attack.running import error_of, num_ranks_of, run
 from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses.errors import GraphPassesError
 from graphpasses.graph import CapturedStep
@@ -137,7 +137,7 @@ class Program:
         """
         with fake_process_group(2) if any("c10d." in line for line in self.lines) else nullcontext():
             step = self._capture()
-            yield None if step is None or error_of(run(step, "normal")) else step
+            yield None if step is None or error_of(run(step, "normal", num_ranks_of(step))) else step
 
     def _capture(self) -> CapturedStep | None:
         scope: dict[str, Any] = dict(_SCOPE)

@@ -48,20 +48,31 @@ class _Run(fx.Interpreter):
         return self._constants[target]
 
 
-def run(graph: TrainGraph, flavour: str) -> Bits:
-    """Runs a step, on two ranks if it has collectives; with normal inputs twice: a constant may have been written.
+def num_ranks_of(graph: TrainGraph) -> int:
+    """Returns on how many ranks a step runs: two if it has collectives.
+
+    Args:
+        graph: as it was captured; a rewritten one may have lost them.
+    """
+    return 2 if find_collectives(graph.graph) else 1
+
+
+def run(graph: TrainGraph, flavour: str, num_ranks: int) -> Bits:
+    """Runs a step; with normal inputs twice: a constant may have been written.
 
     Args:
         graph: a captured step.
         flavour: of its random inputs, which are the same in all graphs that have them.
+        num_ranks: on which it runs; what is compared with a step runs on as many.
 
     Returns:
         What each step leaves: outputs, inputs, written or not, and random numbers; or nothing but an "error".
     """
     try:
-        if not find_collectives(graph.graph):
+        if num_ranks == 1:
             return dict(_run(graph, flavour, 0))
-        ranks = run_cluster(lambda: dict(_run(graph, flavour, dist.get_rank())), Topology(2, gpus_per_node=2))
+        topology = Topology(num_ranks, gpus_per_node=num_ranks)
+        ranks = run_cluster(lambda: dict(_run(graph, flavour, dist.get_rank())), topology)
         return {key: value for rank in ranks for key, value in rank.items()}
     except (RuntimeError, IndexError) as error:  # of a call on real tensors
         return {("error", " ".join(str(error).split())[:150]): (None, None)}
