@@ -34,10 +34,10 @@ _AFTER = KEEP_PLACE | {WAIT, SPLIT, operator.getitem}
 def _check(graph: TrainGraph, reductions: dict[fx.Node, list[str]]) -> None:
     """Refuses what a tree does not make the same on any number of ranks. Reads nothing that differs between ranks."""
     reduced = {fqn for fqns in reductions.values() for fqn in fqns} | graph.without_gradient
-    for fqn in graph.gradient_slots():
+    for fqn in graph.gradient_slots() if graph.collectives() else ():
         info = graph.parameters[fqn]
         is_alone = len(info.shard_ranks) == 1 and len(info.replicate_ranks) <= 1
-        if fqn not in reduced and not is_alone and graph.collectives():
+        if fqn not in reduced and not is_alone:
             raise UnsupportedError(
                 f"the gradient of {fqn!r} is not reduced over FSDP's ranks, so its sum cannot have another order. "
                 "Shard the parameter with fully_shard or simple_fsdp"
