@@ -139,8 +139,7 @@ def _start_fork_server(session: pytest.Session) -> None:
         "torchdata.stateful_dataloader",
         "transformers.modeling_utils",
     )
-    preload = [*sorted(tests), *compiler, *slow, "tests.helpers.warm"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    multiprocessing.get_context("forkserver").set_forkserver_preload([*sorted(tests), *compiler, *slow])
     forkserver.ensure_running()
 
 
