@@ -71,7 +71,7 @@ def main(
                 continue
             seen.add(key)
             shrunk[kind, finding.answer] += 1
-            script = shrink(case, finding.answer).script()
+            script = shrink(case, finding.answer).script(finding)
             console.print(script, markup=False)
             if out is not None:
                 out.mkdir(parents=True, exist_ok=True)

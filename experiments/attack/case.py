@@ -65,10 +65,16 @@ class Case:
                 return found
         return None
 
-    def script(self) -> str:
-        """Returns a Python script that says what the proof got wrong; run, it ends with 1 if that is still so."""
+    def script(self, seen: Finding | None = None) -> str:
+        """Returns a Python script that says what the proof got wrong; run, it ends with 1 if that is still so.
+
+        Args:
+            seen: what was found before, which is told where proof and run agree by now.
+        """
         found = self.disagreement()
         text = "proof and run agree"
+        if seen is not None and found is None:
+            text = "\n# ".join([f"{text} when asked again; before: {seen.answer}", *seen.text.splitlines()])
         if found is not None:
             one, two = (str(graph.graph).splitlines() for graph in found[:2])
             changed = [line for line in difflib.unified_diff(one, two, n=0) if line[:2] in ("- ", "+ ")]

@@ -49,7 +49,7 @@ class Facts:
         self.beside: defaultdict[Leaf, list[Leaf]] = defaultdict(list)
         self.by_name: dict[str, fx.Node] = {}
         self.origins: dict[fx.Node, list[_Origin]] = {}
-        self._memories: dict[int, list[StorageWeakRef]] = {}
+        self._memories: dict[fx.Node, tuple[Any, list[StorageWeakRef]]] = {}
         self._outside: defaultdict[StorageWeakRef, list[Leaf]] = defaultdict(list)
         self._shared: dict[Hashable, Leaf] = {}
         self._stale: set[fx.Node] = set()  # whose strides follow from others than they did, and are not known
@@ -202,12 +202,12 @@ class Facts:
     def _memory(self, node: fx.Node) -> list[StorageWeakRef]:
         """Returns the storage of each tensor of a node; of what is no tensor, one that no one has."""
         value = self.values[node]
-        if id(value) not in self._memories:
-            self._memories[id(value)] = [
+        if node not in self._memories or self._memories[node][0] is not value:
+            self._memories[node] = value, [
                 object() if View.of(each) is None else StorageWeakRef(each.untyped_storage())  # type: ignore
                 for each, _ in leaves(value)
             ]
-        return self._memories[id(value)]
+        return self._memories[node][1]
 
 
 def leaves(value: Any) -> Iterator[tuple[Any, int | None]]:
