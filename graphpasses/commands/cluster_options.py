@@ -109,12 +109,12 @@ class ClusterOptions:
 
     def _read_log(self) -> tuple[int, str]:
         """Returns how many ranks the log has, and its text."""
-        from graphpasses.simulate import parse_nccl_log
+        from graphpasses.simulate import topology_from_log
 
         assert self.nccl_log is not None
         try:
             text = self.nccl_log.read_text(errors="replace")
-            num_ranks = len(parse_nccl_log(text)[0])
+            num_ranks = topology_from_log(text, gpus_per_node=1).num_ranks
         except OSError as error:
             raise TopologyError(f"cannot read '{self.nccl_log}': {error.strerror}") from None
         except TopologyError as error:
@@ -148,6 +148,11 @@ def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
             )
         if "hardware" in found:
             found["hardware"] = Hardware.from_json(found["hardware"])
+        if "groups" in found:
+            found["groups"] = tuple(
+                (tuple(ranks), Topology(len(ranks), **known_fields(group, len(ranks))))
+                for ranks, group in found["groups"]
+            )
         Topology(num_ranks, **found)
     except (TypeError, TopologyError):
         return {}

@@ -53,7 +53,8 @@ def with_environment(topology: Topology, variables: Mapping[str, str]) -> Topolo
             "NCCL_CROSS_NIC=1 crosses NICs without the exchange between neighbouring nodes that mode "
             '"cross_nic" has, from NCCL 2.26 on; take the rings from a log'
         )
-    return replace(topology, hardware=hardware, num_channels=num_channels, mode=mode)
+    groups = tuple((ranks, with_environment(group, variables)) for ranks, group in topology.groups)
+    return replace(topology, hardware=hardware, num_channels=num_channels, mode=mode, groups=groups)
 
 
 def _number(variables: Mapping[str, str], name: str, default: int) -> int:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from graphpasses.errors import TopologyError
-from graphpasses.simulate.hardware import UNKNOWN_HARDWARE
-from graphpasses.simulate.rings import Ring, Topology, Tree
+from graphpasses.simulate.communicators import groups_of_log
+from graphpasses.simulate.hardware import UNKNOWN_HARDWARE, Hardware
+from graphpasses.simulate.rings import Ring, Topology, Tree, fills_nodes
 from graphpasses.simulate.tuning_log import parse_tuning_log
 
 # "Channel 00/16 :    0   7   6 ..." but not "Channel 00/0 : 0[0] -> 1[1] via P2P".
@@ -109,29 +110,28 @@ def parse_trees(text: str, num_ranks: int, num_channels: int) -> tuple[Tree, ...
 
 
 def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topology:
-    """Takes rings, trees, the number of channels and, if it has them, NCCL's choices from one communicator's log.
+    """Takes rings, trees, the number of channels and, if it has them, NCCL's choices from a log.
 
     Args:
-        text: output of a run with ``NCCL_DEBUG=INFO``. NCCL's version, ``NCCL_ALGO`` and ``NCCL_PROTO`` are its, too.
+        text: output of a run with ``NCCL_DEBUG=INFO``, of one communicator or, of all ranks, of several.
+            NCCL's version, ``NCCL_ALGO`` and ``NCCL_PROTO`` are its, too.
         gpus_per_node: ranks on each node.
         options: other fields of :class:`Topology`, e.g. ``protocol="ll128"``.
 
     Returns:
         A topology of mode ``"explicit"``. Trees are taken if all ranks printed theirs; lines of
-        ``NCCL_DEBUG_SUBSYS=TUNING`` become ``hardware.log``.
+        ``NCCL_DEBUG_SUBSYS=TUNING`` become ``hardware.log``. Groups of ranks that have a communicator of their own
+        become ``groups``; which choice is whose, lines of ``COLL`` say.
 
     Raises:
         TopologyError: the log holds no rings, or rings that contradict each other, two versions of NCCL or one that
-            is not modelled, or settings that change chunks.
+            is not modelled, settings that change chunks, or several communicators and none of all ranks.
 
     Example:
         >>> topology_from_log("Channel 00/01 : 0 2 1 3", gpus_per_node=2).explicit_rings
         ((0, 2, 1, 3),)
     """
-    found = parse_nccl_log(text)
     hardware = options.pop("hardware", UNKNOWN_HARDWARE)
-    if (log := parse_tuning_log(text)) is not None:
-        hardware = replace(hardware, log=log)
     settings = dict(_SETTING.findall(text))
     if unknown := sorted(filter(_NOT_MODELLED.fullmatch, settings)):
         raise TopologyError(f"the log's run has {unknown[0]} set, which changes chunks and is not modelled")
@@ -146,6 +146,25 @@ def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topol
         algorithms=settings.get("NCCL_ALGO", hardware.algorithms),
         protocols=settings.get("NCCL_PROTO", hardware.protocols),
     )
+    groups: list[tuple[Ring, Topology]] = []
+    communicators = sorted(groups_of_log(text), key=lambda group: -len(group.ranks))
+    if communicators:
+        text = communicators[0].text
+    for group in communicators[1:]:
+        num_local = len(group.hosts) // len({*group.hosts})
+        num_local = num_local if fills_nodes(group.hosts, num_local) else 1
+        try:
+            groups.append((group.ranks, _topology(group.text, num_local, hardware, options)))
+        except TopologyError:  # of several communicators that differ, or without rings: it is not known
+            continue
+    return replace(_topology(text, gpus_per_node, hardware, options), groups=tuple(groups))
+
+
+def _topology(text: str, gpus_per_node: int, hardware: Hardware, options: dict[str, Any]) -> Topology:
+    """Returns the topology of one communicator."""
+    found = parse_nccl_log(text)
+    if (log := parse_tuning_log(text)) is not None:
+        hardware = replace(hardware, log=log)
     return Topology(
         num_ranks=len(found[0]),
         gpus_per_node=gpus_per_node,

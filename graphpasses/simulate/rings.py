@@ -44,6 +44,7 @@ class Topology:
         algorithm: ``"ring"``; ``"tree"``: all-reduces take trees, the rest rings; ``"auto"``: what NCCL takes.
         explicit_trees: trees of the channels, repeated, where they do not follow from the other fields.
         hardware: what NCCL compares by, for ``"auto"``; what it leaves open is assumed.
+        groups: of some ranks, in the order of their own communicator, its topology.
 
     Raises:
         TopologyError: the fields contradict each other.
@@ -67,6 +68,7 @@ class Topology:
     algorithm: Algorithm = "ring"
     explicit_trees: tuple[Tree, ...] = ()
     hardware: Hardware = UNKNOWN_HARDWARE
+    groups: tuple[tuple[tuple[int, ...], Topology], ...] = ()
 
     def __post_init__(self) -> None:
         _check_choice("mode", self.mode, get_args(Mode))
@@ -94,6 +96,9 @@ class Topology:
                     f"not a permutation of the ranks 0 to {self.num_ranks - 1}"
                 )
 
+        for ranks, group in self.groups:
+            if len(ranks) != group.num_ranks:
+                raise TopologyError(f"the group {list(ranks)} has a topology of {group.num_ranks} ranks")
         for index, tree in enumerate(self.explicit_trees):
             children = [child for each in tree for child in each]
             is_tree = len(tree) == self.num_ranks == len(children) + 1 == len({*children}) + 1
@@ -122,14 +127,15 @@ class Topology:
             (True, False)
         """
         nodes = [rank // self.gpus_per_node for rank in ranks]
-        is_even = self.mode != "explicit" and _fills_nodes(nodes, len(nodes) // len(set(nodes)))
-        return is_even or tuple(ranks) == tuple(range(self.num_ranks))
+        is_even = self.mode != "explicit" and fills_nodes(nodes, len(nodes) // len(set(nodes)))
+        return is_even or tuple(ranks) in (tuple(range(self.num_ranks)), *(each for each, _ in self.groups))
 
     def restrict(self, ranks: Sequence[int]) -> Topology:
         """Returns the topology of a communicator that holds some of the ranks.
 
         NCCL searches anew for each communicator, among that communicator's own GPUs. So:
 
+        - ranks that are one of ``groups``: what that says;
         - ranks of one node: ``"shared"``;
         - the same number of GPUs of each node, listed node by node: the same mode on that smaller cluster;
         - anything else, and explicit rings: the rings of this topology with the other ranks left out. That is
@@ -157,13 +163,15 @@ class Topology:
             )
         if ranks == tuple(range(self.num_ranks)):
             return self
+        if (own := dict(self.groups).get(ranks)) is not None:
+            return own
         size = len(ranks)
         nodes = [rank // self.gpus_per_node for rank in ranks]
         num_local = size // len(set(nodes))
-        searched = replace(self, explicit_trees=(), num_search_rings=None)
+        searched = replace(self, explicit_trees=(), num_search_rings=None, groups=())
         if len(set(nodes)) == 1:
             return replace(searched, num_ranks=size, gpus_per_node=size, mode="shared", explicit_rings=())
-        is_even = _fills_nodes(nodes, num_local)
+        is_even = fills_nodes(nodes, num_local)
         if self.mode != "explicit" and is_even:
             return replace(searched, num_ranks=size, gpus_per_node=num_local)
         local = {rank: index for index, rank in enumerate(ranks)}
@@ -241,8 +249,8 @@ def _reaches_all(tree: Tree) -> bool:
     return num_found == len(tree)
 
 
-def _fills_nodes(nodes: Sequence[int], num_local: int) -> bool:
-    """Whether the ranks come node by node, ``num_local`` of each."""
+def fills_nodes(nodes: Sequence[object], num_local: int) -> bool:
+    """Whether the ranks, of each its node, come node by node, ``num_local`` of each."""
     starts = nodes[::num_local]
     return len(set(starts)) == len(starts) and list(nodes) == [
         node for node in starts for _ in range(num_local)

@@ -175,7 +175,8 @@ def _compare(fqn: str, place: Place, a: Topology, b: Topology) -> GradientBits:
     for name, topology in (("A", a), ("B", b)):
         group, reason = topology.restrict(place.ranks), ""
         if not topology.knows(place.ranks):
-            reason = f"its rings are those of all {topology.num_ranks} ranks, not of this group of {len(place.ranks)}"
+            group_size = len(place.ranks)
+            reason = f"its rings are those of all {topology.num_ranks} ranks, not of this group of {group_size}"
         if reason := reason or why_unknown(place, group):
             return GradientBits(fqn, "unknown", 0, num, f"{name}: {reason}")
     differences = list(_differences(place, a, b))
@@ -190,7 +191,8 @@ def why_unknown(place: Place, group: Topology) -> str:
     """Says why the order of a place's additions in a group is not known; "" if it is."""
     what = f"{place.collective} of {place.num_bytes:,} bytes"
     if place_choice(place, group).assumed:
-        return f"what NCCL takes for {what} is in no log (NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING)"
+        hint = "NCCL_DEBUG_SUBSYS=INIT,ENV,TUNING, and COLL where ranks are in several groups"
+        return f"what NCCL takes for {what} is in no log ({hint})"
     try:
         num_channels = place_channels(place, group)
     except UnsupportedError as error:
