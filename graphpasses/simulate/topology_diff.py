@@ -176,7 +176,9 @@ def _compare(fqn: str, place: Place, a: Topology, b: Topology) -> GradientBits:
         group, reason = topology.restrict(place.ranks), ""
         if not topology.knows(place.ranks):
             group_size = len(place.ranks)
-            reason = f"its rings are those of all {topology.num_ranks} ranks, not of this group of {group_size}"
+            reason = (
+                f"its rings are those of all {topology.num_ranks} ranks, not of this group of {group_size}"
+            )
         if reason := reason or why_unknown(place, group):
             return GradientBits(fqn, "unknown", 0, num, f"{name}: {reason}")
     differences = list(_differences(place, a, b))

@@ -203,10 +203,13 @@ class Facts:
         """Returns the storage of each tensor of a node; of what is no tensor, one that no one has."""
         value = self.values[node]
         if node not in self._memories or self._memories[node][0] is not value:
-            self._memories[node] = value, [
-                object() if View.of(each) is None else StorageWeakRef(each.untyped_storage())  # type: ignore
-                for each, _ in leaves(value)
-            ]
+            self._memories[node] = (
+                value,
+                [
+                    object() if View.of(each) is None else StorageWeakRef(each.untyped_storage())  # type: ignore
+                    for each, _ in leaves(value)
+                ],
+            )
         return self._memories[node][1]
 
 
