@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,16 @@ Size = fx.Node | int  # in a graph
 def size_expression(size: Size | torch.SymInt) -> Any:
     """Returns a number, or an expression of symbols: equal sizes have equal ones."""
     return expression(size.meta["val"] if isinstance(size, fx.Node) else size)
+
+
+def size_text(size: Size | torch.SymInt) -> str:
+    """Returns a size as text, equal for equal ones."""
+    return _text(size_expression(size))
+
+
+@functools.lru_cache(maxsize=2**14)
+def _text(expression: Hashable) -> str:
+    return str(expression)  # for which sympy sorts terms, which takes long
 
 
 class SizeArithmetic:

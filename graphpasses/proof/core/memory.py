@@ -11,7 +11,7 @@ from torch import fx
 from graphpasses._torch.schemas import given_arguments
 from graphpasses.analysis.effects import nodes_in
 from graphpasses.graph.nodes import freeze
-from graphpasses.graph.size_arithmetic import size_expression
+from graphpasses.graph.size_arithmetic import size_text
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import COMMUTATIVE, is_element_by_element, name_of, out_of_place
 from graphpasses.proof.core.values import Argument, Result, Value, Values
@@ -206,7 +206,7 @@ def evaluated(args: Any, read: Callable[[fx.Node], Any]) -> Any:
     if isinstance(args, dict):
         return {name: evaluated(each, read) for name, each in args.items()}
     if isinstance(args, torch.SymInt):
-        return str(size_expression(args))
+        return size_text(args)
     if isinstance(args, slice):
         return ["slice", *evaluated([args.start, args.stop, args.step], read)]
     return args

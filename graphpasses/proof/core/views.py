@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphpasses.graph.size_arithmetic import size_expression
+from graphpasses.graph.size_arithmetic import size_text
 
 ALIGNMENT = 64
 """At a multiple of so many bytes begins what torch allocates, and no kernel asks for more."""
@@ -96,4 +96,4 @@ class View(NamedTuple):
 
 
 def _size(size: Any) -> Any:
-    return size if type(size) is int else str(size_expression(size))
+    return size if type(size) is int else size_text(size)
