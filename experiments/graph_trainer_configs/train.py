@@ -22,6 +22,7 @@ Side = Literal["eager", "ours", "graph_trainer"]
 Failure = tuple[Literal["refused", "failed"], str]
 
 _NUM_LAYERS = 3
+_NEWER_BACKEND = {"muse_glimmer"}  # models whose eager trainer does not know ``partial_dtensor``
 _PIPELINES = {"ours": "graphpasses", "graph_trainer": "default"}
 
 
@@ -49,7 +50,7 @@ def train(
 
         begin()
         try:
-            trainer = trainer_config(configuration, side, num_steps, scratch / side).build()
+            trainer = _trainer(configuration, side, num_steps, scratch / side)
             with recorded(trainer, path, run=side, overwrite=True):
                 trainer.train()
             trainer.close()
@@ -58,6 +59,15 @@ def train(
         except (Exception, SystemExit) as error:
             return "failed", f"{type(error).__name__}: {_first_line(error)}"
     return None
+
+
+def _trainer(configuration: Configuration, side: Side, num_steps: int, folder: Path) -> Any:
+    from graphpasses.integrations.torchtitan.chunks import chunked_trainer
+
+    config = trainer_config(configuration, side, num_steps, folder)
+    if side == "eager" and (chunks := configuration.chunks):
+        return chunked_trainer(config, *chunks)
+    return config.build()
 
 
 def trainer_config(configuration: Configuration, side: Side, num_steps: int, folder: Path) -> Any:
@@ -79,10 +89,14 @@ def trainer_config(configuration: Configuration, side: Side, num_steps: int, fol
     model.layers = model.layers[:_NUM_LAYERS]
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    backend = config.parallelism.spmd_backend
     make_repeatable(config, Path(), num_steps)
+    if side == "eager" and config.model_spec.name in _NEWER_BACKEND:
+        config.parallelism.spmd_backend = backend
     config.dump_folder = str(folder)
     if config.parallelism.pipeline_parallel_degree == 1:  # else a batch is cut into microbatches
-        training.local_batch_size, training.global_batch_size = min(training.local_batch_size, 2), -1
+        most = 4 if configuration.chunks else 2  # half a chunked batch is to be more than one sample
+        training.local_batch_size, training.global_batch_size = min(training.local_batch_size, most), -1
     config.checkpoint.enable = False
     if side == "eager":
         config.compile.enable = False

@@ -62,6 +62,15 @@ class Configuration:
             *others,
         )
 
+    @property
+    def chunks(self) -> tuple[str, str] | None:
+        """Which modules run on two chunks, and of which dim; None if none do."""
+        options = {name: values for name, *values in _grouped(self.options)}
+        if "--compile.ep_overlap.enabled" not in options:
+            return None
+        prefix = "--compile.ep_overlap"
+        return options[f"{prefix}.module_fqn"][0], options[f"{prefix}.chunk_dim"][0]
+
 
 def configurations() -> list[Configuration]:
     """Returns what graph_trainer's integration tests train, and what its numerics tests compare with eager.

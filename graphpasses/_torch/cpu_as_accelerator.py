@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import types
 from datetime import timedelta
@@ -10,8 +11,12 @@ from typing import Any, cast
 import torch
 import torch._utils
 import torch.distributed as dist
+from torch._functorch._activation_offloading import offload_ops
 from torch.distributed import distributed_c10d
 from torch.utils import _runtime_estimation
+
+# Of the operators that offload activations.
+_kernels: Any = torch.library.Library("ao", "IMPL")  # type: ignore[no-untyped-call]
 
 
 def _cpu_device() -> types.ModuleType:
@@ -26,6 +31,34 @@ def _cpu_device() -> types.ModuleType:
     device.get_device_properties = lambda device=None: properties
     device.memory_stats = lambda device=None: {}
     return cast(types.ModuleType, device)
+
+
+@functools.cache  # kernels are registered once
+def _offload_to_cpu_from_cpu() -> None:
+    """Lets torch's operators that offload activations copy where there is no accelerator; they free their sources."""
+
+    @offload_ops.offload.register_kernel("cpu")
+    def offload(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+    @offload_ops.reload.register_kernel("cpu")
+    def reload(
+        tensor: torch.Tensor,
+        device: torch.device,
+        original_size: list[int] | None = None,
+        original_stride: list[int] | None = None,
+    ) -> torch.Tensor:
+        size, stride = original_size or tensor.shape, original_stride or tensor.stride()
+        return torch.empty_strided(size, stride, dtype=tensor.dtype, device=device).copy_(tensor)
+
+    def wait_tensor(
+        tensor: torch.Tensor, keepalive: torch.Tensor | None = None, last_use_of_storage: object = None
+    ) -> torch.Tensor:
+        if keepalive is not None:
+            keepalive.untyped_storage().resize_(0)
+        return tensor
+
+    _kernels.impl("wait_tensor", wait_tensor, "CPU")
 
 
 def use_cpu_as_accelerator(backend: str) -> None:
@@ -50,3 +83,4 @@ def use_cpu_as_accelerator(backend: str) -> None:
     if not hasattr(c10d, "set_timeout"):
         c10d.set_timeout = set_timeout  # torchtitan's torch is newer
     dist.Backend.default_device_backend_map["cpu"] = backend
+    _offload_to_cpu_from_cpu()

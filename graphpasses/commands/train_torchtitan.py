@@ -7,6 +7,7 @@
 
 Before torchtitan's arguments, ``--record FILE`` writes hashes of every step, for ``graphpasses compare``, and
 ``--canonical`` gives weights the same bits on any number of ranks; also those of torchtitan's eager trainers.
+``--chunks MODULES DIM`` lets an eager trainer run modules on two chunks, to compare with ``--compile.ep_overlap``.
 """
 
 from __future__ import annotations
@@ -19,23 +20,26 @@ from typing import Any
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs ``torchtitan.train`` with the pipeline registered, and as ``--record`` and ``--canonical`` say."""
+    """Runs ``torchtitan.train`` with the pipeline registered, and as its options say."""
     from torchtitan import train, trainer
 
     import graphpasses.integrations.torchtitan.pass_pipeline  # noqa: F401  registers the pipeline
     from graphpasses.integrations.torchtitan.any_cluster import canonical_trainer
+    from graphpasses.integrations.torchtitan.chunks import chunked_trainer
     from graphpasses.parity.record_trainer import recorded
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--canonical", action="store_true")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--canonical", action="store_true")
+    how.add_argument("--chunks", nargs=2)
     ours, theirs = parser.parse_known_args(args)
     sys.argv[1:] = theirs
-    if ours.canonical:
+    if ours.canonical or ours.chunks:
 
         def build(config: Any) -> Any:
             del trainer.Trainer.Config.build
-            return canonical_trainer(config)
+            return canonical_trainer(config) if ours.canonical else chunked_trainer(config, *ours.chunks)
 
         trainer.Trainer.Config.build = build
     if ours.record is not None:

@@ -58,12 +58,16 @@ class TraceWatch:
 
 
 def step_check(trainer: Any, step: CapturedStep) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """Returns a hook that checks, before each call of graph_trainer's graph, what the graph has built in."""
+    """Returns a hook that checks, before each call of graph_trainer's graph, what the graph has built in.
+
+    Sizes of the batch are those of the graph's own inputs: a pass may have set what varied in the trace.
+    """
     loss, model, snapshot = trainer.loss_fn, step.model, step.snapshot
     num_state = sum(item.is_state for item in step.inputs)
+    inputs = step.placeholders[num_state:]
     leaves = [
-        (_name(path), leaf)
-        for path, (_, leaf) in zip(step.batch_structure.paths, step.batch_leaves, strict=True)
+        (_name(path), node.meta["val"] if isinstance(leaf, torch.Tensor) else leaf)
+        for path, (_, leaf), node in zip(step.batch_structure.paths, step.batch_leaves, inputs, strict=True)
     ]
     varying = {
         path: {dim: VaryingDim() for dim, size in enumerate(leaf.shape) if isinstance(size, torch.SymInt)}

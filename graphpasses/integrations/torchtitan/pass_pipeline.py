@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import fx
 from torchtitan.experiments.graph_trainer import passes as titan
@@ -22,10 +22,12 @@ from graphpasses.capture.traced_result import read_traced_result
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
-from graphpasses.graph import TrainGraph
-from graphpasses.graph.certificate import Certificate
+from graphpasses.graph import CapturedStep, TrainGraph
+from graphpasses.graph.certificate import Certificate, joined
 from graphpasses.graph.pass_report import PassReport, PipelineReport
-from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, eager_buckets
+from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN
+from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts, release_shared_nodes
+from graphpasses.integrations.torchtitan.eager_model import eager_buckets
 from graphpasses.integrations.torchtitan.guards import TraceWatch, step_check
 from graphpasses.integrations.torchtitan.refusals import (
     PIPELINE,
@@ -37,8 +39,25 @@ from graphpasses.integrations.torchtitan.refusals import (
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 
-# Ours in place of torchtitan's deduplicate_fsdp_unshard_chains, bucketing and reordering.
-_BEFORE_MEMORY_POLICY = ("deduplicate-shared", "coalesce-grad-reductions")
+_Pass: TypeAlias = Callable[..., fx.GraphModule]
+
+_BUCKETING = "joint_transformer_block_bucketing_reordering_pass"
+_CONCRETE = "concretize_ep_chunk_symbolic_shapes_pass"
+
+# Ours in their places. torchtitan's canonicalization comes last: ours know a captured step by its views.
+_OURS_FOR = {
+    "canonicalize_graph_pass": (),
+    "deduplicate_fsdp_unshard_chains_pass": ("deduplicate-shared",),
+    _BUCKETING: (
+        "coalesce-grad-reductions",
+        "bucket-fsdp-collectives",
+        "reshard-after-forward",
+        "prefetch-collectives",
+        "update-in-backward",
+    ),
+}
+# Of torchtitan's passes those that compute otherwise, or in other process groups: with them the proof has two parts.
+_ORIGINS = ("ep_overlap_chunk_pass", "isolate_ep_process_group_pass", "reassign_collective_pgs_pass")
 
 _trainers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
@@ -59,12 +78,11 @@ def graph_passes(
 ) -> list[Callable[..., fx.GraphModule]]:
     """Returns the passes that graph_trainer runs over a step that it traced, in order.
 
-    These are our passes, with the buckets and the layout of the eager model; torchtitan's memory policy, offloading
-    and rematerialization between them, Inductor and (on CUDA) CUDA graphs after them; each call of the graph checks
-    what it has built in.
+    These are torchtitan's own, with ours, of the buckets and the layout of the eager model, in the places of its
+    deduplication of unshards and of its bucketing; each call of the graph checks what it has built in.
 
     Raises:
-        UnsupportedError: see ``eager_buckets`` in ``buckets.py``, and ``refusals.py``.
+        UnsupportedError: see ``eager_buckets`` in ``eager_model.py``, and ``refusals.py``.
         LayoutError: (from a pass) the graph's buckets are not eager's.
         ProofError: (from a pass) the rewritten step has other bits; ``--compile.disable_passes prove_pass`` proves
             nothing.
@@ -73,30 +91,18 @@ def graph_passes(
     trainer = _trainer_of(config)
     watch = TraceWatch.of(trainer)
     step = read_traced_result(traced, model=trainer.model_parts[0], snapshot=watch.snapshot)
-    check = step_check(trainer, step)
     plan, expected_layout = eager_buckets(trainer)
     refuse_step(trainer, step, expected_layout)
     layout = None if config.compile.disable_passes else expected_layout
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)
-    own = _OwnPasses(step, step.copy(), traced, plan, layout, check, on_rewritten)
+    own = _OwnPasses(trainer, step, step.copy(), traced, plan, layout, on_rewritten)
     ours = {
         p.name: p.as_function(step, own.reports, graph_diff=on_rewritten is not None)
         for p in default_pipeline(plan, expected_layout=expected_layout).passes
     }
-    passes: list[Callable[..., fx.GraphModule]] = [
-        titan.eliminate_dead_code_pass,
-        *(ours.pop(name) for name in _BEFORE_MEMORY_POLICY),
-        functools.partial(titan.tag_with_memory_policy_pass, config=config),
-        functools.partial(
-            titan.apply_cpu_offload_pass,
-            prefetch_lookahead=config.compile.cpu_offload_prefetch_n_layers,
-            defer_n_layers=config.compile.cpu_offload_defer_n_layers,
-        ),
-        titan.selective_activation_remat_pass,
-        *ours.values(),
-        *own.after_rewriting,
-        titan.canonicalize_graph_pass,  # not earlier: ours know a captured step by its views
-    ]
+    theirs = titan.compile_time_passes(traced, config, parallel_dims=parallel_dims, include_inductor=False)
+    passes = [*_with_ours(theirs, ours, own), *own.after_rewriting]
+    passes.append(titan.canonicalize_graph_pass)  # not earlier: ours know a captured step by its views
     # Without CUDA graphs the trainer lets .grad be what the step returns, which a CUDA graph writes again.
     may_graph = trainer.device.type == "cuda" and not config.training.disable_cuda_graphs
     has_cuda_graphs = may_graph and "cudagraph_pass" not in config.compile.disable_passes
@@ -110,13 +116,47 @@ def graph_passes(
             )
         )
     passes.append(own.guard_pass)
-    names = [getattr(p, "func", p).__name__ for p in passes]
+    names = [*map(_name_of, passes)]
     for name in config.compile.disable_passes:
         if name not in names:
             logger.warning(
                 f"--compile.disable_passes: unknown pass {name!r}; this pipeline has {', '.join(names)}"
             )
     return passes
+
+
+def _with_ours(theirs: Sequence[_Pass], ours: Mapping[str, _Pass], own: _OwnPasses) -> Iterator[_Pass]:
+    """Yields torchtitan's passes, with ours for some, and marks where the proof's parts end and begin."""
+    names = [*map(_name_of, theirs)]
+    if (
+        _CONCRETE in names
+    ):  # the scheduler asks for no sizes, and ours are of those that the step is called with
+        theirs = [*theirs]
+        first = names.index(_BUCKETING)
+        theirs.insert(first, theirs.pop(names.index(_CONCRETE)))
+        names.insert(first, names.pop(names.index(_CONCRETE)))
+    own.origins = tuple(name for name in names if name in _ORIGINS)
+    for name, each in zip(names, theirs, strict=True):
+        if name == "ep_overlap_schedule_pass":
+            yield own.release_shared_nodes_pass
+        if own.origins and name == own.origins[0]:
+            yield own.end_first_part_pass
+        if own.origins and name == _BUCKETING:
+            yield own.begin_second_part_pass
+        yield from (ours[its] for its in _OURS_FOR[name]) if name in _OURS_FOR else (each,)
+        if name == "ep_overlap_chunk_pass":
+            yield add_chunks_before_casts_pass
+
+
+def add_chunks_before_casts_pass(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+    """Adds chunks' gradients as autograd does for FSDP2."""
+    add_chunks_before_casts(gm)
+    return gm
+
+
+def _name_of(each: Any) -> str:
+    name: str = getattr(each, "func", each).__name__
+    return name
 
 
 def _trainer_of(config: Any) -> Any:
@@ -134,31 +174,55 @@ def _trainer_of(config: Any) -> Any:
 class _OwnPasses:
     """Passes that are no :class:`GraphPass`, and what they know of a step."""
 
-    step: TrainGraph  # says what inputs and outputs of a graph are
+    trainer: Any
+    step: CapturedStep  # says what inputs and outputs of a graph are
     original: TrainGraph  # as it was traced
     traced: Any  # what torchtitan made of it
     plan: BucketPlan
     layout: Layout | None  # that the rewritten step must have
-    check: Callable[..., None]  # of each call of the graph
     on_rewritten: Callable[[PipelineReport, TrainGraph], None] | None
     reports: list[PassReport] = field(default_factory=list)
     certificate: Certificate | None = None
+    check: Callable[..., None] | None = None  # of each call of the graph
+    origins: tuple[str, ...] = ()  # torchtitan's passes between the two parts of the proof
+    first_part: tuple[TrainGraph, TrainGraph] | None = None  # the step as it was traced, and before these
 
     @property
     def after_rewriting(self) -> tuple[Callable[..., fx.GraphModule], ...]:
         """Those that follow our other passes, in order."""
         return self.prove_pass, self._report_pass, self._order_pass, self._finish_pass
 
+    def end_first_part_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Keeps the graph as it is before a pass of torchtitan that computes otherwise."""
+        self.first_part = self.original, replace(self.step, module=gm).copy()
+        return gm
+
+    def begin_second_part_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Keeps the graph that such passes made, as the origin of what follows."""
+        self.original = replace(self.step, module=gm).copy()
+        return gm
+
+    def release_shared_nodes_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
+        """Lets torchtitan's scheduler of chunks move what is one chunk's alone."""
+        release_shared_nodes(gm, [node for _, node in replace(self.step, module=gm).parameter_placeholders()])
+        return gm
+
     def prove_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Proves that the graph has the bits of the traced one, by torchtitan's passes and ours."""
         rewritten = replace(self.step, module=gm)
-        self.certificate = prove_as("the pipeline", self.original, rewritten, self.layout, is_planned=True)
+        parts = [prove_as("the pipeline", self.original, rewritten, self.layout, is_planned=True)]
+        if self.first_part is not None:
+            parts.insert(0, prove_as(f"what is before {self.origins[0]}", *self.first_part, None))
+        self.certificate = joined(parts)
         return gm
 
     def _report_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Logs the report of the passes, and calls who asked for it."""
         certificate = self.certificate
         proof = "off (prove_pass is disabled)" if certificate is None else certificate.summary
+        if self.origins:
+            between = " and ".join(self.origins)
+            proof += f". It has two parts; torchtitan's {between} between them may compute otherwise"
         report = PipelineReport(tuple(self.reports), certificate=certificate, proof=proof)
         logger.info(f"graphpasses:\n{report}")
         if self.on_rewritten is not None:
@@ -194,9 +258,11 @@ class _OwnPasses:
             outputs += parts
         node.args = (outputs,)
         gm.recompile()
+        self.check = step_check(self.trainer, replace(self.step, module=gm))
         return gm
 
     def guard_pass(self, gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
         """Lets the graph check at each call that the model, the batch and settings are what it was traced with."""
+        assert self.check is not None
         gm.register_forward_pre_hook(self.check)
         return gm

@@ -21,12 +21,10 @@ _ELSE = "use another --compile.pass_pipeline"
 
 # Options of graph_trainer whose passes work on its own buckets, on a graph that they already rewrote, or round.
 _UNSUPPORTED = (
-    "enable_fsdp_ag_rs_overlap",
     "enable_fsdp_dense_region_overlap",
     "enable_async_tensor_parallel",
     "enable_autoparallel",
     "numerics_changing_optim",
-    "ep_overlap.enabled",
     "precompile_artifact_dir",
 )
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -25,6 +26,8 @@ from tests.helpers.models import LanguageModel
 
 NUM_STEPS = 2
 NUM_CHUNKS = 2  # of torchtitan's eight
+# Of chunks: torch 2.13's tracer knows no batch of unknown size, which graph chunking traces.
+STRATEGY: Literal["eager", "graph"] = "eager" if torch.__version__.startswith("2.13.") else "graph"
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class Case:
 
     recipe: Recipe
     has_passes: bool = True
+    chunks: tuple[str, Literal["batch", "seq"]] | None = (
+        None  # modules that run on two chunks, and of which dim
+    )
 
 
 # experiments/graph_trainer_parity has more models and steps; `make parity` trains two of them on four ranks, one on
@@ -51,6 +57,9 @@ CASES = {
     # Sizes depend on where routers send tokens; each expert's weights have two ranks, the dense ones four.
     "sharded × expert parallel": {
         "deepseek_v3": Case(Recipe("deepseek_v3", num_layers=2, expert_parallel=2)),
+        "overlapped experts": Case(
+            Recipe("deepseek_v3", num_layers=2, expert_parallel=2), chunks=("layers.*.moe", "seq")
+        ),
     },
     "sharded × tensor parallel": {
         "llama3": Case(Recipe("llama3", num_layers=1, tensor_parallel=2)),
@@ -61,13 +70,17 @@ CASES = {
 
 
 def eager_of(cases: dict[str, Case], case: Case) -> str:
-    """Names the first case of the same recipe, whose eager run serves all."""
-    return next(name for name, other in cases.items() if other.recipe == case.recipe)
+    """Names the first case of the same recipe and chunks, whose eager run serves all."""
+    same = case.recipe, case.chunks
+    return next(name for name, other in cases.items() if (other.recipe, other.chunks) == same)
 
 
 def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> None:
     """Records each case, eagerly and by graph_trainer."""
     with as_torchrun(folder, ports) as begin:
+        from torchtitan.experiments.graph_trainer.configs import EpOverlapConfig
+
+        from graphpasses.integrations.torchtitan.chunks import chunked_trainer
         from graphpasses.integrations.torchtitan.cpu_configs import trainer_config
         from graphpasses.integrations.torchtitan.pass_pipeline import PIPELINE
         from graphpasses.parity.record_trainer import recorded
@@ -82,7 +95,13 @@ def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> Non
                     config.loss.num_chunks = NUM_CHUNKS
                 if pipeline and not case.has_passes:
                     config.compile.enable_passes = False
-                trainer = config.build()
+                if pipeline and case.chunks:
+                    modules, dim = case.chunks
+                    config.compile.ep_overlap = EpOverlapConfig(
+                        enabled=True, strategy=STRATEGY, module_fqn=modules, chunk_dim=dim
+                    )
+                is_chunked = not pipeline and case.chunks
+                trainer = chunked_trainer(config, *case.chunks) if is_chunked else config.build()
                 with recorded(trainer, folder / f"{name} {run}.jsonl"):
                     trainer.train()
                 trainer.close()
@@ -104,6 +123,9 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
         assert comparison.num_steps == NUM_STEPS
         assert comparison.equal == how.has_passes, case
         assert eager.steps[0].weights != eager.steps[-1].weights
+        if how.chunks:  # a control: whole batches round otherwise
+            whole = read_run(tmp_path / "deepseek_v3 eager.jsonl")
+            assert not compare_runs(whole, ours).equal
         assert "(norm of all gradients)" in eager.steps[0].gradients
         assert not eager.passes
         assert bool(ours.passes) == how.has_passes
@@ -121,7 +143,7 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
 def test_weights_that_tensor_parallelism_unties_are_refused() -> None:
     """torchtitan ties them again only when FSDP2's groups were made."""
     pytest.importorskip("torchtitan")
-    from graphpasses.integrations.torchtitan.buckets import _check_ties
+    from graphpasses.integrations.torchtitan.eager_model import _check_ties
 
     tied, untied = LanguageModel(), LanguageModel(tied=False)
     _check_ties(IdentityMap.of(tied), LanguageModel())
@@ -165,8 +187,7 @@ def test_eager_experts_that_lose_a_gradient_are_refused(is_refused: bool) -> Non
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("enable_fsdp_ag_rs_overlap", True),
-        ("ep_overlap.enabled", True),
+        ("enable_async_tensor_parallel", True),
         ("numerics_changing_optim", True),
         ("precompile_artifact_dir", "somewhere"),
     ],
@@ -239,20 +260,28 @@ def test_pipeline_without_a_trainer() -> None:
         graph_passes(None, SimpleNamespace(compile=GraphTrainerCompileConfig()))
 
 
-def test_a_model_that_eager_does_not_shard_so_is_refused() -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_model_that_eager_does_not_shard_so_is_refused(tp: int) -> None:
     pytest.importorskip("torchtitan")
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims
     from torchtitan.models import llama3
 
-    from graphpasses.integrations.torchtitan.buckets import eager_reference
+    from graphpasses.integrations.torchtitan.eager_model import eager_reference
 
-    def refuse(model: nn.Module, **options: object) -> nn.Module:
-        raise NotImplementedError("only spmd_types")
+    def refuse(model: nn.Module, *, parallelism: ParallelismConfig, **options: object) -> nn.Module:
+        raise NotImplementedError(f"not {parallelism.spmd_backend}")
 
     spec = SimpleNamespace(name="graph_trainer/llama3", flavor="debugmodel")
     trainer = SimpleNamespace(
-        config=SimpleNamespace(model_spec=spec, training=None, parallelism=None, dump_folder=""),
+        config=SimpleNamespace(
+            model_spec=spec,
+            training=None,
+            parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+            dump_folder="",
+        ),
         model_config=SimpleNamespace(build=lambda: nn.Linear(2, 2)),
-        parallel_dims=None,
+        parallel_dims=ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=tp, pp=1, ep=1, world_size=tp),
     )
     eager = SimpleNamespace(parallelize_fn=refuse)
     with (
@@ -260,9 +289,12 @@ def test_a_model_that_eager_does_not_shard_so_is_refused() -> None:
         pytest.raises(UnsupportedError) as caught,
     ):
         eager_reference(trainer)
+    other = "not spmd_types"
+    if tp > 1:
+        other = "'spmd_types' computes otherwise than graph_trainer where tensor_parallel_degree is not 1"
     assert str(caught.value) == (
         "the buckets of 'graph_trainer/llama3' are those of torchtitan's eager trainer, which does not shard this "
-        "model so (only spmd_types); change that, or use another --compile.pass_pipeline"
+        f"model so (not partial_dtensor; {other}); change that, or use another --compile.pass_pipeline"
     )
 
 

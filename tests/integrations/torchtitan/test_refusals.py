@@ -15,7 +15,7 @@ pytest.importorskip("torchtitan")
 
 
 def test_a_frozen_parameter_that_graph_trainer_trains_is_refused() -> None:
-    from graphpasses.integrations.torchtitan.buckets import _check_trained
+    from graphpasses.integrations.torchtitan.eager_model import _check_trained
 
     model, eager = nn.Linear(2, 2), nn.Linear(2, 2)
     _check_trained(model, eager)

@@ -94,8 +94,8 @@ def in_other_order(plan: BucketPlan, *, expected_layout: Layout) -> Pipeline:
 
 def step_of(name: str, folder: Path) -> Step:
     from graphpasses.integrations.torchtitan import pass_pipeline
-    from graphpasses.integrations.torchtitan.buckets import eager_reference
     from graphpasses.integrations.torchtitan.cpu_configs import trainer_config
+    from graphpasses.integrations.torchtitan.eager_model import eager_reference
 
     config = trainer_config(RECIPES[name], folder, 1, pass_pipeline.PIPELINE)
     config.comm.mode = "fake_backend"

@@ -1,0 +1,115 @@
+"""torchtitan's eager model: whose buckets graph_trainer's step gets."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.config import CompileConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import set_spmd_backend
+
+from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.canonical import canonical_reductions
+from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.identity import IdentityMap
+from graphpasses.integrations.torchtitan.buckets import buckets_of
+
+_DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size")
+
+
+def eager_reference(trainer: Any) -> nn.Module:
+    """Returns the model on device meta as torchtitan's own trainer shards it; raises where it cannot.
+
+    graph_trainer knows the SPMD backend ``partial_dtensor`` alone. Eager models that do not are sharded with
+    torchtitan's default, ``spmd_types``.
+    """
+    config = trainer.config
+    name = config.model_spec.name.rpartition("/")[2]
+    try:
+        models = importlib.import_module(f"torchtitan.models.{name}")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the buckets of {config.model_spec.name!r} are those of torchtitan's eager model, and there is no "
+            f"torchtitan.models.{name}; use another --compile.pass_pipeline for this model"
+        ) from error
+    registry = models.model_registry(config.model_spec.flavor)
+    reasons: list[str] = []
+    for backend in dict.fromkeys((config.parallelism.spmd_backend, "spmd_types")):
+        if reasons and trainer.parallel_dims.tp > 1:
+            reasons.append(
+                f"{backend!r} computes otherwise than graph_trainer where tensor_parallel_degree is not 1"
+            )
+            break
+        try:
+            return _sharded(trainer, registry, backend)
+        # The latter is FSDP2's, of a torch that is too old for the backend.
+        except (NotImplementedError, ValueError) as error:
+            reasons.append(str(error))
+    raise UnsupportedError(
+        f"the buckets of {config.model_spec.name!r} are those of torchtitan's eager trainer, which does not shard "
+        f"this model so ({'; '.join(reasons)}); change that, or use another --compile.pass_pipeline"
+    )
+
+
+def _sharded(trainer: Any, registry: Any, backend: str) -> nn.Module:
+    """Returns the model on device meta, as torchtitan's eager trainer shards it with an SPMD backend."""
+    config, dims = trainer.config, trainer.parallel_dims
+    own = config.parallelism.spmd_backend
+    if backend != own:
+        degrees = {each: getattr(dims, each) for each in _DEGREES}
+        dims = ParallelDims(**degrees, spmd_backend=backend)
+    set_spmd_backend(backend)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = trainer.model_config.build()
+        sharded: nn.Module = registry.parallelize_fn(
+            model,
+            parallel_dims=dims,
+            training=config.training,
+            parallelism=replace(config.parallelism, spmd_backend=backend),
+            compile_config=CompileConfig(enable=False),
+            ac_config=None,
+            dump_folder=config.dump_folder,
+        )
+    finally:
+        set_spmd_backend(own)
+    return sharded
+
+
+def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
+    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions."""
+    eager = eager_reference(trainer)
+    if (canonical := getattr(trainer, "graphpasses_canonical", None)) is not None:
+        canonical_reductions(eager, accumulate=canonical.accumulate)
+    _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
+    _check_trained(trainer.model_parts[0], eager)
+    return buckets_of(eager, trainer.config)
+
+
+def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:
+    """Refuses weights that are tied again only after eager's groups were made of them."""
+    names_in_eager = IdentityMap.of(eager)
+    for names in identity.parameters:
+        if len({names_in_eager.canonical(name) for name in names}) > 1:
+            raise UnsupportedError(
+                f"{' and '.join(map(repr, names))} are one tied weight, which torchtitan's tensor parallelism takes "
+                "for several until FSDP2 has grouped them: eager reduces the gradients of each by themselves. Untie "
+                "them (enable_weight_tying = False), or train with tensor_parallel_degree 1"
+            )
+
+
+def _check_trained(model: nn.Module, eager: nn.Module) -> None:
+    """Refuses parameters that are frozen for one of two trainers: SimpleFSDP makes new ones, which are trained."""
+    is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for name, parameter in eager.named_parameters():
+        if is_trained.get(name, parameter.requires_grad) != parameter.requires_grad:
+            trains, keeps = ("eager", "graph") if parameter.requires_grad else ("graph", "eager")
+            raise UnsupportedError(
+                f"torchtitan's {trains} trainer trains {name!r}, its {keeps} trainer keeps it frozen: SimpleFSDP "
+                "makes new parameters, all of them trainable. Use another --compile.pass_pipeline, or train eagerly"
+            )
