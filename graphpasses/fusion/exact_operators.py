@@ -137,6 +137,14 @@ def is_exact(node: fx.Node) -> bool:
     return known.is_exact(named_arguments(node))
 
 
+def is_widening(node: fx.Node) -> bool:
+    """Whether a call is an exact cast of half precision to a wider dtype."""
+    if node.target is not aten._to_copy.default or not is_exact(node):
+        return False
+    given, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return given.dtype in LOW and value.dtype not in LOW
+
+
 def _is_plain(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.dependencies import dependencies, topological_sort
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.fusion.exact_operators import is_exact
@@ -63,6 +64,11 @@ def plan_regions(graph: fx.Graph) -> Regions:
         fx.Node, fx.Node
     ] = {}  # by what is computed exactly, and by views of it, the call that computes it
     level: dict[fx.Node, int] = {}
+
+    def is_way_out(before: fx.Node, node: fx.Node) -> bool:
+        """Whether an edge leaves a region; those into backward do, for their results would be kept since forward."""
+        return before in made_by and (node not in made_by or is_backward(node) != is_backward(before))
+
     for node in graph.nodes:
         if node.op == "call_function" and not operator_effects(node).writes:
             if is_view(node):
@@ -70,8 +76,8 @@ def plan_regions(graph: fx.Graph) -> Regions:
                     made_by[node] = made_by[base]
             elif is_exact(node):
                 made_by[node] = node
-        is_out = node not in made_by
-        level[node] = max((level[each] + (is_out and each in made_by) for each in needed[node]), default=0)
+        level[node] = max((level[each] + is_way_out(each, node) for each in needed[node]), default=0)
+    _sink(made_by, level, needed)
     first = _join(made_by, level)
     members: dict[fx.Node, list[fx.Node]] = {}
     for node, maker in made_by.items():
@@ -83,6 +89,28 @@ def plan_regions(graph: fx.Graph) -> Regions:
         if (num_computed := sum(made_by[node] is node for node in nodes)) > 1 and _is_large(nodes)
     )
     return Regions(regions, _sort(graph, regions, needed))
+
+
+def _sink(
+    made_by: dict[fx.Node, fx.Node], level: dict[fx.Node, int], needed: Mapping[fx.Node, set[fx.Node]]
+) -> None:
+    """Raises what one region reads, and makes of one tensor that is no larger, to the level of that region."""
+    dependents: dict[fx.Node, set[fx.Node]] = {node: set() for node in needed}
+    for node, before in needed.items():
+        for each in before:
+            dependents[each].add(node)
+    for node in reversed(made_by):
+        readers = dependents[node]
+        levels = {level[each] if each in made_by else -1 for each in readers}
+        phases = {is_backward(each) for each in (node, *readers)}
+        is_one = len(levels) == len(phases) == len(node.all_input_nodes) == 1
+        if is_one and -1 not in levels and _num_bytes(node) >= _num_bytes(*node.all_input_nodes):
+            level[node] = levels.pop()
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
 
 def _join(made_by: Mapping[fx.Node, fx.Node], level: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:

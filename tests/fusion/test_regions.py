@@ -80,3 +80,31 @@ loss = aten.sum(two)  # f32[]
 return loss  # loss
 """
     assert regions(graph) == []
+
+
+def test_a_cast_joins_what_reads_it() -> None:
+    graph = """\
+x = batch('x')  # bf16[64, 64]
+wide = aten._to_copy(x, dtype=f32)  # f32[64, 64]
+y = aten.mean(x)  # bf16[]
+more = aten.add(y, 1)  # bf16[]
+two = aten.expand(more, [64, 64])  # bf16[64, 64]
+three = aten.clone(two)  # bf16[64, 64]
+four = aten.mul(wide, three)  # f32[64, 64]
+loss = aten.sum(four)  # f32[]
+return loss  # loss
+"""
+    assert regions(graph) == [["wide", "more", "two", "three", "four"]]
+
+
+def test_backward_is_apart() -> None:
+    graph = """\
+x = batch('x')  # f32[64, 64]
+one = aten.mul(x, 2)  # f32[64, 64]
+loss = aten.sum(one)  # f32[]
+# backward
+two = aten.neg(one)  # f32[64, 64]
+three = aten.mul(two, x)  # f32[64, 64]
+return loss, three  # loss, gradient of x
+"""
+    assert regions(graph) == [["two", "three"]]

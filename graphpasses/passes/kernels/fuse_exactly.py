@@ -11,11 +11,12 @@ from torch import fx
 
 from graphpasses._torch import pytree
 from graphpasses.analysis.dependencies import place_nodes
+from graphpasses.analysis.effects import operator_effects
 from graphpasses.fusion.compiled_regions import Calls, compile_regions
-from graphpasses.fusion.exact_operators import is_exact
+from graphpasses.fusion.exact_operators import is_exact, is_widening
 from graphpasses.fusion.regions import Region, functional_target, is_view, plan_regions
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.graph.nodes import EXACT_REGION
+from graphpasses.graph.nodes import EXACT_REGION, storages
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
@@ -29,6 +30,34 @@ def _make_functional(graph: TrainGraph) -> None:
                 graph.merge(node, new)
             else:
                 graph.graph.erase_node(new)
+
+
+def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
+    """Lets regions widen values themselves that only regions read; returns whether one does.
+
+    Then what is kept from forward to backward is the narrow value.
+    """
+    of = {node: region for region in regions for node in region.nodes}
+    written = storages(*(each for node in graph.graph.nodes for each in operator_effects(node).writes))
+    found = False
+    for node in [*graph.graph.nodes]:
+        if not is_widening(node) or not all(user in of for user in node.users):
+            continue
+        source, own = node.all_input_nodes[0], of.get(node)
+        readers = {id(region): region for user in node.users if (region := of[user]) is not own}
+        if len(readers) < 2 - (own is not None) or storages(source) & written:
+            continue
+        for region in readers.values():
+            users = [user for user in node.users if of[user] is region]
+            with graph.graph.inserting_before(min(users)):
+                copy = graph.emit_copy(node, {})
+            for key in ("autograd_backward", "seq_nr"):
+                copy.meta.pop(key, None)
+                copy.meta.update({key: users[0].meta[key]} if key in users[0].meta else {})
+            for user in users:
+                user.replace_input_with(node, copy)
+        found = True
+    return found
 
 
 def _layout(node: fx.Node) -> object:
@@ -118,6 +147,8 @@ class FuseExactly(GraphPass):
         """Rewrites ``graph`` in place; returns the number of kernels."""
         _make_functional(graph)
         plan = plan_regions(graph.graph)
+        if _widen_where_read(graph, plan.regions):
+            plan = plan_regions(graph.graph)
         place_nodes(graph.graph, plan.order)
         for number, region in enumerate(plan.regions):
             for node in region.nodes:
