@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -30,6 +32,11 @@ _EXACT = {
 
 Kernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 """Takes a list of tensors, which it empties."""
+
+
+def cache_folder() -> Path:
+    """Returns the folder in which Inductor keeps what it compiled."""
+    return Path(cache_dir())
 
 
 def trace_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -8,7 +8,7 @@ compiled: with casts, without contraction. A root would be fixed, too, but eager
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,34 @@ EXACT: dict[Any, Exact] = {
 }
 """What computes numbers, by the operator; in place of one that writes stands the one that makes anew."""
 
+Function = tuple[Any, torch.dtype]
+"""An operator of :data:`MEASURED`, and the dtype on which it is called."""
+
+
+def _sigmoid(x: Any) -> Any:
+    return aten.reciprocal.default(aten.exp.default(-x) + 1)
+
+
+def _silu_backward(gradient: Any, x: Any) -> Any:
+    """Computes the gradient as ATen's kernel does. Source: ``Activation.cpp``."""
+    sigmoid = _sigmoid(x)
+    return gradient * sigmoid * (x * (-sigmoid + 1) + 1)
+
+
+MEASURED: dict[Any, Callable[..., Any]] = {
+    aten.cos.default: aten.cos.default,
+    aten.erf.default: aten.erf.default,
+    aten.exp.default: aten.exp.default,
+    aten.log.default: aten.log.default,
+    aten.relu.default: aten.relu.default,
+    aten.sigmoid.default: aten.sigmoid.default,
+    aten.silu.default: lambda x: x / (aten.exp.default(-x) + 1),
+    aten.silu_backward.default: _silu_backward,
+    aten.sin.default: aten.sin.default,
+    aten.tanh.default: aten.tanh.default,
+}
+"""What computes functions of half precision, in float32: fused where it was measured to have eager's bits."""
+
 # With half precision these round a number to it first; products and quotients take it as it is.
 _ROUND_NUMBERS = frozenset(
     {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar}
@@ -111,11 +139,11 @@ SELECTS = frozenset({aten.where.self, aten.logical_not.default})
 COPIES = frozenset({aten.clone.default, aten.cat.default, aten._to_copy.default})
 
 
-def is_exact(node: fx.Node) -> bool:
-    """Whether a call computes, bit for bit, what its fused kernel does."""
+def is_exact(node: fx.Node, measured: Collection[Function] = ()) -> bool:
+    """Whether a call computes, bit for bit, what its fused kernel does; functions if they are among ``measured``."""
     target = node.target
     known = EXACT.get(target)
-    if known is None and target not in COMPARISONS | SELECTS | COPIES:
+    if known is None and target not in COMPARISONS | SELECTS | COPIES | MEASURED.keys():
         return False
     value: Any = node.meta.get("val")
     operands: list[Any] = [each.meta.get("val") for each in node.all_input_nodes]
@@ -128,6 +156,9 @@ def is_exact(node: fx.Node) -> bool:
         return dtypes <= FLOATS | {torch.bool} and len(dtypes - {torch.bool}) <= 1 and _has_same_sizes(node)
     if target is aten.cat.default:
         return len(dtypes) == 1 and dtypes <= FLOATS and all(each.numel() for each in operands)
+    if target in MEASURED:
+        is_half = dtypes == {value.dtype} and _has_same_sizes(node)
+        return is_half and (target, value.dtype) in measured
     assert known is not None
     if not dtypes <= FLOATS or value.dtype not in FLOATS or not _is_promoted(value, operands):
         return False
@@ -182,8 +213,9 @@ def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
         (given,) = args
         dtype = kwargs.get("dtype") or given.dtype
         return aten.clone.default(given) if dtype == given.dtype else _convert(_widened(given), dtype)
-    if target not in EXACT:
+    if target not in EXACT and target not in MEASURED:
         return target(*args, **kwargs)
+    compute = MEASURED[target] if target in MEASURED else EXACT[target].compute
     dtype = functools.reduce(
         torch.promote_types, [each.dtype for each in args if isinstance(each, torch.Tensor)]
     )
@@ -197,7 +229,7 @@ def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
         else each
         for each in args
     ]
-    return _convert(EXACT[target].compute(*given), dtype)
+    return _convert(compute(*given), dtype)
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.dependencies import dependencies, topological_sort
 from graphpasses.analysis.effects import operator_effects
-from graphpasses.fusion.exact_operators import is_exact
+from graphpasses.fusion.exact_operators import Function, is_exact
 from graphpasses.graph.nodes import EXACT_REGION, is_collective, storages
 from graphpasses.proof.core.operators import out_of_place
 
@@ -52,12 +52,12 @@ def functional_target(node: fx.Node) -> object:
     return target if is_fresh and [*written.users] == [node] else node.target
 
 
-def plan_regions(graph: fx.Graph) -> Regions:
+def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Regions:
     """Returns the largest regions that have no other call between their members, in linear time.
 
     The *level* of a call is the number of ways out of regions on the longest path to it. Calls of one level that
     read each other's results are one region: what leaves it comes to no call of its level. The result follows from
-    the graph alone, so it is the same on all ranks.
+    the graph and the ``measured`` functions alone, so it is the same on all ranks that agree on these.
     """
     needed = dependencies(graph, operator_effects, in_turn=is_collective)
     made_by: dict[
@@ -74,7 +74,7 @@ def plan_regions(graph: fx.Graph) -> Regions:
             if is_view(node):
                 if (base := node.all_input_nodes[0]) in made_by:
                     made_by[node] = made_by[base]
-            elif is_exact(node):
+            elif is_exact(node, measured):
                 made_by[node] = node
         level[node] = max((level[each] + is_way_out(each, node) for each in needed[node]), default=0)
     _sink(made_by, level, needed)

@@ -13,10 +13,12 @@ from graphpasses._torch import pytree
 from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.fusion.compiled_regions import Calls, compile_regions
-from graphpasses.fusion.exact_operators import is_exact, is_widening
+from graphpasses.fusion.exact_operators import LOW, MEASURED, Function, is_exact, is_widening
+from graphpasses.fusion.measured import exact_functions, functions_in
 from graphpasses.fusion.regions import Region, functional_target, is_view, plan_regions
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.graph.nodes import EXACT_REGION, storages
+from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
@@ -30,6 +32,19 @@ def _make_functional(graph: TrainGraph) -> None:
                 graph.merge(node, new)
             else:
                 graph.graph.erase_node(new)
+
+
+def _measured(graph: TrainGraph) -> frozenset[Function]:
+    """Returns the functions in a graph whose kernels have eager's bits on the machines of all ranks."""
+    functions = [(target, dtype) for target in MEASURED for dtype in sorted(LOW, key=str)]
+    own = functions_in(graph.graph.nodes)
+    exact = exact_functions(own)
+    device = next(iter(graph.model.parameters()), torch.empty(0)).device
+    consensus = RankConsensus.of_graph(graph.graph, device)
+    agreed = consensus.all_ranks([each not in own or each in exact for each in functions])
+    return frozenset(
+        each for each, is_exact in zip(functions, agreed, strict=True) if is_exact and each in own
+    )
 
 
 def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
@@ -95,7 +110,8 @@ class FuseExactly(GraphPass):
     """Marks groups of operators that then run as one kernel each, compiled by Inductor.
 
     Only operators whose bits are fixed are fused: sums, products, quotients, casts, comparisons, selects and
-    copies, as IEEE 754 has them. Each rounds as eager's does, half precision after every operator. What is reduced,
+    copies, as IEEE 754 has them, and functions of half precision such as SiLU, where they have eager's bits for all
+    65,536 values on all ranks. Each rounds as eager's does, half precision after every operator. What is reduced,
     multiplied as matrices, normalized or drawn stays eager's kernel. The operators of a group come to stand
     together; one that wrote into memory of which nobody else knows makes its result anew::
 
@@ -146,9 +162,10 @@ class FuseExactly(GraphPass):
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of kernels."""
         _make_functional(graph)
-        plan = plan_regions(graph.graph)
+        measured = _measured(graph)
+        plan = plan_regions(graph.graph, measured)
         if _widen_where_read(graph, plan.regions):
-            plan = plan_regions(graph.graph)
+            plan = plan_regions(graph.graph, measured)
         place_nodes(graph.graph, plan.order)
         for number, region in enumerate(plan.regions):
             for node in region.nodes:

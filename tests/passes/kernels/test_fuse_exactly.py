@@ -17,6 +17,7 @@ from graphpasses.fsdp import BucketPlan
 from graphpasses.fusion import compiled_regions
 from graphpasses.graph import CapturedStep, TrainGraph
 from graphpasses.graph.nodes import EXACT_REGION
+from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.passes import FuseExactly, default_pipeline
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 
@@ -112,3 +113,15 @@ def test_calls_that_were_moved_apart_are_refused() -> None:
     step = captured(torch.float32, Pipeline((FuseExactly(), MoveApart())), prove=False)
     with pytest.raises(PipelineError, match="let 'fuse-exactly' be the last pass of the pipeline"):
         train(step, torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_functions_are_fused_where_all_ranks_have_eagers_bits(
+    is_exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = captured(torch.bfloat16, Pipeline(()))
+    monkeypatch.setattr(RankConsensus, "all_ranks", lambda self, flags: [is_exact and flag for flag in flags])
+    step = Pipeline((FuseExactly(),)).run(step)
+    silu = next(node for node in step.graph.nodes if node.target is torch.ops.aten.silu.default)
+    assert (EXACT_REGION in silu.meta) is is_exact
