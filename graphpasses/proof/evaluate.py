@@ -45,8 +45,8 @@ OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tens
 
 AXIOMS["exact kernels"] = (
     "groups of operators run as one kernel by Inductor, with contraction off, signed zeros kept and each result "
-    "rounded: IEEE 754 fixes the bits of what stands in them (+, -, *, /, casts, comparisons, selects, copies), or it "
-    "is a function of half precision that has eager's bits for all values; each kernel is run beside eager's "
+    "rounded: IEEE 754 fixes the bits of what stands in them (+, -, *, /, casts, comparisons, selects, copies), or "
+    "it is a function of half precision that has eager's bits for all values; each kernel is run beside eager's "
     "operators before it is used"
 )
 
