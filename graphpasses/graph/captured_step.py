@@ -278,14 +278,14 @@ class CapturedStep(TrainGraph):
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
             if update is None:
-                return self._accumulate(self.module(*values), tensors)
+                return self._accumulate(self._running_module(*values), tensors)
             parameters = self.snapshot.structure.named(tensors, self.parameters)
             if not is_updatable:
                 loss = self._accumulate((update.without_update or self.module)(*values), tensors)
                 update.run_eagerly()
                 return loss
             values += update.values(self.inputs[len(values) :], parameters)
-            loss = self._accumulate(self._updating_module(*values), tensors)
+            loss = self._accumulate(self._running_module(*values), tensors)
             if update.is_in_step:
                 update.optimizers.finish()
             else:
@@ -359,8 +359,12 @@ class CapturedStep(TrainGraph):
         )
 
     @cached_property
+    def _running_module(self) -> fx.GraphModule:
+        module = self.module if self.update is None else self._updating_module()
+        return module if self.runs_as is None else self.runs_as(module)
+
     def _updating_module(self) -> fx.GraphModule:
-        """The step that has the update in it, which does not return the gradients: they die once they are used."""
+        """Returns the step with its update, without the gradients as results: they die once they are used."""
         graph = copy_graph(self.graph)
         values = [
             None if item.is_gradient and item.is_applied else value

@@ -23,6 +23,9 @@ from graphpasses.ops.reduce_in_tree import ALL_REDUCE_IN_TREE, REDUCE_SCATTER_IN
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
+EXACT_REGION = "exact_region"
+"""In ``meta`` of a node: the number of the region that it is a part of, which runs as one kernel."""
+
 GROUP_ARGUMENTS = ("group", "group_name", "process_group")  # what collectives call their group
 
 METADATA_OPS = frozenset(

@@ -52,6 +52,8 @@ class TrainGraph:
         notes: what the capture or a pass has to say (a rewrite skipped, and why); the pipeline moves them to its
             report.
         update: what a captured step does with its gradients; None where it leaves them in ``parameter.grad``.
+        runs_as: what makes of the graph's module the one that runs, e.g. with compiled kernels in it; None runs the
+            graph's operators.
 
     Example:
         >>> import torch
@@ -77,6 +79,9 @@ class TrainGraph:
     report: PipelineReport | None = None
     notes: list[str] = field(default_factory=list)
     update: Update | None = None
+    runs_as: Callable[[fx.GraphModule], fx.GraphModule] | None = field(
+        default=None, repr=False, compare=False
+    )
     # What its constants held when it was copied of another graph, with which it shares them; None if it was not.
     copied_constants: Mapping[str, Hashable] | None = field(default=None, repr=False, compare=False)
     _known: KnownValues = field(default_factory=KnownValues, init=False, compare=False)

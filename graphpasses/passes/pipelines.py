@@ -17,6 +17,7 @@ def default_pipeline(
     expected_layout: Layout | None = None,
     canonical: bool | torch.dtype = False,
     fuse_table_updates: bool = False,
+    fuse: bool = False,
     disable: tuple[str, ...] = (),
 ) -> Pipeline:
     """Returns the pipeline whose result has eager FSDP2's bits and number of collectives.
@@ -31,6 +32,8 @@ def default_pipeline(
             :class:`~graphpasses.passes.CanonicalReductions`. The bits are other ones than those of NCCL's order then.
         fuse_table_updates: update only the rows of embedding tables that were looked up, in steps that were
             captured with their optimizer: faster, but rounded otherwise than eager.
+        fuse: compile groups of operators whose bits are fixed as one kernel each, when the step is first called;
+            the bits stay.
         disable: names of passes to leave out.
 
     Example:
@@ -41,7 +44,8 @@ def default_pipeline(
     """
     first, last = _fsdp_passes(plan, expected_layout, canonical)[:-1], passes.UpdateInBackward()
     fused = (passes.FuseTableUpdates(),) if fuse_table_updates else ()
-    return Pipeline((passes.DeduplicateShared(), *first, *fused, last), disable=disable)
+    kernels = (passes.FuseExactly(),) if fuse else ()
+    return Pipeline((passes.DeduplicateShared(), *first, *fused, last, *kernels), disable=disable)
 
 
 def recommender_pipeline(

@@ -17,14 +17,21 @@ from graphpasses.analysis.effects import (
     operator_effects,
 )
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
-from graphpasses.graph.nodes import METADATA_OPS, collective_group, freeze, is_collective, read_constants
+from graphpasses.graph.nodes import (
+    EXACT_REGION,
+    METADATA_OPS,
+    collective_group,
+    freeze,
+    is_collective,
+    read_constants,
+)
 from graphpasses.graph.train_graph import InputKind, OutputKind, Stage
 from graphpasses.ops.pack_all_to_all import PACK, UNPACK
 from graphpasses.ops.random_state import READ_RANDOM_STATE, SET_RANDOM_STATE
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 from graphpasses.proof import movement
 from graphpasses.proof.calls import Calls, is_function, views
-from graphpasses.proof.core.axioms import RULES
+from graphpasses.proof.core.axioms import AXIOMS, RULES
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.memory import evaluated
 from graphpasses.proof.core.values import Result, Value, Values
@@ -35,6 +42,13 @@ from graphpasses.proof.exchanges import Exchanges
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 # By name: torch has these operators where its module of them was imported.
 OFFLOADING = frozenset({"ao.offload.default", "ao.reload.default", "ao.wait_tensor.default"})
+
+AXIOMS["exact kernels"] = (
+    "groups of operators run as one kernel by Inductor, with contraction off, signed zeros kept and each result "
+    "rounded: IEEE 754 fixes the bits of what stands in them (+, -, *, /, casts, comparisons, selects, copies), or "
+    "it is a function of half precision that has eager's bits for all values; each kernel is run beside eager's "
+    "operators before it is used"
+)
 
 
 def evaluate(
@@ -91,6 +105,8 @@ class Evaluation(Calls):
         # What a constant held before the first call; it is read where it is.
         for node in sorted(graph.graph.nodes, key=lambda node: node.op != "get_attr"):
             self._look_for_freed(node)
+            if EXACT_REGION in node.meta:
+                self._axioms.add("exact kernels")
             if node.op == "output":
                 break
             value = self.evaluate_node(node)

@@ -16,7 +16,7 @@ from graphpasses.fsdp import BucketPlan, Layout
 from graphpasses.passes import default_pipeline, recommender_pipeline
 from graphpasses.passes.runner import GraphPass, Numerics
 
-FOLDERS = ("fsdp", "embedding")
+FOLDERS = ("fsdp", "embedding", "kernels")
 FILES = sorted(
     f"{folder}.{info.name}"
     for folder in FOLDERS
@@ -65,7 +65,7 @@ def test_every_pass_has_a_golden_graph(file: str) -> None:
 def test_every_pass_is_in_a_pipeline() -> None:
     plan = BucketPlan.from_modules([])
     pipeline = recommender_pipeline(plan, lower_embedding_bags=True)
-    fused = default_pipeline(plan, canonical=True, fuse_table_updates=True)
+    fused = default_pipeline(plan, canonical=True, fuse_table_updates=True, fuse=True)
     assert {type(p) for p in (*pipeline.passes, *fused.passes)} == set(PASSES.values())
 
 

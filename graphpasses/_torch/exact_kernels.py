@@ -1,0 +1,75 @@
+"""Kernels by Inductor that compute each operator as it is written: no contraction, no reordering, casts in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+# What would let two operators become another, or an operator become an approximation.
+_EXACT = {
+    "cpp.enable_floating_point_contract_flag": "off",
+    "cpp.enable_unsafe_math_opt_flag": False,
+    # Inductor hands gcc -fno-signed-zeros and -fno-trapping-math; what follows the processor's flag comes after them.
+    "cpp.march": "native -fsigned-zeros -ftrapping-math",
+    "emulate_precision_casts": True,
+    "pattern_matcher": False,
+    "fallback_random": True,
+    "comprehensive_padding": False,
+    "layout_optimization": False,
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "cpp_wrapper": False,
+    "freezing": False,
+}
+
+Kernel = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""Takes a list of tensors, which it empties."""
+
+
+def cache_folder() -> Path:
+    """Returns the folder in which Inductor keeps what it compiled."""
+    return Path(cache_dir())
+
+
+def trace_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Returns the operators that a function on tensors calls, for inputs of known sizes."""
+    mode = FakeTensorMode()
+    with mode, torch.no_grad():
+        fakes = [
+            torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device)
+            for each in inputs
+        ]
+        return make_fx(function, decomposition_table=_views())(*fakes)
+
+
+@functools.cache
+def _views() -> dict[Any, Any]:
+    """Returns how Inductor writes views that it has no lowering for, such as ``t``."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return {op: rule for op, rule in select_decomp_table().items() if getattr(op, "is_view", False)}
+
+
+def compile_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Kernel:
+    """Compiles a function on tensors by Inductor, whose caches on disk are used.
+
+    Args:
+        function: takes tensors like ``inputs`` and returns a list of tensors, all of them made by it.
+        inputs: tensors, fake or not, that have the sizes, the strides and the dtypes of all later ones.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    traced = trace_exactly(function, inputs)
+    fakes = [node.meta["val"] for node in traced.graph.find_nodes(op="placeholder")]
+    with config.patch(_EXACT), torch.no_grad():
+        compiled: Any = compile_fx_inner(traced, fakes)
+    return cast(Kernel, getattr(compiled, "current_callable", None) or compiled)

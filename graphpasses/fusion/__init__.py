@@ -1,0 +1,1 @@
+"""Regions of a step that are compiled as one kernel each, because every operator in them is exact."""

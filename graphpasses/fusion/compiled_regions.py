@@ -1,0 +1,165 @@
+"""Runs a graph whose regions are compiled: one call for each, in the place of its operators."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from graphpasses._torch.exact_kernels import Kernel, compile_exactly
+from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses.errors import PipelineError
+from graphpasses.fusion.adversarial import find_difference
+from graphpasses.fusion.exact_operators import run_exactly
+from graphpasses.fusion.regions import is_view, marked_regions
+from graphpasses.graph.nodes import freeze, named_call
+from graphpasses.progress import stage, stages_shown
+
+_COMPILES = threading.Lock()  # Inductor's settings are the process's
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What a region does, apart from the graph: calls on numbered values, of which the inputs are the first."""
+
+    inputs: tuple[fx.Node, ...]
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]  # what it computes and others read, themselves or views of it
+
+    @classmethod
+    def of(cls, nodes: Sequence[fx.Node]) -> Calls:
+        """Returns what a region does."""
+        members = dict.fromkeys(nodes)
+        inputs = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in members)
+        made_by: dict[fx.Node, fx.Node] = {}
+        outputs: dict[fx.Node, None] = {}
+        for node in nodes:
+            made_by[node] = made_by[node.all_input_nodes[0]] if is_view(node) else node
+            if any(user not in members for user in node.users):
+                outputs[made_by[node]] = None
+        return cls(tuple(inputs), tuple(nodes), tuple(outputs))
+
+    def key(self) -> Hashable:
+        """Returns what regions have in common that compute the same on tensors of the same sizes."""
+        number = {node: index for index, node in enumerate((*self.inputs, *self.nodes))}
+        numbered = partial(fx.node.map_arg, fn=lambda node: ("value", number[node]))
+        calls = [(str(node.target), freeze(numbered((node.args, node.kwargs)))) for node in self.nodes]
+        layouts = [
+            (value.dtype, tuple(value.shape), value.stride())
+            for value in (node.meta["val"] for node in (*self.inputs, *self.outputs))
+        ]
+        return *calls, *layouts, tuple(number[node] for node in self.outputs)
+
+    def run(self, call: Callable[[fx.Node, Any, Any], Any], *inputs: Any) -> list[Any]:
+        """Runs the calls on tensors, each as ``call`` says."""
+        values = dict(zip(self.inputs, inputs, strict=True))
+        for node in self.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = call(node, args, kwargs)
+        return [values[node] for node in self.outputs]
+
+    def run_eagerly(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Runs eager's operators."""
+        return self.run(lambda node, args, kwargs: node.target(*args, **kwargs), *inputs)  # type: ignore[operator]
+
+    def run_exactly(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """Runs what is compiled; each result lies in memory as eager's does."""
+        results = self.run(lambda node, args, kwargs: run_exactly(node.target, args, kwargs), *inputs)
+        return [
+            _laid_out(result, node.meta["val"]) for result, node in zip(results, self.outputs, strict=True)
+        ]
+
+
+def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with the strides of another, which has no gaps."""
+    if value.stride() == like.stride():
+        return value
+    strides = like.stride()
+    dims = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    back = [dims.index(dim) for dim in range(len(dims))]
+    return value.permute(dims).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+class CompiledRegion(nn.Module):
+    """A region as one kernel."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        super().__init__()
+        self._kernel = kernel
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        """Runs the kernel."""
+        return self._kernel([*inputs])
+
+
+def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> fx.GraphModule:
+    """Returns a module that runs each marked region as one kernel.
+
+    Args:
+        module: its nodes are marked, and each region stands together.
+        kernels: those that were compiled, to which it adds.
+
+    Raises:
+        PipelineError: a region does not stand together any more, or a kernel has other bits than eager's operators.
+    """
+    regions = [Calls.of(nodes) for nodes in marked_regions(module.graph)]
+    if not regions:
+        return module
+    missing = {key: calls for calls in regions if (key := calls.key()) not in kernels}
+    with stages_shown():
+        for index, (key, calls) in enumerate(missing.items(), start=1):
+            stage(f"compiles kernel {index} of {len(missing)}")
+            kernels[key] = _compile(calls)
+    graph = copy_graph(module.graph)
+    copies = dict(zip(module.graph.nodes, graph.nodes, strict=True))
+    root: dict[str, Any] = {}
+    for index, calls in enumerate(regions):
+        _check_place(calls)
+        root[f"region_{index}"] = CompiledRegion(kernels[calls.key()])
+        _replace(graph, calls, copies, f"region_{index}")
+    for node in graph.find_nodes(op="get_attr"):
+        root[str(node.target)] = getattr(module, str(node.target))
+    return lazy_module(root, graph)
+
+
+def _check_place(calls: Calls) -> None:
+    following = calls.nodes[0]
+    for node in calls.nodes:
+        if node is not following:
+            raise PipelineError(
+                f"{following.name} stands between calls of one kernel, {calls.nodes[0].name} to "
+                f"{calls.nodes[-1].name}; let 'fuse-exactly' be the last pass of the pipeline"
+            )
+        following = node.next
+
+
+def _replace(graph: fx.Graph, calls: Calls, copies: dict[fx.Node, fx.Node], name: str) -> None:
+    nodes = [copies[node] for node in calls.nodes]
+    with graph.inserting_before(nodes[0]):
+        call = graph.call_module(name, tuple(copies[node] for node in calls.inputs))
+        parts = [graph.call_function(operator.getitem, (call, index)) for index in range(len(calls.outputs))]
+    for node, part in zip(calls.outputs, parts, strict=True):
+        copies[node].replace_all_uses_with(part)
+        copies[node] = part
+    for node in reversed(nodes):
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _compile(calls: Calls) -> Kernel:
+    with _COMPILES:
+        kernel = compile_exactly(calls.run_exactly, [node.meta["val"] for node in calls.inputs])
+    found = find_difference(kernel, calls.run_eagerly, [node.meta["val"] for node in calls.inputs])
+    if found:
+        names = ", ".join(named_call(node) for node in calls.nodes)
+        raise PipelineError(
+            f"a kernel of exact operators has other bits than eager's: {found}; leave 'fuse-exactly' out, and report "
+            f"the operators: {names}"
+        )
+    return kernel

@@ -1,0 +1,245 @@
+"""Operators whose fused kernel has eager's bits, by the standard of floating point numbers.
+
+IEEE 754 fixes every bit of a sum, a product, a quotient, a conversion and a comparison (of a NaN only that it is
+one). Eager computes bfloat16 and float16 in float32, and rounds after every operator. So is each written here, and
+compiled: with casts, without contraction. A root would be fixed, too, but eager's is not always the rounded one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses._torch import pytree
+from graphpasses._torch.fake_mode import outside_tracing
+from graphpasses._torch.schemas import named_arguments
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+LOW = frozenset({torch.bfloat16, torch.float16})
+FLOATS = LOW | {torch.float32, torch.float64}
+
+
+@dataclass(frozen=True)
+class Exact:
+    """An operator that may be fused."""
+
+    compute: Callable[..., Any]  # on the arguments of the operator, those of half precision in float32
+    is_exact: Callable[[Mapping[str, Any]], bool]  # by its arguments by name
+
+
+def _always(arguments: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _unscaled(arguments: Mapping[str, Any]) -> bool:
+    """Whether a sum has no factor, by which eager multiplies and adds in one."""
+    return bool(arguments["alpha"] == 1)
+
+
+def _without_rounding_mode(arguments: Mapping[str, Any]) -> bool:
+    return arguments.get("rounding_mode") is None
+
+
+def _power(x: Any, exponent: float) -> Any:
+    """Computes a power as ATen's kernel does. Source: ``PowKernel.cpp``."""
+    if exponent == 1:
+        return aten.clone.default(x)
+    return x * x if exponent == 2 else x * x * x
+
+
+def _is_half(arguments: Mapping[str, Any]) -> bool:
+    """Whether a root is the rounded one: MKL's, which eager takes else, may be off by one in the last place."""
+    given: fx.Node = arguments["self"]
+    return given.meta["val"].dtype in LOW
+
+
+def _is_wide(arguments: Mapping[str, Any]) -> bool:
+    """Whether a reciprocal root is one: of half precision eager's vectors round once more often than their tails."""
+    return not _is_half(arguments)
+
+
+def _is_product(arguments: Mapping[str, Any]) -> bool:
+    """Whether a power is a product that is rounded once, or of a wide dtype: of half precision ATen rounds twice."""
+    return arguments["exponent"] in ((1, 2) if _is_half(arguments) else (1, 2, 3))
+
+
+def _rsqrt(x: Any) -> Any:
+    return aten.reciprocal.default(aten.sqrt.default(x))
+
+
+def _plain(op: Any) -> Callable[..., Any]:
+    """Calls an operator without what it was given by name, which is 1, or says nothing."""
+    return lambda x, y=None, **_: op(x) if y is None else op(x, y)
+
+
+EXACT: dict[Any, Exact] = {
+    aten.add.Tensor: Exact(_plain(aten.add.Tensor), _unscaled),
+    aten.add.Scalar: Exact(_plain(aten.add.Tensor), _unscaled),
+    aten.sub.Tensor: Exact(_plain(aten.sub.Tensor), _unscaled),
+    aten.sub.Scalar: Exact(_plain(aten.sub.Tensor), _unscaled),
+    aten.rsub.Scalar: Exact(lambda x, y, **_: -x + y, _unscaled),
+    aten.mul.Tensor: Exact(_plain(aten.mul.Tensor), _always),
+    aten.mul.Scalar: Exact(_plain(aten.mul.Tensor), _always),
+    aten.div.Tensor: Exact(_plain(aten.div.Tensor), _without_rounding_mode),
+    aten.div.Scalar: Exact(_plain(aten.div.Tensor), _without_rounding_mode),
+    aten.neg.default: Exact(aten.neg.default, _always),
+    aten.abs.default: Exact(aten.abs.default, _always),
+    aten.sqrt.default: Exact(aten.sqrt.default, _is_half),
+    aten.reciprocal.default: Exact(aten.reciprocal.default, _always),
+    aten.rsqrt.default: Exact(_rsqrt, _is_wide),
+    aten.pow.Tensor_Scalar: Exact(_power, _is_product),
+}
+"""What computes numbers, by the operator; in place of one that writes stands the one that makes anew."""
+
+Function = tuple[Any, torch.dtype]
+"""An operator of :data:`MEASURED`, and the dtype on which it is called."""
+
+
+def _sigmoid(x: Any) -> Any:
+    return aten.reciprocal.default(aten.exp.default(-x) + 1)
+
+
+def _silu_backward(gradient: Any, x: Any) -> Any:
+    """Computes the gradient as ATen's kernel does. Source: ``Activation.cpp``."""
+    sigmoid = _sigmoid(x)
+    return gradient * sigmoid * (x * (-sigmoid + 1) + 1)
+
+
+MEASURED: dict[Any, Callable[..., Any]] = {
+    aten.cos.default: aten.cos.default,
+    aten.erf.default: aten.erf.default,
+    aten.exp.default: aten.exp.default,
+    aten.log.default: aten.log.default,
+    aten.relu.default: aten.relu.default,
+    aten.sigmoid.default: aten.sigmoid.default,
+    aten.silu.default: lambda x: x / (aten.exp.default(-x) + 1),
+    aten.silu_backward.default: _silu_backward,
+    aten.sin.default: aten.sin.default,
+    aten.tanh.default: aten.tanh.default,
+}
+"""What computes functions of half precision, in float32: fused where it was measured to have eager's bits."""
+
+# With half precision these round a number to it first; products and quotients take it as it is.
+_ROUND_NUMBERS = frozenset(
+    {aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar}
+)
+
+COMPARISONS = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    for overload in ("Tensor", "Scalar")
+)
+SELECTS = frozenset({aten.where.self, aten.logical_not.default})
+COPIES = frozenset({aten.clone.default, aten.cat.default, aten._to_copy.default})
+
+
+def is_exact(node: fx.Node, measured: Collection[Function] = ()) -> bool:
+    """Whether a call computes, bit for bit, what its fused kernel does; functions if they are among ``measured``."""
+    target = node.target
+    known = EXACT.get(target)
+    if known is None and target not in COMPARISONS | SELECTS | COPIES | MEASURED.keys():
+        return False
+    value: Any = node.meta.get("val")
+    operands: list[Any] = [each.meta.get("val") for each in node.all_input_nodes]
+    if not operands or not all(map(_is_plain, (value, *operands))):
+        return False
+    if target is aten._to_copy.default:
+        return _is_cast(node, value, operands[0])
+    dtypes = {each.dtype for each in operands}
+    if target in COMPARISONS | SELECTS | {aten.clone.default}:
+        return dtypes <= FLOATS | {torch.bool} and len(dtypes - {torch.bool}) <= 1 and _has_same_sizes(node)
+    if target is aten.cat.default:
+        return len(dtypes) == 1 and dtypes <= FLOATS and all(each.numel() for each in operands)
+    if target in MEASURED:
+        is_half = dtypes == {value.dtype} and _has_same_sizes(node)
+        return is_half and (target, value.dtype) in measured
+    assert known is not None
+    if not dtypes <= FLOATS or value.dtype not in FLOATS or not _is_promoted(value, operands):
+        return False
+    numbers = [each for each in pytree.tree_leaves(node.args) if not isinstance(each, (fx.Node, type(None)))]
+    if any(type(each) not in (int, float) for each in numbers):
+        return False
+    return known.is_exact(named_arguments(node))
+
+
+def is_widening(node: fx.Node) -> bool:
+    """Whether a call is an exact cast of half precision to a wider dtype."""
+    if node.target is not aten._to_copy.default or not is_exact(node):
+        return False
+    given, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return given.dtype in LOW and value.dtype not in LOW
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and all(type(size) is int for size in (*value.shape, *value.stride()))
+        and not (value.is_conj() or value.is_neg())
+    )
+
+
+def _is_promoted(value: torch.Tensor, operands: list[torch.Tensor]) -> bool:
+    """Whether operands of other dtypes than the result are widened to it; numbers in tensors count otherwise."""
+    others = [each for each in operands if each.dtype != value.dtype]
+    return all(each.dim() and torch.promote_types(each.dtype, value.dtype) == value.dtype for each in others)
+
+
+def _has_same_sizes(node: fx.Node) -> bool:
+    return all(each.meta["val"].dim() for each in node.all_input_nodes)
+
+
+def _is_cast(node: fx.Node, value: torch.Tensor, given: torch.Tensor) -> bool:
+    names = node.kwargs.keys() - {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
+    formats = (None, torch.preserve_format)
+    return (
+        not names
+        and {value.dtype, given.dtype} <= FLOATS
+        and value.device == given.device
+        and node.kwargs.get("memory_format") in formats
+    )
+
+
+def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
+    """Computes a call as it is compiled: half precision in float32, each result rounded."""
+    if target is aten._to_copy.default:
+        (given,) = args
+        dtype = kwargs.get("dtype") or given.dtype
+        return aten.clone.default(given) if dtype == given.dtype else _convert(_widened(given), dtype)
+    if target not in EXACT and target not in MEASURED:
+        return target(*args, **kwargs)
+    compute = MEASURED[target] if target in MEASURED else EXACT[target].compute
+    dtype = functools.reduce(
+        torch.promote_types, [each.dtype for each in args if isinstance(each, torch.Tensor)]
+    )
+    wide = torch.float32 if dtype in LOW else dtype
+    is_rounded = dtype in LOW and target in _ROUND_NUMBERS
+    given = [
+        _convert(each, wide)
+        if isinstance(each, torch.Tensor)
+        else _rounded(each, dtype)
+        if is_rounded
+        else each
+        for each in args
+    ]
+    return _convert(compute(*given), dtype)
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    with outside_tracing():
+        return float(torch.tensor(number, dtype=dtype))
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    return _convert(value, torch.float32) if value.dtype in LOW else value
+
+
+def _convert(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return value if value.dtype == dtype else prims.convert_element_type.default(value, dtype)

@@ -1,0 +1,112 @@
+"""Functions of half precision whose kernel was compared with eager's on all 65,536 values."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graphpasses._torch import exact_kernels
+from graphpasses._torch.exact_kernels import cache_folder, compile_exactly
+from graphpasses._torch.schemas import schemas
+from graphpasses.fusion import exact_operators
+from graphpasses.fusion.adversarial import num_different
+from graphpasses.fusion.exact_operators import MEASURED, Function, run_exactly
+
+_NUM_VALUES = 2**16
+_TAIL = 15  # elements, fewer than a vector has
+_NUM_GRADIENTS = 16  # with which each value is tried, of functions of two
+
+
+def exact_functions(wanted: Collection[Function]) -> frozenset[Function]:
+    """Returns those functions whose kernel has eager's bits on this machine, measured once and kept on disk.
+
+    A function counts whose results are eager's on all values, in vectors and in tails: eager's own may differ between
+    these, and then depend on the place.
+
+    Args:
+        wanted: operators among :data:`~graphpasses.fusion.exact_operators.MEASURED`, with dtypes of half precision.
+
+    Example:
+        >>> silu = (torch.ops.aten.silu.default, torch.bfloat16)
+        >>> exact_functions([]), exact_functions([silu]) <= {silu}
+        (frozenset(), True)
+    """
+    path = cache_folder() / "exact_functions" / f"{_digest()}.json"
+    known: dict[str, bool] = json.loads(path.read_text()) if path.exists() else {}
+    by_dtype: dict[torch.dtype, list[Any]] = {}
+    for target, dtype in sorted(wanted, key=str):
+        if _name(target, dtype) not in known:
+            by_dtype.setdefault(dtype, []).append(target)
+    for dtype, targets in by_dtype.items():
+        targets.sort(key=str)
+        known |= {
+            _name(target, dtype): is_equal
+            for target, is_equal in zip(targets, _compare(targets, dtype), strict=True)
+        }
+    if by_dtype:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = path.with_suffix(f".{os.getpid()}")
+        own.write_text(json.dumps(known))
+        own.replace(path)
+    return frozenset(each for each in wanted if known[_name(*each)])
+
+
+def _name(target: Any, dtype: torch.dtype) -> str:
+    return f"{target} {dtype}"
+
+
+@functools.cache
+def _digest() -> str:
+    """Returns a digest of all that a comparison depends on: torch, what of the processor it uses, our own code."""
+    modules = (exact_kernels, exact_operators, inspect.getmodule(exact_functions))
+    parts = [torch.__version__, torch.backends.cpu.get_cpu_capability(), str(torch.cpu.get_capabilities())]
+    parts += [inspect.getsource(module) for module in modules if module is not None]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _compare(targets: Sequence[Any], dtype: torch.dtype) -> list[bool]:
+    values = torch.arange(_NUM_VALUES).to(torch.int16).view(dtype)
+    generator = torch.Generator().manual_seed(0)
+    values = values[torch.randperm(_NUM_VALUES, generator=generator)].repeat(_NUM_GRADIENTS)
+    gradients = torch.randn(len(values), generator=generator).to(dtype)
+
+    def results(
+        call: Callable[..., Any], values: torch.Tensor, gradients: torch.Tensor
+    ) -> list[torch.Tensor]:
+        given = [(gradients, values) if _takes_gradient(target) else (values,) for target in targets]
+        return [call(target, args, {}) for target, args in zip(targets, given, strict=True)]
+
+    counts = [0] * len(targets)
+    for size in (len(values), _TAIL):
+        inputs = [values[:size].clone(), gradients[:size].clone()]
+        kernel = compile_exactly(functools.partial(results, run_exactly), inputs)
+        end = len(values) if size > _TAIL else _NUM_VALUES + _TAIL
+        for start in range(0, end - size + 1, size):
+            given = [each[start : start + size].clone() for each in (values, gradients)]
+            expected = results(lambda target, args, kwargs: target(*args, **kwargs), *given)
+            found = kernel([*given])
+            counts = [
+                count + num_different(*pair) for count, *pair in zip(counts, expected, found, strict=True)
+            ]
+    return [count == 0 for count in counts]
+
+
+def _takes_gradient(target: Any) -> bool:
+    return len(schemas(target)[0].arguments) == 2
+
+
+def functions_in(nodes: Iterable[fx.Node]) -> frozenset[Function]:
+    """Returns which functions are called that may be measured."""
+    return frozenset(
+        (node.target, node.meta["val"].dtype)
+        for node in nodes
+        if node.target in MEASURED and node.meta["val"].dtype in exact_operators.LOW
+    )

@@ -1,0 +1,157 @@
+"""Which calls of a graph become one kernel: connected ones that are exact, between which nothing else must run."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphpasses.analysis.backward import is_backward
+from graphpasses.analysis.dependencies import dependencies, topological_sort
+from graphpasses.analysis.effects import operator_effects
+from graphpasses.fusion.exact_operators import Function, is_exact
+from graphpasses.graph.nodes import EXACT_REGION, is_collective, storages
+from graphpasses.proof.core.operators import out_of_place
+
+MIN_ELEMENTS = 2048  # a region that makes no larger tensor costs more to call than it saves
+
+
+@dataclass(frozen=True)
+class Region:
+    """Calls that become one kernel."""
+
+    nodes: tuple[fx.Node, ...]  # in the order of the graph: what computes, and views of what that computes
+    num_computed: int  # how many of them compute
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The regions of a graph, and an order of all its nodes in which each region stands together."""
+
+    regions: tuple[Region, ...]
+    order: tuple[fx.Node, ...]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a call makes a tensor, or several, in the memory of its one operand, and computes nothing."""
+    if node.op != "call_function" or len(node.all_input_nodes) != 1:
+        return False
+    is_known = node.target is operator.getitem or getattr(node.target, "is_view", False)
+    return bool(is_known) and storages(node) <= storages(*node.all_input_nodes)
+
+
+def functional_target(node: fx.Node) -> object:
+    """Returns what makes anew what an operator writes into memory that nobody else reads; else its own target."""
+    target = out_of_place(node.target)
+    if target is node.target or not node.args or not isinstance(written := node.args[0], fx.Node):
+        return node.target
+    is_fresh = written.op == "call_function" and not storages(written) & storages(*written.all_input_nodes)
+    return target if is_fresh and [*written.users] == [node] else node.target
+
+
+def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Regions:
+    """Returns the largest regions that have no other call between their members, in linear time.
+
+    The *level* of a call is the number of ways out of regions on the longest path to it. Calls of one level that
+    read each other's results are one region: what leaves it comes to no call of its level. The result follows from
+    the graph and the ``measured`` functions alone, so it is the same on all ranks that agree on these.
+    """
+    needed = dependencies(graph, operator_effects, in_turn=is_collective)
+    made_by: dict[
+        fx.Node, fx.Node
+    ] = {}  # by what is computed exactly, and by views of it, the call that computes it
+    level: dict[fx.Node, int] = {}
+
+    def is_way_out(before: fx.Node, node: fx.Node) -> bool:
+        """Whether an edge leaves a region; those into backward do, for their results would be kept since forward."""
+        return before in made_by and (node not in made_by or is_backward(node) != is_backward(before))
+
+    for node in graph.nodes:
+        if node.op == "call_function" and not operator_effects(node).writes:
+            if is_view(node):
+                if (base := node.all_input_nodes[0]) in made_by:
+                    made_by[node] = made_by[base]
+            elif is_exact(node, measured):
+                made_by[node] = node
+        level[node] = max((level[each] + is_way_out(each, node) for each in needed[node]), default=0)
+    _sink(made_by, level, needed)
+    first = _join(made_by, level)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node, maker in made_by.items():
+        if level[node] == level[maker]:
+            members.setdefault(first[maker], []).append(node)
+    regions = tuple(
+        Region(tuple(nodes), num_computed)
+        for nodes in members.values()
+        if (num_computed := sum(made_by[node] is node for node in nodes)) > 1 and _is_large(nodes)
+    )
+    return Regions(regions, _sort(graph, regions, needed))
+
+
+def _sink(
+    made_by: dict[fx.Node, fx.Node], level: dict[fx.Node, int], needed: Mapping[fx.Node, set[fx.Node]]
+) -> None:
+    """Raises what one region reads, and makes of one tensor that is no larger, to the level of that region."""
+    dependents: dict[fx.Node, set[fx.Node]] = {node: set() for node in needed}
+    for node, before in needed.items():
+        for each in before:
+            dependents[each].add(node)
+    for node in reversed(made_by):
+        readers = dependents[node]
+        levels = {level[each] if each in made_by else -1 for each in readers}
+        phases = {is_backward(each) for each in (node, *readers)}
+        is_one = len(levels) == len(phases) == len(node.all_input_nodes) == 1
+        if is_one and -1 not in levels and _num_bytes(node) >= _num_bytes(*node.all_input_nodes):
+            level[node] = levels.pop()
+
+
+def _num_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+def _join(made_by: Mapping[fx.Node, fx.Node], level: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
+    """Returns for each call that computes the one that names its region."""
+    above: dict[fx.Node, fx.Node] = {}
+
+    def find(node: fx.Node) -> fx.Node:
+        while (other := above.setdefault(node, node)) is not node:
+            above[node] = node = above[other]
+        return node
+
+    for node, maker in made_by.items():
+        for read in node.all_input_nodes if maker is node else ():
+            if read in made_by and level[node] == level[read] == level[made_by[read]]:
+                above[find(node)] = find(made_by[read])
+    return {node: find(node) for node, maker in made_by.items() if maker is node}
+
+
+def _is_large(nodes: list[fx.Node]) -> bool:
+    values = [node.meta["val"] for node in nodes]
+    return any(isinstance(value, torch.Tensor) and value.numel() >= MIN_ELEMENTS for value in values)
+
+
+def _sort(
+    graph: fx.Graph, regions: tuple[Region, ...], needed: Mapping[fx.Node, set[fx.Node]]
+) -> tuple[fx.Node, ...]:
+    """Returns all nodes, each region where its last member stood; what reads it comes after it."""
+    last = {region.nodes[-1]: region.nodes for region in regions}
+    of = {node: region for region in regions for node in region.nodes}
+    units = [last.get(node, (node,)) for node in graph.nodes if node not in of or node in last]
+    outside = {
+        node: {each for each in before if node not in of or of.get(each) is not of[node]}
+        for node, before in needed.items()
+    }
+    return tuple(node for unit in topological_sort(units, outside) for node in unit)
+
+
+def marked_regions(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
+    """Returns the nodes of each region that a graph's nodes are marked with, in the order of the graph."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if EXACT_REGION in node.meta:
+            found.setdefault(node.meta[EXACT_REGION], []).append(node)
+    return [tuple(nodes) for nodes in found.values()]

@@ -1,0 +1,1 @@
+"""Passes that choose which kernels run."""

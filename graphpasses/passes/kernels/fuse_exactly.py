@@ -1,0 +1,176 @@
+"""Fuse operators into one kernel where every bit of what they compute is fixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from graphpasses._torch import pytree
+from graphpasses.analysis.dependencies import place_nodes
+from graphpasses.analysis.effects import operator_effects
+from graphpasses.fusion.compiled_regions import Calls, compile_regions
+from graphpasses.fusion.exact_operators import LOW, MEASURED, Function, is_exact, is_widening
+from graphpasses.fusion.measured import exact_functions, functions_in
+from graphpasses.fusion.regions import Region, functional_target, is_view, plan_regions
+from graphpasses.graph import Stage, TrainGraph
+from graphpasses.graph.nodes import EXACT_REGION, storages
+from graphpasses.graph.rank_consensus import RankConsensus
+from graphpasses.passes.runner import GraphPass, Numerics
+
+
+def _make_functional(graph: TrainGraph) -> None:
+    """Lets operators make anew what they wrote into memory that nobody else reads."""
+    for node in [*graph.graph.nodes]:
+        if node.op == "call_function" and (target := functional_target(node)) is not node.target:
+            with graph.graph.inserting_before(node.next):
+                new = graph.emit(target, node.args, node.kwargs, like=node)  # type: ignore[arg-type]
+            if is_exact(new) and _layout(new) == _layout(node):
+                graph.merge(node, new)
+            else:
+                graph.graph.erase_node(new)
+
+
+def _measured(graph: TrainGraph) -> frozenset[Function]:
+    """Returns the functions in a graph whose kernels have eager's bits on the machines of all ranks."""
+    functions = [(target, dtype) for target in MEASURED for dtype in sorted(LOW, key=str)]
+    own = functions_in(graph.graph.nodes)
+    exact = exact_functions(own)
+    device = next(iter(graph.model.parameters()), torch.empty(0)).device
+    consensus = RankConsensus.of_graph(graph.graph, device)
+    agreed = consensus.all_ranks([each not in own or each in exact for each in functions])
+    return frozenset(
+        each for each, is_exact in zip(functions, agreed, strict=True) if is_exact and each in own
+    )
+
+
+def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
+    """Lets regions widen values themselves that only regions read; returns whether one does.
+
+    Then what is kept from forward to backward is the narrow value.
+    """
+    of = {node: region for region in regions for node in region.nodes}
+    written = storages(*(each for node in graph.graph.nodes for each in operator_effects(node).writes))
+    found = False
+    for node in [*graph.graph.nodes]:
+        if not is_widening(node) or not all(user in of for user in node.users):
+            continue
+        source, own = node.all_input_nodes[0], of.get(node)
+        readers = {id(region): region for user in node.users if (region := of[user]) is not own}
+        if len(readers) < 2 - (own is not None) or storages(source) & written:
+            continue
+        for region in readers.values():
+            users = [user for user in node.users if of[user] is region]
+            with graph.graph.inserting_before(min(users)):
+                copy = graph.emit_copy(node, {})
+            for key in ("autograd_backward", "seq_nr"):
+                copy.meta.pop(key, None)
+                copy.meta.update({key: users[0].meta[key]} if key in users[0].meta else {})
+            for user in users:
+                user.replace_input_with(node, copy)
+        found = True
+    return found
+
+
+def _layout(node: fx.Node) -> object:
+    value = node.meta["val"]
+    return value.dtype, tuple(value.shape), value.stride()
+
+
+def _bytes(nodes: tuple[fx.Node, ...]) -> int:
+    values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
+    return sum(
+        value.numel() * value.dtype.itemsize
+        for value in values
+        if isinstance(value, torch.Tensor) and isinstance(value.numel(), int)
+    )
+
+
+def _report(graph: fx.Graph, regions: tuple[Region, ...]) -> str:
+    """Returns how much is fused, in a line."""
+    computing = [node for node in graph.nodes if node.op == "call_function" and not is_view(node)]
+    moved = {node: _bytes((*node.all_input_nodes, node)) for node in computing}
+    fused = [node for region in regions for node in region.nodes if node in moved]
+    calls = [Calls.of(region.nodes) for region in regions]
+    before = sum(moved[node] for node in fused)
+    after = sum(_bytes((*each.inputs, *each.outputs)) for each in calls)
+    share = before / max(sum(moved.values()), 1)
+    return (
+        f"{len(fused)} of {len(computing)} operators run as {len(calls)} kernels, of which "
+        f"{len({each.key() for each in calls})} differ; they move {after / 1e6:.1f} MB instead of "
+        f"{before / 1e6:.1f}, {share:.0%} of what all operators moved"
+    )
+
+
+@dataclass(frozen=True)
+class FuseExactly(GraphPass):
+    """Marks groups of operators that then run as one kernel each, compiled by Inductor.
+
+    Only operators whose bits are fixed are fused: sums, products, quotients, casts, comparisons, selects and
+    copies, as IEEE 754 has them, and functions of half precision such as SiLU, where they have eager's bits for all
+    65,536 values on all ranks. Each rounds as eager's does, half precision after every operator. What is reduced,
+    multiplied as matrices, normalized or drawn stays eager's kernel. The operators of a group come to stand
+    together; one that wrote into memory of which nobody else knows makes its result anew::
+
+          weight = parameter('weight')  # bf16[64, 64]
+          x = batch('x')  # bf16[64, 64]
+        + y = aten.mm(x, weight)  # bf16[64, 64]
+          half = aten.mul(x, 0.5)  # bf16[64, 64]
+        - y = aten.mm(x, weight)  # bf16[64, 64]
+          more = aten.add(half, x)  # bf16[64, 64]
+          z = aten.add(y, more)  # bf16[64, 64]
+        - z_1 = aten.add_(z, more)  # bf16[64, 64]
+        - loss = aten.sum(z_1)  # bf16[]
+        + add = aten.add(z, more)  # bf16[64, 64]
+        + loss = aten.sum(add)  # bf16[]
+          return loss  # loss
+
+    The graph keeps its operators, so that the proof looks at each. When the step is first called, each group is
+    compiled, and run beside eager's operators on all kinds of numbers; a single other bit raises
+    :class:`~graphpasses.errors.PipelineError`.
+
+    Source: IEEE 754-2019, 5.4.1 and 5.6; ATen computes half precision in float32 (``at::opmath_type``).
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> step = graphpasses.capture_train_step(
+        ...     lambda model, x: (model(x) * 2 + 1).square().mean(), model, torch.ones(64, 64)
+        ... )
+        >>> graphpasses.Pipeline((FuseExactly(),)).run(step).report.passes[0].num_rewrites
+        2
+    """
+
+    name: ClassVar[str] = "fuse-exactly"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
+    runs_after: ClassVar[frozenset[str]] = frozenset(
+        {
+            "deduplicate-shared",
+            "coalesce-grad-reductions",
+            "bucket-fsdp-collectives",
+            "canonical-reductions",
+            "reshard-after-forward",
+            "prefetch-collectives",
+            "fuse-table-updates",
+            "update-in-backward",
+        }
+    )
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Rewrites ``graph`` in place; returns the number of kernels."""
+        _make_functional(graph)
+        measured = _measured(graph)
+        plan = plan_regions(graph.graph, measured)
+        if _widen_where_read(graph, plan.regions):
+            plan = plan_regions(graph.graph, measured)
+        place_nodes(graph.graph, plan.order)
+        for number, region in enumerate(plan.regions):
+            for node in region.nodes:
+                node.meta[EXACT_REGION] = number
+        if plan.regions:
+            graph.runs_as = partial(compile_regions, kernels=graph.remembered.setdefault(EXACT_REGION, {}))
+            graph.note(_report(graph.graph, plan.regions))
+        return len(plan.regions)

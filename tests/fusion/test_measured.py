@@ -1,0 +1,27 @@
+"""Functions of half precision are fused where all values have eager's bits, in vectors and in tails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphpasses.fusion import measured
+from graphpasses.fusion.exact_operators import MEASURED
+from graphpasses.fusion.measured import exact_functions
+
+aten = torch.ops.aten
+SILU, EXPM1 = (aten.silu.default, torch.bfloat16), (aten.expm1.default, torch.bfloat16)
+
+
+@pytest.mark.slow
+def test_a_function_with_other_bits_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path)
+    # Inductor's is exp(x) - 1 there
+    monkeypatch.setitem(MEASURED, aten.expm1.default, lambda x: aten.exp.default(x) - 1)
+    assert exact_functions({SILU, EXPM1}) == {SILU}
+    monkeypatch.delattr(measured, "_compare")  # it is read
+    assert exact_functions({SILU, EXPM1}) == {SILU}
+    (path,) = (tmp_path / "exact_functions").iterdir()
+    assert path.suffix == ".json"
