@@ -1,7 +1,9 @@
 from graphpasses import parity as parity
 from graphpasses import passes as passes
+from graphpasses import scale as scale
 from graphpasses import simulate as simulate
 from graphpasses.capture.compile_report import CompileReport as CompileReport
+from graphpasses.capture.measure_operators import measure_operators as measure_operators
 from graphpasses.capture.simple_fsdp import simple_fsdp as simple_fsdp
 from graphpasses.capture.torch_compile import compile as compile
 from graphpasses.capture.traced_result import read_traced_result as read_traced_result

@@ -72,13 +72,13 @@ def graph_traffic(graph: TrainGraph) -> Traffic:
     for node in graph.graph.nodes:
         if is_collective(node):
             index_of[node] = len(transfers)
-            transfers.append(_transfer(node, rows.get(node, ())))
+            transfers.append(collective_transfer(node, rows.get(node, ())))
             add("launch", index_of[node])
         elif node.target == WAIT:
             if node.args[0] in index_of:
                 add("wait", index_of[node.args[0]])
         elif node.op == "call_function" and is_operator(node.target):
-            more_flops, more_bytes = _cost(node)
+            more_flops, more_bytes = operator_cost(node)
             flops, num_bytes = flops + more_flops, num_bytes + more_bytes
     add(None, -1)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -157,7 +157,8 @@ def _stride(ranks: Sequence[int]) -> int:
     return steps.pop() if len(steps) == 1 else len(ranks) == 1
 
 
-def _transfer(node: fx.Node, rows: tuple[tuple[int, int], ...]) -> Transfer:
+def collective_transfer(node: fx.Node, rows: tuple[tuple[int, int], ...] = ()) -> Transfer:
+    """Returns what a collective sends; ``rows`` are those of FSDP's parameters in it, see :class:`Transfer`."""
     name = str(node.target).split(".")[1]
     ranks = collective_ranks(node)
     values = [value.meta["val"] for value in (*node.all_input_nodes, node)]
@@ -181,7 +182,7 @@ def _row(info: ParameterInfo, collective: fx.Node) -> tuple[int, int]:
     return size, math.prod(info.shape) // max(size, 1) * int(collective.meta["val"].dtype.itemsize)
 
 
-def _cost(node: fx.Node) -> tuple[int, int]:
+def operator_cost(node: fx.Node) -> tuple[int, int]:
     """Returns FLOPs, or of operators without a formula the bytes that they read and write."""
     target: Any = node.target
     if returns_alias(target) and not writes_arguments(target):

@@ -63,6 +63,12 @@ class RankConsensus:
             dist.all_reduce(everyones, dist.ReduceOp.MIN, group=named_group(group))
         return [bool(flag) for flag in everyones.tolist()]
 
+    def of_first(self, value: T) -> T:
+        """Returns, on all ranks, the value of the first of them."""
+        for group in map(named_group, self.groups):
+            value = gathered(value, group)[0]
+        return value
+
     def check_launches(self, launches: Sequence[Launch] | None) -> None:
         """Raises on all ranks if they launch different collectives: they would wait for each other for ever.
 

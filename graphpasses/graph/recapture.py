@@ -12,6 +12,7 @@ from torch import fx, nn
 from graphpasses._torch.fsdp2_accumulation import accumulation_set_aside
 from graphpasses.errors import CaptureError
 from graphpasses.graph.guards import NO_DECISION, Guards
+from graphpasses.graph.operator_seconds import OperatorSeconds
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.graph.rank_consensus import RankConsensus
 from graphpasses.graph.train_graph import GraphInput
@@ -34,6 +35,7 @@ class Step(Protocol):
     recapture: Recapture | None
     rewrites: tuple[Callable[[Any], Any], ...]
     report: PipelineReport | None
+    seconds: OperatorSeconds | None
     update: Update | None
 
     @property
@@ -105,6 +107,7 @@ class GuardedCache(Generic[S]):
         together = partial(self._consensus.raised_together, elsewhere)
         with together(), together() as traced_everywhere, torch.enable_grad():
             step: S = first.recapture(first.model, *batch, traced_everywhere=traced_everywhere)
+        step.seconds = first.seconds
         with accumulation_set_aside(first.model):  # passes read how FSDP2 reduces
             for rewrite in first.rewrites:
                 step = rewrite(step)

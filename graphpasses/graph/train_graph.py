@@ -17,6 +17,7 @@ from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, GraphOutput, InputKind, OutputKind, Stage
 from graphpasses.graph.known_values import KnownValues, summary
 from graphpasses.graph.nodes import fake_value, find_collectives, read_constants, storages, views
+from graphpasses.graph.operator_seconds import OperatorSeconds
 from graphpasses.graph.parameters import ParameterInfo
 from graphpasses.identity import IdentityMap
 
@@ -51,6 +52,8 @@ class TrainGraph:
         report: what the pipeline that made this graph did; None for a captured graph.
         notes: what the capture or a pass has to say (a rewrite skipped, and why); the pipeline moves them to its
             report.
+        seconds: how long operators were measured to take; None if they were not, see
+            :func:`graphpasses.measure_operators`.
         update: what a captured step does with its gradients; None where it leaves them in ``parameter.grad``.
         runs_as: what makes of the graph's module the one that runs, e.g. with compiled kernels in it; None runs the
             graph's operators.
@@ -82,6 +85,7 @@ class TrainGraph:
     runs_as: Callable[[fx.GraphModule], fx.GraphModule] | None = field(
         default=None, repr=False, compare=False
     )
+    seconds: OperatorSeconds | None = field(default=None, repr=False, compare=False)
     # What its constants held when it was copied of another graph, with which it shares them; None if it was not.
     copied_constants: Mapping[str, Hashable] | None = field(default=None, repr=False, compare=False)
     _known: KnownValues = field(default_factory=KnownValues, init=False, compare=False)

@@ -15,6 +15,7 @@ from graphpasses.passes.fsdp.coalesce_grad_reductions import CoalesceGradReducti
 from graphpasses.passes.fsdp.deduplicate_shared import DeduplicateShared as DeduplicateShared
 from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives as PrefetchCollectives
 from graphpasses.passes.fsdp.reshard_after_forward import ReshardAfterForward as ReshardAfterForward
+from graphpasses.passes.fsdp.schedule_collectives import ScheduleCollectives as ScheduleCollectives
 from graphpasses.passes.fsdp.update_in_backward import UpdateInBackward as UpdateInBackward
 from graphpasses.passes.kernels.fuse_exactly import FuseExactly as FuseExactly
 from graphpasses.passes.pipelines import default_pipeline as default_pipeline

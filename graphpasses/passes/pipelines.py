@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from graphpasses import passes
-from graphpasses.errors import LayoutError
+from graphpasses.errors import LayoutError, PipelineError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.passes.runner import GraphPass, Pipeline
+from graphpasses.scale import Wire
 
 
 def default_pipeline(
@@ -18,6 +19,8 @@ def default_pipeline(
     canonical: bool | torch.dtype = False,
     fuse_table_updates: bool = False,
     fuse: bool = False,
+    wire: Wire | None = None,
+    budget: int | None = None,
     disable: tuple[str, ...] = (),
 ) -> Pipeline:
     """Returns the pipeline whose result has eager FSDP2's bits and number of collectives.
@@ -34,7 +37,13 @@ def default_pipeline(
             captured with their optimizer: faster, but rounded otherwise than eager.
         fuse: compile groups of operators whose bits are fixed as one kernel each, when the step is first called;
             the bits stay.
+        wire: how long collectives take: they are then launched and waited for where that costs least, by
+            :class:`~graphpasses.passes.ScheduleCollectives`, and not in FSDP2's fixed order.
+        budget: bytes of gathered parameters and gradients that this may take; None: as many as FSDP2's order.
         disable: names of passes to leave out.
+
+    Raises:
+        PipelineError: there is a budget without a wire.
 
     Example:
         >>> step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), nn.Linear(2, 1), torch.ones(3, 2))
@@ -42,7 +51,12 @@ def default_pipeline(
         >>> [p.name for p in step.report.passes][:2]
         ['deduplicate-shared', 'coalesce-grad-reductions']
     """
-    first, last = _fsdp_passes(plan, expected_layout, canonical)[:-1], passes.UpdateInBackward()
+    if budget is not None and wire is None:
+        raise PipelineError(
+            "a budget is for collectives that are scheduled; write default_pipeline(wire=Wire(), budget=…)"
+        )
+    moved = None if wire is None else passes.ScheduleCollectives(wire, budget)
+    *first, last = _fsdp_passes(plan, expected_layout, canonical, moved)
     fused = (passes.FuseTableUpdates(),) if fuse_table_updates else ()
     kernels = (passes.FuseExactly(),) if fuse else ()
     return Pipeline((passes.DeduplicateShared(), *first, *fused, last, *kernels), disable=disable)
@@ -104,7 +118,10 @@ def recommender_pipeline(
 
 
 def _fsdp_passes(
-    plan: BucketPlan | None, expected_layout: Layout | None, canonical: bool | torch.dtype
+    plan: BucketPlan | None,
+    expected_layout: Layout | None,
+    canonical: bool | torch.dtype,
+    moved: GraphPass | None = None,
 ) -> tuple[GraphPass, ...]:
     accumulate = None if isinstance(canonical, bool) else canonical
     return (
@@ -112,6 +129,6 @@ def _fsdp_passes(
         passes.BucketFSDPCollectives(plan, expected_layout),
         *((passes.CanonicalReductions(accumulate),) if canonical else ()),
         passes.ReshardAfterForward(plan),
-        passes.PrefetchCollectives(),
+        moved or passes.PrefetchCollectives(),
         passes.UpdateInBackward(),
     )

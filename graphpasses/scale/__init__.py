@@ -13,4 +13,5 @@ from graphpasses.scale.table import ScaleRow as ScaleRow
 from graphpasses.scale.table import bucketings as bucketings
 from graphpasses.scale.table import scale_rows as scale_rows
 from graphpasses.scale.table import steps_of_passes as steps_of_passes
+from graphpasses.scale.wire import Wire as Wire
 from graphpasses.scale.wire import wire_seconds as wire_seconds

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 from graphpasses.errors import UnsupportedError
 from graphpasses.graph.traffic import Transfer
 from graphpasses.scale.speeds import Algorithm, Speeds
 from graphpasses.simulate.choice import choose
 from graphpasses.simulate.rings import Topology
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How long collectives take on a cluster: a function of a transfer, as passes that schedule take it.
+
+    Args:
+        speeds: of the cluster.
+        algorithm: of the collectives, see :func:`wire_seconds`.
+
+    Example:
+        >>> f"{1e3 * Wire(algorithm='ring')(Transfer('all_gather', 100_000_000, 64, 1)):.2f} ms"
+        '0.54 ms'
+    """
+
+    speeds: Speeds = field(default_factory=Speeds)
+    algorithm: Algorithm = "nccl"
+
+    def __call__(self, transfer: Transfer) -> float:
+        """Returns the seconds of a collective that has the wire for itself."""
+        return wire_seconds(transfer, self.speeds, self.algorithm)
+
 
 # How often each rank's share of the bytes goes round: an all-reduce is a reduce-scatter and an all-gather.
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}

@@ -15,6 +15,7 @@ from graphpasses.errors import LayoutError
 from graphpasses.fsdp import BucketPlan, Layout
 from graphpasses.passes import default_pipeline, recommender_pipeline
 from graphpasses.passes.runner import GraphPass, Numerics
+from graphpasses.scale import Wire
 
 FOLDERS = ("fsdp", "embedding", "kernels")
 FILES = sorted(
@@ -66,7 +67,8 @@ def test_every_pass_is_in_a_pipeline() -> None:
     plan = BucketPlan.from_modules([])
     pipeline = recommender_pipeline(plan, lower_embedding_bags=True)
     fused = default_pipeline(plan, canonical=True, fuse_table_updates=True, fuse=True)
-    assert {type(p) for p in (*pipeline.passes, *fused.passes)} == set(PASSES.values())
+    scheduled = default_pipeline(plan, wire=Wire())
+    assert {type(p) for p in (*pipeline.passes, *fused.passes, *scheduled.passes)} == set(PASSES.values())
 
 
 def test_runs_after_names_passes() -> None:

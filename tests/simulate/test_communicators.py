@@ -36,7 +36,8 @@ def started(ranks: Sequence[int], name: str, rings: Iterable[Ring], *, splits: s
         origin = (
             f"commId {name}" if not splits else f"parent {splits} childCount 1 color {int(name, 16)} key 0"
         )
-        head = f"comm {address(name, rank)} rank {number} nranks {len(ranks)} cudaDev 0 nvmlDev 0 busId 1000 {origin} - Init "
+        own = f"comm {address(name, rank)} rank {number} nranks {len(ranks)}"
+        head = f"{own} cudaDev 0 nvmlDev 0 busId 1000 {origin} - Init "
         channels = [f"Channel {c:02}/02 : {' '.join(map(str, ring))}" for c, ring in enumerate(rings)]
         texts = [f"ncclCommInitRank {head}START", *(channels if number == 0 else []), f"{head}COMPLETE"]
         lines.append([says(rank, text) for text in texts])

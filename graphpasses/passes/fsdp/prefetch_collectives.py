@@ -37,7 +37,7 @@ _UNPACK_OPS = frozenset(
 )
 
 
-def _unpack_chain(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
+def unpack_chain(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
     """Returns ``wait`` and what unpacks it, up to an HSDP all-reduce; None if the step computes with it."""
     found = reach([wait], lambda node: node.users if node.target in _UNPACK_OPS else ())
     chain = [node for node in found if node.op != "output"]
@@ -130,9 +130,9 @@ def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node, order: dict[fx.N
     launches: list[fx.Node] = []
     tails: list[tuple[list[fx.Node], list[list[fx.Node]]]] = []
     for reduce_scatter in reduce_scatters:
-        chain = _unpack_chain(wait_of(reduce_scatter), order)
+        chain = unpack_chain(wait_of(reduce_scatter), order)
         all_reduces = [node for node in chain or () if node.target in ALL_REDUCES]
-        late = [_unpack_chain(wait_of(node), order) for node in all_reduces]
+        late = [unpack_chain(wait_of(node), order) for node in all_reduces]
         if chain is not None and None not in late:
             launches.append(reduce_scatter)
             tails.append((chain, [tail for tail in late if tail is not None]))

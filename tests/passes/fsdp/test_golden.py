@@ -21,6 +21,7 @@ from graphpasses.passes import (
     DeduplicateShared,
     PrefetchCollectives,
     ReshardAfterForward,
+    ScheduleCollectives,
     UpdateInBackward,
 )
 from tests.helpers.golden import golden, read
@@ -265,6 +266,60 @@ second_grad = wait(scatter_second)  # f32[2, 4]
 scatter_first = reduce_scatter(first_grads, 'avg', 2, group0)  # f32[2, 4]
 first_grad = wait(scatter_first)  # f32[2, 4]
 return second_grad, first_grad  # gradient of second, gradient of first
+""",
+    )
+
+
+def test_schedule_collectives() -> None:
+    graph = read(
+        """\
+first = parameter('first')  # f32[2, 4]
+second = parameter('second')  # f32[2, 4]
+third = parameter('third')  # f32[2, 4]
+x = batch('x')  # f32[4, 4]
+gather_first = all_gather(first, 2, group0)  # f32[4, 4]
+first_whole = wait(gather_first)  # f32[4, 4]
+y = aten.mm(x, first_whole)  # f32[4, 4]
+gather_second = all_gather(second, 2, group0)  # f32[4, 4]
+second_whole = wait(gather_second)  # f32[4, 4]
+z = aten.mm(y, second_whole)  # f32[4, 4]
+gather_third = all_gather(third, 2, group0)  # f32[4, 4]
+third_whole = wait(gather_third)  # f32[4, 4]
+out = aten.mm(z, third_whole)  # f32[4, 4]
+# backward
+third_grads = aten.mm(z, out)  # f32[4, 4]
+scatter_third = reduce_scatter(third_grads, 'avg', 2, group0)  # f32[2, 4]
+third_grad = wait(scatter_third)  # f32[2, 4]
+second_grads = aten.mm(y, third_whole)  # f32[4, 4]
+scatter_second = reduce_scatter(second_grads, 'avg', 2, group0)  # f32[2, 4]
+second_grad = wait(scatter_second)  # f32[2, 4]
+return third_grad, second_grad  # gradient of third, gradient of second
+"""
+    )
+    assert_expected_inline(
+        golden(ScheduleCollectives(budget=1024), graph),
+        """\
+first = parameter('first')  # f32[2, 4]
+second = parameter('second')  # f32[2, 4]
+third = parameter('third')  # f32[2, 4]
+x = batch('x')  # f32[4, 4]
+gather_first = all_gather(first, 2, group0)  # f32[4, 4]
+gather_second = all_gather(second, 2, group0)  # f32[4, 4]
+first_whole = wait(gather_first)  # f32[4, 4]
+y = aten.mm(x, first_whole)  # f32[4, 4]
+gather_third = all_gather(third, 2, group0)  # f32[4, 4]
+second_whole = wait(gather_second)  # f32[4, 4]
+z = aten.mm(y, second_whole)  # f32[4, 4]
+third_whole = wait(gather_third)  # f32[4, 4]
+out = aten.mm(z, third_whole)  # f32[4, 4]
+# backward
+third_grads = aten.mm(z, out)  # f32[4, 4]
+scatter_third = reduce_scatter(third_grads, 'avg', 2, group0)  # f32[2, 4]
+second_grads = aten.mm(y, third_whole)  # f32[4, 4]
+third_grad = wait(scatter_third)  # f32[2, 4]
+scatter_second = reduce_scatter(second_grads, 'avg', 2, group0)  # f32[2, 4]
+second_grad = wait(scatter_second)  # f32[2, 4]
+return third_grad, second_grad  # gradient of third, gradient of second
 """,
     )
 

@@ -1,0 +1,63 @@
+"""How long operators take: measured seconds of calls, by operator and by what they are called with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+
+@dataclass(frozen=True)
+class OperatorSeconds:
+    """Measured seconds of a step's operators; equal calls take equally long, wherever they are.
+
+    Args:
+        by_call: seconds, by :func:`describe_call`.
+
+    Example:
+        >>> graph = torch.fx.symbolic_trace(lambda x: torch.ops.aten.relu(x)).graph
+        >>> relu = graph.output_node().args[0]
+        >>> OperatorSeconds.of([(relu, 1.0), (relu, 5.0), (relu, 2.0)]).get(relu)
+        2.0
+    """
+
+    by_call: Mapping[str, float]
+
+    @classmethod
+    def of(cls, measured: Iterable[tuple[fx.Node, float]]) -> OperatorSeconds:
+        """Returns the median of what equal calls took."""
+        found: dict[str, list[float]] = {}
+        for node, seconds in measured:
+            found.setdefault(describe_call(node), []).append(seconds)
+        return cls({call: statistics.median(each) for call, each in found.items()})
+
+    def get(self, node: fx.Node) -> float | None:
+        """Returns the seconds of a call; None if no such call was measured."""
+        return self.by_call.get(describe_call(node))
+
+
+def describe_call(node: fx.Node) -> str:
+    """Returns the operator of a call, the layout of the tensors that it is given, and its other arguments."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _given)
+    return f"{node.target}{args}{kwargs or ''}"
+
+
+def _given(read: fx.Node) -> Any:
+    return _Given(read.meta.get("val"))
+
+
+@dataclass(frozen=True)
+class _Given:
+    value: object
+
+    def __repr__(self) -> str:
+        if isinstance(self.value, (list, tuple)):
+            return repr([_Given(each) for each in self.value])
+        if not isinstance(self.value, torch.Tensor):
+            return repr(self.value)
+        strides = "" if self.value.is_contiguous() else f":{self.value.stride()}"
+        return f"{self.value.dtype}{[*self.value.shape]}{strides}"

@@ -1,0 +1,249 @@
+"""What of a step's collectives may move: all-gathers of parameters, and the waits for reductions of gradients."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graphpasses._torch.schemas import writes_arguments
+from graphpasses.analysis.parameter_collectives import ALL_REDUCES, REDUCE_SCATTERS, Gather, find_gathers
+from graphpasses.graph import WAIT, TrainGraph, argument, is_collective, wait_of
+from graphpasses.graph.nodes import SAME_TENSOR_OPS, collective_group, freeze, reach
+from graphpasses.passes.fsdp._timeline import Costs, Held, held_after
+from graphpasses.passes.fsdp.prefetch_collectives import unpack_chain
+
+aten = torch.ops.aten
+
+_COPY = aten.split_with_sizes_copy.default
+# What makes parameters of what was gathered.
+_UNPACK_OPS = frozenset({_COPY, WAIT, operator.getitem, aten.slice.Tensor, *SAME_TENSOR_OPS})
+
+
+@dataclass(eq=False)
+class MovableGather:
+    """An all-gather of parameters, which may be launched at any time."""
+
+    launch: tuple[fx.Node, ...]  # from the parameters to the all-gather
+    arrive: tuple[fx.Node, ...]  # the wait, and what makes parameters of what has arrived
+    group: object
+    sent: float  # seconds on the wire
+    num_bytes: int  # of what arrives
+    copied: int  # bytes of the parameters made of it; 0 if they are views
+    unpacked: float  # seconds
+    # Where this brings what an earlier gather brought: nodes of that one, each with its equal among these.
+    again: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class MovableReduction:
+    """A reduction of gradients, which may be launched when they are there, and waited for at any time after that."""
+
+    launch: tuple[fx.Node, ...]
+    arrive: tuple[fx.Node, ...]  # the wait, and what makes gradients of what has arrived
+    group: object
+    sent: float
+    num_bytes: int  # of what is reduced
+    then: tuple[MovableReduction, ...] = ()  # HSDP's all-reduces of the result
+    end: float = 0.0
+
+
+@dataclass
+class Segment:
+    """Neighbours among the nodes that keep their order; before it gathers arrive, after it reductions may start."""
+
+    nodes: list[fx.Node]
+    seconds: float
+    arriving: list[MovableGather] = field(default_factory=list)
+    reducing: list[MovableReduction] = field(default_factory=list)
+
+
+class Moves:
+    """The collectives of a graph that may move."""
+
+    def __init__(self, graph: TrainGraph, costs: Costs) -> None:
+        self.nodes = [node for node in graph.graph.nodes if node.op != "output"]
+        self.costs = costs
+        self.order = {node: index for index, node in enumerate(self.nodes)}
+        self.gathers = _find_gathers(graph, costs, self.order)
+        self.reductions = [*_find_reductions(self.nodes, self.order, costs)]
+
+    def repeated(self) -> list[MovableGather]:
+        """Returns the gathers that bring what an earlier one brought, those first that need it kept shortest."""
+        found = [each for each in self.gathers if each.again]
+        first = {each: self.order[next(iter(each.again))] for each in found}
+        return sorted(found, key=lambda each: -first[each])
+
+
+class Program:
+    """A graph, taken apart: collectives that may move, and all other nodes, which keep their order.
+
+    Args:
+        moves: what may move.
+        kept: gathers that are not done again: the parameters that an earlier one brought are kept for them.
+    """
+
+    def __init__(self, moves: Moves, kept: Collection[MovableGather] = ()) -> None:
+        self.kept = tuple(kept)
+        self.gathers = [each for each in moves.gathers if each not in self.kept]
+        self.reductions = moves.reductions
+        self._equal = {node: other for each in kept for node, other in each.again.items()}
+        self._dropped = {*self._equal.values()}
+        self.inputs = [node for node in moves.nodes if node.op == "placeholder"]
+        self.held = [*self._held()]
+        self.segments = self._segments(moves)
+
+    def _all_reductions(self) -> Iterator[MovableReduction]:
+        for each in self.reductions:
+            yield each
+            yield from each.then
+
+    def _users(self, node: fx.Node) -> list[fx.Node]:
+        """Returns what reads a node, where what is kept is not gathered again."""
+        others = self._equal[node].users if node in self._equal else ()
+        return [*node.users, *(user for user in others if user not in self._dropped)]
+
+    def _held(self) -> Iterator[Held]:
+        for gather in self.gathers:
+            yield held_after(gather.launch[-1], self._users)
+            for node in gather.arrive:
+                if node.target == _COPY:
+                    yield from (held_after(each, self._users, made=node) for each in node.users)
+        for reduction in self._all_reductions():
+            yield held_after(argument(reduction.launch[-1]), self._users, done=_done)
+
+    def _segments(self, moves: Moves) -> list[Segment]:
+        """Cuts what does not move where something arrives, may be sent, or is freed, and else into short pieces."""
+        arriving: dict[fx.Node, list[MovableGather]] = {}
+        moving: list[MovableGather | MovableReduction] = [*self.gathers, *self._all_reductions()]
+        moved = {node for each in moving for node in (*each.launch, *each.arrive)} | self._dropped
+        fixed = [node for node in moves.nodes if node not in moved and node.op != "placeholder"]
+        index_of = {node: index for index, node in enumerate(fixed)}
+        late: list[MovableGather] = []
+        for gather in self.gathers:
+            uses = [
+                index_of[user] for node in gather.arrive for user in self._users(node) if user in index_of
+            ]
+            if uses:
+                arriving.setdefault(fixed[min(uses)], []).append(gather)
+            else:
+                late.append(gather)
+        packed: dict[fx.Node, list[MovableReduction]] = {}
+        for reduction in self.reductions:
+            packed.setdefault(argument(reduction.launch[-1]), []).append(reduction)
+        last_reads = {each.readers[-1] for each in self.held if each.readers}
+        longest = sum(each.sent for each in self.gathers) / (4 * len(self.gathers) or 1)
+        segments = [Segment([], 0.0)]
+        for node in fixed:
+            is_alone = is_collective(node) or node.target == WAIT
+            if segments[-1].nodes and (node in arriving or node in packed or is_alone):
+                segments.append(Segment([], 0.0))
+            segment = segments[-1]
+            segment.arriving += arriving.get(node, ())
+            segment.reducing += packed.get(node, ())
+            segment.nodes.append(node)
+            segment.seconds += moves.costs.seconds(node)
+            if is_alone or node in packed or node in last_reads or segment.seconds > longest:
+                segments.append(Segment([], 0.0))
+        segments.append(
+            Segment([], 0.0, late, [each for node in packed if node not in index_of for each in packed[node]])
+        )
+        return segments
+
+
+def _done(node: fx.Node) -> fx.Node:
+    """Returns when a node is done with what it reads: a collective is when it has been waited for."""
+    return wait_of(node) if is_collective(node) else node
+
+
+def _find_gathers(graph: TrainGraph, costs: Costs, order: Mapping[fx.Node, int]) -> list[MovableGather]:
+    """Returns the all-gathers of parameters that no operator of the graph writes, in the order of the graph."""
+    written = {
+        value
+        for node in graph.graph.nodes
+        if node.op == "call_function" and writes_arguments(node.target)
+        for value in node.all_input_nodes
+    }
+    known: dict[object, fx.Node] = {}
+    return [
+        _gather(each, order, costs, known)
+        for each in find_gathers(graph)
+        if written.isdisjoint(read for node in each.chain for read in node.all_input_nodes)
+    ]
+
+
+def _gather(
+    gather: Gather, order: Mapping[fx.Node, int], costs: Costs, known: dict[object, fx.Node]
+) -> MovableGather:
+    launch = gather.all_gather
+
+    def unpacked(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if _is_unpacking(user)]
+
+    arrive = sorted(reach([gather.wait], unpacked), key=order.__getitem__)
+    copies = [each for node in arrive if node.target == _COPY for each in node.users]
+    again = _equals((*gather.chain, *arrive), known)
+    return MovableGather(
+        gather.chain,
+        tuple(arrive),
+        collective_group(launch),
+        costs.sent(launch),
+        int(launch.meta["val"].nbytes),
+        sum(int(each.meta["val"].nbytes) for each in copies),
+        sum(map(costs.seconds, arrive)),
+        again if launch in again.values() else {},
+    )
+
+
+def _equals(nodes: Iterable[fx.Node], known: dict[object, fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Returns, of nodes that compute what known ones do, those; what is new becomes known."""
+    found: dict[fx.Node, fx.Node] = {}
+    first: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        key = (
+            node.target,
+            *map(freeze, fx.node.map_arg((node.args, node.kwargs), lambda read: first.get(read, read))),
+        )
+        first[node] = known.setdefault(key, node)
+        if first[node] is not node:
+            found[first[node]] = node
+    return found
+
+
+def _is_unpacking(node: fx.Node) -> bool:
+    is_view = bool(getattr(node.target, "is_view", False))
+    return (is_view or node.target in _UNPACK_OPS) and len(node.all_input_nodes) == 1
+
+
+def _find_reductions(
+    nodes: Iterable[fx.Node], order: dict[fx.Node, int], costs: Costs
+) -> Iterator[MovableReduction]:
+    """Yields the reductions whose results the step does not compute with."""
+    seen: set[fx.Node] = set()
+    for node in nodes:
+        if node.target in REDUCE_SCATTERS | ALL_REDUCES and node not in seen:
+            found = _reduction(node, order, costs)
+            if found is not None:
+                seen.update(each.launch[-1] for each in found.then)
+                yield found
+
+
+def _reduction(launch: fx.Node, order: dict[fx.Node, int], costs: Costs) -> MovableReduction | None:
+    chain = unpack_chain(wait_of(launch), order)
+    if chain is None:
+        return None
+    following = [node for node in chain if node.target in ALL_REDUCES]
+    then = [each for node in following if (each := _reduction(node, order, costs)) is not None]
+    if len(then) < len(following):
+        return None
+    return MovableReduction(
+        (launch,),
+        tuple(node for node in chain if node not in following),
+        collective_group(launch),
+        costs.sent(launch),
+        int(argument(launch).meta["val"].nbytes),
+        tuple(then),
+    )

@@ -1,0 +1,277 @@
+"""An order of a step's nodes in which no wire is idle while something could be sent, within a limit of bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from graphpasses.graph import WAIT, is_collective
+from graphpasses.graph.nodes import collective_group
+from graphpasses.passes.fsdp._moves import MovableGather, MovableReduction, Program, Segment
+from graphpasses.passes.fsdp._timeline import Costs
+
+# A collective is launched when the one before it has less than this share of its own time left: launched later, the
+# wire may stand idle where operators take less time than was measured; earlier, it cannot give way to another.
+_AHEAD = 0.5
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """An order of a step's nodes."""
+
+    order: list[fx.Node]  # all but the output
+    seconds: float
+    peak: int  # bytes held at most
+    peaks: list[int]  # in each segment
+
+
+class Scheduler:
+    """Orders a program's nodes."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self._costs = program, costs
+        self._latest = _latest_starts(program)
+        self._needs: dict[int, _RangeMaximum] = {}
+
+    def lazy(self, num_reducing: int = 0) -> Schedule:
+        """Returns the order that gathers nothing ahead, so many reductions in flight; 0: in fewest bytes."""
+        return _Player(self.program, self._costs, None, num_reducing, None, self._latest).play()
+
+    def schedule(self, limit: float, num_reducing: int) -> Schedule:
+        """Returns the order in which a program's nodes are to run.
+
+        It plays the step: before each segment, what may be sent is launched until the wires are busy beyond it. An
+        all-gather goes first if it, or one after it, would be late after a reduction. It is not launched before its
+        use if with it the step had to hold more than ``limit`` bytes until then, with so many reductions in flight;
+        where gradients would, reductions are waited for.
+        """
+        if num_reducing not in self._needs:
+            self._needs[num_reducing] = _RangeMaximum(self.lazy(num_reducing).peaks)
+        needs = self._needs[num_reducing]
+        return _Player(self.program, self._costs, limit, num_reducing, needs, self._latest).play()
+
+
+class _Player:
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        limit: float | None,
+        num_reducing: int,
+        needs: _RangeMaximum | None,
+        latest: dict[MovableGather, _Due],
+    ) -> None:
+        self._program, self._costs, self._limit, self._num_reducing = program, costs, limit, num_reducing
+        self._needs, self._latest = needs, latest
+        self._order: list[fx.Node] = [*program.inputs]
+        self._emitted = set(self._order)
+        self._now = self._computed = 0.0
+        self._index = 0
+        self._memory = _Memory(program)
+        self._free: defaultdict[object, float] = defaultdict(float)
+        self._ends: dict[fx.Node, float] = {}
+        self._gathers: defaultdict[object, deque[MovableGather]] = defaultdict(deque)
+        for gather in sorted(program.gathers, key=lambda each: latest[each].segment):
+            self._gathers[gather.group].append(gather)
+        self._ready: defaultdict[object, deque[MovableReduction]] = defaultdict(deque)
+        self._in_flight: list[MovableReduction] = []
+        self._ahead: deque[MovableGather] = deque()  # launched, and not yet used
+        self._peaks: list[int] = []
+
+    def play(self) -> Schedule:
+        for index, segment in enumerate(self._program.segments):
+            self._index, self._memory.peak = index, self._memory.held
+            for gather in segment.arriving:
+                while self._is_waiting(gather):
+                    self._launch_gather(gather.group)
+            arrived = max([self._now, *(self._ends[each.launch[-1]] for each in segment.arriving)])
+            self._launch_until(arrived + sum(each.unpacked for each in segment.arriving) + segment.seconds)
+            for gather in segment.arriving:
+                self._arrive(gather)
+            for reduction in segment.reducing:
+                self._make_room(reduction.num_bytes)
+                self._leave_in_flight(max(0, self._num_reducing - 1))
+            self._run(segment)
+            for reduction in segment.reducing:
+                self._ready[reduction.group].append(reduction)
+                self._leave_in_flight(self._num_reducing)
+            self._peaks.append(self._memory.peak)
+        while any(self._ready.values()) or self._in_flight:
+            self._launch_until(float("inf"))
+            self._wait_for_one()
+        return Schedule(self._order, max([self._now, *self._free.values()]), max(self._peaks), self._peaks)
+
+    def _run(self, segment: Segment) -> None:
+        """Runs nodes that keep their order; one that communicates is alone."""
+        for node in segment.nodes:
+            if is_collective(node):
+                self._send(node, collective_group(node), self._costs.sent(node))
+            elif node.target == WAIT:
+                self._now = max(self._now, self._ends.get(node.all_input_nodes[0], self._now))
+        self._now += segment.seconds
+        self._computed += segment.seconds
+        self._emit(segment.nodes)
+
+    def _emit(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            if node not in self._emitted:
+                self._emitted.add(node)
+                self._order.append(node)
+                self._memory.run(node)
+
+    def _send(self, launch: fx.Node, group: object, seconds: float) -> float:
+        self._ends[launch] = self._free[group] = max(self._free[group], self._now) + seconds
+        return self._free[group]
+
+    # ---- launches ----
+
+    def _launch_until(self, busy: float) -> None:
+        """Launches what may be sent until each wire is busy until a moment, and a little longer."""
+        for group in {**self._gathers, **self._ready}:
+            while (chosen := self._choose(group)) is not None:
+                if self._free[group] > busy + _AHEAD * chosen.sent:
+                    break
+                if isinstance(chosen, MovableGather):
+                    self._launch_gather(group)
+                else:
+                    self._launch_reduction(group)
+
+    def _choose(self, group: object) -> MovableGather | MovableReduction | None:
+        gathers, ready = self._gathers[group], self._ready[group]
+        gather = gathers[0] if gathers and self._has_room(gathers[0]) else None
+        reduction = ready[0] if ready else None
+        if gather is None or reduction is None:
+            return gather or reduction
+        start = max(self._free[group], self._now)
+        stalled = self._now - self._computed
+        return gather if start + reduction.sent > self._latest[gather].start + stalled else reduction
+
+    def _is_waiting(self, gather: MovableGather) -> bool:
+        return gather.launch[-1] not in self._ends
+
+    def _has_room(self, gather: MovableGather) -> bool:
+        if self._needs is None or self._limit is None:
+            return False
+        ahead = [*self._ahead, gather]  # until each arrives, it takes more than what is needed anyway
+        num_bytes, start = sum(each.num_bytes for each in ahead), self._index
+        for each in ahead:
+            end = self._latest[each].segment
+            if start < end and num_bytes + self._needs.between(start, end - 1) > self._limit:
+                return False
+            num_bytes, start = num_bytes - each.num_bytes, max(start, end)
+        return True
+
+    def _launch_gather(self, group: object) -> None:
+        gather = self._gathers[group].popleft()
+        self._make_room(gather.num_bytes)
+        self._emit(gather.launch)
+        self._ahead.append(gather)
+        self._send(gather.launch[-1], group, gather.sent)
+
+    def _launch_reduction(self, group: object) -> None:
+        reduction = self._ready[group].popleft()
+        self._emit(reduction.launch)
+        reduction.end = self._send(reduction.launch[-1], group, reduction.sent)
+        self._in_flight.append(reduction)
+
+    # ---- waits ----
+
+    def _arrive(self, gather: MovableGather) -> None:
+        self._now = max(self._now, self._ends[gather.launch[-1]])
+        self._ahead.remove(gather)
+        self._make_room(gather.copied)
+        self._emit(gather.arrive)
+        self._now += gather.unpacked
+        self._computed += gather.unpacked
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Waits for reductions until so many bytes more are within the limit, or none is left."""
+        if self._limit is not None:
+            while self._memory.held + num_bytes > self._limit and self._wait_for_one():
+                pass
+
+    def _leave_in_flight(self, most: int) -> None:
+        """Waits until no more reductions are in flight, in an order that gathers nothing ahead."""
+        if self._limit is None:
+            self._launch_until(float("inf"))
+            while len(self._in_flight) > most:
+                self._wait_for_one()
+
+    def _wait_for_one(self) -> bool:
+        """Waits for the reduction that ends first; returns whether there was one."""
+        if not self._in_flight:
+            group = next((group for group, ready in self._ready.items() if ready), None)
+            if group is None:
+                return False
+            self._launch_reduction(group)
+        reduction = min(self._in_flight, key=lambda each: each.end)
+        self._in_flight.remove(reduction)
+        self._now = max(self._now, reduction.end)
+        self._emit(reduction.arrive)
+        for each in reduction.then:
+            self._ready[each.group].append(each)
+        return True
+
+
+class _Memory:
+    """What a step holds, as its nodes run one after the other."""
+
+    def __init__(self, program: Program) -> None:
+        self.held = self.peak = 0
+        self._made: defaultdict[fx.Node, int] = defaultdict(int)
+        self._read: defaultdict[fx.Node, list[int]] = defaultdict(list)
+        self._left = [len(each.readers) for each in program.held]
+        self._bytes = [each.num_bytes for each in program.held]
+        for index, each in enumerate(program.held):
+            self._made[each.made] += each.num_bytes
+            for reader in each.readers:
+                self._read[reader].append(index)
+
+    def run(self, node: fx.Node) -> None:
+        """Counts what a node allocates, and what is freed after it."""
+        self.held += self._made.get(node, 0)
+        self.peak = max(self.peak, self.held)
+        for index in self._read.get(node, ()):
+            self._left[index] -= 1
+            if not self._left[index]:
+                self.held -= self._bytes[index]
+
+
+class _RangeMaximum:
+    """The largest of some neighbours, in constant time."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.values = values
+        self._rows = [values]  # the largest of 1, 2, 4, … values from each on
+        while (width := 1 << (len(self._rows) - 1)) < len(values):
+            last = self._rows[-1]
+            self._rows.append([max(each) for each in zip(last, last[width:], strict=False)])
+
+    def between(self, start: int, end: int) -> int:
+        """Returns the largest value of those from ``start`` to ``end``."""
+        level = (end - start + 1).bit_length() - 1
+        return max(self._rows[level][start], self._rows[level][end + 1 - (1 << level)])
+
+
+@dataclass(frozen=True)
+class _Due:
+    segment: int  # before which it must have arrived
+    start: float  # when it must start, in seconds of compute, for itself and those after it not to be late
+
+
+def _latest_starts(program: Program) -> dict[MovableGather, _Due]:
+    computed, begins = 0.0, []
+    for segment in program.segments:
+        begins.append(computed)
+        computed += segment.seconds + sum(each.unpacked for each in segment.arriving)
+    next_start: dict[object, float] = {}
+    latest: dict[MovableGather, _Due] = {}
+    for index, segment in reversed([*enumerate(program.segments)]):
+        for gather in reversed(segment.arriving):
+            due = min(begins[index], next_start.get(gather.group, computed))
+            next_start[gather.group] = due - gather.sent
+            latest[gather] = _Due(index, due - gather.sent)
+    return latest

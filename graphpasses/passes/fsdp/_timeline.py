@@ -1,0 +1,153 @@
+"""A step's timeline, predicted from the order of its nodes: what waits for the wire, and what memory that takes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graphpasses._torch.schemas import is_operator
+from graphpasses.fsdp.traffic import collective_transfer, operator_cost
+from graphpasses.graph import WAIT, TrainGraph, is_collective
+from graphpasses.graph.nodes import SAME_TENSOR_OPS, collective_group, reach
+from graphpasses.graph.traffic import Transfer
+from graphpasses.scale import Wire
+
+aten = torch.ops.aten
+
+
+class Costs:
+    """Seconds of the nodes of a graph: measured ones, or those of FLOPs and bytes where none are known."""
+
+    def __init__(self, graph: TrainGraph, wire: Wire) -> None:
+        self._measured, self._wire = graph.seconds, wire
+        self._sent: dict[Transfer, float] = {}
+        self._known: dict[fx.Node, float] = {}
+        self._bytes_per_second = 1e9 * wire.speeds.memory_bandwidth
+        if self._measured is not None:
+            self._bytes_per_second = self._measured_bandwidth(graph)
+
+    def _measured_bandwidth(self, graph: TrainGraph) -> float:
+        """Returns bytes per second of the measured operators that count by bytes."""
+        total_bytes, total = 0, 0.0
+        for node in graph.graph.nodes:
+            seconds = self._of_call(node)
+            num_bytes = operator_cost(node)[1] if seconds else 0
+            if seconds and num_bytes:
+                total_bytes, total = total_bytes + num_bytes, total + seconds
+        return total_bytes / total if total else self._bytes_per_second
+
+    def _of_call(self, node: fx.Node) -> float | None:
+        if self._measured is None or node.op != "call_function" or not is_operator(node.target):
+            return None
+        return self._measured.get(node)
+
+    def seconds(self, node: fx.Node) -> float:
+        """Returns how long a node computes; those that launch, wait, or name a part of another take no time."""
+        if node not in self._known:
+            self._known[node] = self._seconds(node)
+        return self._known[node]
+
+    def _seconds(self, node: fx.Node) -> float:
+        if (
+            node.op != "call_function"
+            or not is_operator(node.target)
+            or node.target == WAIT
+            or is_collective(node)
+        ):
+            return 0.0
+        flops, num_bytes = operator_cost(node)
+        if not flops and not num_bytes:
+            return 0.0
+        measured = self._of_call(node)
+        if measured is not None:
+            return measured
+        return flops / (1e12 * self._wire.speeds.flops) + num_bytes / self._bytes_per_second
+
+    def sent(self, launch: fx.Node) -> float:
+        """Returns how long a collective is on the wire of its group."""
+        transfer = collective_transfer(launch)
+        if transfer not in self._sent:
+            self._sent[transfer] = self._wire(transfer)
+        return self._sent[transfer]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of gathered parameters, or of gradients that are being reduced."""
+
+    num_bytes: int
+    made: fx.Node  # the node that allocates it
+    readers: tuple[fx.Node, ...]  # in the order of the graph; it is freed after the last of them
+
+
+def held_after(
+    node: fx.Node,
+    users: Callable[[fx.Node], Iterable[fx.Node]],
+    *,
+    made: fx.Node | None = None,
+    done: Callable[[fx.Node], fx.Node] = lambda node: node,
+) -> Held:
+    """Returns the memory of a node, which it or ``made`` allocates; it is freed when all readers are ``done``."""
+    aliases = reach([node], lambda value: filter(_is_name, users(value)))
+    readers = {user for alias in aliases for user in users(alias)} - aliases
+    return Held(int(node.meta["val"].nbytes), made or node, tuple(sorted(map(done, readers))))
+
+
+def _is_name(node: fx.Node) -> bool:
+    is_view = getattr(node.target, "is_view", False)
+    return bool(is_view) or node.target in (WAIT, operator.getitem, *SAME_TENSOR_OPS)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a step's order comes to."""
+
+    seconds: float  # of the step
+    compute: float  # of all that is no collective
+    wire: float  # of the collectives of the group that has most of them
+    peak: int  # bytes of gathered parameters and gradients that are being reduced, at most
+
+    @property
+    def exposed(self) -> float:
+        """How much longer the step takes than what it computes."""
+        return self.seconds - self.compute
+
+
+def replay_order(order: Sequence[fx.Node], costs: Costs, held: Iterable[Held]) -> Timeline:
+    """Plays a step on a stream that computes and a wire for each group, on which collectives go one after the other.
+
+    As :func:`graphpasses.scale.replay` for one wire.
+    """
+    now = computed = 0.0
+    free: dict[object, float] = {}
+    sent: dict[object, float] = {}
+    ends: dict[fx.Node, float] = {}
+    for node in order:
+        if node.target == WAIT:
+            now = max(now, ends.get(node.all_input_nodes[0], now))
+        elif is_collective(node):
+            group, seconds = collective_group(node), costs.sent(node)
+            ends[node] = free[group] = max(free.get(group, 0.0), now) + seconds
+            sent[group] = sent.get(group, 0.0) + seconds
+        else:
+            seconds = costs.seconds(node)
+            computed, now = computed + seconds, now + seconds
+    return Timeline(max([now, *free.values()]), computed, max(sent.values(), default=0.0), _peak(order, held))
+
+
+def _peak(order: Sequence[fx.Node], held: Iterable[Held]) -> int:
+    place = {node: index for index, node in enumerate(order)}
+    change = [0] * (len(order) + 1)
+    for each in held:
+        change[place[each.made]] += each.num_bytes
+        last = max((place[reader] for reader in each.readers if reader in place), default=len(order) - 1)
+        change[last + 1] -= each.num_bytes
+    peak = now = 0
+    for delta in change:
+        now += delta
+        peak = max(peak, now)
+    return peak

@@ -1,0 +1,159 @@
+"""Launch and wait for collectives where that costs least, by measured seconds, the wire's and a budget of bytes."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from graphpasses.errors import PipelineError
+from graphpasses.fsdp.traffic import has_fixed_sizes
+from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective
+from graphpasses.passes.fsdp._moves import Moves, Program
+from graphpasses.passes.fsdp._scheduler import Scheduler
+from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
+from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives
+from graphpasses.passes.runner import GraphPass, Numerics
+from graphpasses.scale import Wire
+
+# Numbers of reductions in flight for which all-gathers leave room, and the number of steps between no gather left out
+# and as many as the budget allows; the fastest is taken.
+_NUM_REDUCING = (0, 1, 2, 4)
+_PARTS = 4
+
+
+@dataclass(frozen=True)
+class ScheduleCollectives(GraphPass):
+    """Moves launches and waits to where the step waits least for the wire; no value changes.
+
+    As traced, every collective is waited for at once; FSDP2's fixed order gathers one bucket ahead. The pass plays
+    the step instead, on a stream that computes and a wire for each process group, and launches what may be sent when
+    the wire is about to be idle: all-gathers as far ahead as the budget allows, reductions behind those that would
+    be late. Reductions are waited for at the end, or where their memory is needed. Where the budget allows,
+    parameters are kept from forward to backward, and not gathered again::
+
+          first = parameter('first')  # f32[2, 4]
+          second = parameter('second')  # f32[2, 4]
+          third = parameter('third')  # f32[2, 4]
+          x = batch('x')  # f32[4, 4]
+          gather_first = all_gather(first, 2, group0)  # f32[4, 4]
+        + gather_second = all_gather(second, 2, group0)  # f32[4, 4]
+          first_whole = wait(gather_first)  # f32[4, 4]
+          y = aten.mm(x, first_whole)  # f32[4, 4]
+        - gather_second = all_gather(second, 2, group0)  # f32[4, 4]
+        + gather_third = all_gather(third, 2, group0)  # f32[4, 4]
+          second_whole = wait(gather_second)  # f32[4, 4]
+          z = aten.mm(y, second_whole)  # f32[4, 4]
+        - gather_third = all_gather(third, 2, group0)  # f32[4, 4]
+          third_whole = wait(gather_third)  # f32[4, 4]
+          out = aten.mm(z, third_whole)  # f32[4, 4]
+          # backward
+          third_grads = aten.mm(z, out)  # f32[4, 4]
+          scatter_third = reduce_scatter(third_grads, 'avg', 2, group0)  # f32[2, 4]
+        + second_grads = aten.mm(y, third_whole)  # f32[4, 4]
+          third_grad = wait(scatter_third)  # f32[2, 4]
+        - second_grads = aten.mm(y, third_whole)  # f32[4, 4]
+          scatter_second = reduce_scatter(second_grads, 'avg', 2, group0)  # f32[2, 4]
+          second_grad = wait(scatter_second)  # f32[2, 4]
+          return third_grad, second_grad  # gradient of third, gradient of second
+
+    Several orders are played, FSDP2's among them; the fastest within the budget is taken, and the report says how
+    long it waits. Operators take the seconds that :func:`graphpasses.measure_operators` measured, or else those of
+    their FLOPs and bytes on ``wire.speeds``. All ranks decide by the same numbers. Bytes and buckets of reductions
+    stay; so do gathers that depend on compute, and reductions whose result the step computes with. Where sizes vary,
+    the order is FSDP2's.
+
+    Args:
+        wire: how long collectives take.
+        budget: bytes of gathered parameters, and of gradients that are being reduced, that the step may hold at once;
+            None: as many as FSDP2's order.
+
+    Raises:
+        PipelineError: the budget is below 0, or (from ``rewrite``) less than the step needs without any overlap.
+
+    Example:
+        >>> with fake_process_group(2):
+        ...     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+        ...     model = graphpasses.simple_fsdp(model, dist.init_device_mesh("cpu", (2,)))
+        ...     step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
+        ...     step = graphpasses.Pipeline((ScheduleCollectives(),)).run(step)
+        >>> step.report["schedule-collectives"].num_rewrites > 0
+        True
+    """
+
+    name: ClassVar[str] = "schedule-collectives"
+    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives", "reshard-after-forward"})
+
+    wire: Wire = field(default_factory=Wire)
+    budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.budget < 0:
+            raise PipelineError(f"schedule-collectives: budget must be bytes, or None, not {self.budget}")
+
+    def rewrite(self, graph: TrainGraph) -> int:
+        """Moves nodes of ``graph`` in place; returns the number of launches and waits that moved."""
+        before = {node: index for index, node in enumerate(graph.graph.nodes)}
+        PrefetchCollectives().rewrite(graph)
+        if not has_fixed_sizes(graph):
+            graph.note("sizes vary, so nothing is known of seconds: collectives are prefetched as by FSDP2")
+        else:
+            self._schedule(graph)
+        moving = (node for node in graph.graph.nodes if is_collective(node) or node.target == WAIT)
+        after = {node: index for index, node in enumerate(graph.graph.nodes)}
+        return sum(before[node] != after[node] for node in moving)
+
+    def _schedule(self, graph: TrainGraph) -> None:
+        costs = Costs(graph, self.wire)
+        moves = Moves(graph, costs)
+        program = Program(moves)
+        given = replay_order(moves.nodes, costs, program.held)
+        budget = given.peak if self.budget is None else self.budget
+        found = [] if given.peak > budget else [(given.seconds, given.peak, moves.nodes, program)]
+        schedulers = _schedulers(moves, program, budget)
+        found += [
+            (each.seconds, each.peak, each.order, scheduler.program)
+            for scheduler in schedulers
+            for num_reducing in _NUM_REDUCING
+            if (each := scheduler.schedule(budget, num_reducing)).peak <= budget
+        ]
+        if not found:
+            least = Scheduler(program, costs).lazy().peak
+            raise PipelineError(
+                f"schedule-collectives: a budget of {budget} bytes is less than the {least} that gathered parameters "
+                "and gradients take in this step, however late they are gathered; give at least those"
+            )
+        *_, order, program = min(found, key=lambda each: each[:2])
+        best = replay_order(order, costs, program.held)
+        output = graph.graph.output_node()
+        for node in order:
+            output.prepend(node)
+        for gather in reversed(program.kept):
+            for kept, node in reversed([*gather.again.items()]):
+                graph.merge(node, kept)
+        graph.note(_report(given, best, budget))
+
+
+def _schedulers(moves: Moves, program: Program, budget: int) -> Iterator[Scheduler]:
+    """Yields schedulers of programs that gather again, or keep some, or as much as the budget allows."""
+    repeated = moves.repeated()
+
+    def fits(num_kept: int) -> bool:
+        return Scheduler(Program(moves, repeated[:num_kept]), moves.costs).lazy().peak <= budget
+
+    most = bisect.bisect_left(range(1, len(repeated) + 1), True, key=lambda num: not fits(num))
+    for num in sorted({0, *(most * part // _PARTS for part in range(1, _PARTS + 1))}):
+        scheduler = Scheduler(Program(moves, repeated[:num]) if num else program, moves.costs)
+        if scheduler.lazy().peak <= budget:
+            yield scheduler
+
+
+def _report(given: Timeline, best: Timeline, budget: int) -> str:
+    return (
+        f"exposed {1e3 * best.exposed:.1f} ms of communication, {1e3 * given.exposed:.1f} in FSDP2's order "
+        f"(compute {1e3 * best.compute:.1f}, wire {1e3 * best.wire:.1f}); holds {best.peak / 1e6:.1f} MB, "
+        f"FSDP2's order {given.peak / 1e6:.1f}, budget {budget / 1e6:.1f}"
+    )
