@@ -92,9 +92,16 @@ def held_after(
     done: Callable[[fx.Node], fx.Node] = lambda node: node,
 ) -> Held:
     """Returns the memory of a node, which it or ``made`` allocates; it is freed when all readers are ``done``."""
-    aliases = reach([node], lambda value: filter(_is_name, users(value)))
-    readers = {user for alias in aliases for user in users(alias)} - aliases
+    readers = readers_of(node, users)
     return Held(int(node.meta["val"].nbytes), made or node, tuple(sorted(map(done, readers))))
+
+
+def readers_of(
+    node: fx.Node, users: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.users
+) -> set[fx.Node]:
+    """Returns what reads a node's memory, by any name."""
+    aliases = reach([node], lambda value: filter(_is_name, users(value)))
+    return {user for alias in aliases for user in users(alias)} - aliases
 
 
 def _is_name(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from graphpasses.fsdp.traffic import has_fixed_sizes
 from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective
 from graphpasses.passes.fsdp._moves import Moves, Program
 from graphpasses.passes.fsdp._scheduler import Scheduler
+from graphpasses.passes.fsdp._splits import add_splits
 from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
 from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -104,16 +105,17 @@ class ScheduleCollectives(GraphPass):
             self._schedule(graph)
         moving = (node for node in graph.graph.nodes if is_collective(node) or node.target == WAIT)
         after = {node: index for index, node in enumerate(graph.graph.nodes)}
-        return sum(before[node] != after[node] for node in moving)
+        return sum(before.get(node) != after[node] for node in moving)
 
     def _schedule(self, graph: TrainGraph) -> None:
         costs = Costs(graph, self.wire)
-        moves = Moves(graph, costs)
+        moves = Moves(graph, costs, add_splits(graph, costs))
         program = Program(moves)
-        given = replay_order(moves.nodes, costs, program.held)
+        prefetched = [node for node in moves.nodes if node not in {*program.gone}]
+        given = replay_order(prefetched, costs, program.held)
         budget = given.peak if self.budget is None else self.budget
-        found = [] if given.peak > budget else [(given.seconds, given.peak, moves.nodes, program)]
-        schedulers = _schedulers(moves, program, budget)
+        found = [] if given.peak > budget else [(given.seconds, given.peak, prefetched, program)]
+        schedulers = _schedulers(moves, budget)
         found += [
             (each.seconds, each.peak, each.order, scheduler.program)
             for scheduler in schedulers
@@ -121,7 +123,9 @@ class ScheduleCollectives(GraphPass):
             if (each := scheduler.schedule(budget, num_reducing)).peak <= budget
         ]
         if not found:
-            least = Scheduler(program, costs).lazy().peak
+            least = min(
+                Scheduler(each, costs).lazy().peak for each in (program, Program(moves, is_split=True))
+            )
             raise PipelineError(
                 f"schedule-collectives: a budget of {budget} bytes is less than the {least} that gathered parameters "
                 "and gradients take in this step, however late they are gathered; give at least those"
@@ -131,24 +135,27 @@ class ScheduleCollectives(GraphPass):
         output = graph.graph.output_node()
         for node in order:
             output.prepend(node)
-        for gather in reversed(program.kept):
-            for kept, node in reversed([*gather.again.items()]):
-                graph.merge(node, kept)
+        for node in reversed(program.gone):
+            if node in program.replaced:
+                graph.merge(node, program.replaced[node])
+            else:
+                graph.graph.erase_node(node)
         graph.note(_report(given, best, budget))
 
 
-def _schedulers(moves: Moves, program: Program, budget: int) -> Iterator[Scheduler]:
+def _schedulers(moves: Moves, budget: int) -> Iterator[Scheduler]:
     """Yields schedulers of programs that gather again, or keep some, or as much as the budget allows."""
     repeated = moves.repeated()
 
+    def keeping(num_kept: int) -> Scheduler:
+        return Scheduler(Program(moves, repeated[:num_kept], is_split=True), moves.costs)
+
     def fits(num_kept: int) -> bool:
-        return Scheduler(Program(moves, repeated[:num_kept]), moves.costs).lazy().peak <= budget
+        return keeping(num_kept).lazy().peak <= budget
 
     most = bisect.bisect_left(range(1, len(repeated) + 1), True, key=lambda num: not fits(num))
     for num in sorted({0, *(most * part // _PARTS for part in range(1, _PARTS + 1))}):
-        scheduler = Scheduler(Program(moves, repeated[:num]) if num else program, moves.costs)
-        if scheduler.lazy().peak <= budget:
-            yield scheduler
+        yield keeping(num)
 
 
 def _report(given: Timeline, best: Timeline, budget: int) -> str:
