@@ -22,7 +22,7 @@ def main(
     Args:
         models: what is trained.
         ranks: of the clusters, 8 of each node.
-        rounds: counted rounds; each runs one step of every variant, with the collectives' time and without.
+        rounds: counted rounds; each runs one step of every variant.
         wall: count seconds of the wall clock, in which waiting sleeps, and not those of this process.
         tokens: of each of a rank's two sequences.
 
@@ -44,29 +44,21 @@ def main(
 
 def _table(title: str, found: Found) -> Table:
     table = Table("variant", title=title)
-    for column in (
-        "step, ms",
-        "compute",
-        "exposed",
-        "predicted",
-        "wire",
-        "held, MB",
-        "predicted",
-        "eager's bits",
-    ):
+    for column in ("step, ms", "exposed", "predicted", "wire", "held, MB", "predicted", "eager's bits"):
         table.add_column(column, justify="right")
     for name, each in found.variants.items():
         planned = each.planned
         table.add_row(
             name,
-            *(f"{1e3 * seconds:.0f}" for seconds in (each.seconds, each.compute, each.exposed)),
+            *(f"{1e3 * seconds:.0f}" for seconds in (each.seconds, each.exposed)),
             f"{1e3 * planned.exposed:.0f}" if planned else "",
             f"{1e3 * planned.wire:.0f}" if planned else "",
             f"{each.held / 1e6:.1f}" if each.held else "",
             f"{planned.peak / 1e6:.1f}" if planned else "",
             "yes" if each.has_eager_bits else "NO",
         )
-    table.add_row("bound", "", "", f"{1e3 * found.bound:.0f}")
+    table.add_row("no order of FSDP2's collectives waits less", "", f"{1e3 * found.critical:.0f}")
+    table.add_row("max(compute, wire), first gather, last reduction", "", f"{1e3 * found.bound:.0f}")
     return table
 
 
@@ -98,7 +90,9 @@ def _missed(found: Found) -> list[str]:
             assert each.planned is not None
             assert each.held is not None
             missed += [f"{name} holds more than planned"] * (each.held > each.planned.peak)
-            missed += [f"{name} is beyond the bound"] * (each.exposed > 1.1 * found.bound)
+            missed += [f"{name} is beyond the bound"] * (
+                each.exposed > 1.1 * max(found.bound, found.critical)
+            )
             missed += [f"{name} is slower than FSDP2's order"] * (
                 each.seconds > 1.01 * found.variants[ORDER].seconds
             )

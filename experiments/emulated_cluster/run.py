@@ -50,15 +50,10 @@ class Variant:
     """What one way to run the step took."""
 
     seconds: float  # of the median round
-    compute: float  # of the median round in which collectives took no time
+    exposed: float  # of them, what it waited for collectives
     held: int | None  # bytes of gathered parameters and of gradients being reduced, measured
     planned: Timeline | None  # what was predicted
     has_eager_bits: bool
-
-    @property
-    def exposed(self) -> float:
-        """Seconds that the wire costs."""
-        return self.seconds - self.compute
 
 
 @dataclass(frozen=True)
@@ -69,18 +64,20 @@ class Found:
     alone: Timeline  # what was predicted of a step that gathers nothing ahead, and reduces as FSDP2
     first_gather: float  # seconds on the wire
     last_reduction: float
+    # Exposed seconds that no order of FSDP2's collectives gets below: what must be gathered before something is
+    # computed, and reduced after it.
+    critical: float
 
     @property
     def bound(self) -> float:
-        """Returns exposed seconds that an order can hardly get below, with FSDP2's collectives."""
+        """The larger of compute and wire, the first gather and the last reduction, less compute, in seconds."""
         planned = self.variants[ORDER].planned
         assert planned is not None
-        compute = self.variants[ORDER].compute
-        return max(compute, planned.wire) + self.first_gather + self.last_reduction - compute
+        return max(planned.compute, planned.wire) + self.first_gather + self.last_reduction - planned.compute
 
 
 def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens: int = 129) -> Found:
-    """Runs steps of a model in turn, with its collectives' time and without.
+    """Runs steps of a model in turn.
 
     Args:
         name: of :data:`experiments.emulated_cluster.models.MODELS`.
@@ -97,37 +94,38 @@ def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens
         gather_ahead(alone, False)
         batch = torch.randint(0, 4096, (2, tokens), generator=torch.Generator().manual_seed(0))
         steps = _steps(model, batch, cluster)
+        cluster.wire = WIRE
         runs: dict[str, Callable[[], object]] = {
             ALONE: lambda: loss_fn(alone, batch).backward(),
             EAGER: lambda: loss_fn(model, batch).backward(),
             **{each: lambda step=step: step(batch) for each, step in steps.items()},
         }
         models = {each: alone if each == ALONE else model for each in runs}
-        seconds = {each: ([], []) for each in runs}
+        took: dict[str, list[tuple[float, float]]] = {each: [] for each in runs}
         for index in range(num_rounds + 1):
-            for wire, place in ((WIRE, 0), (_no_time, 1)):
-                cluster.wire = wire
-                for each, run in runs.items():
-                    start = cluster.clock.now()
-                    run()
-                    if index:
-                        seconds[each][place].append(cluster.clock.now() - start)
-                    models[each].zero_grad()
+            for each, run in runs.items():
+                start, waited = cluster.clock.now(), cluster.clock.waited
+                run()
+                if index:
+                    took[each].append((cluster.clock.now() - start, cluster.clock.waited - waited))
+                models[each].zero_grad()
         expected = _gradients(model, runs[EAGER])
         launches = [node for node in steps[ORDER].graph.nodes if is_collective(node)]
         costs = Costs(steps[ORDER], WIRE)
         variants = {
             each: Variant(
-                *map(statistics.median, seconds[each]),
+                *map(statistics.median, zip(*took[each], strict=True)),
                 measure_held(run) if each in steps else None,
                 _timeline(steps[each]) if each in steps else None,
                 all(map(torch.equal, _gradients(models[each], run), expected)),
             )
             for each, run in runs.items()
         }
-        alone_order = Scheduler(Program(Moves(steps[ORDER], costs)), costs).lazy(1).order
+        program = Program(Moves(steps[ORDER], costs))
+        alone_order = Scheduler(program, costs).lazy(1).order
         alone_time = replay_order(alone_order, costs, ())
-        return Found(variants, alone_time, costs.sent(launches[0]), costs.sent(launches[-1]))
+        ends = costs.sent(launches[0]), costs.sent(launches[-1])
+        return Found(variants, alone_time, *ends, _critical(program))
 
 
 def _no_time(transfer: Transfer) -> float:
@@ -146,6 +144,21 @@ def _steps(model: nn.Module, batch: Tensor, cluster: Cluster) -> dict[str, Captu
         TWICE: ScheduleCollectives(WIRE, 2 * peak),
     }
     return {name: Pipeline((each,)).run(unmoved, prove=True) for name, each in moved.items()}
+
+
+def _critical(program: Program) -> float:
+    """Returns by how much a step is longer than its compute at least, if all its collectives share a wire."""
+    computed = gathered = late = exposed = 0.0
+    left = sum(each.sent for each in program.reductions)
+    for segment in program.segments:
+        for gather in segment.arriving:
+            gathered += gather.sent
+            late = max(late, gathered - computed)
+        computed += segment.seconds + sum(each.unpacked for each in segment.arriving)
+        for reduction in segment.reducing:
+            exposed = max(exposed, late + computed + left)
+            left -= reduction.sent
+    return exposed - computed
 
 
 def _timeline(step: CapturedStep) -> Timeline:

@@ -71,11 +71,10 @@ class Moves:
         self.costs = costs
         self.order = {node: index for index, node in enumerate(self.nodes)}
         found = {each.launch[-1]: each for each in _find_gathers(graph, costs, self.order)}
-        repeated = {node for each in found.values() for node in each.again}
         self.parts: dict[Split, list[MovableGather]] = {}
         for split in splits:
             parts = [found.pop(launch) for launch in split.parts]
-            is_usable = split.whole in found and split.whole not in repeated
+            is_usable = split.whole in found
             self.parts[split] = (
                 [self._part(each, split, found[split.whole]) for each in parts] if is_usable else []
             )
@@ -112,8 +111,11 @@ class Program:
         self.replaced = {node: first for each in kept for first, node in each.again.items()}
         gone = {*self.replaced}
         for split, parts in moves.parts.items():
-            gone.update(split.gone if is_split and parts else split.made)
-            if is_split and parts:
+            takes_place = (
+                is_split and parts and not any(split.whole in (each.launch[-1], *each.again) for each in kept)
+            )
+            gone.update(split.gone if takes_place else split.made)
+            if takes_place:
                 self.replaced |= split.equal
                 self.gathers = [each for each in self.gathers if each.launch[-1] is not split.whole] + parts
         self.gone = sorted(gone, key=moves.order.__getitem__)

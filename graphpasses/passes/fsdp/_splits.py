@@ -1,11 +1,12 @@
-"""Two all-gathers in the place of one whose parameters are used far apart, as FSDP2's of a root module."""
+"""Two all-gathers in the place of one for which a step waits at its beginning, as FSDP2's of a root module."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf
 
 import torch
 from torch import fx
@@ -15,6 +16,8 @@ from graphpasses.graph import WAIT, TrainGraph, argument
 from graphpasses.passes.fsdp._timeline import Costs, readers_of
 
 aten = torch.ops.aten
+
+_WORTH = 0.1  # of the seconds of a gather, at least so many are to be saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +34,8 @@ class Split:
 def add_splits(graph: TrainGraph, costs: Costs) -> list[Split]:
     """Adds nodes that nobody reads yet: all-gathers that may take the place of others.
 
-    Such are gathers of packed parameters of which some are used, for the first time, so much later than the rest that
-    they could be gathered in between.
+    Such are gathers of packed parameters that nothing before their use can hide, where waiting for some of them alone
+    makes the step wait shorter.
     """
     begins: dict[fx.Node, float] = {}
     now = 0.0
@@ -40,6 +43,25 @@ def add_splits(graph: TrainGraph, costs: Costs) -> list[Split]:
         begins[node] = now
         now += costs.seconds(node)
     return [split for gather in find_gathers(graph) for split in _splits(graph, gather, begins, costs)]
+
+
+def _first_half(
+    launch: fx.Node, num_bytes: Sequence[int], uses: Sequence[float], costs: Costs
+) -> frozenset[int]:
+    """Returns those of some parameters that are better gathered before the others; none if all are together."""
+    whole, first = costs.sent(launch), min(uses)
+    if first >= whole:  # what is computed before may hide it
+        return frozenset()
+    best, half = _WORTH * whole, frozenset[int]()
+    by_use = sorted(range(len(uses)), key=lambda index: uses[index])
+    early = 0
+    for place, (index, following) in enumerate(pairwise(by_use), start=1):
+        early += num_bytes[index]
+        late = costs.sent(launch, sum(num_bytes) - early)
+        stall = costs.sent(launch, early) + max(0.0, late - (uses[following] - first))
+        if whole - stall > best:
+            best, half = whole - stall, frozenset(by_use[:place])
+    return half
 
 
 def _splits(
@@ -57,18 +79,16 @@ def _splits(
     brought = {int(each.args[1]): each for each in copies.users if calls(each, operator.getitem)}  # type: ignore[arg-type]
     flat = packed.args[0]
     assert isinstance(flat, (list, tuple))
-    uses = {
-        index: min((begins[reader] for reader in readers_of(each)), default=float("inf"))
-        for index, each in brought.items()
-    }
-    if len(uses) < len(flat):
+    if len(brought) < len(flat):
         return
-    by_use = sorted(uses, key=lambda index: uses[index])
-    gap, late = max(((uses[b] - uses[a], uses[b]) for a, b in pairwise(by_use)), default=(0.0, 0.0))
-    if gap <= costs.sent(gather.all_gather):
+    values = [brought[index] for index in range(len(flat))]
+    uses = [min((begins[reader] for reader in readers_of(each)), default=inf) for each in values]
+    num_bytes = [int(each.meta["val"].nbytes) for each in values]
+    early = _first_half(gather.all_gather, num_bytes, uses, costs)
+    if not early:
         return
     halves = [
-        [index for index in sorted(uses) if (uses[index] < late) == is_early] for is_early in (True, False)
+        [index for index in range(len(flat)) if (index in early) == is_first] for is_first in (True, False)
     ]
     made: list[fx.Node] = []
     equal: dict[fx.Node, fx.Node] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -67,9 +67,11 @@ class Costs:
             return measured
         return flops / (1e12 * self._wire.speeds.flops) + num_bytes / self._bytes_per_second
 
-    def sent(self, launch: fx.Node) -> float:
-        """Returns how long a collective is on the wire of its group."""
+    def sent(self, launch: fx.Node, num_bytes: int | None = None) -> float:
+        """Returns how long a collective, or one of so many bytes, is on the wire of its group."""
         transfer = collective_transfer(launch)
+        if num_bytes is not None:
+            transfer = replace(transfer, num_bytes=num_bytes)
         if transfer not in self._sent:
             self._sent[transfer] = self._wire(transfer)
         return self._sent[transfer]
