@@ -11,14 +11,26 @@ __all__ = ["Clock", "WallClock"]
 class WallClock:
     """Seconds as everyone counts them; waiting sleeps."""
 
+    def __init__(self) -> None:
+        self._waited = ctypes.c_double()  # captures keep an eye on plain values
+
+    @property
+    def waited(self) -> float:
+        """Seconds that were waited for, in all."""
+        return self._waited.value
+
     def now(self) -> float:
         """Returns the seconds since some moment."""
         return time.perf_counter()
 
     def wait_until(self, end: float) -> None:
         """Returns at ``end``, at once if that has passed."""
-        while (left := end - self.now()) > 0:
-            time.sleep(left)
+        left = max(0.0, end - self.now())
+        self._waited.value += left
+        self._pass(left)
+
+    def _pass(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class Clock(WallClock):
@@ -34,13 +46,9 @@ class Clock(WallClock):
         True
     """
 
-    def __init__(self) -> None:
-        self._waited = ctypes.c_double()  # captures keep an eye on plain values
-
     def now(self) -> float:
         """Returns the seconds since some moment."""
-        return time.process_time() + self._waited.value
+        return time.process_time() + self.waited
 
-    def wait_until(self, end: float) -> None:
-        """Moves the clock on to ``end``."""
-        self._waited.value += max(0.0, end - self.now())
+    def _pass(self, seconds: float) -> None:
+        pass

@@ -68,12 +68,17 @@ def emulated_cluster(num_ranks: int, cluster: Cluster, rank: int = 0) -> Iterato
 
 
 class _Work(dist.Work):
-    def __init__(self, cluster: Cluster, end: float) -> None:
+    def __init__(self, cluster: Cluster, end: float, sent: object) -> None:
         super().__init__()
-        self._cluster, self._end = cluster, end
+        self._cluster, self._end, self._sent = (
+            cluster,
+            end,
+            sent,
+        )  # what is sent lives until it has been waited for
 
     def wait(self, timeout: object = None) -> bool:
         self._cluster.streams.current.wait_until(self._end)
+        self._sent = None
         return True
 
 
@@ -101,17 +106,17 @@ class EmulatedProcessGroup(RingProcessGroup):
             flat = flat**size
         return flat.view(size, -1)[self.rank()] if collective == "reduce_scatter" else flat
 
-    def _timed(self, collective: str, num_bytes: int) -> dist.Work:
+    def _timed(self, collective: str, num_bytes: int, sent: object) -> dist.Work:
         transfer = Transfer(collective, num_bytes, self.size(), self._stride)
         seconds = self._cluster.wire(transfer)
         self._cluster.sent.append((transfer, seconds))
         self._free = max(self._free, self._cluster.streams.current.end) + seconds
-        return _Work(self._cluster, self._free)
+        return _Work(self._cluster, self._free, sent)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Gathers this rank's shard as each rank's."""
         output.detach().view(self.size(), -1).copy_(input.detach().clone().view(1, -1))
-        return self._timed("all_gather", output.nbytes)
+        return self._timed("all_gather", output.nbytes, input)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -122,7 +127,7 @@ class EmulatedProcessGroup(RingProcessGroup):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Reduces equal contributions."""
         super().reduce_scatter_single(output, input, opts)
-        return self._timed("reduce_scatter", input.nbytes)
+        return self._timed("reduce_scatter", input.nbytes, input)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -134,14 +139,14 @@ class EmulatedProcessGroup(RingProcessGroup):
         """Reduces equal contributions."""
         super().allreduce(tensors, opts)
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        return self._timed("all_reduce", sum(each.nbytes for each in tensors))
+        return self._timed("all_reduce", sum(each.nbytes for each in tensors), tensors)
 
     allreduce_coalesced = allreduce
 
     def all_to_all_single(self, output: Tensor, input: Tensor, *splits: Any) -> dist.Work:
         """Exchanges with ranks that send what this one sends."""
         super().all_to_all_single(output, input, *splits)
-        return self._timed("all_to_all", max(output.nbytes, input.nbytes))
+        return self._timed("all_to_all", max(output.nbytes, input.nbytes), input)
 
 
 def _create(options: Any, pg_options: Any) -> EmulatedProcessGroup:

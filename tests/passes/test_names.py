@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import graphpasses.passes
-from graphpasses.errors import LayoutError
+from graphpasses.errors import LayoutError, PipelineError
 from graphpasses.fsdp import BucketPlan, Layout
 from graphpasses.passes import default_pipeline, recommender_pipeline
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -85,6 +85,20 @@ def test_default_pipeline() -> None:
         "coalesce-grad-reductions",
         "bucket-fsdp-collectives",
     ]
+
+
+def test_a_wire_takes_prefetching_s_place() -> None:
+    plan = BucketPlan.from_modules([])
+    fixed, scheduled = (
+        [p.name for p in default_pipeline(plan, **given).passes]
+        for given in ({}, {"wire": Wire(), "budget": 10**9})
+    )
+    assert [
+        ("schedule-collectives" if name == "prefetch-collectives" else name) for name in fixed
+    ] == scheduled
+    assert "prefetch-collectives" in fixed
+    with pytest.raises(PipelineError, match=r"default_pipeline\(wire=Wire\(\), budget=…\)"):
+        default_pipeline(plan, budget=1)
 
 
 def test_recommender_pipeline_has_the_passes_of_both_where_there_is_a_plan() -> None:

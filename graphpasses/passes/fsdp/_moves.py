@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -13,6 +14,7 @@ from graphpasses._torch.schemas import writes_arguments
 from graphpasses.analysis.parameter_collectives import ALL_REDUCES, REDUCE_SCATTERS, Gather, find_gathers
 from graphpasses.graph import WAIT, TrainGraph, argument, is_collective, wait_of
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, collective_group, freeze, reach
+from graphpasses.passes.fsdp._splits import Split
 from graphpasses.passes.fsdp._timeline import Costs, Held, held_after
 from graphpasses.passes.fsdp.prefetch_collectives import unpack_chain
 
@@ -62,14 +64,29 @@ class Segment:
 
 
 class Moves:
-    """The collectives of a graph that may move."""
+    """The collectives of a graph that may move; ``splits`` are all-gathers for which the graph has others, too."""
 
-    def __init__(self, graph: TrainGraph, costs: Costs) -> None:
+    def __init__(self, graph: TrainGraph, costs: Costs, splits: Iterable[Split] = ()) -> None:
         self.nodes = [node for node in graph.graph.nodes if node.op != "output"]
         self.costs = costs
         self.order = {node: index for index, node in enumerate(self.nodes)}
-        self.gathers = _find_gathers(graph, costs, self.order)
+        found = {each.launch[-1]: each for each in _find_gathers(graph, costs, self.order)}
+        self.parts: dict[Split, list[MovableGather]] = {}
+        for split in splits:
+            parts = [found.pop(launch) for launch in split.parts]
+            is_usable = split.whole in found
+            self.parts[split] = (
+                [self._part(each, split, found[split.whole]) for each in parts] if is_usable else []
+            )
+        self.gathers = [*found.values()]
         self.reductions = [*_find_reductions(self.nodes, self.order, costs)]
+
+    def _part(self, part: MovableGather, split: Split, whole: MovableGather) -> MovableGather:
+        """Returns a part with what names the parameters that it brings."""
+        mine = [old for old, new in split.equal.items() if new in part.arrive]
+        arrive = {*whole.arrive}
+        names = reach(mine, lambda node: arrive.intersection(node.users)) - {*mine}
+        return replace(part, arrive=(*part.arrive, *sorted(names, key=self.order.__getitem__)))
 
     def repeated(self) -> list[MovableGather]:
         """Returns the gathers that bring what an earlier one brought, those first that need it kept shortest."""
@@ -84,14 +101,28 @@ class Program:
     Args:
         moves: what may move.
         kept: gathers that are not done again: the parameters that an earlier one brought are kept for them.
+        is_split: whether parts of gathers take the place of the whole, where there are any.
     """
 
-    def __init__(self, moves: Moves, kept: Collection[MovableGather] = ()) -> None:
-        self.kept = tuple(kept)
-        self.gathers = [each for each in moves.gathers if each not in self.kept]
+    def __init__(self, moves: Moves, kept: Collection[MovableGather] = (), *, is_split: bool = False) -> None:
+        self.gathers = [each for each in moves.gathers if each not in {*kept}]
         self.reductions = moves.reductions
-        self._equal = {node: other for each in kept for node, other in each.again.items()}
-        self._dropped = {*self._equal.values()}
+        # What goes, and of what is read of it the node that stays.
+        self.replaced = {node: first for each in kept for first, node in each.again.items()}
+        gone = {*self.replaced}
+        for split, parts in moves.parts.items():
+            takes_place = (
+                is_split and parts and not any(split.whole in (each.launch[-1], *each.again) for each in kept)
+            )
+            gone.update(split.gone if takes_place else split.made)
+            if takes_place:
+                self.replaced |= split.equal
+                self.gathers = [each for each in self.gathers if each.launch[-1] is not split.whole] + parts
+        self.gone = sorted(gone, key=moves.order.__getitem__)
+        self._gone = gone
+        self._equal: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node, other in self.replaced.items():
+            self._equal[other].append(node)
         self.inputs = [node for node in moves.nodes if node.op == "placeholder"]
         self.held = [*self._held()]
         self.segments = self._segments(moves)
@@ -102,9 +133,13 @@ class Program:
             yield from each.then
 
     def _users(self, node: fx.Node) -> list[fx.Node]:
-        """Returns what reads a node, where what is kept is not gathered again."""
-        others = self._equal[node].users if node in self._equal else ()
-        return [*node.users, *(user for user in others if user not in self._dropped)]
+        """Returns what reads a node, or another in whose place it is."""
+        return [
+            user
+            for each in (node, *self._equal.get(node, ()))
+            for user in each.users
+            if user not in self._gone
+        ]
 
     def _held(self) -> Iterator[Held]:
         for gather in self.gathers:
@@ -119,7 +154,7 @@ class Program:
         """Cuts what does not move where something arrives, may be sent, or is freed, and else into short pieces."""
         arriving: dict[fx.Node, list[MovableGather]] = {}
         moving: list[MovableGather | MovableReduction] = [*self.gathers, *self._all_reductions()]
-        moved = {node for each in moving for node in (*each.launch, *each.arrive)} | self._dropped
+        moved = {node for each in moving for node in (*each.launch, *each.arrive)} | self._gone
         fixed = [node for node in moves.nodes if node not in moved and node.op != "placeholder"]
         index_of = {node: index for index, node in enumerate(fixed)}
         late: list[MovableGather] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -67,9 +67,11 @@ class Costs:
             return measured
         return flops / (1e12 * self._wire.speeds.flops) + num_bytes / self._bytes_per_second
 
-    def sent(self, launch: fx.Node) -> float:
-        """Returns how long a collective is on the wire of its group."""
+    def sent(self, launch: fx.Node, num_bytes: int | None = None) -> float:
+        """Returns how long a collective, or one of so many bytes, is on the wire of its group."""
         transfer = collective_transfer(launch)
+        if num_bytes is not None:
+            transfer = replace(transfer, num_bytes=num_bytes)
         if transfer not in self._sent:
             self._sent[transfer] = self._wire(transfer)
         return self._sent[transfer]
@@ -92,9 +94,16 @@ def held_after(
     done: Callable[[fx.Node], fx.Node] = lambda node: node,
 ) -> Held:
     """Returns the memory of a node, which it or ``made`` allocates; it is freed when all readers are ``done``."""
-    aliases = reach([node], lambda value: filter(_is_name, users(value)))
-    readers = {user for alias in aliases for user in users(alias)} - aliases
+    readers = readers_of(node, users)
     return Held(int(node.meta["val"].nbytes), made or node, tuple(sorted(map(done, readers))))
+
+
+def readers_of(
+    node: fx.Node, users: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.users
+) -> set[fx.Node]:
+    """Returns what reads a node's memory, by any name."""
+    aliases = reach([node], lambda value: filter(_is_name, users(value)))
+    return {user for alias in aliases for user in users(alias)} - aliases
 
 
 def _is_name(node: fx.Node) -> bool:

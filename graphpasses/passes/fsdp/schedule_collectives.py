@@ -12,6 +12,7 @@ from graphpasses.fsdp.traffic import has_fixed_sizes
 from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective
 from graphpasses.passes.fsdp._moves import Moves, Program
 from graphpasses.passes.fsdp._scheduler import Scheduler
+from graphpasses.passes.fsdp._splits import add_splits
 from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
 from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives
 from graphpasses.passes.runner import GraphPass, Numerics
@@ -35,28 +36,29 @@ class ScheduleCollectives(GraphPass):
 
           first = parameter('first')  # f32[2, 4]
           second = parameter('second')  # f32[2, 4]
-          third = parameter('third')  # f32[2, 4]
           x = batch('x')  # f32[4, 4]
           gather_first = all_gather(first, 2, group0)  # f32[4, 4]
         + gather_second = all_gather(second, 2, group0)  # f32[4, 4]
           first_whole = wait(gather_first)  # f32[4, 4]
           y = aten.mm(x, first_whole)  # f32[4, 4]
         - gather_second = all_gather(second, 2, group0)  # f32[4, 4]
-        + gather_third = all_gather(third, 2, group0)  # f32[4, 4]
+        + # backward
+        + gather_again = all_gather(first, 2, group0)  # f32[4, 4]
+        + # forward
           second_whole = wait(gather_second)  # f32[4, 4]
           z = aten.mm(y, second_whole)  # f32[4, 4]
-        - gather_third = all_gather(third, 2, group0)  # f32[4, 4]
-          third_whole = wait(gather_third)  # f32[4, 4]
-          out = aten.mm(z, third_whole)  # f32[4, 4]
           # backward
-          third_grads = aten.mm(z, out)  # f32[4, 4]
-          scatter_third = reduce_scatter(third_grads, 'avg', 2, group0)  # f32[2, 4]
-        + second_grads = aten.mm(y, third_whole)  # f32[4, 4]
-          third_grad = wait(scatter_third)  # f32[2, 4]
-        - second_grads = aten.mm(y, third_whole)  # f32[4, 4]
+          second_grads = aten.mm(y, z)  # f32[4, 4]
           scatter_second = reduce_scatter(second_grads, 'avg', 2, group0)  # f32[2, 4]
-          second_grad = wait(scatter_second)  # f32[2, 4]
-          return third_grad, second_grad  # gradient of third, gradient of second
+        - second_grad = wait(scatter_second)  # f32[2, 4]
+        - gather_again = all_gather(first, 2, group0)  # f32[4, 4]
+          again_whole = wait(gather_again)  # f32[4, 4]
+          of_y = aten.mm(z, again_whole)  # f32[4, 4]
+          first_grads = aten.mm(x, of_y)  # f32[4, 4]
+        + second_grad = wait(scatter_second)  # f32[2, 4]
+          scatter_first = reduce_scatter(first_grads, 'avg', 2, group0)  # f32[2, 4]
+          first_grad = wait(scatter_first)  # f32[2, 4]
+          return second_grad, first_grad  # gradient of second, gradient of first
 
     Several orders are played, FSDP2's among them; the fastest within the budget is taken, and the report says how
     long it waits. Operators take the seconds that :func:`graphpasses.measure_operators` measured, or else those of
@@ -104,16 +106,17 @@ class ScheduleCollectives(GraphPass):
             self._schedule(graph)
         moving = (node for node in graph.graph.nodes if is_collective(node) or node.target == WAIT)
         after = {node: index for index, node in enumerate(graph.graph.nodes)}
-        return sum(before[node] != after[node] for node in moving)
+        return sum(before.get(node) != after[node] for node in moving)
 
     def _schedule(self, graph: TrainGraph) -> None:
         costs = Costs(graph, self.wire)
-        moves = Moves(graph, costs)
+        moves = Moves(graph, costs, add_splits(graph, costs))
         program = Program(moves)
-        given = replay_order(moves.nodes, costs, program.held)
+        prefetched = [node for node in moves.nodes if node not in {*program.gone}]
+        given = replay_order(prefetched, costs, program.held)
         budget = given.peak if self.budget is None else self.budget
-        found = [] if given.peak > budget else [(given.seconds, given.peak, moves.nodes, program)]
-        schedulers = _schedulers(moves, program, budget)
+        found = [] if given.peak > budget else [(given.seconds, given.peak, prefetched, program)]
+        schedulers = _schedulers(moves, budget)
         found += [
             (each.seconds, each.peak, each.order, scheduler.program)
             for scheduler in schedulers
@@ -121,7 +124,9 @@ class ScheduleCollectives(GraphPass):
             if (each := scheduler.schedule(budget, num_reducing)).peak <= budget
         ]
         if not found:
-            least = Scheduler(program, costs).lazy().peak
+            least = min(
+                Scheduler(each, costs).lazy().peak for each in (program, Program(moves, is_split=True))
+            )
             raise PipelineError(
                 f"schedule-collectives: a budget of {budget} bytes is less than the {least} that gathered parameters "
                 "and gradients take in this step, however late they are gathered; give at least those"
@@ -131,24 +136,27 @@ class ScheduleCollectives(GraphPass):
         output = graph.graph.output_node()
         for node in order:
             output.prepend(node)
-        for gather in reversed(program.kept):
-            for kept, node in reversed([*gather.again.items()]):
-                graph.merge(node, kept)
+        for node in reversed(program.gone):
+            if node in program.replaced:
+                graph.merge(node, program.replaced[node])
+            else:
+                graph.graph.erase_node(node)
         graph.note(_report(given, best, budget))
 
 
-def _schedulers(moves: Moves, program: Program, budget: int) -> Iterator[Scheduler]:
+def _schedulers(moves: Moves, budget: int) -> Iterator[Scheduler]:
     """Yields schedulers of programs that gather again, or keep some, or as much as the budget allows."""
     repeated = moves.repeated()
 
+    def keeping(num_kept: int) -> Scheduler:
+        return Scheduler(Program(moves, repeated[:num_kept], is_split=True), moves.costs)
+
     def fits(num_kept: int) -> bool:
-        return Scheduler(Program(moves, repeated[:num_kept]), moves.costs).lazy().peak <= budget
+        return keeping(num_kept).lazy().peak <= budget
 
     most = bisect.bisect_left(range(1, len(repeated) + 1), True, key=lambda num: not fits(num))
     for num in sorted({0, *(most * part // _PARTS for part in range(1, _PARTS + 1))}):
-        scheduler = Scheduler(Program(moves, repeated[:num]) if num else program, moves.costs)
-        if scheduler.lazy().peak <= budget:
-            yield scheduler
+        yield keeping(num)
 
 
 def _report(given: Timeline, best: Timeline, budget: int) -> str:

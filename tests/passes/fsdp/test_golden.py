@@ -24,6 +24,7 @@ from graphpasses.passes import (
     ScheduleCollectives,
     UpdateInBackward,
 )
+from graphpasses.scale import Speeds, Wire
 from tests.helpers.golden import golden, read
 
 LAYER = BucketPlan.from_modules([["layer"]])
@@ -275,7 +276,6 @@ def test_schedule_collectives() -> None:
         """\
 first = parameter('first')  # f32[2, 4]
 second = parameter('second')  # f32[2, 4]
-third = parameter('third')  # f32[2, 4]
 x = batch('x')  # f32[4, 4]
 gather_first = all_gather(first, 2, group0)  # f32[4, 4]
 first_whole = wait(gather_first)  # f32[4, 4]
@@ -283,43 +283,45 @@ y = aten.mm(x, first_whole)  # f32[4, 4]
 gather_second = all_gather(second, 2, group0)  # f32[4, 4]
 second_whole = wait(gather_second)  # f32[4, 4]
 z = aten.mm(y, second_whole)  # f32[4, 4]
-gather_third = all_gather(third, 2, group0)  # f32[4, 4]
-third_whole = wait(gather_third)  # f32[4, 4]
-out = aten.mm(z, third_whole)  # f32[4, 4]
 # backward
-third_grads = aten.mm(z, out)  # f32[4, 4]
-scatter_third = reduce_scatter(third_grads, 'avg', 2, group0)  # f32[2, 4]
-third_grad = wait(scatter_third)  # f32[2, 4]
-second_grads = aten.mm(y, third_whole)  # f32[4, 4]
+second_grads = aten.mm(y, z)  # f32[4, 4]
 scatter_second = reduce_scatter(second_grads, 'avg', 2, group0)  # f32[2, 4]
 second_grad = wait(scatter_second)  # f32[2, 4]
-return third_grad, second_grad  # gradient of third, gradient of second
+gather_again = all_gather(first, 2, group0)  # f32[4, 4]
+again_whole = wait(gather_again)  # f32[4, 4]
+of_y = aten.mm(z, again_whole)  # f32[4, 4]
+first_grads = aten.mm(x, of_y)  # f32[4, 4]
+scatter_first = reduce_scatter(first_grads, 'avg', 2, group0)  # f32[2, 4]
+first_grad = wait(scatter_first)  # f32[2, 4]
+return second_grad, first_grad  # gradient of second, gradient of first
 """
     )
+    wire = Wire(Speeds(flops=1e-5), "ring")  # an all-gather takes 12 µs, a product 13
     assert_expected_inline(
-        golden(ScheduleCollectives(budget=1024), graph),
+        golden(ScheduleCollectives(wire, budget=1024), graph),
         """\
 first = parameter('first')  # f32[2, 4]
 second = parameter('second')  # f32[2, 4]
-third = parameter('third')  # f32[2, 4]
 x = batch('x')  # f32[4, 4]
 gather_first = all_gather(first, 2, group0)  # f32[4, 4]
 gather_second = all_gather(second, 2, group0)  # f32[4, 4]
 first_whole = wait(gather_first)  # f32[4, 4]
 y = aten.mm(x, first_whole)  # f32[4, 4]
-gather_third = all_gather(third, 2, group0)  # f32[4, 4]
+# backward
+gather_again = all_gather(first, 2, group0)  # f32[4, 4]
+# forward
 second_whole = wait(gather_second)  # f32[4, 4]
 z = aten.mm(y, second_whole)  # f32[4, 4]
-third_whole = wait(gather_third)  # f32[4, 4]
-out = aten.mm(z, third_whole)  # f32[4, 4]
 # backward
-third_grads = aten.mm(z, out)  # f32[4, 4]
-scatter_third = reduce_scatter(third_grads, 'avg', 2, group0)  # f32[2, 4]
-second_grads = aten.mm(y, third_whole)  # f32[4, 4]
-third_grad = wait(scatter_third)  # f32[2, 4]
+second_grads = aten.mm(y, z)  # f32[4, 4]
 scatter_second = reduce_scatter(second_grads, 'avg', 2, group0)  # f32[2, 4]
+again_whole = wait(gather_again)  # f32[4, 4]
+of_y = aten.mm(z, again_whole)  # f32[4, 4]
+first_grads = aten.mm(x, of_y)  # f32[4, 4]
 second_grad = wait(scatter_second)  # f32[2, 4]
-return third_grad, second_grad  # gradient of third, gradient of second
+scatter_first = reduce_scatter(first_grads, 'avg', 2, group0)  # f32[2, 4]
+first_grad = wait(scatter_first)  # f32[2, 4]
+return second_grad, first_grad  # gradient of second, gradient of first
 """,
     )
 

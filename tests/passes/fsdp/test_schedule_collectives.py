@@ -98,6 +98,21 @@ def test_parameters_are_kept_if_there_is_memory_for_them() -> None:
     assert counts[1] < counts[0] <= 2 * NUM_LAYERS + 1 < once["all_gather_into_tensor"]
 
 
+@pytest.mark.slow
+def test_a_first_gather_is_split_if_its_parameters_are_used_far_apart() -> None:
+    """Embedding and head of a root module: the step waits for the embedding alone."""
+    plan = BucketPlan.from_modules(LAYERS, Reduction(dtype=torch.bfloat16), reshard_after_forward=False)
+    found = {}
+    for tied in (True, False):
+        with on_fake_ranks(LanguageModel(width=64, num_blocks=NUM_LAYERS, tied=tied)) as captured:
+            graph = bucketed(captured, plan)
+            result = run(graph, 10**9, prove=True)
+            found[tied] = [each.collectives()["all_gather_into_tensor"] for each in (graph, result)]
+            assert graph_layout(result) == graph_layout(graph)
+    assert found[True][0] == found[False][0] == NUM_LAYERS + 1
+    assert found[False][1] > found[True][1]
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_only_the_order_changes(hybrid: bool) -> None:
     with on_fake_ranks(model(), hybrid=hybrid) as captured:
@@ -191,7 +206,7 @@ def test_eager_s_bits_on_ranks(shape: tuple[int, ...]) -> None:
             optimizer.zero_grad()
         return gp.weight_hash(model)
 
-    def play() -> tuple[str, list[str], str]:
+    def play() -> tuple[str, list[str], str, Any]:
         hashes = []
         for budget in (None, 10**6):
             model = built()
@@ -200,8 +215,10 @@ def test_eager_s_bits_on_ranks(shape: tuple[int, ...]) -> None:
             )
             step = gp.default_pipeline(wire=WIRE, budget=budget).run(step, prove=True)
             hashes.append(train(model, step))
-        return train(built()), hashes, train(built(), lr=2e-2)
+        return train(built()), hashes, train(built(), lr=2e-2), step.seconds
 
-    for eager, scheduled, other in run_cluster(play, Topology(4, gpus_per_node=4)):
+    found = run_cluster(play, Topology(4, gpus_per_node=4))
+    for eager, scheduled, other, seconds in found:
         assert scheduled == [eager, eager]
         assert other != eager
+        assert seconds == found[0][3]  # those of the first rank

@@ -1,0 +1,77 @@
+"""What is trained: decoders of untied and of tied weights, and of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from experiments.fsdp_parity.models import Attention, Block, Decoder, gpt_block, llama_block
+
+__all__ = ["MODELS", "gather_ahead", "sharded"]
+
+DIM, VOCAB = 512, 4096
+
+
+class Experts(nn.Module):
+    """Each expert takes the tokens that score highest with it, twice as many in all as there are."""
+
+    def __init__(self, num_experts: int = 8, hidden: int = 512) -> None:
+        super().__init__()
+        self.scores = nn.Linear(DIM, num_experts, bias=False)
+        self.up, self.gate = (nn.Parameter(torch.randn(num_experts, DIM, hidden) * 0.02) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(num_experts, hidden, DIM) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        scores = self.scores(tokens).softmax(-1).t()
+        weights, chosen = scores.topk(2 * len(tokens) // len(scores), -1)
+        mine = tokens[chosen]
+        hidden = F.silu(mine @ self.gate) * (mine @ self.up)
+        brought = hidden @ self.down * weights.unsqueeze(-1)
+        return torch.zeros_like(tokens).index_add(0, chosen.flatten(), brought.flatten(0, 1)).view_as(x)
+
+
+def _experts_block() -> Block:
+    return Block(nn.RMSNorm(DIM), Attention(bias=False, dim=DIM), nn.RMSNorm(DIM), Experts())
+
+
+def _llama() -> nn.Module:
+    return Decoder([llama_block(DIM) for _ in range(12)], nn.RMSNorm(DIM), VOCAB, dim=DIM)
+
+
+def _tied() -> nn.Module:
+    blocks = [gpt_block(4 * DIM, DIM) for _ in range(12)]
+    return Decoder(blocks, nn.LayerNorm(DIM), 2 * VOCAB, tied=True, dim=DIM)
+
+
+def _experts() -> nn.Module:
+    return Decoder([_experts_block() for _ in range(6)], nn.RMSNorm(DIM), VOCAB, dim=DIM)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": _llama, "tied": _tied, "experts": _experts}
+
+
+def sharded(name: str, mesh: DeviceMesh) -> nn.Module:
+    """Returns a model on which ``fully_shard`` was called: each layer and the rest."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    for module in [*model.layers, model]:
+        fully_shard(module, mesh=mesh)
+    return model
+
+
+def gather_ahead(model: nn.Module, is_on: bool) -> None:
+    """Lets FSDP2 gather the next layer ahead, or none.
+
+    On a GPU it does so in forward by itself, since the host runs ahead of the device. Here the host is the device, so
+    it is told to. In backward it does so anyway, unless it is told to gather what is there already.
+    """
+    for module, following in pairwise([model, *model.layers]):
+        module.set_modules_to_forward_prefetch([following] if is_on else [])
+        following.set_modules_to_backward_prefetch([] if is_on else [following])

@@ -1,0 +1,175 @@
+"""Trains a model on an emulated cluster in several ways, side by side."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from experiments.emulated_cluster.clock import Clock, WallClock
+from experiments.emulated_cluster.cluster import Cluster, emulated_cluster
+from experiments.emulated_cluster.holding import measure_held
+from experiments.emulated_cluster.models import gather_ahead, sharded
+from experiments.emulated_cluster.upstream import UpstreamSchedule
+from experiments.fsdp_parity.models import loss_fn
+from graphpasses.capture import capture_train_step
+from graphpasses.capture.measure_operators import measure_operators
+from graphpasses.graph import CapturedStep, is_collective
+from graphpasses.passes import PrefetchCollectives, ScheduleCollectives, default_pipeline
+from graphpasses.passes.fsdp._moves import Moves, Program
+from graphpasses.passes.fsdp._scheduler import Scheduler
+from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
+from graphpasses.passes.runner import GraphPass, Pipeline
+from graphpasses.scale import Speeds, Transfer, Wire
+
+__all__ = ["ALONE", "EAGER", "ORDER", "Found", "Variant", "compare"]
+
+# Slow links for slow kernels: a layer is on the wire for about as long as it computes.
+SPEEDS = Speeds(
+    launch_latency=100.0,
+    intra_latency=10.0,
+    inter_latency=40.0,
+    intra_bandwidth=0.8,
+    inter_bandwidth=0.1,
+)
+WIRE = Wire(SPEEDS, "ring")
+
+ALONE, EAGER = "eager FSDP2, nothing ahead", "eager FSDP2"
+ORDER = "captured, FSDP2's order"
+UPSTREAM = "captured, upstream's scheduler"
+SAME, TWICE = "schedule-collectives, FSDP2's memory", "schedule-collectives, twice of it"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one way to run the step took."""
+
+    seconds: float  # of the median round
+    exposed: float  # of them, what it waited for collectives
+    held: int | None  # bytes of gathered parameters and of gradients being reduced, measured
+    planned: Timeline | None  # what was predicted
+    has_eager_bits: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """All ways to run the step of a model."""
+
+    variants: Mapping[str, Variant]
+    alone: Timeline  # what was predicted of a step that gathers nothing ahead, and reduces as FSDP2
+    first_gather: float  # seconds on the wire
+    last_reduction: float
+    # Exposed seconds that no order of FSDP2's collectives gets below: what must be gathered before something is
+    # computed, and reduced after it.
+    critical: float
+
+    @property
+    def bound(self) -> float:
+        """The larger of compute and wire, the first gather and the last reduction, less compute, in seconds."""
+        planned = self.variants[ORDER].planned
+        assert planned is not None
+        return max(planned.compute, planned.wire) + self.first_gather + self.last_reduction - planned.compute
+
+
+def compare(name: str, num_ranks: int, num_rounds: int, *, is_wall: bool, tokens: int = 129) -> Found:
+    """Runs steps of a model in turn.
+
+    Args:
+        name: of :data:`experiments.emulated_cluster.models.MODELS`.
+        num_ranks: of the cluster, 8 of each node.
+        num_rounds: counted rounds.
+        is_wall: whether seconds are those of the wall clock, not of this process.
+        tokens: of each of a rank's two sequences.
+    """
+    cluster = Cluster(WIRE, WallClock() if is_wall else Clock())
+    with emulated_cluster(num_ranks, cluster):
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        model, alone = sharded(name, mesh), sharded(name, mesh)
+        gather_ahead(model, True)
+        gather_ahead(alone, False)
+        batch = torch.randint(0, 4096, (2, tokens), generator=torch.Generator().manual_seed(0))
+        steps = _steps(model, batch, cluster)
+        cluster.wire = WIRE
+        runs: dict[str, Callable[[], object]] = {
+            ALONE: lambda: loss_fn(alone, batch).backward(),
+            EAGER: lambda: loss_fn(model, batch).backward(),
+            **{each: lambda step=step: step(batch) for each, step in steps.items()},
+        }
+        models = {each: alone if each == ALONE else model for each in runs}
+        took: dict[str, list[tuple[float, float]]] = {each: [] for each in runs}
+        for index in range(num_rounds + 1):
+            for each, run in runs.items():
+                start, waited = cluster.clock.now(), cluster.clock.waited
+                run()
+                if index:
+                    took[each].append((cluster.clock.now() - start, cluster.clock.waited - waited))
+                models[each].zero_grad()
+        expected = _gradients(model, runs[EAGER])
+        launches = [node for node in steps[ORDER].graph.nodes if is_collective(node)]
+        costs = Costs(steps[ORDER], WIRE)
+        variants = {
+            each: Variant(
+                *map(statistics.median, zip(*took[each], strict=True)),
+                measure_held(run) if each in steps else None,
+                _timeline(steps[each]) if each in steps else None,
+                all(map(torch.equal, _gradients(models[each], run), expected)),
+            )
+            for each, run in runs.items()
+        }
+        program = Program(Moves(steps[ORDER], costs))
+        alone_order = Scheduler(program, costs).lazy(1).order
+        alone_time = replay_order(alone_order, costs, ())
+        ends = costs.sent(launches[0]), costs.sent(launches[-1])
+        return Found(variants, alone_time, *ends, _critical(program))
+
+
+def _no_time(transfer: Transfer) -> float:
+    return 0.0
+
+
+def _steps(model: nn.Module, batch: Tensor, cluster: Cluster) -> dict[str, CapturedStep]:
+    cluster.wire = _no_time
+    step = measure_operators(capture_train_step(loss_fn, model, batch), batch, clock=cluster.clock.now)
+    unmoved = default_pipeline(disable=("prefetch-collectives",)).run(step)
+    peak = _timeline(default_pipeline().run(step, prove=False)).peak
+    moved: dict[str, GraphPass] = {
+        ORDER: PrefetchCollectives(),
+        UPSTREAM: UpstreamSchedule(WIRE, peak),
+        SAME: ScheduleCollectives(WIRE, peak),
+        TWICE: ScheduleCollectives(WIRE, 2 * peak),
+    }
+    return {name: Pipeline((each,)).run(unmoved, prove=True) for name, each in moved.items()}
+
+
+def _critical(program: Program) -> float:
+    """Returns by how much a step is longer than its compute at least, if all its collectives share a wire."""
+    computed = gathered = late = exposed = 0.0
+    left = sum(each.sent for each in program.reductions)
+    for segment in program.segments:
+        for gather in segment.arriving:
+            gathered += gather.sent
+            late = max(late, gathered - computed)
+        computed += segment.seconds + sum(each.unpacked for each in segment.arriving)
+        for reduction in segment.reducing:
+            exposed = max(exposed, late + computed + left)
+            left -= reduction.sent
+    return exposed - computed
+
+
+def _timeline(step: CapturedStep) -> Timeline:
+    costs = Costs(step, WIRE)
+    moves = Moves(step, costs)
+    return replay_order(moves.nodes, costs, Program(moves).held)
+
+
+def _gradients(model: nn.Module, run: Callable[[], object]) -> list[Tensor]:
+    model.zero_grad()
+    run()
+    gradients = [each.grad for each in model.parameters()]
+    model.zero_grad()
+    return [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
