@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,7 +45,7 @@ def main(
         only: try only the configurations whose name contains this.
         steps: optimizer steps of each.
         timeout: seconds that a trainer may take.
-        again: try again what has no bits yet, as with another torch; what has them then is entered.
+        again: try again what has no bits yet, as with another torch, which the outcome then names.
     """
     use_cpu()  # before torchtitan is imported, whose tests are read
     known = configurations()
@@ -58,8 +59,10 @@ def main(
         if before is not None and not (again and before.kind != "bits"):
             continue
         outcome = _try(each, steps, timeout)
-        if before is None or outcome.kind == "bits" or outcome.is_bad:
-            outcomes.add(each.name, outcome)
+        if not torch.__version__.startswith(USUAL_TORCH):
+            parts = f"torch {torch.__version__.split('+')[0]}", outcome.detail
+            outcome = replace(outcome, detail=": ".join(filter(None, parts)))
+        outcomes.add(each.name, outcome)
         print(f"[{index}/{len(selected)}] {each.name}: {outcome}", flush=True)
     found = outcomes.read()
     if write is not None:
@@ -112,11 +115,7 @@ def _try(configuration: Configuration, num_steps: int, timeout: float) -> Outcom
         if found.verdict != "equal":
             return Outcome("differs", str(found).splitlines()[0])
         moves = [one.weights != other.weights for one, other in itertools.pairwise(eager.steps)]
-        with_torch = (
-            "" if torch.__version__.startswith(USUAL_TORCH) else f"torch {torch.__version__.split('+')[0]}"
-        )
-        moved = len(moves) == num_steps - 1 and all(moves)
-        return Outcome("bits", with_torch) if moved else Outcome("no control")
+        return Outcome("bits") if len(moves) == num_steps - 1 and all(moves) else Outcome("no control")
 
 
 if __name__ == "__main__":

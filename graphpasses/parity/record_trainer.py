@@ -91,7 +91,7 @@ def recorded(
             ParityRecorder(
                 path,
                 run=run,
-                model=f"{config.model_spec.name} {config.model_spec.flavor}",
+                model=f"{config.model_spec.name.rpartition('/')[2]} {config.model_spec.flavor}",
                 seed=config.debug.seed,
                 topology=topology,
                 layouts=_eager_layout(model, config),

@@ -201,7 +201,8 @@ class Evaluation(Calls):
         if is_collective(node):
             return self._launch(node)
         if node.target == WAIT and (launch := node.all_input_nodes[0]) in self._waiting:
-            return self._waiting.pop(launch)
+            self._of[launch] = self._waiting.pop(launch)  # its memory holds what has come from now on
+            return self._of[launch]
         if node.target == UNPACK and (unpacked := self._unpacked(node, fake)) is not None:
             return unpacked
         if node.target in METADATA_OPS:

@@ -33,7 +33,9 @@ class Recipe:
     checkpointing: Literal["", "selective", "full"] = ""
     num_replicas: int = 1  # of HSDP
     tensor_parallel: int = 1  # degree
+    context_parallel: int = 1  # degree
     expert_parallel: int = 1  # degree
+    local_batch_size: int = 1  # samples of a rank's batch
     # Samples of all ranks in a step; more than one for each accumulates, -1 is one.
     global_batch_size: int = -1
 
@@ -79,9 +81,11 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     make_repeatable(config, folder, num_steps)
     config.dump_folder = str(folder / "out")
     config.training.mixed_precision_reduce = recipe.reduce_dtype
-    config.training.local_batch_size, config.training.global_batch_size = 1, recipe.global_batch_size
+    config.training.local_batch_size = recipe.local_batch_size
+    config.training.global_batch_size = recipe.global_batch_size
     config.parallelism.data_parallel_replicate_degree = recipe.num_replicas
     config.parallelism.tensor_parallel_degree = recipe.tensor_parallel
+    config.parallelism.context_parallel_degree = recipe.context_parallel
     config.parallelism.expert_parallel_degree = recipe.expert_parallel
     checkpoints = {"": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
     config.activation_checkpoint = checkpoints[recipe.checkpointing]

@@ -55,6 +55,7 @@ _OURS_FOR = {
         "prefetch-collectives",
         "update-in-backward",
     ),
+    "schedule_fsdp_comms_to_dense_regions_pass": (),  # of torchtitan's own buckets
 }
 # Of torchtitan's passes those that compute otherwise, or in other process groups: with them the proof has two parts.
 _ORIGINS = ("ep_overlap_chunk_pass", "isolate_ep_process_group_pass", "reassign_collective_pgs_pass")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import operator
 from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -19,14 +18,13 @@ from graphpasses.graph import CapturedStep, TrainGraph
 PIPELINE = "graphpasses"
 _ELSE = "use another --compile.pass_pipeline"
 
-# Options of graph_trainer whose passes work on its own buckets, on a graph that they already rewrote, or round.
-_UNSUPPORTED = (
-    "enable_fsdp_dense_region_overlap",
-    "enable_async_tensor_parallel",
-    "enable_autoparallel",
-    "numerics_changing_optim",
-    "precompile_artifact_dir",
-)
+# Options of graph_trainer that the pipeline does not go with, and why.
+_UNSUPPORTED = {
+    "enable_async_tensor_parallel": "its fused kernels add in another order than eager's collectives",
+    "enable_autoparallel": "it shards otherwise than torchtitan's eager trainer, whose buckets the pipeline takes",
+    "numerics_changing_optim": "it rounds otherwise than eager, as it says",
+    "precompile_artifact_dir": "an artifact holds a graph that other passes have rewritten; the step must be traced",
+}
 
 
 def refuse_trainer(trainer: Any) -> None:
@@ -56,10 +54,11 @@ def refuse_step(trainer: Any, step: CapturedStep, expected_layout: Layout) -> No
 
 def refuse_options(config: Any) -> None:
     """Refuses options of graph_trainer whose passes do not go with ours."""
-    for option in _UNSUPPORTED:
-        if operator.attrgetter(option)(config.compile):
+    for option, why in _UNSUPPORTED.items():
+        if getattr(config.compile, option):
             raise UnsupportedError(
-                f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}; leave one of them out"
+                f"--compile.{option} does not go with --compile.pass_pipeline {PIPELINE}: {why}. Leave that option "
+                f"out, or {_ELSE}"
             )
 
 
@@ -69,6 +68,11 @@ def warn_of_options(config: Any) -> None:
         logger.warning(
             f"--compile.enable_passes False: the pipeline {PIPELINE} does nothing, and the step runs as it was "
             "traced: nothing is proved, and where weights are tied or rings reorder it has other bits than eager's"
+        )
+    if config.compile.enable_fsdp_dense_region_overlap:
+        logger.warning(
+            "--compile.enable_fsdp_dense_region_overlap moves the buckets of torchtitan's own bucketing, which those "
+            f"of the pipeline {PIPELINE} replace: collectives are launched where its prefetch-collectives puts them"
         )
     if config.compile.inductor_compilation == "full":
         logger.warning(

@@ -32,13 +32,14 @@ STRATEGY: Literal["eager", "graph"] = "eager" if torch.__version__.startswith("2
 
 @dataclass(frozen=True)
 class Case:
-    """What a model is trained like: on four ranks where the mesh has a second axis, else on two."""
+    """What a model is trained like: on four ranks where the mesh of its parameters has a second axis, else on two."""
 
     recipe: Recipe
     has_passes: bool = True
     chunks: tuple[str, Literal["batch", "seq"]] | None = (
         None  # modules that run on two chunks, and of which dim
     )
+    compile: tuple[tuple[str, Any], ...] = ()  # options of graph_trainer
 
 
 # experiments/graph_trainer_parity has more models and steps; `make parity` trains two of them on four ranks, one on
@@ -48,10 +49,17 @@ CASES = {
         "llama3 tied": Case(Recipe("llama3", tied=True, num_layers=1)),
         # A control: as traced, a tied weight's gradients are reduced one by one, and then added.
         "no passes": Case(Recipe("llama3", tied=True, num_layers=1), has_passes=False),
+        "offloaded": Case(
+            Recipe("llama3", tied=True, num_layers=1),
+            compile=(("memory_policy", "sac_and_offload"), ("enable_fsdp_ag_rs_overlap", True)),
+        ),
         # Several microbatches, each with a loss in chunks.
         "accumulated": Case(
             Recipe("llama3", tied=True, chunked_loss=True, num_layers=1, global_batch_size=4)
         ),
+    },
+    "context parallel": {
+        "llama3": Case(Recipe("llama3", num_layers=1, context_parallel=2, local_batch_size=2))
     },
     # Each mesh by itself: DTensor's caches take meshes of other groups, but of equal ranks and names, for one.
     # Sizes depend on where routers send tokens; each expert's weights have two ranks, the dense ones four.
@@ -100,10 +108,15 @@ def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> Non
                     config.compile.ep_overlap = EpOverlapConfig(
                         enabled=True, strategy=STRATEGY, module_fqn=modules, chunk_dim=dim
                     )
+                for option, value in case.compile if pipeline else ():
+                    setattr(config.compile, option, value)
                 is_chunked = not pipeline and case.chunks
                 trainer = chunked_trainer(config, *case.chunks) if is_chunked else config.build()
                 with recorded(trainer, folder / f"{name} {run}.jsonl"):
                     trainer.train()
+                if dict(case.compile).get("memory_policy") and pipeline:
+                    targets = {str(node.target) for node in trainer._traced_step.gm.graph.nodes}
+                    assert {"ao.offload.default", "ao.reload.default"} <= targets
                 trainer.close()
                 dist.destroy_process_group()
 
@@ -115,7 +128,7 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
     make_assets(tmp_path)
     cases = CASES[name]
     with stores(2 * len(cases)) as ports:
-        run_ranks(train_all, 2 if name == "sharded" else 4, cases, tmp_path, ports)
+        run_ranks(train_all, 4 if "×" in name else 2, cases, tmp_path, ports)
     for case, how in cases.items():
         paths = (tmp_path / f"{eager_of(cases, how)} eager.jsonl", tmp_path / f"{case} ours.jsonl")
         eager, ours = map(read_run, paths)
@@ -185,22 +198,29 @@ def test_eager_experts_that_lose_a_gradient_are_refused(is_refused: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
+    ("option", "value", "why"),
     [
-        ("enable_async_tensor_parallel", True),
-        ("numerics_changing_optim", True),
-        ("precompile_artifact_dir", "somewhere"),
+        (
+            "enable_async_tensor_parallel",
+            True,
+            "its fused kernels add in another order than eager's collectives",
+        ),
+        ("numerics_changing_optim", True, "it rounds otherwise than eager, as it says"),
+        (
+            "precompile_artifact_dir",
+            "somewhere",
+            "an artifact holds a graph that other passes have rewritten; the step must be traced",
+        ),
     ],
 )
-def test_options_that_do_not_go_with_our_passes(option: str, value: object) -> None:
+def test_options_that_do_not_go_with_our_passes(option: str, value: object, why: str) -> None:
     pytest.importorskip("torchtitan")
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
 
     from graphpasses.integrations.torchtitan.pass_pipeline import _remember, graph_passes
 
     config = SimpleNamespace(compile=GraphTrainerCompileConfig())
-    *path, name = option.split(".")
-    setattr(getattr(config.compile, *path) if path else config.compile, name, value)
+    setattr(config.compile, option, value)
     trainer = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=False), config=config)
     refusals = (
         lambda: _remember(trainer),
@@ -210,7 +230,8 @@ def test_options_that_do_not_go_with_our_passes(option: str, value: object) -> N
         with pytest.raises(UnsupportedError) as caught:
             refuse()
         assert str(caught.value) == (
-            f"--compile.{option} does not go with --compile.pass_pipeline graphpasses; leave one of them out"
+            f"--compile.{option} does not go with --compile.pass_pipeline graphpasses: {why}. Leave that option out, "
+            "or use another --compile.pass_pipeline"
         )
 
 
@@ -235,15 +256,19 @@ def test_trainers_that_ask_for_no_pipeline_are_refused(has_stages: bool) -> None
     assert str(caught.value) == f"--compile.pass_pipeline graphpasses would do nothing: {why}"
 
 
-def test_inductor_after_the_pipeline_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_pipeline_leaves_to_others_or_leaves_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("torchtitan")
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
 
     from graphpasses.integrations.torchtitan.refusals import warn_of_options
 
-    for compilation in ("regional", "full"):
-        warn_of_options(SimpleNamespace(compile=GraphTrainerCompileConfig(inductor_compilation=compilation)))
-    (record,) = caplog.records
+    for changes in ({}, {"inductor_compilation": "full"}, {"enable_fsdp_dense_region_overlap": True}):
+        warn_of_options(SimpleNamespace(compile=GraphTrainerCompileConfig(**changes)))
+    record, other = caplog.records
+    assert other.getMessage() == (
+        "--compile.enable_fsdp_dense_region_overlap moves the buckets of torchtitan's own bucketing, which those of "
+        "the pipeline graphpasses replace: collectives are launched where its prefetch-collectives puts them"
+    )
     assert record.getMessage() == (
         "--compile.inductor_compilation full: Inductor compiles the whole graph that the pipeline graphpasses "
         "leaves, and may round otherwise than eager; what is proved is the graph that it is given"
