@@ -39,6 +39,13 @@ def cache_folder() -> Path:
     return Path(cache_dir())
 
 
+def fused_multiply_add(a: Any, b: Any, c: Any) -> Any:
+    """Returns ``a * b + c``, rounded once; the tensors have one shape."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.fma(a, b, c)
+
+
 def trace_exactly(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """Returns the operators that a function on tensors calls, for inputs of known sizes."""
     mode = FakeTensorMode()

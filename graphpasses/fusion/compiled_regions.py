@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import PipelineError
 from graphpasses.fusion.adversarial import find_difference
 from graphpasses.fusion.exact_operators import run_exactly
+from graphpasses.fusion.list_updates import UPDATES, UpdateKernels, Updates
 from graphpasses.fusion.regions import is_view, marked_regions
 from graphpasses.graph.nodes import freeze, named_call
 from graphpasses.progress import stage, stages_shown
@@ -55,6 +56,16 @@ class Calls:
             for value in (node.meta["val"] for node in (*self.inputs, *self.outputs))
         ]
         return *calls, *layouts, tuple(number[node] for node in self.outputs)
+
+    def compile(self) -> Kernel:
+        """Compiles it for the sizes of its inputs."""
+        return compile_exactly(self.run_exactly, [node.meta["val"] for node in self.inputs])
+
+    def find_difference(self, kernels: Mapping[Hashable, Kernel]) -> str:
+        """Returns how its kernel differs from eager's operators on all kinds of numbers, or nothing."""
+        return find_difference(
+            kernels[self.key()], self.run_eagerly, [node.meta["val"] for node in self.inputs]
+        )
 
     def run(self, call: Callable[[fx.Node, Any, Any], Any], *inputs: Any) -> list[Any]:
         """Runs the calls on tensors, each as ``call`` says."""
@@ -108,27 +119,39 @@ def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> 
     Raises:
         PipelineError: a region does not stand together any more, or a kernel has other bits than eager's operators.
     """
-    regions = [Calls.of(nodes) for nodes in marked_regions(module.graph)]
+    regions = [what_runs(nodes) for nodes in marked_regions(module.graph)]
     if not regions:
         return module
-    missing = {key: calls for calls in regions if (key := calls.key()) not in kernels}
+    parts = [part for calls in regions for part in (calls.columns if isinstance(calls, Updates) else [calls])]
+    missing = {key: part for part in parts if (key := part.key()) not in kernels}
     with stages_shown():
-        for index, (key, calls) in enumerate(missing.items(), start=1):
+        for index, (key, part) in enumerate(missing.items(), start=1):
             stage(f"compiles kernel {index} of {len(missing)}")
-            kernels[key] = _compile(calls)
+            with _COMPILES:
+                kernels[key] = part.compile()
+        stage("runs kernels beside eager's operators")
+        _check_bits(regions, kernels, set(missing))
     graph = copy_graph(module.graph)
     copies = dict(zip(module.graph.nodes, graph.nodes, strict=True))
     root: dict[str, Any] = {}
     for index, calls in enumerate(regions):
         _check_place(calls)
-        root[f"region_{index}"] = CompiledRegion(kernels[calls.key()])
+        if isinstance(calls, Updates):
+            root[f"region_{index}"] = UpdateKernels(calls, kernels)
+        else:
+            root[f"region_{index}"] = CompiledRegion(kernels[calls.key()])
         _replace(graph, calls, copies, f"region_{index}")
     for node in graph.find_nodes(op="get_attr"):
         root[str(node.target)] = getattr(module, str(node.target))
     return lazy_module(root, graph)
 
 
-def _check_place(calls: Calls) -> None:
+def what_runs(nodes: tuple[fx.Node, ...]) -> Calls | Updates:
+    """Returns what a region does."""
+    return Updates.of(nodes) if nodes[0].target in UPDATES else Calls.of(nodes)
+
+
+def _check_place(calls: Calls | Updates) -> None:
     following = calls.nodes[0]
     for node in calls.nodes:
         if node is not following:
@@ -139,12 +162,13 @@ def _check_place(calls: Calls) -> None:
         following = node.next
 
 
-def _replace(graph: fx.Graph, calls: Calls, copies: dict[fx.Node, fx.Node], name: str) -> None:
+def _replace(graph: fx.Graph, calls: Calls | Updates, copies: dict[fx.Node, fx.Node], name: str) -> None:
     nodes = [copies[node] for node in calls.nodes]
     with graph.inserting_before(nodes[0]):
         call = graph.call_module(name, tuple(copies[node] for node in calls.inputs))
-        parts = [graph.call_function(operator.getitem, (call, index)) for index in range(len(calls.outputs))]
-    for node, part in zip(calls.outputs, parts, strict=True):
+        outputs = calls.outputs if isinstance(calls, Calls) else ()  # updates write
+        parts = [graph.call_function(operator.getitem, (call, index)) for index in range(len(outputs))]
+    for node, part in zip(outputs, parts, strict=True):
         copies[node].replace_all_uses_with(part)
         copies[node] = part
     for node in reversed(nodes):
@@ -152,14 +176,21 @@ def _replace(graph: fx.Graph, calls: Calls, copies: dict[fx.Node, fx.Node], name
             graph.erase_node(node)
 
 
-def _compile(calls: Calls) -> Kernel:
-    with _COMPILES:
-        kernel = compile_exactly(calls.run_exactly, [node.meta["val"] for node in calls.inputs])
-    found = find_difference(kernel, calls.run_eagerly, [node.meta["val"] for node in calls.inputs])
-    if found:
-        names = ", ".join(named_call(node) for node in calls.nodes)
-        raise PipelineError(
-            f"a kernel of exact operators has other bits than eager's: {found}; leave 'fuse-exactly' out, and report "
-            f"the operators: {names}"
-        )
-    return kernel
+def _check_bits(
+    regions: Sequence[Calls | Updates], kernels: dict[Hashable, Kernel], compiled: set[Hashable]
+) -> None:
+    """Raises if a kernel that was just compiled has other bits than eager's operators, and forgets all of those."""
+    seen: set[Hashable] = set()
+    for calls in regions:
+        parts = calls.columns if isinstance(calls, Updates) else [calls]
+        keys = tuple(part.key() for part in parts)
+        if keys in seen or compiled.isdisjoint(keys):
+            continue
+        seen.add(keys)
+        if found := calls.find_difference(kernels):
+            for key in compiled:
+                del kernels[key]
+            raise PipelineError(
+                f"a kernel of exact operators has other bits than eager's: {found}; leave 'fuse-exactly' out, and "
+                f"report the operators: {', '.join(map(named_call, calls.nodes))}"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError
 
 import torch
 from torch import fx
@@ -13,10 +14,9 @@ from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.dependencies import dependencies, topological_sort
 from graphpasses.analysis.effects import operator_effects
 from graphpasses.fusion.exact_operators import Function, is_exact
+from graphpasses.fusion.list_updates import MIN_ELEMENTS, plan_updates
 from graphpasses.graph.nodes import EXACT_REGION, is_collective, storages
 from graphpasses.proof.core.operators import out_of_place
-
-MIN_ELEMENTS = 2048  # a region that makes no larger tensor costs more to call than it saves
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,11 @@ def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Region
         for nodes in members.values()
         if (num_computed := sum(made_by[node] is node for node in nodes)) > 1 and _is_large(nodes)
     )
-    return Regions(regions, _sort(graph, regions, needed))
+    updates = tuple(Region(run, len(run)) for run in plan_updates(graph, needed))
+    try:
+        return Regions((*regions, *updates), _sort(graph, (*regions, *updates), needed))
+    except CycleError:  # what is updated is read by calls that others in their region come before
+        return Regions(regions, _sort(graph, regions, needed))
 
 
 def _sink(

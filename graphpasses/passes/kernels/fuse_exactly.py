@@ -12,8 +12,9 @@ from torch import fx
 from graphpasses._torch import pytree
 from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import operator_effects
-from graphpasses.fusion.compiled_regions import Calls, compile_regions
+from graphpasses.fusion.compiled_regions import compile_regions, what_runs
 from graphpasses.fusion.exact_operators import LOW, MEASURED, Function, is_exact, is_widening
+from graphpasses.fusion.list_updates import Updates
 from graphpasses.fusion.measured import exact_functions, functions_in
 from graphpasses.fusion.regions import Region, functional_target, is_view, plan_regions
 from graphpasses.graph import Stage, TrainGraph
@@ -94,13 +95,14 @@ def _report(graph: fx.Graph, regions: tuple[Region, ...]) -> str:
     computing = [node for node in graph.nodes if node.op == "call_function" and not is_view(node)]
     moved = {node: _bytes((*node.all_input_nodes, node)) for node in computing}
     fused = [node for region in regions for node in region.nodes if node in moved]
-    calls = [Calls.of(region.nodes) for region in regions]
+    calls = [what_runs(region.nodes) for region in regions]
     before = sum(moved[node] for node in fused)
+    kernels = [part for each in calls for part in (each.columns if isinstance(each, Updates) else [each])]
     after = sum(_bytes((*each.inputs, *each.outputs)) for each in calls)
     share = before / max(sum(moved.values()), 1)
     return (
-        f"{len(fused)} of {len(computing)} operators run as {len(calls)} kernels, of which "
-        f"{len({each.key() for each in calls})} differ; they move {after / 1e6:.1f} MB instead of "
+        f"{len(fused)} of {len(computing)} operators run as {len(kernels)} kernels, of which "
+        f"{len({each.key() for each in kernels})} differ; they move {after / 1e6:.1f} MB instead of "
         f"{before / 1e6:.1f}, {share:.0%} of what all operators moved"
     )
 
