@@ -24,6 +24,7 @@ eager trainer whose modules run on the same chunks.
 | | |
 |---|---|
 | bits | Losses, clipped gradients and weights of all ranks are eager's after each of 3 steps; each moves weights. |
+| rounding | Not run: Inductor compiles the whole graph that our pipeline leaves; it warns that bits may be others. |
 | refused | graphpasses refuses it by name; the message stands below. |
 | upstream cannot | graph_trainer fails on a CPU with its own pipeline, too; its message stands below. |
 | eager cannot | torchtitan's eager trainer fails on a CPU, too: there is nothing to compare with. |

@@ -52,6 +52,15 @@ def test_chunks(known: dict[str, Configuration]) -> None:
     assert known["aot_fx_trace_llama3_fsdp_tp"].chunks is None
 
 
+def test_what_inductor_compiles(known: dict[str, Configuration]) -> None:
+    compiled = [name for name, each in known.items() if each.is_compiled]
+    assert [name.partition("_ep_overlap_")[2] for name in compiled] == [
+        "transformer_batch",
+        "moe_batch",
+        "moe_seq",
+    ]
+
+
 def test_page() -> None:
     one, other = (
         Configuration(name, ("--module", "m", "--config", "c"), 4, is_disabled)
