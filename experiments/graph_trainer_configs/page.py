@@ -16,15 +16,18 @@ torchtitan 0.3.0, with `--compile.pass_pipeline graphpasses`. This page was writ
 
     python -m experiments.graph_trainer_configs --write docs/graph_trainer_configs.md
 
-on a CPU: the options are upstream's, but attention is SDPA, models have 3 layers and sequences 64 tokens, process
-groups are `nccl_sim`, and CUDA graphs and checkpoints are off.
+on a CPU with torch 2.13, and, where a row says so, with `--again --only NAME` and torch 2.14, which newer parts of
+torchtitan need. The options are upstream's, but attention is SDPA, models have 3 layers and sequences 64 tokens,
+process groups are `nccl_sim`, and CUDA graphs and checkpoints are off. With overlapped experts eager is torchtitan's
+eager trainer whose modules run on the same chunks.
 
 | | |
 |---|---|
 | bits | Losses, clipped gradients and weights of all ranks are eager's after each of 3 steps; each moves weights. |
+| rounding | Not run: Inductor compiles the whole graph that our pipeline leaves; it warns that bits may be others. |
 | refused | graphpasses refuses it by name; the message stands below. |
 | upstream cannot | graph_trainer fails on a CPU with its own pipeline, too; its message stands below. |
-| eager cannot | torchtitan's eager trainer fails on a CPU: there is nothing to compare with. |
+| eager cannot | torchtitan's eager trainer fails on a CPU, too: there is nothing to compare with. |
 """
 
 

@@ -65,11 +65,20 @@ class Configuration:
     @property
     def chunks(self) -> tuple[str, str] | None:
         """Which modules run on two chunks, and of which dim; None if none do."""
-        options = {name: values for name, *values in _grouped(self.options)}
-        if "--compile.ep_overlap.enabled" not in options:
+        if "--compile.ep_overlap.enabled" not in self.options:
             return None
-        prefix = "--compile.ep_overlap"
-        return options[f"{prefix}.module_fqn"][0], options[f"{prefix}.chunk_dim"][0]
+        return self._value("--compile.ep_overlap.module_fqn"), self._value("--compile.ep_overlap.chunk_dim")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether Inductor compiles the whole step, and may round otherwise."""
+        has_stages = "--parallelism.pipeline_parallel_degree" in self.options
+        return self._value("--compile.inductor_compilation") == "full" and not has_stages
+
+    def _value(self, name: str) -> str:
+        """Returns the value of an option; ``""`` where it is not there."""
+        values = {option: value for option, *value in _grouped(self.options)}
+        return " ".join(values.get(name, ()))
 
 
 def configurations() -> list[Configuration]:

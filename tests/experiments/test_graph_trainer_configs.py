@@ -45,6 +45,22 @@ def test_eager_options(known: dict[str, Configuration]) -> None:
     )
 
 
+def test_chunks(known: dict[str, Configuration]) -> None:
+    """Eager is trained with the chunks of ``--compile.ep_overlap``."""
+    overlapped = known["test_moe_dsv3_ep_overlap_moe_seq_aot_fx_trace_vs_eager_chunked"]
+    assert overlapped.chunks == ("layers.*.moe", "seq")
+    assert known["aot_fx_trace_llama3_fsdp_tp"].chunks is None
+
+
+def test_what_inductor_compiles(known: dict[str, Configuration]) -> None:
+    compiled = [name for name, each in known.items() if each.is_compiled]
+    assert [name.partition("_ep_overlap_")[2] for name in compiled] == [
+        "transformer_batch",
+        "moe_batch",
+        "moe_seq",
+    ]
+
+
 def test_page() -> None:
     one, other = (
         Configuration(name, ("--module", "m", "--config", "c"), 4, is_disabled)

@@ -106,7 +106,11 @@ def train_all(cases: dict[str, Case], folder: Path, ports: Sequence[int]) -> Non
                 if pipeline and case.chunks:
                     modules, dim = case.chunks
                     config.compile.ep_overlap = EpOverlapConfig(
-                        enabled=True, strategy=STRATEGY, module_fqn=modules, chunk_dim=dim
+                        enabled=True,
+                        strategy=STRATEGY,
+                        module_fqn=modules,
+                        chunk_dim=dim,
+                        disable_early_grad_accumulation=True,  # else torchtitan 0.3.0 puts experts out of order
                     )
                 for option, value in case.compile if pipeline else ():
                     setattr(config.compile, option, value)
