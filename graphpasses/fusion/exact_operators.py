@@ -199,9 +199,12 @@ def _has_same_sizes(node: fx.Node) -> bool:
 def _is_cast(node: fx.Node, value: torch.Tensor, given: torch.Tensor) -> bool:
     names = node.kwargs.keys() - {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
     formats = (None, torch.preserve_format)
+    dtypes = {value.dtype, given.dtype}
     return (
         not names
-        and {value.dtype, given.dtype} <= FLOATS
+        and (
+            dtypes <= LOW | {torch.float32} or dtypes <= FLOATS - LOW
+        )  # float64 may be rounded twice on its way
         and value.device == given.device
         and node.kwargs.get("memory_format") in formats
     )
@@ -213,14 +216,16 @@ def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
         (given,) = args
         dtype = kwargs.get("dtype") or given.dtype
         return aten.clone.default(given) if dtype == given.dtype else _convert(_widened(given), dtype)
-    if target not in EXACT and target not in MEASURED:
+    if (
+        target not in EXACT and target not in MEASURED and target not in COMPARISONS
+    ):  # it copies, selects or views
         return target(*args, **kwargs)
-    compute = MEASURED[target] if target in MEASURED else EXACT[target].compute
+    compute = MEASURED.get(target) or (target if target in COMPARISONS else EXACT[target].compute)
     dtype = functools.reduce(
         torch.promote_types, [each.dtype for each in args if isinstance(each, torch.Tensor)]
     )
     wide = torch.float32 if dtype in LOW else dtype
-    is_rounded = dtype in LOW and target in _ROUND_NUMBERS
+    is_rounded = dtype in LOW and target in _ROUND_NUMBERS | COMPARISONS
     given = [
         _convert(each, wide)
         if isinstance(each, torch.Tensor)
@@ -229,7 +234,8 @@ def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
         else each
         for each in args
     ]
-    return _convert(compute(*given), dtype)
+    found = compute(*given)
+    return found if target in COMPARISONS else _convert(found, dtype)
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:

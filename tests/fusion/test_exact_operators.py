@@ -10,7 +10,7 @@ import torch
 
 from graphpasses._torch.exact_kernels import compile_exactly
 from graphpasses.fusion.adversarial import find_difference, num_different
-from graphpasses.fusion.exact_operators import EXACT, run_exactly
+from graphpasses.fusion.exact_operators import COMPARISONS, EXACT, LOW, run_exactly
 
 aten = torch.ops.aten
 NUMBERS = (0.1, 3.0, -0.0, 512)
@@ -32,6 +32,11 @@ def calls(call: Call, x: torch.Tensor, y: torch.Tensor) -> list[Any]:
             if known.is_exact(arguments):
                 is_unary = len(target._schema.arguments) == 1
                 results.append(call(target, (x,) if is_unary else (x, number), {}))
+    for target in sorted(COMPARISONS, key=str):
+        numbers = (*NUMBERS, 1) if "Scalar" in str(target) else (y,)
+        results += [call(target, (x, number), {}) for number in numbers]
+    others = {torch.float64: {torch.float32}, torch.float32: LOW}.get(x.dtype, {x.dtype, torch.float32})
+    results += [call(aten._to_copy.default, (x,), {"dtype": dtype}) for dtype in sorted(others, key=str)]
     return results
 
 

@@ -114,8 +114,9 @@ class FuseExactly(GraphPass):
     Only operators whose bits are fixed are fused: sums, products, quotients, casts, comparisons, selects and
     copies, as IEEE 754 has them, and functions of half precision such as SiLU, where they have eager's bits for all
     65,536 values on all ranks. Each rounds as eager's does, half precision after every operator. What is reduced,
-    multiplied as matrices, normalized or drawn stays eager's kernel. The operators of a group come to stand
-    together; one that wrote into memory of which nobody else knows makes its result anew::
+    multiplied as matrices, normalized or drawn stays eager's kernel. Updates of lists of parameters that follow each
+    other are one kernel for each parameter. The operators of a group come to stand together; one that wrote into
+    memory of which nobody else knows makes its result anew::
 
           weight = parameter('weight')  # bf16[64, 64]
           x = batch('x')  # bf16[64, 64]
