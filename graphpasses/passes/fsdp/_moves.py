@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -59,6 +59,8 @@ class Segment:
 
     nodes: list[fx.Node]
     seconds: float
+    communicates: bool = False  # whether it is one node that launches a collective, or waits for one
+    holding: list[fx.Node] = field(default_factory=list)  # the nodes that allocate or free what is held
     arriving: list[MovableGather] = field(default_factory=list)
     reducing: list[MovableReduction] = field(default_factory=list)
 
@@ -104,8 +106,9 @@ class Program:
         is_split: whether parts of gathers take the place of the whole, where there are any.
     """
 
-    def __init__(self, moves: Moves, kept: Collection[MovableGather] = (), *, is_split: bool = False) -> None:
-        self.gathers = [each for each in moves.gathers if each not in {*kept}]
+    def __init__(self, moves: Moves, kept: Sequence[MovableGather] = (), *, is_split: bool = False) -> None:
+        again = {each.launch[-1] for each in kept}
+        self.gathers = [each for each in moves.gathers if each.launch[-1] not in again]
         self.reductions = moves.reductions
         # What goes, and of what is read of it the node that stays.
         self.replaced = {node: first for each in kept for first, node in each.again.items()}
@@ -170,6 +173,7 @@ class Program:
         for reduction in self.reductions:
             packed.setdefault(argument(reduction.launch[-1]), []).append(reduction)
         last_reads = {each.readers[-1] for each in self.held if each.readers}
+        holding = {node for each in self.held for node in (each.made, *each.readers)}
         longest = sum(each.sent for each in self.gathers) / (4 * len(self.gathers) or 1)
         segments = [Segment([], 0.0)]
         for node in fixed:
@@ -180,12 +184,14 @@ class Program:
             segment.arriving += arriving.get(node, ())
             segment.reducing += packed.get(node, ())
             segment.nodes.append(node)
+            segment.communicates = is_alone
+            if node in holding:
+                segment.holding.append(node)
             segment.seconds += moves.costs.seconds(node)
             if is_alone or node in packed or node in last_reads or segment.seconds > longest:
                 segments.append(Segment([], 0.0))
-        segments.append(
-            Segment([], 0.0, late, [each for node in packed if node not in index_of for each in packed[node]])
-        )
+        rest = [each for node in packed if node not in index_of for each in packed[node]]
+        segments.append(Segment([], 0.0, arriving=late, reducing=rest))
         return segments
 
 

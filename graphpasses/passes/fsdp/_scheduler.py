@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graphpasses.graph import WAIT, is_collective
+from graphpasses.graph import WAIT
 from graphpasses.graph.nodes import collective_group
 from graphpasses.passes.fsdp._moves import MovableGather, MovableReduction, Program, Segment
 from graphpasses.passes.fsdp._timeline import Costs
@@ -106,16 +106,20 @@ class _Player:
 
     def _run(self, segment: Segment) -> None:
         """Runs nodes that keep their order; one that communicates is alone."""
-        for node in segment.nodes:
-            if is_collective(node):
-                self._send(node, collective_group(node), self._costs.sent(node))
-            elif node.target == WAIT:
+        if segment.communicates:
+            (node,) = segment.nodes
+            if node.target == WAIT:
                 self._now = max(self._now, self._ends.get(node.all_input_nodes[0], self._now))
+            else:
+                self._send(node, collective_group(node), self._costs.sent(node))
         self._now += segment.seconds
         self._computed += segment.seconds
-        self._emit(segment.nodes)
+        self._order += segment.nodes
+        for node in segment.holding:
+            self._memory.run(node)
 
     def _emit(self, nodes: Iterable[fx.Node]) -> None:
+        """Runs nodes that move, but those that ran for another gather."""
         for node in nodes:
             if node not in self._emitted:
                 self._emitted.add(node)

@@ -112,7 +112,8 @@ class ScheduleCollectives(GraphPass):
         costs = Costs(graph, self.wire)
         moves = Moves(graph, costs, add_splits(graph, costs))
         program = Program(moves)
-        prefetched = [node for node in moves.nodes if node not in {*program.gone}]
+        gone = {*program.gone}
+        prefetched = [node for node in moves.nodes if node not in gone]
         given = replay_order(prefetched, costs, program.held)
         budget = given.peak if self.budget is None else self.budget
         found = [] if given.peak > budget else [(given.seconds, given.peak, prefetched, program)]
