@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import graphpasses as gp
@@ -201,7 +202,7 @@ def test_eager_s_bits_on_ranks(shape: tuple[int, ...]) -> None:
     def train(model: nn.Module, step: Any = None, lr: float = 1e-2) -> str:
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         for index in range(3):
-            run_microbatches(model, [token_batch(10 * index)], step, in_tree=False)
+            run_microbatches(model, [token_batch(10 * index + dist.get_rank())], step, in_tree=False)
             optimizer.step()
             optimizer.zero_grad()
         return gp.weight_hash(model)
