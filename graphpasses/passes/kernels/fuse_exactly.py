@@ -157,6 +157,7 @@ class FuseExactly(GraphPass):
             "canonical-reductions",
             "reshard-after-forward",
             "prefetch-collectives",
+            "schedule-collectives",
             "fuse-table-updates",
             "update-in-backward",
         }
