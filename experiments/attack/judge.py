@@ -7,11 +7,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
+from torch import fx
+
 from experiments.attack.rewrites import Rewrite
 from experiments.attack.running import FLAVOURS, Bits, error_of, num_ranks_of, run
+from graphpasses._torch.schemas import named_arguments
 from graphpasses.errors import GraphPassesError
 from graphpasses.graph import TrainGraph
 from graphpasses.proof.prove import prove
+from graphpasses.proof.real_memory import would_end_process
 
 Answer = Literal["proved", "refused", "not proved", "payload", "raises", "unsound", "false refusal", "fails"]
 ANSWERS: tuple[Answer, ...] = (
@@ -55,9 +59,20 @@ def rewritten(graph: TrainGraph, rewrite: Rewrite) -> TrainGraph | None:
     try:
         rewrite.rewrite(mutant)
         mutant.graph.lint()
+        if any(map(_would_end, mutant.graph.nodes)):
+            return None
     except Exception:  # a random call may be malformed in any way
         return None
     return mutant
+
+
+def _would_end(node: fx.Node) -> bool:
+    if "scaled_dot_product" not in str(node.target):
+        return False
+    values = {
+        name: each.meta["val"] for name, each in named_arguments(node).items() if isinstance(each, fx.Node)
+    }
+    return would_end_process(str(node.target), values)
 
 
 def class_of(graph: TrainGraph, rewrite: Rewrite) -> str:

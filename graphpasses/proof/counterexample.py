@@ -24,6 +24,7 @@ from graphpasses.proof.real_memory import (
     laid_out,
     strided,
     view_of,
+    would_end_process,
 )
 from graphpasses.proof.terms import KINDS, Term
 
@@ -292,6 +293,8 @@ class _Run:
         arguments = {**dict(zip(places, given, strict=False)), **named}
         if overlaps:
             arguments |= in_one_memory(overlaps[1], arguments)
+        if would_end_process(name, arguments):
+            raise CannotRunError(f"{name} is given sizes that it does not check")
         written: list[torch.Tensor] = []
         is_on_lists = is_elementwise_on_lists(target)
         for argument in [place for name, place in places.items() if name in arguments]:

@@ -14,6 +14,7 @@ from graphpasses.errors import ProofError
 from graphpasses.graph import CapturedStep
 from graphpasses.passes.runner import GraphPass, Numerics, Pipeline
 from graphpasses.proof.prove import prove
+from graphpasses.proof.real_memory import would_end_process
 from tests.proof.code import Case, Code, Make, Model, X, answer, capture_model, check
 
 aten = torch.ops.aten
@@ -383,3 +384,14 @@ def test_a_constant_that_a_pass_writes(size: int) -> None:
     assert Pipeline((WritesConstant(1.0),)).run(step, prove=True).report is not None
     with pytest.raises(ProofError):
         Pipeline((WritesConstant(2.0),)).run(step, prove=True)
+
+
+def test_what_would_end_the_process_is_not_run() -> None:
+    query, key = torch.empty(1, 2, 3, 4), torch.empty(1, 2, 3, 4)
+    name = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+    few, other = torch.empty(1, 1, 3, 4), torch.empty(2, 1, 3, 4)
+    assert not would_end_process(name, {"query": query, "key": key, "value": key})
+    assert not would_end_process(name, {"query": query, "key": few, "value": few})
+    assert would_end_process(name, {"query": few, "key": key, "value": key})  # 1 // 2 heads
+    assert would_end_process(name, {"query": other, "key": few, "value": few})
+    assert not would_end_process("aten.add.Tensor", {"self": few, "other": key})
