@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 
+from graphpasses._torch import pytree
+from graphpasses._torch.schemas import writes_arguments
 from graphpasses.gc_pause import objects_made_in_pause
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
@@ -259,6 +261,9 @@ def fake_call(mode: FakeTensorMode, target: Any, args: tuple[Any, ...], kwargs: 
             args = tuple(map(_without_symbol, args))
             kwargs = {name: _without_symbol(value) for name, value in kwargs.items()}
         with mode:
+            if isinstance(target, torch._ops.OpOverload) and writes_arguments(target):
+                # What it is given is kept by nodes, and one that is written in place may get other sizes.
+                args, kwargs = pytree.tree_map(_alias, (args, dict(kwargs)))
             return target(*args, **kwargs)
     with in_kernel_invocation_manager(mode), torch._C._AutoDispatchBelowAutograd():
         result = target(*args, **kwargs)
@@ -295,6 +300,10 @@ def fake_call_for_all_sizes(
     # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:
         return None
+
+
+def _alias(value: Any) -> Any:
+    return torch.ops.aten.alias.default(value) if type(value) is FakeTensor else value
 
 
 def _without_symbol(value: Any) -> Any:

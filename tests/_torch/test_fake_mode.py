@@ -139,3 +139,14 @@ def _permuted(order: tuple[int, ...]) -> Tensor:
 def _strides(result: Any) -> list[tuple[int, ...]]:
     values = result if isinstance(result, tuple) else (result,)
     return [value.stride() for value in values if value is not None]
+
+
+def test_what_an_operator_writes_keeps_its_sizes() -> None:
+    with FakeTensorMode() as mode:
+        row, whole = torch.empty(1, 8), torch.empty(8, 8)
+    result = fake_mode.fake_call(mode, aten.unsqueeze_.default, (row, 0), {})
+    assert (result.shape, row.shape) == ((1, 1, 8), (1, 8))
+    assert result.untyped_storage()._cdata == row.untyped_storage()._cdata
+    with pytest.warns(UserWarning, match="was resized"):
+        fake_mode.fake_call(mode, aten.eq_.Tensor, (row, whole), {})
+    assert row.shape == (1, 8)
