@@ -66,8 +66,3 @@ def freed_memory_returned() -> Iterator[None]:
     finally:
         if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
             trim(0)
-
-
-def num_writes(tensor: torch.Tensor) -> int:
-    """Returns how often a tensor was written in place."""
-    return tensor._version

@@ -179,14 +179,14 @@ def _shared_inputs(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _read_inputs(node: fx.Node) -> tuple[fx.Node, ...]:
-    if node.target in METADATA_OPS or _is_view(node):
+    if node.target in METADATA_OPS or is_view(node):
         return ()
     if node.target is aten.copy_.default:
         return tuple(nodes_in([value for argument, value in given_arguments(node) if argument.name == "src"]))
     return tuple(node.all_input_nodes)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether a call makes a tensor without reading values (``reshape`` may copy)."""
     is_view = node.target is operator.getitem or getattr(node.target, "is_view", False)
     return is_view and storages(node) <= storages(*node.all_input_nodes[:1])

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from graphpasses._torch.fsdp2 import named_sharded_parameters, read_groups
 from graphpasses._torch.fsdp2_reductions import own_reduction
-from graphpasses._torch.storage import num_writes
+from graphpasses._torch.storage import times_written
 from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.graph_layout import reduced_parts
 from graphpasses.graph import TrainGraph, argument
@@ -173,7 +173,7 @@ class MicrobatchTree:
 
 def _buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Returns by FQN which tensor a buffer is, and how often it was written."""
-    return {fqn: (id(buffer), num_writes(buffer)) for fqn, buffer in model.named_buffers()}
+    return {fqn: (id(buffer), times_written(buffer)) for fqn, buffer in model.named_buffers()}
 
 
 def _of_model(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dtype]]:

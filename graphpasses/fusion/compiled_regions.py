@@ -18,7 +18,7 @@ from graphpasses.errors import PipelineError
 from graphpasses.fusion.adversarial import find_difference
 from graphpasses.fusion.exact_operators import run_exactly
 from graphpasses.fusion.list_updates import UPDATES, UpdateKernels, Updates
-from graphpasses.fusion.regions import is_view, marked_regions
+from graphpasses.fusion.regions import is_only_view, marked_regions
 from graphpasses.graph.nodes import freeze, named_call
 from graphpasses.progress import stage, stages_shown
 
@@ -41,7 +41,7 @@ class Calls:
         made_by: dict[fx.Node, fx.Node] = {}
         outputs: dict[fx.Node, None] = {}
         for node in nodes:
-            made_by[node] = made_by[node.all_input_nodes[0]] if is_view(node) else node
+            made_by[node] = made_by[node.all_input_nodes[0]] if is_only_view(node) else node
             if any(user not in members for user in node.users):
                 outputs[made_by[node]] = None
         return cls(tuple(inputs), tuple(nodes), tuple(outputs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError
@@ -12,7 +11,7 @@ from torch import fx
 
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.dependencies import dependencies, topological_sort
-from graphpasses.analysis.effects import operator_effects
+from graphpasses.analysis.effects import is_view, operator_effects
 from graphpasses.fusion.exact_operators import Function, is_exact
 from graphpasses.fusion.list_updates import MIN_ELEMENTS, plan_updates
 from graphpasses.graph.nodes import EXACT_REGION, is_collective, storages
@@ -35,12 +34,9 @@ class Regions:
     order: tuple[fx.Node, ...]
 
 
-def is_view(node: fx.Node) -> bool:
+def is_only_view(node: fx.Node) -> bool:
     """Whether a call makes a tensor, or several, in the memory of its one operand, and computes nothing."""
-    if node.op != "call_function" or len(node.all_input_nodes) != 1:
-        return False
-    is_known = node.target is operator.getitem or getattr(node.target, "is_view", False)
-    return bool(is_known) and storages(node) <= storages(*node.all_input_nodes)
+    return node.op == "call_function" and len(node.all_input_nodes) == 1 and is_view(node)
 
 
 def functional_target(node: fx.Node) -> object:
@@ -71,7 +67,7 @@ def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Region
 
     for node in graph.nodes:
         if node.op == "call_function" and not operator_effects(node).writes:
-            if is_view(node):
+            if is_only_view(node):
                 if (base := node.all_input_nodes[0]) in made_by:
                     made_by[node] = made_by[base]
             elif is_exact(node, measured):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,16 +12,14 @@ from torch import fx
 from graphpasses._torch.schemas import writes_arguments
 from graphpasses.analysis.parameter_collectives import ALL_REDUCES, REDUCE_SCATTERS, Gather, find_gathers
 from graphpasses.graph import WAIT, TrainGraph, argument, is_collective, wait_of
-from graphpasses.graph.nodes import SAME_TENSOR_OPS, collective_group, freeze, reach
+from graphpasses.graph.nodes import collective_group, freeze, reach
 from graphpasses.passes.fsdp._splits import Split
-from graphpasses.passes.fsdp._timeline import Costs, Held, held_after
+from graphpasses.passes.fsdp._timeline import Costs, Held, held_after, is_name
 from graphpasses.passes.fsdp.prefetch_collectives import unpack_chain
 
 aten = torch.ops.aten
 
 _COPY = aten.split_with_sizes_copy.default
-# What makes parameters of what was gathered.
-_UNPACK_OPS = frozenset({_COPY, WAIT, operator.getitem, aten.slice.Tensor, *SAME_TENSOR_OPS})
 
 
 @dataclass(eq=False)
@@ -255,8 +252,7 @@ def _equals(nodes: Iterable[fx.Node], known: dict[object, fx.Node]) -> dict[fx.N
 
 
 def _is_unpacking(node: fx.Node) -> bool:
-    is_view = bool(getattr(node.target, "is_view", False))
-    return (is_view or node.target in _UNPACK_OPS) and len(node.all_input_nodes) == 1
+    return (is_name(node) or node.target == _COPY) and len(node.all_input_nodes) == 1
 
 
 def _find_reductions(

@@ -102,11 +102,11 @@ def readers_of(
     node: fx.Node, users: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.users
 ) -> set[fx.Node]:
     """Returns what reads a node's memory, by any name."""
-    aliases = reach([node], lambda value: filter(_is_name, users(value)))
+    aliases = reach([node], lambda value: filter(is_name, users(value)))
     return {user for alias in aliases for user in users(alias)} - aliases
 
 
-def _is_name(node: fx.Node) -> bool:
+def is_name(node: fx.Node) -> bool:
     is_view = getattr(node.target, "is_view", False)
     return bool(is_view) or node.target in (WAIT, operator.getitem, *SAME_TENSOR_OPS)
 

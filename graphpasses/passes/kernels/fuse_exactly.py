@@ -16,7 +16,7 @@ from graphpasses.fusion.compiled_regions import compile_regions, what_runs
 from graphpasses.fusion.exact_operators import LOW, MEASURED, Function, is_exact, is_widening
 from graphpasses.fusion.list_updates import Updates
 from graphpasses.fusion.measured import exact_functions, functions_in
-from graphpasses.fusion.regions import Region, functional_target, is_view, plan_regions
+from graphpasses.fusion.regions import Region, functional_target, is_only_view, plan_regions
 from graphpasses.graph import Stage, TrainGraph
 from graphpasses.graph.nodes import EXACT_REGION, storages
 from graphpasses.graph.rank_consensus import RankConsensus
@@ -92,7 +92,7 @@ def _bytes(nodes: tuple[fx.Node, ...]) -> int:
 
 def _report(graph: fx.Graph, regions: tuple[Region, ...]) -> str:
     """Returns how much is fused, in a line."""
-    computing = [node for node in graph.nodes if node.op == "call_function" and not is_view(node)]
+    computing = [node for node in graph.nodes if node.op == "call_function" and not is_only_view(node)]
     moved = {node: _bytes((*node.all_input_nodes, node)) for node in computing}
     fused = [node for region in regions for node in region.nodes if node in moved]
     calls = [what_runs(region.nodes) for region in regions]
