@@ -36,12 +36,13 @@ from torch import nn
 import graphpasses
 from graphpasses._torch.fake_process_group import fake_process_group
 
-# Modules that name TorchRec have examples that need it, and so has pytest, to find them.
-collect_ignore = (
-    []
-    if find_spec("torchrec")
-    else ["graphpasses/embedding/model_parallel.py", "graphpasses/embedding/planner.py"]
-)
+# Modules that name what may not be there can then not be imported, and so not be searched for examples.
+_NEEDS = {
+    "graphpasses/embedding/model_parallel.py": "torchrec",
+    "graphpasses/embedding/planner.py": "torchrec",
+    "graphpasses/ops/_tree_kernel.py": "triton",
+}
+collect_ignore = [path for path, library in _NEEDS.items() if find_spec(library) is None]
 
 
 MAX_SECONDS = 10.0  # a busy machine's; on a quiet one no test without a marker takes five

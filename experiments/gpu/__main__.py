@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.gpu import hashes, lookups, steps
+from experiments.gpu import hashes, lookups, steps, tree
 from experiments.gpu.result import Check, Result, SkippedError
 from experiments.harness.versions import installed_versions
 from graphpasses.errors import UnsupportedError
@@ -27,6 +27,7 @@ CHECKS = (
     Check("the captured step in a CUDA graph", steps.cuda_graphs),
     Check("Inductor compiles the graphs", steps.inductor),
     Check("hashes", hashes.hashes),
+    Check("canonical reductions' additions", tree.additions_in_tree),
     Check("26 tables, fused", lookups.fused_lookups),
     Check("cost of a certificate", steps.certificate_cost),
     Check("cost of locate", steps.locate_cost),

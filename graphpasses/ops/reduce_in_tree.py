@@ -7,6 +7,8 @@ first: ``(r0 + r1) + (r2 + r3)``. An element's place in its bucket decides nothi
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import itertools
 from collections import deque
 
@@ -49,18 +51,28 @@ def accumulate_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
 def add_in_tree(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Adds the rows of a tensor, a power of two of them, in a binary tree; it may write into them.
 
-    Each addition is one of two tensors, element by element, so an element's bits do not depend on a kernel's shape.
+    Each addition is one of two tensors, element by element, so an element's bits do not depend on a kernel's shape,
+    nor on whether Triton is there, whose kernel makes the same additions and reads the rows once.
 
     Example:
         >>> add_in_tree(torch.tensor([[1e8], [1.0], [-1e8], [1.0]])).item()  # (1e8 + 1) + (-1e8 + 1)
         0.0
     """
     dtype = dtype or rows.dtype
+    if rows.is_cuda and rows.dim() == 2 and rows.is_contiguous() and _has_triton():
+        from graphpasses.ops._tree_kernel import add_in_tree_on_gpu
+
+        return add_in_tree_on_gpu(rows, dtype)
     while len(rows) > 1:
         total = rows[0::2].to(dtype)
         total += rows[1::2]
         rows = total
     return rows[0].to(dtype)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class _ReduceScatter:

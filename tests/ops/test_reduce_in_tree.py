@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -110,6 +113,42 @@ def test_an_element_s_place_and_a_kernel_s_shape_do_not_matter() -> None:
             assert torch.equal(
                 add_in_tree(torch.stack([p[start:end] for p in parts]), dtype), whole[start:end]
             )
+
+
+KERNEL = """
+import torch
+from graphpasses.ops._tree_kernel import add_in_tree_on_gpu
+from graphpasses.ops.reduce_in_tree import add_in_tree
+
+generator = torch.Generator().manual_seed(0)
+for num_rows in (1, 2, 8, 64, 256):
+    for dtype, accumulate in KINDS:
+        rows = (torch.randn(num_rows, 300, generator=generator) * 1000).to(dtype).to(DEVICE)
+        found = add_in_tree_on_gpu(rows.clone(), accumulate)
+        expected = add_in_tree(rows.cpu(), accumulate)
+        assert torch.equal(found.cpu(), expected), (num_rows, dtype, accumulate)
+        in_turn = rows[0].cpu().to(accumulate)
+        for row in rows[1:].cpu():
+            in_turn += row
+        print(torch.equal(in_turn, expected))
+"""
+
+
+@pytest.mark.parametrize("device", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_triton_s_kernel_makes_the_same_additions(device: str) -> None:
+    """Triton's interpreter truncates what it makes bfloat16: a GPU alone shows that. Control: one after the other."""
+    pytest.importorskip("triton")
+    of_bf16 = "(torch.bfloat16, torch.float32)" + (", (torch.bfloat16,) * 2" if device == "cuda" else "")
+    kinds = f"{of_bf16}, (torch.float16,) * 2, (torch.float32,) * 2, (torch.float64,) * 2"
+    code = KERNEL.replace("KINDS", f"({kinds})").replace(
+        "DEVICE", repr("cpu" if device == "interpreter" else device)
+    )
+    environment = os.environ | ({"TRITON_INTERPRET": "1"} if device == "interpreter" else {})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "False" in done.stdout
 
 
 def errors(num_ranks: int, numel: int = 4096) -> dict[str, float]:
