@@ -121,6 +121,36 @@ def test_losses_averaged_over_all_tokens(is_scaled: bool) -> None:
     assert on(2, False) != on(1, False)  # control: of a rank's own tokens
 
 
+def test_an_infinity_in_one_shard_skips_the_step_on_all() -> None:
+    class Times(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, factors: torch.Tensor) -> torch.Tensor:
+            return (self.weight * factors).sum()
+
+    def train(last: float) -> str:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        model = gp.canonical_reductions(shard(Times(), (num_ranks,), FP32))
+        optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler("cpu")
+        tree = gp.MicrobatchTree(model)
+        for k in range(rank, 4, num_ranks):
+            factors = torch.tensor([1.0] * 7 + [last if k == 2 else 1.0])
+            scaler.scale(model(factors) / 4).backward()
+            tree.add()
+        tree.finish()
+        scaler.step(optimizer)
+        return gp.weight_hash(model)
+
+    def hashes(last: float) -> set[str]:
+        return {each for n in (1, 2, 4) for each in run_cluster(train, Topology(n, gpus_per_node=n), last)}
+
+    skipped, updated = hashes(float("inf")), hashes(1.0)
+    assert len(skipped) == len(updated) == 1
+    assert skipped != updated  # control
+
+
 # ---- what is refused ----------------------------------------------------------------------------------------------
 
 
