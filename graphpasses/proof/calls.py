@@ -24,10 +24,12 @@ from graphpasses.graph import argument
 from graphpasses.proof import movement
 from graphpasses.proof.core.axioms import RULES
 from graphpasses.proof.core.facts import Facts, Leaf, leaves
-from graphpasses.proof.core.memory import Memory, evaluated
+from graphpasses.proof.core.memory import Memory
 from graphpasses.proof.core.operators import out_of_place
 from graphpasses.proof.core.values import Argument, Result, Value, Values
-from graphpasses.proof.spelling import Call, plain_call
+from graphpasses.proof.rows import AXIOM as ROWS
+from graphpasses.proof.rows import by_row
+from graphpasses.proof.spelling import Call, evaluated, plain_call
 
 aten = torch.ops.aten
 
@@ -87,8 +89,7 @@ class Calls(Memory):
         elif target == aten.copy.default and (copied := self._copied(node)) is not None:
             found = copied
         elif all(place is not None and place.view.is_known for place in self._facts.places[node]):
-            plain = self._plain(target, node.args, node.kwargs)
-            args, kwargs = evaluated(plain, self._read)
+            args, kwargs = self._read_all(target, node)
             if target == aten.constant_pad_nd.default:
                 kwargs["origin"] = origin_of_padding(node, self._inputs)
             given = pytree.tree_leaves((args, kwargs))
@@ -97,9 +98,17 @@ class Calls(Memory):
                 isinstance(next(iter(args), None), Value) or not takes_tensor(target)
             ):  # else the call would fail
                 found = rule(self._table, self._facts[node], *args, **kwargs)
+        elif node not in self._facts.guessed:
+            found = by_row(self._table, target, self._facts[node], *self._read_all(target, node))
+            if found is not None:
+                self._axioms.add(ROWS)
         if found is not None:
             self._axioms.add(name)
         return found
+
+    def _read_all(self, target: Any, node: fx.Node) -> Call:
+        """Returns the arguments of a call, with values in the places of nodes."""
+        return evaluated(self._plain(target, node.args, node.kwargs), self._read)  # type: ignore[no-any-return]
 
     def _copied(self, node: fx.Node) -> Value | None:
         """Returns a tensor whose sizes depend on data, where all of it is copied into another."""

@@ -129,6 +129,8 @@ def _parts(values: Values, one: Value, two: Value) -> _Leaf | _Sources | tuple[V
     """Returns the first sources, or summands, in which two tensors differ; or what else differs."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return _Leaf(f"{_kind(one)} became {_kind(two)}")
+    if one.rows is not None and two.rows is not None and one.rows[0] == two.rows[0]:
+        return values[one.rows[1]], values[two.rows[1]]
     if one.pieces is None or two.pieces is None:
         if one.source is None or two.source is None:
             return _Leaf("a value became one of another kind")
@@ -163,6 +165,8 @@ def _apart(a: Sequence[int], b: Sequence[int]) -> tuple[int, int]:
 def _made_of(values: Values, sources: _Sources) -> _Leaf | tuple[Value, Value]:
     """Returns the inputs in which two results differ; or how their operators differ."""
     a, b = values.key(sources.one), values.key(sources.two)
+    if a[0] == b[0] == "row":
+        return _made_of(values, _Sources(a[1], b[1]))
     if a[0] == b[0] == "result" and a[2:] == b[2:]:
         return _keys(values, a[1], b[1])
     return _unlike(values, sources.one, sources.two)
@@ -212,6 +216,8 @@ def _operator(values: Values, source: int) -> str:
     if isinstance(key, Term):
         return KINDS[key.kind].words.format(*key.parameters)
     match key[0]:
+        case "row":
+            return _operator(values, key[1])
         case "result":
             return _called(key[1])
         case "constant":

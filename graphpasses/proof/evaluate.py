@@ -33,11 +33,11 @@ from graphpasses.proof import movement
 from graphpasses.proof.calls import Calls, is_function, views
 from graphpasses.proof.core.axioms import AXIOMS, RULES
 from graphpasses.proof.core.facts import Facts, Leaf, Place
-from graphpasses.proof.core.memory import evaluated
 from graphpasses.proof.core.values import Result, Value, Values
 from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
+from graphpasses.proof.spelling import evaluated
 
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 # By name: torch has these operators where its module of them was imported.

@@ -68,5 +68,9 @@ def _sources(values: Values, value: Value) -> Iterator[int]:
             yield from _sources(values, values[key.parameters[0]])
         elif isinstance(key, Term):
             pending = [*key.operands, *pending]
+        elif key[0] == "rows":
+            yield from _sources(values, values[key[2]])
+        elif key[0] == "row":
+            pending = [key[1], *pending]
         elif key[0] != "constant":
             yield source

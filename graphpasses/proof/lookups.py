@@ -20,7 +20,7 @@ from graphpasses.graph.nodes import freeze
 from graphpasses.graph.size_arithmetic import size_expression
 from graphpasses.ops.join_lookups import JOIN_BAGS, SPLIT_FEATURES
 from graphpasses.proof.core.axioms import AXIOMS
-from graphpasses.proof.core.memory import evaluated
+from graphpasses.proof.spelling import evaluated
 
 AXIOM = "fused lookups"
 AXIOMS[AXIOM] = (

@@ -61,7 +61,7 @@ def _same_elements(values: Values, result: Any, x: Value, *_: Any, **__: Any) ->
 # ---- what picks and joins --------------------------------------------------------------------------------
 
 
-_PICKS = (
+PICKS = (
     aten.t.default,
     aten.transpose.int,
     aten.permute.default,
@@ -90,18 +90,18 @@ def _picked(view: Any) -> Rule:
         is_known = all(size is None or type(size) is int for size in sizes)
         if kwargs or not is_known or x.pieces is None or x.shape is None:
             return None
-        are_several, seen = _seen(view, x.shape, given)
-        parts = viewed(x.pieces, x.shape, seen)
-        if not seen or parts is None:
+        are_several, places = seen(view, x.shape, given)
+        parts = viewed(x.pieces, x.shape, places)
+        if not places or parts is None:
             return None
-        found = [values.moved(x.dtype, each[0], part) for each, part in zip(seen, parts, strict=True)]
+        found = [values.moved(x.dtype, each[0], part) for each, part in zip(places, parts, strict=True)]
         return found if are_several else found[0]
 
     return rule
 
 
 @functools.cache
-def _seen(view: Any, shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[bool, list[Geometry]]:
+def seen(view: Any, shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[bool, list[Geometry]]:
     """Returns whether there are several views, and where they lie in a contiguous tensor; none if it fails."""
     with outside_tracing():
         try:
@@ -115,7 +115,7 @@ def _seen(view: Any, shape: tuple[int, ...], args: tuple[Any, ...]) -> tuple[boo
     ]
 
 
-for _target in _PICKS:
+for _target in PICKS:
     axiom("picks", _PICKED, _target)(_picked(_target))
 axiom("picks", _PICKED, aten.split_with_sizes_copy.default)(_picked(aten.split_with_sizes.default))
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import fx
+
 from graphpasses._torch.schemas import is_operator, schemas
+from graphpasses.graph.size_arithmetic import size_text
 
 # These count the dims of their first operand; ``unsqueeze`` and ``stack`` count those of their result.
 _COUNT_DIMS = re.compile(
@@ -100,3 +104,18 @@ def _counted(dim: Any, num_dims: int) -> Any:
     if isinstance(dim, (list, tuple)):
         return [_counted(each, num_dims) for each in dim]
     return dim + num_dims if type(dim) is int and -num_dims <= dim < 0 else dim
+
+
+def evaluated(args: Any, read: Callable[[fx.Node], Any]) -> Any:
+    """Returns arguments of a call with what ``read`` returns in the place of nodes."""
+    if isinstance(args, fx.Node):
+        return read(args)
+    if isinstance(args, (list, tuple)):
+        return [evaluated(each, read) for each in args]
+    if isinstance(args, dict):
+        return {name: evaluated(each, read) for name, each in args.items()}
+    if isinstance(args, torch.SymInt):
+        return size_text(args)
+    if isinstance(args, slice):
+        return ["slice", *evaluated([args.start, args.stop, args.step], read)]
+    return args

@@ -36,6 +36,8 @@ def _data(values: Values, source: int, inputs: dict[str, Tensor]) -> Tensor:
     match key[0]:
         case "input":
             return inputs[key[1]].reshape(-1)
+        case "row":  # of an input, of which ``inputs`` has one row
+            return _data(values, key[1], inputs)
         case "constant":
             return torch.full((1,), float(key[2]) if key[3] is None else key[3], dtype=key[1])
         case "tensor":

@@ -53,6 +53,7 @@ class Facts:
         self._outside: defaultdict[StorageWeakRef, list[Leaf]] = defaultdict(list)
         self._shared: dict[Hashable, Leaf] = {}
         self._stale: set[fx.Node] = set()  # whose strides follow from others than they did, and are not known
+        self.guessed: set[fx.Node] = set()  # of whose shape it is known only what the node says
         self._mode = fake_mode_of(*(node.meta.get("val") for node in graph.find_nodes(op="placeholder")))
         for node in graph.nodes:
             if node.op == "output":
@@ -119,8 +120,10 @@ class Facts:
     def _computed(self, node: fx.Node) -> Any:
         """Returns what a call makes of its inputs; what the node says it has, where that depends on data."""
         given = node.meta.get("val")
-        if node.op != "call_function" or "unbacked_bindings" in node.meta:
+        if node.op != "call_function":
             return given
+        if "unbacked_bindings" in node.meta:
+            return self._guessed(node)
         args: Any
         kwargs: Any
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
@@ -128,13 +131,17 @@ class Facts:
             if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
                 return args[0][args[1]]
             if (mode := fake_mode_of(args, kwargs) or self._mode) is None:
-                return given
+                return self._guessed(node)
             if not _depends_on_data(given):
                 return fake_call(mode, node.target, args, kwargs)
             found = fake_call_for_all_sizes(mode, node.target, args, kwargs)
-            return given if found is None else found
+            return self._guessed(node) if found is None else found
         except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
             raise ProofError(f"{node.name} cannot be run: {named_call(node)}: {error}") from error
+
+    def _guessed(self, node: fx.Node) -> Any:
+        self.guessed.add(node)
+        return node.meta.get("val")
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -11,7 +11,6 @@ from torch import fx
 from graphpasses._torch.schemas import given_arguments
 from graphpasses.analysis.effects import nodes_in
 from graphpasses.graph.nodes import freeze
-from graphpasses.graph.size_arithmetic import size_text
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.operators import COMMUTATIVE, is_element_by_element, name_of, out_of_place
 from graphpasses.proof.core.values import Argument, Result, Value, Values
@@ -188,25 +187,13 @@ class Memory:
         view = View.of(fake)
         if view is None or not view.is_known:
             dtype = fake.dtype if isinstance(fake, torch.Tensor) else None
-            value = self._table.other(("result", key, part, dtype), dtype)
+            is_sure = view is not None and view.row_shape is not None and node not in self._facts.guessed
+            rows = (view.shape[0], view.row_shape) if view is not None and is_sure else ()
+            value = self._table.other(("result", key, part, dtype), dtype, rows)
             self._made.setdefault(value.source, node)  # type: ignore[arg-type]
             return value
-        of = ("result", key, part, fake.dtype, str(fake.device), view.shape)
-        source = self._table.source(of, fake.numel())
+        source = self._table.source(
+            ("result", key, part, fake.dtype, str(fake.device), view.shape), fake.numel()
+        )
         self._made.setdefault(source, node)
         return self._table.tensor(fake.dtype, view.shape, source)
-
-
-def evaluated(args: Any, read: Callable[[fx.Node], Any]) -> Any:
-    """Returns arguments of a call with what ``read`` returns in the place of nodes."""
-    if isinstance(args, fx.Node):
-        return read(args)
-    if isinstance(args, (list, tuple)):
-        return [evaluated(each, read) for each in args]
-    if isinstance(args, dict):
-        return {name: evaluated(each, read) for name, each in args.items()}
-    if isinstance(args, torch.SymInt):
-        return size_text(args)
-    if isinstance(args, slice):
-        return ["slice", *evaluated([args.start, args.stop, args.step], read)]
-    return args

@@ -48,6 +48,8 @@ class Value:
     shape: tuple[int, ...] | None  # of a tensor; None for another value, and where a size depends on data
     pieces: Pieces | None  # which element of which source each element is; None where the shape is None
     source: int | None = None  # of a value without pieces, the source that it is
+    # Of a tensor whose number of rows alone depends on data: that number, and the number of one row's value.
+    rows: tuple[Hashable, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -111,14 +113,28 @@ class Values:
         """Returns a tensor whose elements are those of sources."""
         return self._value((dtype, shape, pieces), dtype, shape, pieces)
 
-    def other(self, key: Hashable, dtype: torch.dtype | None = None) -> Value:
-        """Returns a value that is no tensor, or whose shape depends on data; it depends on ``key`` alone."""
-        source = self.source(key)
-        return self._value(("other", source), dtype, None, None, source)
+    def other(self, key: Hashable, dtype: torch.dtype | None = None, rows: tuple[Any, ...] = ()) -> Value:
+        """Returns a value that is no tensor, or whose shape depends on data; it depends on ``key`` alone.
+
+        Where only its number of ``rows`` does, these are that number and the shape of one.
+        """
+        source, of = self.source(key), None
+        if rows and dtype is not None:
+            row = self.source(("row", source), math.prod(rows[1]))
+            of = rows[0], self.tensor(dtype, (1, *rows[1]), row).number
+        value = self._value(("other", source), dtype, None, None, source, of)
+        if value.rows is not None:
+            self._values.setdefault(("rows", value.rows), value)
+        return value
+
+    def in_rows(self, num_rows: Hashable, row: Value) -> Value:
+        """Returns a tensor whose rows each have of the sources' what ``row`` has of one."""
+        of = num_rows, row.number
+        return self._value(("rows", of), row.dtype, None, None, self.source(("rows", *of)), of)
 
     def _value(self, key: Hashable, *parts: Any) -> Value:
         value = self._values.get(key)
         if value is None:
-            value = self._values[key] = Value(len(self._values), *parts)
+            value = self._values[key] = Value(len(self._by_number), *parts)
             self._by_number.append(value)
         return value

@@ -1,0 +1,130 @@
+"""Tensors of an unknown number of rows, as of a batch whose size varies: what is done alike to each row.
+
+Such a tensor is known by one of its rows, which begins as a row of some input or result. What the rules of operators
+that move elements, or compute them alone, say of a tensor with one row they then say of each row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from graphpasses._torch import pytree
+from graphpasses.proof.core.axioms import AXIOMS, RULES
+from graphpasses.proof.core.values import Result, Value, Values
+from graphpasses.proof.core.views import View
+from graphpasses.proof.movement import PICKS, seen
+
+aten = torch.ops.aten
+
+AXIOM = "rows"
+AXIOMS[AXIOM] = (
+    "what moves elements inside of each row, or computes them alone, does to each of any number of rows what it does "
+    "to one"
+)
+
+
+class _Row(NamedTuple):
+    """One row of a result, as rules ask for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def by_row(
+    values: Values, target: Any, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Result:
+    """Returns what an operator's rule says of all rows; None where they are not treated alike, or it cannot tell.
+
+    ``results`` are fake; arguments have values in the places of tensors.
+    """
+    if target not in _CONDITIONS:
+        return None
+    fakes = [*results] if isinstance(results, (list, tuple)) else [results]
+    numbers, rows = set(), []
+    for fake in fakes:
+        view = View.of(fake)
+        if view is None or view.row_shape is None:
+            return None
+        numbers.add(view.shape[0])
+        rows.append(_Row((1, *view.row_shape), view.dtype, fake.device))
+    for each in pytree.tree_leaves((args, kwargs)):
+        if isinstance(each, Value) and each.dtype is not None:
+            numbers.add(None if each.rows is None else each.rows[0])
+    if len(numbers) != 1 or None in numbers:
+        return None
+
+    def row_of(given: Any) -> Any:
+        return given if not isinstance(given, Value) or given.rows is None else values[given.rows[1]]
+
+    args, kwargs = pytree.tree_map(row_of, ([*args], {**kwargs}))
+    if not _CONDITIONS[target](target, rows, *args):
+        return None
+    found = RULES[target][1](values, rows[0] if fakes == [results] else rows, *args, **kwargs)
+    (num_rows,) = numbers
+    if isinstance(found, Value):
+        return values.in_rows(num_rows, found)
+    return found and [values.in_rows(num_rows, each) for each in found]
+
+
+# ---- which operators treat rows alike -----------------------------------------------------------------------------
+
+
+def _computes_elements(*_: Any) -> bool:
+    return True
+
+
+def _keeps_order(_: Any, rows: Sequence[_Row], x: Any, *__: Any) -> bool:
+    """Whether a row of the result has as many elements as one of the tensor."""
+    return isinstance(x, Value) and math.prod(rows[0].shape) == x.numel
+
+
+def _joins_inside(_: Any, rows: Sequence[_Row], parts: Any, dim: int = 0) -> bool:
+    return dim % len(rows[0].shape) != 0
+
+
+def _picks_inside(target: Any, _: Any, x: Any, *args: Any) -> bool:
+    """Whether each row of what is picked lies in one row of the tensor, and at the same place in each."""
+    if not isinstance(x, Value) or x.shape is None:
+        return False
+    given = tuple(tuple(each) if isinstance(each, list) else each for each in args)
+    if not all(type(each) in (int, tuple, type(None)) for each in given):
+        return False
+    places = []
+    for num_rows in (3, 5):
+        _, views = seen(target, (num_rows, *x.shape[1:]), given)
+        if not views or any(
+            sizes[:1] != (num_rows,) or steps[0] != x.numel or offset >= x.numel
+            for sizes, steps, offset in views
+        ):
+            return False
+        places.append([(sizes[1:], steps[1:], offset) for sizes, steps, offset in views])
+    return places[0] == places[1]
+
+
+_CONDITIONS: dict[Any, Callable[..., bool]] = {
+    **dict.fromkeys(
+        (
+            *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+            *(aten.zeros.default, aten.ones.default, aten.full.default),
+            *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+            *(aten._to_copy.default, aten.copy.default, aten.neg.default),
+            *(aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor),
+            *(aten.add.Tensor, aten.sub.Tensor),
+        ),
+        _computes_elements,
+    ),
+    **dict.fromkeys(
+        (
+            *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_copy.default),
+            *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
+        ),
+        _keeps_order,
+    ),
+    **dict.fromkeys((aten.cat.default, aten.stack.default), _joins_inside),
+    **dict.fromkeys(PICKS, _picks_inside),
+}
