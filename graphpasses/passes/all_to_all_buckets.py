@@ -107,10 +107,6 @@ def order_launches(needed: Sequence[int], keys: Sequence[object]) -> list[tuple[
     """Returns the indices of all collectives in launch order; all-to-alls of one level and key go as one.
 
     Bit i of what a collective needs is the i-th. Other collectives have the key None.
-
-    Example:
-        >>> order_launches([0b0, 0b0, 0b1, 0b10], ["a", "a", None, "a"])  # the last one needs the second
-        [(0, 1), (2,), (3,)]
     """
     before = {index: [*_bits(mask)] for index, mask in enumerate(needed)}
     level_of = levels(before, counted=lambda index: keys[index] is not None)

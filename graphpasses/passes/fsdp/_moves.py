@@ -97,10 +97,8 @@ class Moves:
 class Program:
     """A graph, taken apart: collectives that may move, and all other nodes, which keep their order.
 
-    Args:
-        moves: what may move.
-        kept: gathers that are not done again: the parameters that an earlier one brought are kept for them.
-        is_split: whether parts of gathers take the place of the whole, where there are any.
+    Gathers that are ``kept`` are not done again: the parameters that an earlier one brought are kept for them. Where
+    it ``is_split``, parts of gathers take the place of the whole, where there are any.
     """
 
     def __init__(self, moves: Moves, kept: Sequence[MovableGather] = (), *, is_split: bool = False) -> None:
