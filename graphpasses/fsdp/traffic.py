@@ -46,14 +46,6 @@ def graph_traffic(graph: TrainGraph) -> Traffic:
 
     Operators that ``torch.utils.flop_counter`` knows count by FLOPs, others by the bytes that they read and write;
     views and an optimizer's update do not count. Shapes must be static.
-
-    Example:
-        >>> with fake_process_group(2):
-        ...     model = graphpasses.simple_fsdp(nn.Linear(4, 4), dist.init_device_mesh("cpu", (2,)))
-        ...     step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
-        ...     traffic = graph_traffic(step)
-        >>> [(transfer.collective, transfer.num_bytes) for transfer in traffic.transfers]
-        [('all_gather', 64), ('all_gather', 16), ('reduce_scatter', 16), ('reduce_scatter', 64)]
     """
     rows = _rows(graph)
     transfers: list[Transfer] = []
@@ -93,13 +85,6 @@ def layout_traffic(
     A layout does not say what a step computes: 2 FLOPs a parameter and token are taken in forward, 4 in backward.
     ``num_tokens`` are those of each rank's batch. With ``overlap`` the next bucket is gathered during this one's
     compute, and a gradient waited for when the next one has been computed; else each is waited for at once.
-
-    Example:
-        >>> from graphpasses.fsdp import make_bucket_layout
-        >>> bucket = make_bucket_layout("reduce_scatter", (0, 1), "avg", torch.float32, [("weight", (4, 4), 0)])
-        >>> traffic = layout_traffic(Layout((bucket,)), 2, num_tokens=10, param_dtype="bfloat16")
-        >>> [(each.collective, each.num_bytes) for each in traffic.transfers]
-        [('all_gather', 32), ('all_gather', 32), ('reduce_scatter', 64)]
     """
     transfers: list[Transfer] = []
     events: list[Event] = []
