@@ -10,12 +10,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def adversarial(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Returns a tensor that lies in memory as another, of random bits; every second seed, of numbers near one.
-
-    Args:
-        like: a tensor, fake or not.
-        seed: of the generator; no state of torch's own changes.
-    """
+    """Returns a tensor that lies in memory as another, of random bits; every second seed, of numbers near one."""
     generator = torch.Generator().manual_seed(seed)
     length = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     length = length if like.numel() else 0

@@ -35,7 +35,6 @@ class Calls:
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Calls:
-        """Returns what a region does."""
         members = dict.fromkeys(nodes)
         inputs = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in members)
         made_by: dict[fx.Node, fx.Node] = {}
@@ -76,7 +75,6 @@ class Calls:
         return [values[node] for node in self.outputs]
 
     def run_eagerly(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Runs eager's operators."""
         return self.run(lambda node, args, kwargs: node.target(*args, **kwargs), *inputs)  # type: ignore[operator]
 
     def run_exactly(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -105,19 +103,13 @@ class CompiledRegion(nn.Module):
         self._kernel = kernel
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Runs the kernel."""
         return self._kernel([*inputs])
 
 
 def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> fx.GraphModule:
-    """Returns a module that runs each marked region as one kernel.
+    """Returns a module that runs each marked region as one kernel; adds those it compiles to ``kernels``.
 
-    Args:
-        module: its nodes are marked, and each region stands together.
-        kernels: those that were compiled, to which it adds.
-
-    Raises:
-        PipelineError: a region does not stand together any more, or a kernel has other bits than eager's operators.
+    Raises PipelineError where a region does not stand together any more, or a kernel has other bits than eager's.
     """
     regions = [what_runs(nodes) for nodes in marked_regions(module.graph)]
     if not regions:
@@ -147,7 +139,6 @@ def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> 
 
 
 def what_runs(nodes: tuple[fx.Node, ...]) -> Calls | Updates:
-    """Returns what a region does."""
     return Updates.of(nodes) if nodes[0].target in UPDATES else Calls.of(nodes)
 
 

@@ -150,7 +150,6 @@ class Updates:
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Updates:
-        """Returns what a run does."""
         members = set(nodes)
         columns: dict[fx.Node, list[tuple[Any, tuple[Any, ...]]]] = {}
         for node in nodes:
@@ -188,12 +187,10 @@ class Updates:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """What it reads."""
         return tuple(dict.fromkeys(each for node in self.nodes for each in nodes_in(node.args)))
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """What it writes."""
         return tuple(column.tensors[index] for column in self.columns for index in column.written)
 
 
@@ -224,7 +221,6 @@ class UpdateKernels(nn.Module):
         ]
 
     def forward(self, *inputs: Any) -> None:
-        """Writes the tensors."""
         for column, kernel, tensors, numbers in self._calls:
             column.run(kernel, [inputs[index] for index in tensors], [inputs[index] for index in numbers])
 

@@ -30,14 +30,6 @@ def exact_functions(wanted: Collection[Function]) -> frozenset[Function]:
 
     A function counts whose results are eager's on all values, in vectors and in tails: eager's own may differ between
     these, and then depend on the place.
-
-    Args:
-        wanted: operators among :data:`~graphpasses.fusion.exact_operators.MEASURED`, with dtypes of half precision.
-
-    Example:
-        >>> silu = (torch.ops.aten.silu.default, torch.bfloat16)
-        >>> exact_functions([]), exact_functions([silu]) <= {silu}
-        (frozenset(), True)
     """
     path = cache_folder() / "exact_functions" / f"{_digest()}.json"
     known: dict[str, bool] = json.loads(path.read_text()) if path.exists() else {}
