@@ -57,11 +57,8 @@ def chunked_trainer(config: Any, module_fqn: str = "layers.*", chunk_dim: EpOver
 def add_chunks_before_casts(module: fx.GraphModule) -> None:
     """Adds both chunks' gradients of a parameter in the dtype in which they are computed, and casts the sum.
 
-    So autograd does for FSDP2. torchtitan's graph chunking keeps the order of a chunked SimpleFSDP, which casts each
-    chunk's gradient for its reduction.
-
-    Args:
-        module: the graph right after torchtitan's ``ep_overlap_chunk_pass``.
+    So autograd does for FSDP2. torchtitan's graph chunking, its ``ep_overlap_chunk_pass``, keeps the order of a
+    chunked SimpleFSDP, which casts each chunk's gradient for its reduction.
     """
     for node in module.graph.find_nodes(op="call_function", target=aten.add.Tensor):
         casts = node.args
@@ -92,13 +89,9 @@ def _cast_of(node: object) -> tuple[object, ...] | None:
 def release_shared_nodes(module: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
     """Takes chunks' marks from nodes that belong to both chunks of a region.
 
-    These are what is made of parameters alone, which one chunk's forward gathers for both, and what follows from both
-    chunks, as the sum of their gradients. The scheduler would put either into one chunk's phases, where the other's
-    may come first.
-
-    Args:
-        module: the graph after the last pass that joins nodes of chunks.
-        parameters: the placeholders of the module's parameters and buffers.
+    These are what is made of ``parameters`` (and buffers) alone, which one chunk's forward gathers for both, and what
+    follows from both chunks, as the sum of their gradients. The scheduler would put either into one chunk's phases,
+    where the other's may come first. It runs after the last pass that joins nodes of chunks.
     """
     regions = [each.bodies_by_chunk for each in collect_chunked_regions(module, module_pattern="*")]
     owners: dict[fx.Node, tuple[int, int]] = {}  # the bit of a node's chunk, and those of its region

@@ -81,12 +81,7 @@ def graph_passes(
 
     These are torchtitan's own, with ours, of the buckets and the layout of the eager model, in the places of its
     deduplication of unshards and of its bucketing; each call of the graph checks what it has built in.
-
-    Raises:
-        UnsupportedError: see ``eager_buckets`` in ``eager_model.py``, and ``refusals.py``.
-        LayoutError: (from a pass) the graph's buckets are not eager's.
-        ProofError: (from a pass) the rewritten step has other bits; ``--compile.disable_passes prove_pass`` proves
-            nothing.
+    ``--compile.disable_passes prove_pass`` proves nothing.
     """
     refuse_options(config)
     trainer = _trainer_of(config)
