@@ -30,12 +30,6 @@ def alias_tensors(
 
     They are no views: Dynamo would look at a view's base, too. ``before_backward`` is called with the gradients, None
     where none came, before they go on.
-
-    Example:
-        >>> weight = torch.ones(2, requires_grad=True)
-        >>> (alias,) = alias_tensors(weight)
-        >>> alias is weight, alias.data_ptr() == weight.data_ptr(), alias.requires_grad
-        (False, True, True)
     """
     aliases: tuple[Tensor, ...] = _Aliases.apply(before_backward, *tensors)  # type: ignore[no-untyped-call]
     return aliases

@@ -21,13 +21,6 @@ class _CountSteps(torch.autograd.Function):
 
 
 def count_steps(trigger: Tensor, steps: Tensor, places: Tensor) -> Tensor:
-    """Returns ``trigger``, which is empty; a backward that reaches it adds one to ``steps`` at some places.
-
-    Example:
-        >>> trigger, steps = torch.empty(0, requires_grad=True), torch.zeros(3)
-        >>> count_steps(trigger, steps, torch.tensor([0, 2])).sum().backward()
-        >>> steps
-        tensor([1., 0., 1.])
-    """
+    """Returns ``trigger``, which is empty; a backward that reaches it adds one to ``steps`` at some places."""
     counted: Tensor = _CountSteps.apply(trigger, steps, places)  # type: ignore[no-untyped-call]
     return counted

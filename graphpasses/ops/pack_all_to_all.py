@@ -22,12 +22,7 @@ from graphpasses.ops.define import define_operator
 
 
 def packed_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """Returns the dtype in which tensors travel together: their own if they have one, else bytes.
-
-    Example:
-        >>> packed_dtype([torch.int64, torch.int64]), packed_dtype([torch.int64, torch.float32])
-        (torch.int64, torch.uint8)
-    """
+    """Returns the dtype in which tensors travel together: their own if they have one, else bytes."""
     return dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
 
 
@@ -50,10 +45,6 @@ def pack_all_to_all(inputs: Sequence[Tensor], splits: Sequence[int]) -> Tensor:
     """Packs what several all-to-alls send, rank after rank, as one 1-D tensor of :func:`packed_dtype`.
 
     ``splits`` say, per member and in it per rank, how many of its rows are for that rank.
-
-    Example:
-        >>> pack_all_to_all([torch.tensor([1, 2, 3]), torch.tensor([7, 8])], [1, 2, 1, 1])
-        tensor([1, 7, 2, 3, 8])
     """
     dtype = packed_dtype([tensor.dtype for tensor in inputs])
     for_rank: list[list[Tensor]] = [[] for _ in range(len(splits) // len(inputs))]
@@ -101,10 +92,6 @@ def unpack_all_to_all(
 
     ``splits`` are as for :func:`pack_all_to_all`. ``row_shapes`` are the shapes of the members' rows, end to end,
     ``row_dims`` the dims of each.
-
-    Example:
-        >>> unpack_all_to_all(torch.tensor([1, 7, 2, 3, 8]), [1, 2, 1, 1], [], [0, 0], [torch.int64] * 2)
-        [tensor([1, 2, 3]), tensor([7, 8])]
     """
     num_members = len(dtypes)
     members = list(

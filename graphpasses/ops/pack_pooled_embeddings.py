@@ -11,13 +11,7 @@ from graphpasses.ops.define import define_operator
 
 
 def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
-    """Packs what is sent to each rank, its ``num_pieces`` of the pieces [rows, dims] side by side, as one 1-D tensor.
-
-    Example:
-        >>> a, b = torch.tensor([[1], [2]]), torch.tensor([[3], [4]])
-        >>> pack_pooled_embeddings([a, b, a], [2, 1])
-        tensor([1, 3, 2, 4, 1, 2])
-    """
+    """Packs what is sent to each rank, its ``num_pieces`` of the [rows, dims] side by side, as one 1-D tensor."""
     num_rows = pieces[0].shape[0]
     packed = pieces[0].new_empty(num_rows * sum(piece.shape[1] for piece in pieces))
     start = piece = 0

@@ -25,12 +25,7 @@ _NUM_AHEAD = 2  # pieces that travel while another is added
 
 
 def tree_op(accumulate: torch.dtype | None = None) -> str:
-    """Returns the name of the op of a reduction that adds in a dtype; None is that of what it adds.
-
-    Example:
-        >>> tree_op(), tree_op(torch.float32)
-        ('tree', 'tree:float32')
-    """
+    """Returns the name of the op of a reduction that adds in a dtype; None is that of what it adds."""
     return TREE if accumulate is None else f"{TREE}:{str(accumulate).removeprefix('torch.')}"
 
 
@@ -50,10 +45,6 @@ def add_in_tree(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Adds the rows of a tensor, a power of two of them, in a binary tree; it may write into them.
 
     Each addition is one of two tensors, element by element, so an element's bits do not depend on a kernel's shape.
-
-    Example:
-        >>> add_in_tree(torch.tensor([[1e8], [1.0], [-1e8], [1.0]])).item()  # (1e8 + 1) + (-1e8 + 1)
-        0.0
     """
     dtype = dtype or rows.dtype
     while len(rows) > 1:
@@ -84,7 +75,6 @@ class _ReduceScatter:
             self._sent.append((start, piece, received, work))
 
     def finish(self) -> Tensor:
-        """Waits for all pieces, and adds them."""
         flat = self.reduced.view(-1)
         while self._sent:
             start, _, received, work = self._sent.popleft()
