@@ -45,19 +45,20 @@ class Calls:
                 outputs[made_by[node]] = None
         return cls(tuple(inputs), tuple(nodes), tuple(outputs))
 
+    @property
+    def columns(self) -> tuple[Calls, ...]:
+        """What is compiled by itself; see :class:`Updates`, which has several."""
+        return (self,)
+
     def key(self) -> Hashable:
         """Returns what regions have in common that compute the same on tensors of the same sizes."""
         number = {node: index for index, node in enumerate((*self.inputs, *self.nodes))}
         numbered = partial(fx.node.map_arg, fn=lambda node: ("value", number[node]))
         calls = [(str(node.target), freeze(numbered((node.args, node.kwargs)))) for node in self.nodes]
-        layouts = [
-            (value.dtype, tuple(value.shape), value.stride())
-            for value in (node.meta["val"] for node in (*self.inputs, *self.outputs))
-        ]
+        layouts = map(layout_of, (*self.inputs, *self.outputs))
         return *calls, *layouts, tuple(number[node] for node in self.outputs)
 
     def compile(self) -> Kernel:
-        """Compiles it for the sizes of its inputs."""
         return compile_exactly(self.run_exactly, [node.meta["val"] for node in self.inputs])
 
     def find_difference(self, kernels: Mapping[Hashable, Kernel]) -> str:
@@ -85,6 +86,11 @@ class Calls:
         ]
 
 
+def layout_of(node: fx.Node) -> Hashable:
+    value = node.meta["val"]
+    return value.dtype, tuple(value.shape), value.stride()
+
+
 def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the strides of another, which has no gaps."""
     if value.stride() == like.stride():
@@ -96,8 +102,6 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class CompiledRegion(nn.Module):
-    """A region as one kernel."""
-
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
         self._kernel = kernel
@@ -114,7 +118,7 @@ def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> 
     regions = [what_runs(nodes) for nodes in marked_regions(module.graph)]
     if not regions:
         return module
-    parts = [part for calls in regions for part in (calls.columns if isinstance(calls, Updates) else [calls])]
+    parts = [part for calls in regions for part in calls.columns]
     missing = {key: part for part in parts if (key := part.key()) not in kernels}
     with stages_shown():
         for index, (key, part) in enumerate(missing.items(), start=1):
@@ -173,8 +177,7 @@ def _check_bits(
     """Raises if a kernel that was just compiled has other bits than eager's operators, and forgets all of those."""
     seen: set[Hashable] = set()
     for calls in regions:
-        parts = calls.columns if isinstance(calls, Updates) else [calls]
-        keys = tuple(part.key() for part in parts)
+        keys = tuple(part.key() for part in calls.columns)
         if keys in seen or compiled.isdisjoint(keys):
             continue
         seen.add(keys)

@@ -130,15 +130,14 @@ class Column:
         values = dict(zip(self.tensors, tensors, strict=True))
         values |= {node: numbers[index] for index, node in enumerate(self.numbers)}
         for target, args in self.calls:
-            known = [values[each] if isinstance(each, fx.Node) else _number(each) for each in args]
+            known = [
+                values[each] if isinstance(each, fx.Node) else torch.scalar_tensor(each, dtype=torch.float32)
+                for each in args
+            ]
             values[args[0]] = UPDATES[target](*(each.expand_as(known[0]) for each in known))
         for index in self.written:
             tensors[index].copy_(values[self.tensors[index]])
         return []
-
-
-def _number(value: float) -> torch.Tensor:
-    return torch.scalar_tensor(value, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
