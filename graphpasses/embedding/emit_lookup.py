@@ -13,7 +13,7 @@ from graphpasses.embedding.fused_update import FusedUpdate
 from graphpasses.fbgemm.lookups import HOST, INFO_B, MIXED_D, LookupCall, TableLayout
 from graphpasses.fbgemm.names import fused_lookup
 from graphpasses.graph import DynamoGraph
-from graphpasses.ops.count_steps import count_steps
+from graphpasses.ops.autograd_functions import count_steps
 
 # FBGEMM's `SparseType.FP32`.
 _FP32 = 0

@@ -1,4 +1,4 @@
-"""Other tensor objects for the same memory and gradients."""
+"""What is no operator, but a function of autograd: it returns its own argument, or writes in backward."""
 
 from __future__ import annotations
 
@@ -33,3 +33,21 @@ def alias_tensors(
     """
     aliases: tuple[Tensor, ...] = _Aliases.apply(before_backward, *tensors)  # type: ignore[no-untyped-call]
     return aliases
+
+
+class _CountSteps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trigger: Tensor, steps: Tensor, places: Tensor) -> Tensor:
+        ctx.steps, ctx.places = steps, places
+        return trigger.view_as(trigger)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.steps[ctx.places] += 1
+        return gradients[0], None, None
+
+
+def count_steps(trigger: Tensor, steps: Tensor, places: Tensor) -> Tensor:
+    """Returns ``trigger``, which is empty; a backward that reaches it adds one to ``steps`` at some places."""
+    counted: Tensor = _CountSteps.apply(trigger, steps, places)  # type: ignore[no-untyped-call]
+    return counted

@@ -22,8 +22,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from graphpasses.errors import IdError
 from graphpasses.ops.define import define_operator
 
-# ---- bags ----------------------------------------------------------------------------------------------
-
 
 def join_bags(
     ids: Sequence[Tensor], offsets: Sequence[Tensor], num_features: Sequence[int], names: Sequence[str]
@@ -85,9 +83,6 @@ JOIN_BAGS = define_operator(
     join_bags,
     fake=_fake_join_bags,
 )
-
-
-# ---- embeddings ----------------------------------------------------------------------------------------
 
 
 def join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:

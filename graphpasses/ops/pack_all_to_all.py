@@ -1,4 +1,4 @@
-"""Operators that pack several all-to-alls' tensors into one, and unpack what arrives.
+"""Operators that pack several all-to-alls' tensors into one, and unpack what arrives; no bit changes.
 
 ::
 
@@ -7,7 +7,7 @@
     outputs  = graphpasses::unpack_all_to_all(received, output_splits, row_shapes, row_dims, dtypes)
 
 The packed tensor holds, rank after rank, each member's rows for (or from) that rank. Members of one dtype travel as
-it; several dtypes travel as bytes. Both operators move data and do nothing else, so no bit changes.
+it; several dtypes travel as bytes. Gradients of pooled embeddings lie side by side (``pack_pooled_embeddings``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ def _row_shapes(sizes: Sequence[int], row_dims: Sequence[int]) -> Iterator[Seque
     for num_dims in row_dims:
         yield sizes[start : start + num_dims]
         start += num_dims
-
-
-# ---- pack ----------------------------------------------------------------------------------------------
 
 
 def pack_all_to_all(inputs: Sequence[Tensor], splits: Sequence[int]) -> Tensor:
@@ -76,9 +73,6 @@ def _fake_pack(inputs: Sequence[Tensor], splits: Sequence[int]) -> Tensor:
 PACK = define_operator(
     "pack_all_to_all(Tensor[] inputs, SymInt[] splits) -> Tensor", pack_all_to_all, fake=_fake_pack
 )
-
-
-# ---- unpack --------------------------------------------------------------------------------------------
 
 
 def unpack_all_to_all(
@@ -142,4 +136,26 @@ UNPACK = define_operator(
     " -> Tensor[]",
     unpack_all_to_all,
     fake=_fake_unpack,
+)
+
+
+def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
+    """Packs what is sent to each rank, its ``num_pieces`` of the [rows, dims] side by side, as one 1-D tensor."""
+    num_rows = pieces[0].shape[0]
+    packed = pieces[0].new_empty(num_rows * sum(piece.shape[1] for piece in pieces))
+    start = piece = 0
+    for count in num_pieces:
+        of_rank = pieces[piece : piece + count]
+        piece += count
+        if num_dims := sum(part.shape[1] for part in of_rank):
+            place = packed.narrow(0, start, num_rows * num_dims)
+            torch.cat(of_rank, 1, out=place.view(num_rows, num_dims))  # type: ignore[arg-type]
+            start += num_rows * num_dims
+    return packed
+
+
+PACK_POOLED_EMBEDDINGS = define_operator(
+    "pack_pooled_embeddings(Tensor[] pieces, int[] num_pieces) -> Tensor",
+    pack_pooled_embeddings,
+    fake=lambda pieces, _: pieces[0].new_empty(pieces[0].shape[0] * sum(each.shape[1] for each in pieces)),
 )

@@ -85,10 +85,7 @@ class _ReduceScatter:
 
 
 def reduce_scatter_in_tree(tensor: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
-    """Adds the ranks' tensors, [num_ranks * n, ...], in a tree; each rank gets its part of the sum, [n, ...].
-
-    ``op`` is what :func:`tree_op` returns. The arguments are those of the functional reduce-scatter.
-    """
+    """Adds the ranks' tensors, [num_ranks * n, ...], in a tree; each rank gets its part of the sum, [n, ...]."""
     return _ReduceScatter(tensor, op, num_ranks, group).finish()
 
 
