@@ -147,4 +147,12 @@ def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
     return found
 
 
+def describe(topology: Topology) -> str:
+    """Returns a cluster in a few words."""
+    return (
+        f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings, "
+        f"{topology.num_channels} channels"
+    )
+
+
 DEFAULT_CLUSTER = ClusterOptions()

@@ -114,22 +114,21 @@ def layout_traffic(
             events += [*now, Event("compute", flops=flops * numel * num_tokens)]
             if flops == 4:  # backward
                 events += reduced
-                reduced = launch([_bucket_transfer(bucket, _sent_as(bucket)) for bucket in group])
+                reduced = launch([*map(_reduction_transfer, group)])
                 if not overlap:
                     events += reduced
                     reduced = []
     return Traffic(num_ranks, tuple(transfers), (*events, *reduced))
 
 
-def _sent_as(bucket: BucketLayout) -> str:
-    is_all_to_all = bucket.collective == "reduce_scatter" and is_tree_op(bucket.op)
-    return "all_to_all" if is_all_to_all else bucket.collective
+def _reduction_transfer(bucket: BucketLayout) -> Transfer:
+    if bucket.collective == "all_reduce":
+        return Transfer(bucket.collective, bucket.num_bytes, len(bucket.ranks), _stride(bucket.ranks))
+    return _bucket_transfer(bucket, "all_to_all" if is_tree_op(bucket.op) else bucket.collective)
 
 
 def _bucket_transfer(bucket: BucketLayout, collective: str) -> Transfer:
-    """Returns the collective of a bucket: its reduction, or the all-gather of its parameters."""
-    if collective == "all_reduce":
-        return Transfer(collective, bucket.num_bytes, len(bucket.ranks), _stride(bucket.ranks))
+    """Returns what sends the shards of a bucket's parameters or gradients."""
     rows = tuple(
         (entry.dim_size, entry.numel // max(entry.dim_size, 1) * dtype_bytes(bucket.dtype))
         for entry in bucket.entries

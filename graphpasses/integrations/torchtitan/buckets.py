@@ -20,10 +20,7 @@ ON_REWRITTEN = "graphpasses_on_rewritten"
 
 
 def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
-    """Returns the buckets of a model that torchtitan's eager trainer has sharded, and the layout of its reductions.
-
-    The trainer's loss may run the head in chunks.
-    """
+    """Returns the buckets of a model that torchtitan's eager trainer has sharded, and its reductions' layout."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     plan, layout = BucketPlan.from_fully_shard(model), eager_layout(model)
