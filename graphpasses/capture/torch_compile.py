@@ -24,7 +24,7 @@ from graphpasses.embedding.torchrec.fake_kernels import fake_kernels_if_loaded
 from graphpasses.embedding.torchrec.pipelines import check_pipeline
 from graphpasses.errors import PipelineError
 from graphpasses.graph import Stage
-from graphpasses.ops.alias_tensors import alias_tensors
+from graphpasses.ops.autograd_functions import alias_tensors
 from graphpasses.passes.runner import Graph, Pipeline
 
 

@@ -37,18 +37,10 @@ app.command(report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
+    """Runs the command line, by default with ``sys.argv[1:]``.
 
-    Args:
-        argv: the arguments after the program's name (default: ``sys.argv[1:]``).
-
-    Returns:
-        The exit code: what the subcommand says, or 2 for wrong usage and for any error of graphpasses, or
-        141 if what reads the output has gone, as ``head`` does, or 130 after Control-C, when all ranks have ended.
-
-    Example:
-        >>> main(["compare", "missing.jsonl", "missing.jsonl"])  # the reason goes to stderr
-        2
+    Returns the exit code: what the subcommand says, or 2 for wrong usage and for any error of graphpasses, or 141 if
+    what reads the output has gone, as ``head`` does, or 130 after Control-C, when all ranks have ended.
     """
     try:
         code = _run(argv)

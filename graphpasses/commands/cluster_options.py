@@ -49,12 +49,7 @@ class ClusterOptions:
     env: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """Returns the options as they are given on the command line.
-
-        Example:
-            >>> ClusterOptions(ranks=4, gpus_per_node=2).arguments()
-            ['--ranks', '4', '--gpus-per-node', '2']
-        """
+        """Returns the options as they are given on the command line."""
         given = ((field.name, getattr(self, field.name)) for field in fields(self))
         words = (
             (name, value if name == "env" else (value,)) for name, value in given if value not in (None, ())
@@ -125,14 +120,7 @@ class ClusterOptions:
 
 
 def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
-    """Returns the fields of a topology that a run file's description of its cluster has; none if it describes none.
-
-    Example:
-        >>> known_fields({"gpus_per_node": 8, "mode": "rail", "name": "mine"}, 16)
-        {'gpus_per_node': 8, 'mode': 'rail'}
-        >>> known_fields({"nodes": 2, "gpus_per_node": "8 × H100"}, 16)
-        {}
-    """
+    """Returns the fields of a topology that a run file's description of its cluster has; none if it has none."""
     from graphpasses.simulate import Hardware, Topology
 
     if not isinstance(run, dict):
@@ -157,6 +145,14 @@ def known_fields(run: object, num_ranks: int) -> dict[str, Any]:
     except (TypeError, TopologyError):
         return {}
     return found
+
+
+def describe(topology: Topology) -> str:
+    """Returns a cluster in a few words."""
+    return (
+        f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings, "
+        f"{topology.num_channels} channels"
+    )
 
 
 DEFAULT_CLUSTER = ClusterOptions()

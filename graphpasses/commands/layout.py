@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
+from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions, describe
 from graphpasses.commands.exit_codes import EXIT_DIFFERENT, EXIT_EQUAL, EXIT_OF, EXIT_OK
 from graphpasses.errors import RunFileError, TopologyError
 
@@ -137,8 +137,7 @@ def diff(
         print(jsonlib.dumps(data))
     else:
         console = make_console()
-        where = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings"
-        console.print(f"on {where}, {topology.num_channels} channels:", markup=False)
+        console.print(f"on {describe(topology)}:", markup=False)
         console.print(str(prediction), markup=False)
         if others:
             console.print("if eager has a gradient divide factor of 1 (torchtitan), and so PREMUL_SUM:")
@@ -217,12 +216,11 @@ def drift(
         raise TopologyError(f"--mesh has {wrong[0]!r} without a size; write it as in --mesh dp=8 tp=5")
     topology = cluster.topology(recorded.header.topology, recorded.header.world_size)
     found = find_drift(layout, topology, {name: int(size) for name, size in axes.items()})
-    where = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings"
     if not found.replicas and not json:
         print(
             f"no gradient has several holders along an axis of the mesh {' '.join(mesh)}: each is sharded over all"
         )
-    return _print_bits([f"on {where}, {topology.num_channels} channels:"], found, json)
+    return _print_bits([f"on {describe(topology)}:"], found, json)
 
 
 def _print_bits(heads: Iterable[str], found: TopologyDiff | Drift, json: bool) -> int:

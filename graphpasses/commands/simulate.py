@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import arg
 
-from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions
+from graphpasses.commands.cluster_options import DEFAULT_CLUSTER, ClusterOptions, describe
 from graphpasses.commands.exit_codes import EXIT_OK
 
 if TYPE_CHECKING:
@@ -73,10 +73,7 @@ def simulate(
         print(jsonlib.dumps(data))
         return EXIT_OK
     console = make_console()
-    console.print(
-        f"{topology.num_ranks} ranks on {topology.num_nodes} nodes, {topology.mode} rings, "
-        f"{topology.num_channels} channels; {collective} of {num_elements:,} {dtype}:"
-    )
+    console.print(f"{describe(topology)}; {collective} of {num_elements:,} {dtype}:")
     if "auto" in (topology.algorithm, topology.protocol):
         _show_choice(console, choice, op)
     if refused:

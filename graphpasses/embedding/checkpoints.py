@@ -103,13 +103,7 @@ def _local_tensors(value: Any) -> Iterator[Tensor]:
         yield torch.as_tensor(value)
 
 
-def check_keys(given: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Returns the keys that are missing and those that are unexpected."""
-    return [key for key in expected if key not in given], [key for key in given if key not in expected]
-
-
 def keys_message(missing: list[str], unexpected: list[str], expected: Mapping[str, Any]) -> str:
-    """Returns what to say of keys that do not fit."""
     message = ["the state_dict does not fit the model."]
     if missing:
         message.append(f"It lacks {', '.join(map(repr, missing))}.")

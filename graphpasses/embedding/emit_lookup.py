@@ -13,7 +13,7 @@ from graphpasses.embedding.fused_update import FusedUpdate
 from graphpasses.fbgemm.lookups import HOST, INFO_B, MIXED_D, LookupCall, TableLayout
 from graphpasses.fbgemm.names import fused_lookup
 from graphpasses.graph import DynamoGraph
-from graphpasses.ops.count_steps import count_steps
+from graphpasses.ops.autograd_functions import count_steps
 
 # FBGEMM's `SparseType.FP32`.
 _FP32 = 0
@@ -28,10 +28,7 @@ def emit_lookup_like(
     *,
     name: str,
 ) -> fx.Node:
-    """Emits a lookup with the settings of ``call``, of other tables and bags; returns [B, total_D] or [N, D].
-
-    Inputs that the graph gets are named by ``name``.
-    """
+    """Emits a lookup with the settings of ``call``, of other tables and bags; returns [B, total_D] or [N, D]."""
     aux_int, aux_bool = [list(call.arguments[key]) for key in ("aux_int", "aux_bool")]
     aux_int[INFO_B] = layout.info_b()
     aux_bool[MIXED_D] = len(set(layout.dims)) > 1
@@ -51,10 +48,7 @@ def emit_lookup(
     name: str,
     like: fx.Node,
 ) -> fx.Node:
-    """Emits a lookup whose backward updates the tables, which ``weights`` holds; returns [B, total_D].
-
-    Inputs that the graph gets are named by ``name``.
-    """
+    """Emits a lookup whose backward updates the tables, which ``weights`` holds; returns [B, total_D]."""
     trigger = graph.add_input(torch.empty(0, requires_grad=True), f"{name}.trigger")
     states = [weights]
     if update.arenas:

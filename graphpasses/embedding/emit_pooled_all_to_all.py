@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses.embedding.torchrec.pooled_all_to_all import PooledAllToAll
+from graphpasses.embedding.torchrec.pooled_all_to_all import VIEWS, PooledAllToAll
 from graphpasses.graph import ALL_TO_ALL, WAIT, TrainGraph, argument
 from graphpasses.graph.nodes import wait_of
 from graphpasses.graph.size_arithmetic import SizeArithmetic
 from graphpasses.ops.join_lookups import JOIN_FEATURES, SPLIT_FEATURES
-from graphpasses.ops.pack_pooled_embeddings import PACK_POOLED_EMBEDDINGS
+from graphpasses.ops.pack_all_to_all import PACK_POOLED_EMBEDDINGS
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten.reshape.default)
 # They read what is not contiguous as well as what is.
 _READ_SLICES = (aten.cat.default, aten.stack.default, JOIN_FEATURES)
 
@@ -89,7 +88,6 @@ class MergedPooledAllToAll:
         return self._emit(JOIN_FEATURES, parts, self._emit(aten.sym_size.int, parts[0], 0))
 
     def emit_launch(self) -> None:
-        """Emits the all-to-all."""
         self._launch = self._emit(ALL_TO_ALL, self._sent, *self._splits, self._like.args[3])
 
     def emit_received(self) -> None:
@@ -156,7 +154,7 @@ class MergedPooledAllToAll:
             return
         if gradient is not block:
             gradient = self._contiguous(gradient)
-        if tables.target not in _VIEWS:
+        if tables.target not in VIEWS:
             self._replaced.append((tables, gradient))
             return
         # The view stays: its shape may have other symbols, as the number of lengths.

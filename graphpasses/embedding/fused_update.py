@@ -65,7 +65,6 @@ class FusedForm:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the optimizer's states."""
         return () if self.name == "sgd" else ("sum", "step")
 
     def arguments(self) -> dict[str, Any]:
@@ -122,12 +121,10 @@ class FusedUpdate:
 
 
 def learning_rate(table: Tensor) -> float:
-    """Returns the learning rate of a table's optimizer in backward, as it is now."""
     return float(optimizers_in_backward(table)[0].param_groups[0]["lr"])
 
 
 def optimizer_states(table: Tensor, form: FusedForm) -> tuple[Tensor, ...]:
-    """Returns the state tensors of a table's optimizer in backward, in the order of ``form.states``."""
     return tuple(_state(table)[name] for name in form.states)
 
 

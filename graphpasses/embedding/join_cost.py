@@ -54,11 +54,6 @@ def plan_joins(lookups: Sequence[BatchOfBags]) -> list[tuple[int, ...]]:
     """Returns which lookups become one, by position, larger batches first; no other partition costs less.
 
     Lookups of unknown batch sizes are taken to have the same.
-
-    Example:
-        >>> users, items = BatchOfBags(32, 20, 2560), BatchOfBags(32_000, 1, 64)
-        >>> plan_joins([users, items, users, BatchOfBags(33, 1, 64)])
-        [(1,), (0, 2, 3)]
     """
     unknown = tuple(index for index, lookup in enumerate(lookups) if lookup.batch_size is None)
     sizes = {

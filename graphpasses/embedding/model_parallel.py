@@ -24,7 +24,6 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from graphpasses._torch.state_dict import groups_are_kept, module_versions
 from graphpasses.embedding.checkpoints import (
-    check_keys,
     check_shapes,
     keys_message,
     merge_repeated_groups,
@@ -256,7 +255,8 @@ class DistributedModelParallel(torchrec_model_parallel.DistributedModelParallel)
             group=self._env.process_group,
         )
         expected = self.state_dict(keep_vars=True)
-        missing, unexpected = check_keys(given, expected)
+        missing = [key for key in expected if key not in given]
+        unexpected = [key for key in given if key not in expected]
         if strict and (missing or unexpected):
             raise CheckpointError(keys_message(missing, unexpected, expected))
         check_shapes(given, expected)

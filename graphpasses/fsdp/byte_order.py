@@ -22,13 +22,6 @@ def managed_parameters(model: nn.Module, calls: Sequence[Sequence[str]]) -> list
 
     ``calls`` has per call the FQNs of its modules, in argument order; ``""`` is the root. A tied parameter is
     listed under each of its names; the first decides.
-
-    Example:
-        >>> attention = nn.MultiheadAttention(4, 2)  # its own weights and a child's
-        >>> managed_parameters(attention, [[""]])
-        [['out_proj.weight', 'out_proj.bias', 'in_proj_weight', 'in_proj_bias']]
-        >>> managed_parameters(attention, [["out_proj"], [""]])
-        [['out_proj.weight', 'out_proj.bias'], ['in_proj_weight', 'in_proj_bias']]
     """
     roots = [_root_modules([model.get_submodule(fqn) for fqn in call]) for call in calls]
     taken = frozenset(module for modules in roots for module in modules)

@@ -174,7 +174,6 @@ class TreeReduceScatter(ReduceScatterInGraph):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *_: Any, **__: Any
     ) -> None:
-        """Reduces eagerly."""
         refuse_partial_reduction(self._group)
         reduced = reduce_scatter_in_tree(input_tensor, self.reduce_scatter_op, group.size(), group.group_name)
         if output_tensor.dtype != reduced.dtype:  # which copying would round
@@ -193,13 +192,11 @@ class TreeReduceScatter(ReduceScatterInGraph):
         output_tensor.fill_(-0.0)[start : start + part.numel()].copy_(part[: max(numel - start, 0)])
 
     def reduce_scatter(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """See :class:`ReduceScatterInGraph`."""
         reduced: Tensor = REDUCE_SCATTER_IN_TREE(
             packed, self.reduce_scatter_op, group.size(), group.group_name
         )
         return reduced
 
     def all_reduce(self, packed: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """See :class:`ReduceScatterInGraph`."""
         reduced: Tensor = ALL_REDUCE_IN_TREE(packed, self.all_reduce_op, group.group_name)
         return reduced

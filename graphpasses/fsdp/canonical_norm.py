@@ -54,12 +54,7 @@ def canonical_clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> 
 
 
 def sum_in_tree(values: Tensor) -> Tensor:
-    """Adds up the last dim, in a tree of additions of two elements; writes into ``values``.
-
-    Example:
-        >>> sum_in_tree(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
-        tensor([ 6., 15.])
-    """
+    """Adds up the last dim, in a tree of additions of two elements; writes into ``values``."""
     size = values.shape[-1]
     if size == 0:
         return values.new_zeros(values.shape[:-1])

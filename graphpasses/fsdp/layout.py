@@ -183,13 +183,7 @@ def make_bucket_layout(
 
 
 def at_world_size(layout: Layout, num_ranks: int) -> Layout:
-    """Returns the layout of the same buckets on another number of ranks; raises LayoutError where it is not known.
-
-    Example:
-        >>> bucket = make_bucket_layout("reduce_scatter", (0, 1), "avg", torch.bfloat16, [("weight", (5, 2), 0)])
-        >>> [(entry.padded_numel) for entry in at_world_size(Layout((bucket,)), 4).buckets[0].entries]
-        [4]
-    """
+    """Returns the layout of the same buckets on another number of ranks; raises LayoutError where it is not known."""
     buckets = []
     for bucket in layout.buckets:
         if bucket.collective != "reduce_scatter" or bucket.ranks != tuple(range(len(bucket.ranks))):
@@ -295,12 +289,7 @@ def _place(entries: Iterable[LayoutEntry], itemsize: int) -> tuple[LayoutEntry, 
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Returns the bytes of one element; raises LayoutError where there is no such dtype.
-
-    Example:
-        >>> dtype_bytes("bfloat16")
-        2
-    """
+    """Returns the bytes of one element; raises LayoutError where there is no such dtype."""
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype):
         raise LayoutError(f"a bucket's dtype must be a torch dtype such as 'bfloat16', not {dtype!r}")

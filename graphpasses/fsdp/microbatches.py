@@ -106,9 +106,7 @@ class MicrobatchTree:
         self._parameters = list(parameters)
         self._model = model if isinstance(model, nn.Module) else model.model
         self._buffers = _buffers(self._model)
-        self._sums: list[
-            tuple[int, list[Tensor | None]]
-        ] = []  # of 2**level microbatches, and what they sum to
+        self._sums: list[tuple[int, list[Tensor | None]]] = []  # of 2**level microbatches, and their sum
         self._finished: dict[str, Tensor] = {}
 
     @torch.no_grad()

@@ -46,14 +46,6 @@ def graph_traffic(graph: TrainGraph) -> Traffic:
 
     Operators that ``torch.utils.flop_counter`` knows count by FLOPs, others by the bytes that they read and write;
     views and an optimizer's update do not count. Shapes must be static.
-
-    Example:
-        >>> with fake_process_group(2):
-        ...     model = graphpasses.simple_fsdp(nn.Linear(4, 4), dist.init_device_mesh("cpu", (2,)))
-        ...     step = graphpasses.capture_train_step(lambda model, x: model(x).sum(), model, torch.ones(2, 4))
-        ...     traffic = graph_traffic(step)
-        >>> [(transfer.collective, transfer.num_bytes) for transfer in traffic.transfers]
-        [('all_gather', 64), ('all_gather', 16), ('reduce_scatter', 16), ('reduce_scatter', 64)]
     """
     rows = _rows(graph)
     transfers: list[Transfer] = []
@@ -93,13 +85,6 @@ def layout_traffic(
     A layout does not say what a step computes: 2 FLOPs a parameter and token are taken in forward, 4 in backward.
     ``num_tokens`` are those of each rank's batch. With ``overlap`` the next bucket is gathered during this one's
     compute, and a gradient waited for when the next one has been computed; else each is waited for at once.
-
-    Example:
-        >>> from graphpasses.fsdp import make_bucket_layout
-        >>> bucket = make_bucket_layout("reduce_scatter", (0, 1), "avg", torch.float32, [("weight", (4, 4), 0)])
-        >>> traffic = layout_traffic(Layout((bucket,)), 2, num_tokens=10, param_dtype="bfloat16")
-        >>> [(each.collective, each.num_bytes) for each in traffic.transfers]
-        [('all_gather', 32), ('all_gather', 32), ('reduce_scatter', 64)]
     """
     transfers: list[Transfer] = []
     events: list[Event] = []
@@ -129,22 +114,21 @@ def layout_traffic(
             events += [*now, Event("compute", flops=flops * numel * num_tokens)]
             if flops == 4:  # backward
                 events += reduced
-                reduced = launch([_bucket_transfer(bucket, _sent_as(bucket)) for bucket in group])
+                reduced = launch([*map(_reduction_transfer, group)])
                 if not overlap:
                     events += reduced
                     reduced = []
     return Traffic(num_ranks, tuple(transfers), (*events, *reduced))
 
 
-def _sent_as(bucket: BucketLayout) -> str:
-    is_all_to_all = bucket.collective == "reduce_scatter" and is_tree_op(bucket.op)
-    return "all_to_all" if is_all_to_all else bucket.collective
+def _reduction_transfer(bucket: BucketLayout) -> Transfer:
+    if bucket.collective == "all_reduce":
+        return Transfer(bucket.collective, bucket.num_bytes, len(bucket.ranks), _stride(bucket.ranks))
+    return _bucket_transfer(bucket, "all_to_all" if is_tree_op(bucket.op) else bucket.collective)
 
 
 def _bucket_transfer(bucket: BucketLayout, collective: str) -> Transfer:
-    """Returns the collective of a bucket: its reduction, or the all-gather of its parameters."""
-    if collective == "all_reduce":
-        return Transfer(collective, bucket.num_bytes, len(bucket.ranks), _stride(bucket.ranks))
+    """Returns what sends the shards of a bucket's parameters or gradients."""
     rows = tuple(
         (entry.dim_size, entry.numel // max(entry.dim_size, 1) * dtype_bytes(bucket.dtype))
         for entry in bucket.entries

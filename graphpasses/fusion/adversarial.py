@@ -10,12 +10,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def adversarial(like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Returns a tensor that lies in memory as another, of random bits; every second seed, of numbers near one.
-
-    Args:
-        like: a tensor, fake or not.
-        seed: of the generator; no state of torch's own changes.
-    """
+    """Returns a tensor that lies in memory as another, of random bits; every second seed, of numbers near one."""
     generator = torch.Generator().manual_seed(seed)
     length = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
     length = length if like.numel() else 0
@@ -47,10 +42,11 @@ def find_difference(
     for seed in range(4):
         given = [adversarial(each, 1000 * seed + seed % 2 + 2 * index) for index, each in enumerate(inputs)]
         expected, found = eager(*given), kernel([*given])
-        memory = [each.untyped_storage().data_ptr() for each in (*given, *found) if each.numel()]
-        if len({*memory[len(given) :]}) < len(memory) - len(given) or {*memory[len(given) :]} & {
-            *memory[: len(given)]
-        }:
+        old, new = (
+            [each.untyped_storage().data_ptr() for each in tensors if each.numel()]
+            for tensors in (given, found)
+        )
+        if len({*new}) < len(new) or {*new} & {*old}:
             return "results share memory"
         for index, (one, two) in enumerate(zip(expected, found, strict=True)):
             if one.dtype != two.dtype or one.shape != two.shape or one.stride() != two.stride():

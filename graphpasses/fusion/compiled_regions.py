@@ -35,7 +35,6 @@ class Calls:
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Calls:
-        """Returns what a region does."""
         members = dict.fromkeys(nodes)
         inputs = dict.fromkeys(each for node in nodes for each in node.all_input_nodes if each not in members)
         made_by: dict[fx.Node, fx.Node] = {}
@@ -46,19 +45,20 @@ class Calls:
                 outputs[made_by[node]] = None
         return cls(tuple(inputs), tuple(nodes), tuple(outputs))
 
+    @property
+    def columns(self) -> tuple[Calls, ...]:
+        """What is compiled by itself; see :class:`Updates`, which has several."""
+        return (self,)
+
     def key(self) -> Hashable:
         """Returns what regions have in common that compute the same on tensors of the same sizes."""
         number = {node: index for index, node in enumerate((*self.inputs, *self.nodes))}
         numbered = partial(fx.node.map_arg, fn=lambda node: ("value", number[node]))
         calls = [(str(node.target), freeze(numbered((node.args, node.kwargs)))) for node in self.nodes]
-        layouts = [
-            (value.dtype, tuple(value.shape), value.stride())
-            for value in (node.meta["val"] for node in (*self.inputs, *self.outputs))
-        ]
+        layouts = map(layout_of, (*self.inputs, *self.outputs))
         return *calls, *layouts, tuple(number[node] for node in self.outputs)
 
     def compile(self) -> Kernel:
-        """Compiles it for the sizes of its inputs."""
         return compile_exactly(self.run_exactly, [node.meta["val"] for node in self.inputs])
 
     def find_difference(self, kernels: Mapping[Hashable, Kernel]) -> str:
@@ -76,7 +76,6 @@ class Calls:
         return [values[node] for node in self.outputs]
 
     def run_eagerly(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """Runs eager's operators."""
         return self.run(lambda node, args, kwargs: node.target(*args, **kwargs), *inputs)  # type: ignore[operator]
 
     def run_exactly(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -85,6 +84,11 @@ class Calls:
         return [
             _laid_out(result, node.meta["val"]) for result, node in zip(results, self.outputs, strict=True)
         ]
+
+
+def layout_of(node: fx.Node) -> Hashable:
+    value = node.meta["val"]
+    return value.dtype, tuple(value.shape), value.stride()
 
 
 def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -98,31 +102,23 @@ def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class CompiledRegion(nn.Module):
-    """A region as one kernel."""
-
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
         self._kernel = kernel
 
     def forward(self, *inputs: torch.Tensor) -> Any:
-        """Runs the kernel."""
         return self._kernel([*inputs])
 
 
 def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> fx.GraphModule:
-    """Returns a module that runs each marked region as one kernel.
+    """Returns a module that runs each marked region as one kernel; adds those it compiles to ``kernels``.
 
-    Args:
-        module: its nodes are marked, and each region stands together.
-        kernels: those that were compiled, to which it adds.
-
-    Raises:
-        PipelineError: a region does not stand together any more, or a kernel has other bits than eager's operators.
+    Raises PipelineError where a region does not stand together any more, or a kernel has other bits than eager's.
     """
     regions = [what_runs(nodes) for nodes in marked_regions(module.graph)]
     if not regions:
         return module
-    parts = [part for calls in regions for part in (calls.columns if isinstance(calls, Updates) else [calls])]
+    parts = [part for calls in regions for part in calls.columns]
     missing = {key: part for part in parts if (key := part.key()) not in kernels}
     with stages_shown():
         for index, (key, part) in enumerate(missing.items(), start=1):
@@ -147,7 +143,6 @@ def compile_regions(module: fx.GraphModule, kernels: dict[Hashable, Kernel]) -> 
 
 
 def what_runs(nodes: tuple[fx.Node, ...]) -> Calls | Updates:
-    """Returns what a region does."""
     return Updates.of(nodes) if nodes[0].target in UPDATES else Calls.of(nodes)
 
 
@@ -182,8 +177,7 @@ def _check_bits(
     """Raises if a kernel that was just compiled has other bits than eager's operators, and forgets all of those."""
     seen: set[Hashable] = set()
     for calls in regions:
-        parts = calls.columns if isinstance(calls, Updates) else [calls]
-        keys = tuple(part.key() for part in parts)
+        keys = tuple(part.key() for part in calls.columns)
         if keys in seen or compiled.isdisjoint(keys):
             continue
         seen.add(keys)

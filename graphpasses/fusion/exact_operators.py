@@ -27,8 +27,6 @@ FLOATS = LOW | {torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class Exact:
-    """An operator that may be fused."""
-
     compute: Callable[..., Any]  # on the arguments of the operator, those of half precision in float32
     is_exact: Callable[[Mapping[str, Any]], bool]  # by its arguments by name
 
@@ -59,18 +57,9 @@ def _is_half(arguments: Mapping[str, Any]) -> bool:
     return given.meta["val"].dtype in LOW
 
 
-def _is_wide(arguments: Mapping[str, Any]) -> bool:
-    """Whether a reciprocal root is one: of half precision eager's vectors round once more often than their tails."""
-    return not _is_half(arguments)
-
-
 def _is_product(arguments: Mapping[str, Any]) -> bool:
     """Whether a power is a product that is rounded once, or of a wide dtype: of half precision ATen rounds twice."""
     return arguments["exponent"] in ((1, 2) if _is_half(arguments) else (1, 2, 3))
-
-
-def _rsqrt(x: Any) -> Any:
-    return aten.reciprocal.default(aten.sqrt.default(x))
 
 
 def _plain(op: Any) -> Callable[..., Any]:
@@ -92,7 +81,10 @@ EXACT: dict[Any, Exact] = {
     aten.abs.default: Exact(aten.abs.default, _always),
     aten.sqrt.default: Exact(aten.sqrt.default, _is_half),
     aten.reciprocal.default: Exact(aten.reciprocal.default, _always),
-    aten.rsqrt.default: Exact(_rsqrt, _is_wide),
+    # Of half precision eager's vectors round once more often than their tails.
+    aten.rsqrt.default: Exact(
+        lambda x: aten.reciprocal.default(aten.sqrt.default(x)), lambda arguments: not _is_half(arguments)
+    ),
     aten.pow.Tensor_Scalar: Exact(_power, _is_product),
 }
 """What computes numbers, by the operator; in place of one that writes stands the one that makes anew."""
@@ -101,13 +93,9 @@ Function = tuple[Any, torch.dtype]
 """An operator of :data:`MEASURED`, and the dtype on which it is called."""
 
 
-def _sigmoid(x: Any) -> Any:
-    return aten.reciprocal.default(aten.exp.default(-x) + 1)
-
-
 def _silu_backward(gradient: Any, x: Any) -> Any:
     """Computes the gradient as ATen's kernel does. Source: ``Activation.cpp``."""
-    sigmoid = _sigmoid(x)
+    sigmoid = aten.reciprocal.default(aten.exp.default(-x) + 1)
     return gradient * sigmoid * (x * (-sigmoid + 1) + 1)
 
 
@@ -200,14 +188,10 @@ def _is_cast(node: fx.Node, value: torch.Tensor, given: torch.Tensor) -> bool:
     names = node.kwargs.keys() - {"dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"}
     formats = (None, torch.preserve_format)
     dtypes = {value.dtype, given.dtype}
-    return (
-        not names
-        and (
-            dtypes <= LOW | {torch.float32} or dtypes <= FLOATS - LOW
-        )  # float64 may be rounded twice on its way
-        and value.device == given.device
-        and node.kwargs.get("memory_format") in formats
-    )
+    # Between half precision and float64 a number may be rounded twice.
+    is_rounded_once = dtypes <= LOW | {torch.float32} or dtypes <= FLOATS - LOW
+    has_same_place = value.device == given.device and node.kwargs.get("memory_format") in formats
+    return not names and is_rounded_once and has_same_place
 
 
 def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
@@ -215,10 +199,10 @@ def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
     if target is aten._to_copy.default:
         (given,) = args
         dtype = kwargs.get("dtype") or given.dtype
-        return aten.clone.default(given) if dtype == given.dtype else _convert(_widened(given), dtype)
-    if (
-        target not in EXACT and target not in MEASURED and target not in COMPARISONS
-    ):  # it copies, selects or views
+        if dtype == given.dtype:
+            return aten.clone.default(given)
+        return _convert(_convert(given, torch.float32) if given.dtype in LOW else given, dtype)
+    if target not in EXACT.keys() | MEASURED.keys() | COMPARISONS:  # it copies, selects or views
         return target(*args, **kwargs)
     compute = MEASURED.get(target) or (target if target in COMPARISONS else EXACT[target].compute)
     dtype = functools.reduce(
@@ -241,10 +225,6 @@ def run_exactly(target: Any, args: Any, kwargs: Any) -> Any:
 def _rounded(number: float, dtype: torch.dtype) -> float:
     with outside_tracing():
         return float(torch.tensor(number, dtype=dtype))
-
-
-def _widened(value: torch.Tensor) -> torch.Tensor:
-    return _convert(value, torch.float32) if value.dtype in LOW else value
 
 
 def _convert(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -130,15 +130,14 @@ class Column:
         values = dict(zip(self.tensors, tensors, strict=True))
         values |= {node: numbers[index] for index, node in enumerate(self.numbers)}
         for target, args in self.calls:
-            known = [values[each] if isinstance(each, fx.Node) else _number(each) for each in args]
+            known = [
+                values[each] if isinstance(each, fx.Node) else torch.scalar_tensor(each, dtype=torch.float32)
+                for each in args
+            ]
             values[args[0]] = UPDATES[target](*(each.expand_as(known[0]) for each in known))
         for index in self.written:
             tensors[index].copy_(values[self.tensors[index]])
         return []
-
-
-def _number(value: float) -> torch.Tensor:
-    return torch.scalar_tensor(value, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,6 @@ class Updates:
 
     @classmethod
     def of(cls, nodes: Sequence[fx.Node]) -> Updates:
-        """Returns what a run does."""
         members = set(nodes)
         columns: dict[fx.Node, list[tuple[Any, tuple[Any, ...]]]] = {}
         for node in nodes:
@@ -188,12 +186,10 @@ class Updates:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """What it reads."""
         return tuple(dict.fromkeys(each for node in self.nodes for each in nodes_in(node.args)))
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """What it writes."""
         return tuple(column.tensors[index] for column in self.columns for index in column.written)
 
 
@@ -224,7 +220,6 @@ class UpdateKernels(nn.Module):
         ]
 
     def forward(self, *inputs: Any) -> None:
-        """Writes the tensors."""
         for column, kernel, tensors, numbers in self._calls:
             column.run(kernel, [inputs[index] for index in tensors], [inputs[index] for index in numbers])
 

@@ -16,6 +16,7 @@ from torch import fx
 from graphpasses._torch import exact_kernels
 from graphpasses._torch.exact_kernels import cache_folder, compile_exactly
 from graphpasses._torch.schemas import schemas
+from graphpasses.analysis.levels import grouped
 from graphpasses.fusion import exact_operators
 from graphpasses.fusion.adversarial import num_different
 from graphpasses.fusion.exact_operators import MEASURED, Function, run_exactly
@@ -30,28 +31,14 @@ def exact_functions(wanted: Collection[Function]) -> frozenset[Function]:
 
     A function counts whose results are eager's on all values, in vectors and in tails: eager's own may differ between
     these, and then depend on the place.
-
-    Args:
-        wanted: operators among :data:`~graphpasses.fusion.exact_operators.MEASURED`, with dtypes of half precision.
-
-    Example:
-        >>> silu = (torch.ops.aten.silu.default, torch.bfloat16)
-        >>> exact_functions([]), exact_functions([silu]) <= {silu}
-        (frozenset(), True)
     """
     path = cache_folder() / "exact_functions" / f"{_digest()}.json"
     known: dict[str, bool] = json.loads(path.read_text()) if path.exists() else {}
-    by_dtype: dict[torch.dtype, list[Any]] = {}
-    for target, dtype in sorted(wanted, key=str):
-        if _name(target, dtype) not in known:
-            by_dtype.setdefault(dtype, []).append(target)
-    for dtype, targets in by_dtype.items():
-        targets.sort(key=str)
-        known |= {
-            _name(target, dtype): is_equal
-            for target, is_equal in zip(targets, _compare(targets, dtype), strict=True)
-        }
-    if by_dtype:
+    missing = sorted((each for each in wanted if _name(*each) not in known), key=str)
+    for functions in grouped(missing, key=lambda each: each[1]):
+        is_equal = _compare([target for target, _ in functions], functions[0][1])
+        known |= {_name(*each): equal for each, equal in zip(functions, is_equal, strict=True)}
+    if missing:
         path.parent.mkdir(parents=True, exist_ok=True)
         own = path.with_suffix(f".{os.getpid()}")
         own.write_text(json.dumps(known))
@@ -81,7 +68,9 @@ def _compare(targets: Sequence[Any], dtype: torch.dtype) -> list[bool]:
     def results(
         call: Callable[..., Any], values: torch.Tensor, gradients: torch.Tensor
     ) -> list[torch.Tensor]:
-        given = [(gradients, values) if _takes_gradient(target) else (values,) for target in targets]
+        given = [
+            (gradients, values) if len(schemas(target)[0].arguments) == 2 else (values,) for target in targets
+        ]
         return [call(target, args, {}) for target, args in zip(targets, given, strict=True)]
 
     counts = [0] * len(targets)
@@ -97,10 +86,6 @@ def _compare(targets: Sequence[Any], dtype: torch.dtype) -> list[bool]:
                 count + num_different(*pair) for count, *pair in zip(counts, expected, found, strict=True)
             ]
     return [count == 0 for count in counts]
-
-
-def _takes_gradient(target: Any) -> bool:
-    return len(schemas(target)[0].arguments) == 2
 
 
 def functions_in(nodes: Iterable[fx.Node]) -> frozenset[Function]:

@@ -12,6 +12,7 @@ from torch import fx
 from graphpasses.analysis.backward import is_backward
 from graphpasses.analysis.dependencies import dependencies, topological_sort
 from graphpasses.analysis.effects import is_view, operator_effects
+from graphpasses.analysis.levels import grouped
 from graphpasses.fusion.exact_operators import Function, is_exact
 from graphpasses.fusion.list_updates import MIN_ELEMENTS, plan_updates
 from graphpasses.graph.nodes import EXACT_REGION, is_collective, storages
@@ -56,9 +57,8 @@ def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Region
     the graph and the ``measured`` functions alone, so it is the same on all ranks that agree on these.
     """
     needed = dependencies(graph, operator_effects, in_turn=is_collective)
-    made_by: dict[
-        fx.Node, fx.Node
-    ] = {}  # by what is computed exactly, and by views of it, the call that computes it
+    # By what is computed exactly, and by views of it, the call that computes it.
+    made_by: dict[fx.Node, fx.Node] = {}
     level: dict[fx.Node, int] = {}
 
     def is_way_out(before: fx.Node, node: fx.Node) -> bool:
@@ -75,13 +75,10 @@ def plan_regions(graph: fx.Graph, measured: Collection[Function] = ()) -> Region
         level[node] = max((level[each] + is_way_out(each, node) for each in needed[node]), default=0)
     _sink(made_by, level, needed)
     first = _join(made_by, level)
-    members: dict[fx.Node, list[fx.Node]] = {}
-    for node, maker in made_by.items():
-        if level[node] == level[maker]:
-            members.setdefault(first[maker], []).append(node)
+    members = (node for node, maker in made_by.items() if level[node] == level[maker])
     regions = tuple(
-        Region(tuple(nodes), num_computed)
-        for nodes in members.values()
+        Region(nodes, num_computed)
+        for nodes in grouped(members, key=lambda node: first[made_by[node]])
         if (num_computed := sum(made_by[node] is node for node in nodes)) > 1 and _is_large(nodes)
     )
     updates = tuple(Region(run, len(run)) for run in plan_updates(graph, needed))
@@ -129,7 +126,7 @@ def _join(made_by: Mapping[fx.Node, fx.Node], level: Mapping[fx.Node, int]) -> d
     return {node: find(node) for node, maker in made_by.items() if maker is node}
 
 
-def _is_large(nodes: list[fx.Node]) -> bool:
+def _is_large(nodes: tuple[fx.Node, ...]) -> bool:
     values = [node.meta["val"] for node in nodes]
     return any(isinstance(value, torch.Tensor) and value.numel() >= MIN_ELEMENTS for value in values)
 
@@ -150,8 +147,5 @@ def _sort(
 
 def marked_regions(graph: fx.Graph) -> list[tuple[fx.Node, ...]]:
     """Returns the nodes of each region that a graph's nodes are marked with, in the order of the graph."""
-    found: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if EXACT_REGION in node.meta:
-            found.setdefault(node.meta[EXACT_REGION], []).append(node)
-    return [tuple(nodes) for nodes in found.values()]
+    marked = (node for node in graph.nodes if EXACT_REGION in node.meta)
+    return grouped(marked, key=lambda node: node.meta[EXACT_REGION])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from graphpasses.analysis.levels import grouped
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import Place, layout_places
 from graphpasses.simulate.choice import choose
@@ -128,12 +129,11 @@ def draw_buckets(
     is_compared = a is not None and b is not None
     in_a = _by_bucket((row, row.a, row.b) for row in rows)
     in_b = _by_bucket((row, row.b, row.a) for row in rows)
-    groups: dict[object, list[BucketPair]] = {}
-    for index_a, index_b in _paired(rows, in_a, in_b):
-        sides = (in_a.get(index_a, []), in_b.get(index_b, []))
-        pair = _pair(sides, topologies, names, is_compared)
-        groups.setdefault(_look(pair), []).append(pair)
-    return tuple(map(tuple, groups.values()))
+    pairs = (
+        _pair((in_a.get(index_a, []), in_b.get(index_b, [])), topologies, names, is_compared)
+        for index_a, index_b in _paired(rows, in_a, in_b)
+    )
+    return tuple(grouped(pairs, key=_look))
 
 
 def _by_bucket(entries: Iterable[tuple[Row, Place | None, Place | None]]) -> dict[int, list[_Entry]]:
@@ -262,7 +262,7 @@ def _reduction(place: Place) -> str:
     return f"{what}, {place.num_bytes:,} bytes of each rank"
 
 
-def _look(pair: BucketPair) -> object:
+def _look(pair: BucketPair) -> Hashable:
     """Returns what is equal for pairs that look the same: all but the numbers in names, such as a layer's."""
     rows = [
         (re.sub(r"\d+", "#", row.fqn), row.num_reordered, row.a and row.a.offset, row.b and row.b.offset)

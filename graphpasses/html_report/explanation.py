@@ -105,12 +105,7 @@ def _at(place: Place, topology: Topology, element: int) -> str:
 
 
 def show_order(order: Order, ranks: Sequence[int]) -> str:
-    """Returns an order of addition as text; sums that are added as a whole are in parentheses.
-
-    Example:
-        >>> show_order((1, 0, (3, 2)), range(4))
-        '1 + 0 + (3 + 2)'
-    """
+    """Returns an order of addition as text; sums that are added as a whole are in parentheses."""
     terms = [str(ranks[each]) if isinstance(each, int) else f"({show_order(each, ranks)})" for each in order]
     return _shortened(terms, " + ")
 

@@ -15,8 +15,6 @@ _TITAN = "torchtitan's buckets"
 
 @dataclass(frozen=True)
 class ScaleTable:
-    """Steps side by side."""
-
     title: str
     rows: tuple[ScaleRow, ...]  # see :func:`graphpasses.scale.scale_rows`
     notes: tuple[str, ...] = ()  # what is left out, and why

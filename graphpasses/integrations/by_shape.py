@@ -32,17 +32,10 @@ def step_for(
     any_shape: bool,
     remedy: str,
 ) -> CapturedStep:
-    """Returns the step that fits a batch on all ranks, which captures it if there is none.
+    """Returns the step that fits a batch, all that it is given, on all ranks; captures and adds it if there is none.
 
-    Args:
-        steps: what was captured; a new step is added.
-        model: what is trained.
-        batch: all that the step is given.
-        capture: captures the step.
-        pipeline: what a new step goes through; by default :func:`~graphpasses.default_pipeline` if the model is
-            sharded.
-        any_shape: whether one step takes inputs of every shape.
-        remedy: what helps if there are more than eight shapes.
+    A new step goes through ``pipeline``, by default :func:`~graphpasses.default_pipeline` if the model is sharded.
+    ``remedy`` says what helps if there are more than eight shapes.
     """
     shapes = [] if any_shape else [_shape(each) for each in pytree.tree_leaves(batch)]
     fits = RankConsensus.of_model(model).all_ranks([known == shapes for known, _ in steps] or [False])

@@ -56,16 +56,8 @@ class CapturedSteps:
     def training_step(self, batch: Any, *indices: int) -> Tensor:
         """Runs the captured step of a microbatch; called by the trainer's loop.
 
-        Args:
-            batch: what the data loader gave.
-            indices: its number, where ``training_step`` takes it.
-
-        Returns:
-            The loss, whose backward gives the parameters the gradients of the step.
-
-        Raises:
-            CaptureError: inputs have had more than eight shapes, or the module does what is refused; see also
-                :func:`~graphpasses.capture_train_step`.
+        ``indices`` has the batch's number, where ``training_step`` takes it. Backward of the loss that it returns
+        gives the parameters the gradients of the step.
         """
         module: LightningModule = self.lightning_module  # type: ignore[attr-defined]
         self._check(module)
@@ -192,7 +184,6 @@ class _BatchIndex:
 
 
 def _loss_of(output: Any) -> Tensor:
-    """Returns the loss of what ``training_step`` returned."""
     if isinstance(output, Mapping):
         if further := [name for name in output if name != "loss"]:
             raise CaptureError(

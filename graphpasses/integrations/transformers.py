@@ -51,23 +51,11 @@ class CapturedSteps:
     ) -> torch.Tensor:
         """Runs the captured step of a microbatch; called by the trainer's loop.
 
-        Args:
-            model: the model, as ``accelerate`` prepared it.
-            inputs: what the model is called with.
-            num_items_in_batch: the number of tokens over all microbatches, if the loss is divided by it.
-
-        Returns:
-            The loss, as the trainer logs it.
-
-        Raises:
-            CaptureError: inputs have had more than eight shapes; see also
-                :func:`~graphpasses.capture_train_step`.
+        The loss is divided by ``num_items_in_batch``, the number of tokens over all microbatches, if it is given.
         """
         trainer: Any = self
-        for each in (
-            model,
-            trainer.optimizer,
-        ):  # as the trainer does, since an evaluation may have been before
+        # As the trainer does, since an evaluation may have been before.
+        for each in (model, trainer.optimizer):
             if callable(getattr(each, "train", None)):
                 each.train()
         batch = dict(inputs), num_items_in_batch

@@ -22,8 +22,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 from graphpasses.errors import IdError
 from graphpasses.ops.define import define_operator
 
-# ---- bags ----------------------------------------------------------------------------------------------
-
 
 def join_bags(
     ids: Sequence[Tensor], offsets: Sequence[Tensor], num_features: Sequence[int], names: Sequence[str]
@@ -32,13 +30,6 @@ def join_bags(
 
     Offsets of each are integer [features * B_i + 1], names for messages. Returns all ids, int64, and the lengths of
     their bags, int64 [sum(num_features), B], where B is the largest batch.
-
-    Example:
-        >>> users, items = torch.tensor([5, 6, 7]), torch.tensor([1])
-        >>> offsets = [torch.tensor([0, 1, 3]), torch.tensor([0, 1])]
-        >>> join_bags([users, items], offsets, [1, 1], ["users", "items"])
-        (tensor([5, 6, 7, 1]), tensor([[1, 2],
-                [1, 0]]))
     """
     batch_sizes = _batch_sizes(offsets, num_features)
     batch_size = max(batch_sizes)
@@ -94,17 +85,8 @@ JOIN_BAGS = define_operator(
 )
 
 
-# ---- embeddings ----------------------------------------------------------------------------------------
-
-
 def join_features(parts: Sequence[Tensor], num_rows: int) -> Tensor:
-    """Joins parts [B_i, D_i] side by side, those of smaller batches with zeros under them: [num_rows, sum of D_i].
-
-    Example:
-        >>> join_features([torch.ones(2, 2), torch.ones(1, 1)], 2)
-        tensor([[1., 1., 1.],
-                [1., 1., 0.]])
-    """
+    """Joins parts [B_i, D_i] side by side, smaller ones with zeros under them: [num_rows, sum of D_i]."""
     if all(part.size(0) == num_rows for part in parts):
         return torch.cat(list(parts), 1)
     joined = parts[0].new_zeros(num_rows, sum(part.size(1) for part in parts))
@@ -121,13 +103,7 @@ JOIN_FEATURES = define_operator(
 
 
 def split_features(pooled: Tensor, dims: Sequence[int], batch_sizes: Sequence[int]) -> list[Tensor]:
-    """Splits what one lookup returns for several, [B, sum(dims)]; returns per lookup [batch_size, dim], contiguous.
-
-    Example:
-        >>> split_features(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), [2, 1], [2, 1])
-        [tensor([[1., 2.],
-                [4., 5.]]), tensor([[3.]])]
-    """
+    """Splits what one lookup returns for several, [B, sum(dims)]; returns of each [batch_size, dim], contiguous."""
     return [
         part[:size].clone(memory_format=torch.contiguous_format)
         for part, size in zip(pooled.split_with_sizes(list(dims), 1), batch_sizes, strict=True)

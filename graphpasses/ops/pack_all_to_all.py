@@ -1,4 +1,4 @@
-"""Operators that pack several all-to-alls' tensors into one, and unpack what arrives.
+"""Operators that pack several all-to-alls' tensors into one, and unpack what arrives; no bit changes.
 
 ::
 
@@ -7,7 +7,7 @@
     outputs  = graphpasses::unpack_all_to_all(received, output_splits, row_shapes, row_dims, dtypes)
 
 The packed tensor holds, rank after rank, each member's rows for (or from) that rank. Members of one dtype travel as
-it; several dtypes travel as bytes. Both operators move data and do nothing else, so no bit changes.
+it; several dtypes travel as bytes. Gradients of pooled embeddings lie side by side (``pack_pooled_embeddings``).
 """
 
 from __future__ import annotations
@@ -22,12 +22,7 @@ from graphpasses.ops.define import define_operator
 
 
 def packed_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """Returns the dtype in which tensors travel together: their own if they have one, else bytes.
-
-    Example:
-        >>> packed_dtype([torch.int64, torch.int64]), packed_dtype([torch.int64, torch.float32])
-        (torch.int64, torch.uint8)
-    """
+    """Returns the dtype in which tensors travel together: their own if they have one, else bytes."""
     return dtypes[0] if len(set(dtypes)) == 1 else torch.uint8
 
 
@@ -43,17 +38,10 @@ def _row_shapes(sizes: Sequence[int], row_dims: Sequence[int]) -> Iterator[Seque
         start += num_dims
 
 
-# ---- pack ----------------------------------------------------------------------------------------------
-
-
 def pack_all_to_all(inputs: Sequence[Tensor], splits: Sequence[int]) -> Tensor:
     """Packs what several all-to-alls send, rank after rank, as one 1-D tensor of :func:`packed_dtype`.
 
     ``splits`` say, per member and in it per rank, how many of its rows are for that rank.
-
-    Example:
-        >>> pack_all_to_all([torch.tensor([1, 2, 3]), torch.tensor([7, 8])], [1, 2, 1, 1])
-        tensor([1, 7, 2, 3, 8])
     """
     dtype = packed_dtype([tensor.dtype for tensor in inputs])
     for_rank: list[list[Tensor]] = [[] for _ in range(len(splits) // len(inputs))]
@@ -87,9 +75,6 @@ PACK = define_operator(
 )
 
 
-# ---- unpack --------------------------------------------------------------------------------------------
-
-
 def unpack_all_to_all(
     packed: Tensor,
     splits: Sequence[int],
@@ -101,10 +86,6 @@ def unpack_all_to_all(
 
     ``splits`` are as for :func:`pack_all_to_all`. ``row_shapes`` are the shapes of the members' rows, end to end,
     ``row_dims`` the dims of each.
-
-    Example:
-        >>> unpack_all_to_all(torch.tensor([1, 7, 2, 3, 8]), [1, 2, 1, 1], [], [0, 0], [torch.int64] * 2)
-        [tensor([1, 2, 3]), tensor([7, 8])]
     """
     num_members = len(dtypes)
     members = list(
@@ -155,4 +136,26 @@ UNPACK = define_operator(
     " -> Tensor[]",
     unpack_all_to_all,
     fake=_fake_unpack,
+)
+
+
+def pack_pooled_embeddings(pieces: Sequence[Tensor], num_pieces: Sequence[int]) -> Tensor:
+    """Packs what is sent to each rank, its ``num_pieces`` of the [rows, dims] side by side, as one 1-D tensor."""
+    num_rows = pieces[0].shape[0]
+    packed = pieces[0].new_empty(num_rows * sum(piece.shape[1] for piece in pieces))
+    start = piece = 0
+    for count in num_pieces:
+        of_rank = pieces[piece : piece + count]
+        piece += count
+        if num_dims := sum(part.shape[1] for part in of_rank):
+            place = packed.narrow(0, start, num_rows * num_dims)
+            torch.cat(of_rank, 1, out=place.view(num_rows, num_dims))  # type: ignore[arg-type]
+            start += num_rows * num_dims
+    return packed
+
+
+PACK_POOLED_EMBEDDINGS = define_operator(
+    "pack_pooled_embeddings(Tensor[] pieces, int[] num_pieces) -> Tensor",
+    pack_pooled_embeddings,
+    fake=lambda pieces, _: pieces[0].new_empty(pieces[0].shape[0] * sum(each.shape[1] for each in pieces)),
 )

@@ -18,19 +18,11 @@ def pack_bags(
     tables: Sequence[str],
     include_last_offset: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Puts the bags of several ``embedding_bag`` calls end to end, and checks what those calls would have.
+    """Puts the bags of several ``embedding_bag`` calls end to end; raises IdError where those calls raised.
 
     Each call has ids, integer, 1-D, or [B, L] with a bag per row; offsets, where in 1-D ids each of the B bags
     begins, integer [B], or [B + 1] with the end (``include_last_offset``); the rows of its table, and that one's FQN.
     Returns all ids [N], int64, and where in them each bag begins, and the end, [calls * B + 1], int64.
-
-    Raises:
-        IdError: an id is not a row of its table, or offsets do not divide the ids into bags.
-
-    Example:
-        >>> a, b, offsets = torch.tensor([5, 7, 7]), torch.tensor([0]), torch.tensor([0, 1])
-        >>> pack_bags([a, b], [offsets, offsets], [9, 4], ["a.weight", "b.weight"], False)
-        (tensor([5, 7, 7, 0]), tensor([0, 1, 3, 4, 4]))
     """
     for table, rows, values in zip(tables, num_rows, ids, strict=True):
         _check_ids(table, rows, values)

@@ -22,14 +22,6 @@ def permute_batches(
     ``tensors`` are lengths, [rows]; the values of all rows, [sum(lengths)]; and maybe weights like values.
     ``permute`` says which part of the rank-major order comes where. Gradients of values and weights are permuted
     back.
-
-    Example:
-        >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
-        >>> load_fbgemm()
-        >>> lengths, values = torch.tensor([1, 0, 2]), torch.tensor([7, 8, 9])
-        >>> permute = torch.tensor([1, 0], dtype=torch.int32)
-        >>> permute_batches([lengths, values], permute, [1, 2])
-        [tensor([0, 2, 1]), tensor([8, 9, 7])]
     """
     lengths, values = tensors[:2]
     weights = tensors[2] if len(tensors) == 3 else None
@@ -78,17 +70,7 @@ PERMUTE_BATCHES = define_operator(
 def permute_sequences(
     embeddings: Tensor, lengths: Tensor, permute: Tensor, batch_sizes: Sequence[int]
 ) -> Tensor:
-    """Undoes the permutation for embeddings of sequences, [sum(lengths), dim]; the result has a gradient.
-
-    Example:
-        >>> from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
-        >>> load_fbgemm()
-        >>> embeddings, lengths = torch.tensor([[8.0], [9.0], [7.0]]), torch.tensor([0, 2, 1])
-        >>> permute_sequences(embeddings, lengths, torch.tensor([1, 0], dtype=torch.int32), [1, 2])
-        tensor([[7.],
-                [8.],
-                [9.]])
-    """
+    """Undoes the permutation for embeddings of sequences, [sum(lengths), dim]; the result has a gradient."""
     dim = embeddings.shape[1]
     _, values = PERMUTE_BATCHES([lengths * dim, embeddings.view(-1)], permute, batch_sizes, True)
     permuted: Tensor = values.view(-1, dim)

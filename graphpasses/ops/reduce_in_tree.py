@@ -27,12 +27,7 @@ _NUM_AHEAD = 2  # pieces that travel while another is added
 
 
 def tree_op(accumulate: torch.dtype | None = None) -> str:
-    """Returns the name of the op of a reduction that adds in a dtype; None is that of what it adds.
-
-    Example:
-        >>> tree_op(), tree_op(torch.float32)
-        ('tree', 'tree:float32')
-    """
+    """Returns the name of the op of a reduction that adds in a dtype; None is that of what it adds."""
     return TREE if accumulate is None else f"{TREE}:{str(accumulate).removeprefix('torch.')}"
 
 
@@ -53,10 +48,6 @@ def add_in_tree(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
     Each addition is one of two tensors, element by element, so an element's bits do not depend on a kernel's shape,
     nor on whether Triton is there, whose kernel makes the same additions and reads the rows once.
-
-    Example:
-        >>> add_in_tree(torch.tensor([[1e8], [1.0], [-1e8], [1.0]])).item()  # (1e8 + 1) + (-1e8 + 1)
-        0.0
     """
     dtype = dtype or rows.dtype
     if rows.is_cuda and rows.dim() == 2 and rows.is_contiguous() and _has_triton():
@@ -96,7 +87,6 @@ class _ReduceScatter:
             self._sent.append((start, piece, received, work))
 
     def finish(self) -> Tensor:
-        """Waits for all pieces, and adds them."""
         flat = self.reduced.view(-1)
         while self._sent:
             start, _, received, work = self._sent.popleft()
@@ -107,10 +97,7 @@ class _ReduceScatter:
 
 
 def reduce_scatter_in_tree(tensor: Tensor, op: str, num_ranks: int, group: str) -> Tensor:
-    """Adds the ranks' tensors, [num_ranks * n, ...], in a tree; each rank gets its part of the sum, [n, ...].
-
-    ``op`` is what :func:`tree_op` returns. The arguments are those of the functional reduce-scatter.
-    """
+    """Adds the ranks' tensors, [num_ranks * n, ...], in a tree; each rank gets its part of the sum, [n, ...]."""
     return _ReduceScatter(tensor, op, num_ranks, group).finish()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphpasses._torch.group_ranks import named_group
 from graphpasses.ops.define import define_operator
+from graphpasses.ops.exchange_embeddings import send_and_wait
 
 
 def reduce_scatter_v(tensor: Tensor, splits: Sequence[int], rank: int, group: str, divisor: int) -> Tensor:
@@ -38,9 +39,7 @@ def gather_parts(part: Tensor, splits: Sequence[int], rank: int, group: str) -> 
     num_ranks = len(splits)
     copies = part.unsqueeze(0).expand(num_ranks, *part.shape).reshape(-1, *part.shape[1:])
     # There is no functional all-gather of parts of different lengths; to send everyone a copy is one.
-    gathered = torch.ops._c10d_functional.all_to_all_single(copies, splits, [splits[rank]] * num_ranks, group)
-    output: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
-    return output
+    return send_and_wait(copies, splits, [splits[rank]] * num_ranks, group)
 
 
 def _gather(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:

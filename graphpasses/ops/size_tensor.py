@@ -11,12 +11,7 @@ from graphpasses.ops.define import define_operator
 
 
 def size_tensor(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Makes a 1-D tensor of sizes, of an integer dtype; in a graph the sizes may be symbols.
-
-    Example:
-        >>> size_tensor([3, 7], torch.int64, torch.device("cpu"))
-        tensor([3, 7])
-    """
+    """Makes a 1-D tensor of sizes, of an integer dtype; in a graph the sizes may be symbols."""
     return torch.tensor(sizes, dtype=dtype, device=device)
 
 

@@ -33,13 +33,6 @@ def update_rows(
     ``sums`` and ``step`` are the optimizer's state, None for ``"sgd"``. Each lookup has the gradient of its bags, [B,
     D]; its ids; where in them each bag begins, None if each id is a bag; and the weights of its ids, None for ones.
     ``form`` is ``"sgd"``, ``"adagrad"`` or ``"rowwise_adagrad"``; ``pooling`` is 0 for sums, 1 for means.
-
-    Example:
-        >>> table = torch.zeros(3, 4)
-        >>> ids = [torch.tensor([2, 0, 2])]
-        >>> update_rows(table, None, None, [torch.ones(3, 4)], ids, [None], [None], "sgd", 0.0, 0, False, 0.5)
-        >>> table[:, 0]
-        tensor([-0.5000,  0.0000, -1.0000])
     """
     num_rows, dim = table.shape
     all_ids = _joined([each.reshape(-1) for each in ids]).long()

@@ -32,7 +32,6 @@ class LaunchOrder:
 
     @property
     def buckets(self) -> list[tuple[fx.Node, ...]]:
-        """The tuples of more than one all-to-all."""
         return [unit for unit in self.units if len(unit) > 1]
 
     def apply(self, graph: TrainGraph) -> None:
@@ -69,14 +68,17 @@ def plan_launch_order(graph: TrainGraph, sequence: CollectiveSequence, *, pass_n
 
     def contradiction(agreed: list[int], own: list[int]) -> str:
         index = _out_of_order(order_launches(agreed, keys), own)
+        if index is None:
+            return ""
         return (
-            ""
-            if index is None
-            else f"compiled the {graph.stage.value} graph again, and now its collective number {index + 1} depends "
-            "on one with which all ranks agreed to launch it"
+            f"compiled the {graph.stage.value} graph again, and now its collective number {index + 1} depends on one "
+            "with which all ranks agreed to launch it"
         )
 
-    question = Question(pass_name, "order", _union, contradiction)
+    def union(everyone: list[list[int]]) -> list[int]:
+        return [reduce(operator.or_, masks) for masks in zip(*everyone, strict=True)]
+
+    question = Question(pass_name, "order", union, contradiction)
     needed = sequence.agree(question, needed_launches(graph, needed_by, sequence.nodes, members))
     units = order_launches(needed, keys)
     return LaunchOrder(tuple(tuple(sequence.nodes[index] for index in unit) for unit in units), needed_by)
@@ -107,10 +109,6 @@ def order_launches(needed: Sequence[int], keys: Sequence[object]) -> list[tuple[
     """Returns the indices of all collectives in launch order; all-to-alls of one level and key go as one.
 
     Bit i of what a collective needs is the i-th. Other collectives have the key None.
-
-    Example:
-        >>> order_launches([0b0, 0b0, 0b1, 0b10], ["a", "a", None, "a"])  # the last one needs the second
-        [(0, 1), (2,), (3,)]
     """
     before = {index: [*_bits(mask)] for index, mask in enumerate(needed)}
     level_of = levels(before, counted=lambda index: keys[index] is not None)
@@ -119,10 +117,6 @@ def order_launches(needed: Sequence[int], keys: Sequence[object]) -> list[tuple[
     others = [(index,) for index, key in enumerate(keys) if key is None]
     # A bucket takes the place of its last member, where its inputs are there.
     return topological_sort(sorted([*buckets, *others], key=max), before)
-
-
-def _union(everyone: list[list[int]]) -> list[int]:
-    return [reduce(operator.or_, masks) for masks in zip(*everyone, strict=True)]
 
 
 def _out_of_order(ordered: Sequence[tuple[int, ...]], needed: Sequence[int]) -> int | None:

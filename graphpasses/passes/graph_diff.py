@@ -36,10 +36,7 @@ def read_lines(graph: TrainGraph) -> list[Line]:
 
 
 def diff_lines(before: Sequence[Line], after: Sequence[Line]) -> tuple[tuple[Hunk, ...], int]:
-    """Returns the places where a graph changed, in order, those that look the same as one; and how many are left out.
-
-    Nodes that the pass kept are the same objects.
-    """
+    """Returns the places where a graph changed, in order, those that look alike as one; and how many are left out."""
     kept = _kept(before, after)
     staying = {before[index].node for index, _ in kept}
     texts = [{line.node: line.text for line in lines} for lines in (before, after)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from graphpasses.ops.pack_all_to_all import PACK, UNPACK, packed_dtype
+from graphpasses.ops.pack_all_to_all import PACK, PACK_POOLED_EMBEDDINGS, UNPACK, packed_dtype
 from tests.helpers.models import same_bits
 
 
@@ -102,3 +102,19 @@ def test_sizes_that_data_decides() -> None:
     assert (str(one.shape), str(two.shape)) == ("torch.Size([u0 + u1])", "torch.Size([u0 + u1, 3])")
     assert not environment.guards
     assert len(free_unbacked_symbols(two)) == 2
+
+
+def test_pieces_of_each_rank_lie_side_by_side() -> None:
+    a, b = torch.arange(6).view(2, 3), torch.arange(10, 14).view(2, 2).t()  # not contiguous
+    packed = PACK_POOLED_EMBEDDINGS([a[:, :1], b, a[:, 1:]], [2, 1])
+    assert packed.tolist() == [0, 10, 12, 3, 11, 13, 1, 2, 4, 5]
+
+
+def test_a_rank_without_pieces() -> None:
+    a, b = torch.arange(6).view(2, 3), torch.arange(10, 14).view(2, 2)
+    assert PACK_POOLED_EMBEDDINGS([a, b], [0, 2]).tolist() == torch.cat([a, b], 1).view(-1).tolist()
+
+
+def test_opcheck_of_pieces() -> None:
+    a, b = torch.arange(6).view(2, 3), torch.arange(10, 14).view(2, 2)
+    torch.library.opcheck(PACK_POOLED_EMBEDDINGS, ([a[:, :1], b, a[:, 1:]], [2, 1]))

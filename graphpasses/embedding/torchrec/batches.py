@@ -19,7 +19,6 @@ class _JaggedAndKeyed(Containers):
     """Jagged and keyed tensors; the first dim of what they are made of may vary from step to step."""
 
     def knows(self, kind: type) -> bool:
-        """Whether a class is TorchRec's."""
         return kind.__module__.partition(".")[0] == "torchrec"
 
     def fields_of(self, kind: type) -> Sequence[str] | None:

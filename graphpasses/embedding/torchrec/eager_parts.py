@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphpasses.embedding.torchrec.key_order import shardings_of
+from graphpasses.embedding.torchrec.input_dists import shardings_of
 from graphpasses.embedding.torchrec.patching import constant
 
 _OPTIMIZERS = ("EMAINPLACE_ROWWISE_ADAGRAD", "ENSEMBLE_ROWWISE_ADAGRAD")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphpasses._torch.dynamo import mark_any_length, mark_varying
-from graphpasses.ops.alias_tensors import alias_tensors
+from graphpasses.ops.autograd_functions import alias_tensors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,17 +19,18 @@ from graphpasses.embedding.torchrec.eager_parts import (
     lookup_by_steps,
     managed_collisions,
 )
-from graphpasses.embedding.torchrec.input_dists import make_input_dist
-from graphpasses.embedding.torchrec.key_order import check_key_order
-from graphpasses.embedding.torchrec.patching import Patch, PatchSet, constant
+from graphpasses.embedding.torchrec.input_dists import check_key_order, make_input_dist
+from graphpasses.embedding.torchrec.patching import Patch, PatchSet, constant, traced
 from graphpasses.embedding.torchrec.traced_comms import (
     all_to_all_single,
+    carried,
     carry_codecs,
     check_codecs,
     reduce_as_eager,
 )
 from graphpasses.embedding.torchrec.traced_dists import TRACED_DISTS
 from graphpasses.errors import UnsupportedError
+from graphpasses.ops.permute_batches import PERMUTE_BATCHES, permute_sequences
 
 TORCHREC_VERSIONS = ("1.8.0", "1.9.2")
 
@@ -37,113 +38,88 @@ TORCHREC_VERSIONS = ("1.8.0", "1.9.2")
 # ---- Python that Dynamo does not know ------------------------------------------------------------------
 
 
-def _without_walrus(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _without_walrus(original: Callable[..., Any], self: Any) -> list[Any]:
     """The original assigns with := in a list comprehension, at which Dynamo breaks the graph."""
-
-    def get_resize_awaitables(self: Any) -> list[Any]:
-        modules = [module for module in self._emb_modules if hasattr(module, "get_rs_awaitable")]
-        awaitables = [module.get_rs_awaitable() for module in modules]
-        return [awaitable for awaitable in awaitables if awaitable is not None]
-
-    return get_resize_awaitables
+    modules = [module for module in self._emb_modules if hasattr(module, "get_rs_awaitable")]
+    awaitables = [module.get_rs_awaitable() for module in modules]
+    return [awaitable for awaitable in awaitables if awaitable is not None]
 
 
-def _without_cast(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _without_cast(original: Callable[..., Any], self: Any, sparse_features: Any) -> Any:
     """The original calls ``cast(Awaitable[KeyedJaggedTensor], ...)``; Dynamo knows no subscripted types."""
     from torchrec.distributed.types import NoWait
 
-    def forward(self: Any, sparse_features: Any) -> Any:
-        return NoWait(NoWait(sparse_features))
-
-    return forward
+    return NoWait(NoWait(sparse_features))
 
 
-def _with_plain_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The original gives torch.fx's immutable lists to torch's functions, which Dynamo has no node for."""
+def _waited(value: Any) -> Any:
     from torchrec.distributed.types import LazyAwaitable
 
-    def waited(value: Any) -> Any:
-        if type(value) in (list, tuple):
-            return type(value)([waited(each) for each in value])
-        return LazyAwaitable._wait_async(value)
-
-    def __torch_function__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: N807
-        if not torch.compiler.is_dynamo_compiling():
-            return original(cls, func, types, args, kwargs)
-        return func(*waited(args), **{name: waited(each) for name, each in (kwargs or {}).items()})
-
-    return __torch_function__
+    if type(value) in (list, tuple):
+        return type(value)([_waited(each) for each in value])
+    return LazyAwaitable._wait_async(value)
 
 
-def _on_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _with_plain_lists(
+    original: Callable[..., Any], cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    """The original gives torch.fx's immutable lists to torch's functions, which Dynamo has no node for."""
+    return func(*_waited(args), **{name: _waited(each) for name, each in (kwargs or {}).items()})
+
+
+@traced
+def _on_copies(
+    original: Callable[..., Any],
+    self: Any,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The original's bounds check corrects ids in place, in slices that AOTAutograd cannot write back."""
-
-    def prepare_inputs(
-        self: Any,
-        indices: Tensor,
-        offsets: Tensor,
-        per_sample_weights: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            self.graphpasses_load_steps()
-            indices = indices.clone()
-            per_sample_weights = None if per_sample_weights is None else per_sample_weights.clone()
-        return original(self, indices, offsets, per_sample_weights, *args, **kwargs)
-
-    return prepare_inputs
+    self.graphpasses_load_steps()
+    weights = None if per_sample_weights is None else per_sample_weights.clone()
+    return original(self, indices.clone(), offsets, weights, *args, **kwargs)
 
 
-def _without_caches(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _without_caches(original: Callable[..., Any], features: Any, keys: list[str] | None = None) -> Any:
     """An unsharded collection caches in its batch what it computes; in a copy of it, this stays in the graph."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    def maybe_td_to_kjt(features: Any, keys: list[str] | None = None) -> Any:
-        features = original(features, keys)
-        if not torch.compiler.is_dynamo_compiling() or features.variable_stride_per_key():
-            return features
-        return KeyedJaggedTensor(
-            keys=features.keys(),
-            values=features.values(),
-            weights=features.weights_or_none(),
-            lengths=features.lengths_or_none(),
-            offsets=features.offsets_or_none(),
-            stride=features.stride(),
-            inverse_indices=features.inverse_indices_or_none(),
-        )
-
-    return maybe_td_to_kjt
+    features = original(features, keys)
+    if features.variable_stride_per_key():
+        return features
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        weights=features.weights_or_none(),
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride=features.stride(),
+        inverse_indices=features.inverse_indices_or_none(),
+    )
 
 
-def _with_dims_on_host(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _with_dims_on_host(
+    original: Callable[..., Any],
+    self: Any,
+    offsets: Tensor,
+    batch_size_per_feature_per_rank: list[list[int]] | None,
+    *outputs: Tensor | None,
+) -> Any:
     """The original moves the tables' dims to the CPU in each forward, and sets them as an attribute of the module."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import generate_vbe_metadata
 
-    def _generate_vbe_metadata(
-        self: Any,
-        offsets: Tensor,
-        batch_size_per_feature_per_rank: list[list[int]] | None,
-        vbe_output: Tensor | None = None,
-        vbe_output_offsets: Tensor | None = None,
-    ) -> Any:
-        if (
-            not torch.compiler.is_dynamo_compiling()
-            or batch_size_per_feature_per_rank is not None
-            or self.feature_dims.device.type != "cpu"
-        ):
-            return original(self, offsets, batch_size_per_feature_per_rank, vbe_output, vbe_output_offsets)
-        return generate_vbe_metadata(
-            offsets,
-            None,
-            self.pooling_mode,
-            self.feature_dims,
-            self.current_device,
-            vbe_output,
-            vbe_output_offsets,
-        )
-
-    return _generate_vbe_metadata
+    if batch_size_per_feature_per_rank is not None or self.feature_dims.device.type != "cpu":
+        return original(self, offsets, batch_size_per_feature_per_rank, *outputs)
+    dims = self.feature_dims
+    return generate_vbe_metadata(offsets, None, self.pooling_mode, dims, self.current_device, *outputs)
 
 
 @constant
@@ -153,14 +129,9 @@ def graphpasses_load_steps(self: Any) -> None:
         self.iter_cpu.copy_(self.iter)
 
 
-def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _silent(original: Callable[..., Any], self: Any, msg: str) -> None:
     """Dynamo breaks the graph at logger calls."""
-
-    def log(self: Any, msg: str) -> None:
-        if not torch.compiler.is_dynamo_compiling():
-            original(self, msg)
-
-    return log
 
 
 # ---- batch sizes that differ between ranks -------------------------------------------------------------
@@ -168,104 +139,77 @@ def _silent(original: Callable[..., Any]) -> Callable[..., Any]:
 # or takes them to be equal, which gives wrong results where a rank's last batch is smaller.
 
 
-def _permute_received(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _permute_received(
+    original: Callable[..., Any],
+    keys: list[str],
+    tensors: list[Tensor],
+    variable_stride_per_key: bool,
+    num_workers: int,
+    recat: Tensor | None,
+    stride_per_rank: list[int] | None,
+    stagger: int = 1,
+) -> Any:
     """The original, traced, permutes received features as if every rank's batch had rank 0's size."""
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    from graphpasses.ops.permute_batches import PERMUTE_BATCHES
-
-    def dist_init(
-        keys: list[str],
-        tensors: list[Tensor],
-        variable_stride_per_key: bool,
-        num_workers: int,
-        recat: Tensor | None,
-        stride_per_rank: list[int] | None,
-        stagger: int = 1,
-    ) -> Any:
-        if variable_stride_per_key or stride_per_rank is None or not torch.compiler.is_dynamo_compiling():
-            return original(
-                keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger
-            )
-        if recat is not None and (len(keys) > 1 or stagger > 1):  # one feature lies as it came, rank by rank
-            tensors = PERMUTE_BATCHES(tensors, recat, stride_per_rank, False)
-        return KeyedJaggedTensor(
-            keys=keys,
-            values=tensors[1],
-            weights=tensors[2] if len(tensors) == 3 else None,
-            lengths=tensors[0],
-            stride=sum(stride_per_rank),
-        )  # eager also computes how many ids each feature has; here whoever asks does
-
-    return dist_init
+    if variable_stride_per_key or stride_per_rank is None:
+        return original(keys, tensors, variable_stride_per_key, num_workers, recat, stride_per_rank, stagger)
+    if recat is not None and (len(keys) > 1 or stagger > 1):  # one feature lies as it came, rank by rank
+        tensors = PERMUTE_BATCHES(tensors, recat, stride_per_rank, False)
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=tensors[1],
+        weights=tensors[2] if len(tensors) == 3 else None,
+        lengths=tensors[0],
+        stride=sum(stride_per_rank),
+    )  # eager also computes how many ids each feature has; here whoever asks does
 
 
-def _two_collectives(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _two_collectives(
+    original: Callable[..., Any], self: Any, local_embs: Tensor, sharding_ctx: Any = None
+) -> Any:
     """The original asks for ``len(set(batch_size_per_rank))``."""
-
-    def forward(self: Any, local_embs: Tensor, sharding_ctx: Any = None) -> Any:
-        if (
-            sharding_ctx is None
-            or sharding_ctx.variable_batch_per_feature
-            or not torch.compiler.is_dynamo_compiling()
-        ):
-            return original(self, local_embs, sharding_ctx)
-        num_local_ranks = self._intra_pg.size()
-        by_local_rank, sums = self._preprocess_batch_size_per_rank(
-            num_local_ranks, self._cross_pg.size(), sharding_ctx.batch_size_per_rank
-        )
-        reduced = self._intra_dist(local_embs, input_splits=sums).wait()
-        return self._cross_dist(reduced, batch_size_per_rank=by_local_rank[self._rank % num_local_ranks])
-
-    return forward
+    if sharding_ctx is None or sharding_ctx.variable_batch_per_feature:
+        return original(self, local_embs, sharding_ctx)
+    num_local_ranks = self._intra_pg.size()
+    by_local_rank, sums = self._preprocess_batch_size_per_rank(
+        num_local_ranks, self._cross_pg.size(), sharding_ctx.batch_size_per_rank
+    )
+    reduced = self._intra_dist(local_embs, input_splits=sums).wait()
+    return self._cross_dist(reduced, batch_size_per_rank=by_local_rank[self._rank % num_local_ranks])
 
 
-def _permute_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _permute_sequences(
+    original: Callable[..., Any],
+    self: Any,
+    local_embs: Tensor,
+    lengths: Tensor,
+    input_splits: list[int],
+    output_splits: list[int],
+    unbucketize_permute_tensor: Tensor | None = None,
+    batch_size_per_rank: list[int] | None = None,
+    sparse_features_recat: Tensor | None = None,
+) -> Any:
     """The original asks for ``len(set(batch_size_per_rank))``, and permutes with or without a derivative by it."""
-    from graphpasses.ops.permute_batches import permute_sequences
-
-    def forward(
-        self: Any,
-        local_embs: Tensor,
-        lengths: Tensor,
-        input_splits: list[int],
-        output_splits: list[int],
-        unbucketize_permute_tensor: Tensor | None = None,
-        batch_size_per_rank: list[int] | None = None,
-        sparse_features_recat: Tensor | None = None,
-    ) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            if sparse_features_recat is not None:
-                assert batch_size_per_rank is not None
-                local_embs = permute_sequences(
-                    local_embs, lengths.view(-1), sparse_features_recat, batch_size_per_rank
-                )
-            # Without lengths the original permutes nothing more.
-            lengths, batch_size_per_rank, sparse_features_recat = lengths.new_empty(0), None, None
-        return original(
-            self,
-            local_embs,
-            lengths,
-            input_splits,
-            output_splits,
-            unbucketize_permute_tensor,
-            batch_size_per_rank,
-            sparse_features_recat,
+    if sparse_features_recat is not None:
+        assert batch_size_per_rank is not None
+        local_embs = permute_sequences(
+            local_embs, lengths.view(-1), sparse_features_recat, batch_size_per_rank
         )
+    # Without lengths the original permutes nothing more.
+    no_lengths = lengths.new_empty(0)
+    return original(
+        self, local_embs, no_lengths, input_splits, output_splits, unbucketize_permute_tensor, None, None
+    )
 
-    return forward
 
-
-def _flatten_sequences(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _flatten_sequences(original: Callable[..., Any], pg: Any, a2ai: Any, embeddings: Tensor) -> Any:
     """The original flattens embeddings only where it permutes them; and see ``carry_codecs``."""
-    original = carry_codecs(original)
-
-    def all2all_sequence_sync(pg: Any, a2ai: Any, sharded_input_embeddings: Tensor) -> Tensor:
-        if torch.compiler.is_dynamo_compiling():
-            sharded_input_embeddings = sharded_input_embeddings.view(-1)
-        return original(pg, a2ai, sharded_input_embeddings)  # type: ignore[no-any-return]
-
-    return all2all_sequence_sync
+    return carried(original, pg, a2ai, embeddings.view(-1))
 
 
 # ---- order of columns ----------------------------------------------------------------------------------
@@ -277,17 +221,12 @@ def graphpasses_columns(self: Any) -> tuple[list[int], list[int]]:
     return self._offset_dim_list.diff().tolist(), self._permute.tolist()
 
 
-def _permute_columns(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _permute_columns(original: Callable[..., Any], self: Any, pooled_embs: Tensor) -> Tensor:
     """The original takes the order of columns from a tensor; as numbers, passes see it."""
-
-    def forward(self: Any, pooled_embs: Tensor) -> Tensor:
-        if not torch.compiler.is_dynamo_compiling():
-            return original(self, pooled_embs)  # type: ignore[no-any-return]
-        widths, order = self.graphpasses_columns()
-        parts = torch.split_with_sizes(pooled_embs, widths, 1)
-        return torch.cat([parts[index] for index in order], 1)
-
-    return forward
+    widths, order = self.graphpasses_columns()
+    parts = torch.split_with_sizes(pooled_embs, widths, 1)
+    return torch.cat([parts[index] for index in order], 1)
 
 
 # ---- order of features ---------------------------------------------------------------------------------

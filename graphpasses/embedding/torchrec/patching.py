@@ -46,6 +46,22 @@ def constant(method: Callable[..., Any]) -> Callable[[None], Callable[..., Any]]
     return wrap
 
 
+def traced(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wraps what runs in the place of an original where Dynamo traces; it is given the original first."""
+
+    @functools.wraps(function)
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling():
+                return function(original, *args, **kwargs)
+            return original(*args, **kwargs)
+
+        run.__name__ = original.__name__
+        return run
+
+    return wrap
+
+
 class PatchSet:
     """Patches that are in place while at least one thread is in the ``with`` block; blocks may be nested.
 
@@ -63,7 +79,11 @@ class PatchSet:
     def __enter__(self) -> None:
         with self._lock:
             if self._replacements is None:
-                self._replacements = self._resolve()
+                if self._check is not None:
+                    self._check()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # Imports warn of the imported package's own code.
+                    self._replacements = tuple(patch.resolve() for patch in self.patches)
             if self._depth == 0:
                 self._originals = [vars(owner).get(name, _MISSING) for owner, name, _ in self._replacements]
                 for owner, name, replacement in self._replacements:
@@ -81,10 +101,3 @@ class PatchSet:
                         delattr(owner, name)
                     else:
                         setattr(owner, name, original)
-
-    def _resolve(self) -> tuple[tuple[Any, str, Any], ...]:
-        if self._check is not None:
-            self._check()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Imports warn of the imported package's own code.
-            return tuple(patch.resolve() for patch in self.patches)

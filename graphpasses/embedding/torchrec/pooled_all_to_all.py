@@ -31,7 +31,7 @@ from graphpasses.graph.nodes import collective_group
 from graphpasses.graph.size_arithmetic import Size, size_expression
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten.reshape.default)
+VIEWS = (aten.view.default, aten.reshape.default)
 # By name: TorchRec defines them, if it is there.
 _SPLIT_1D_CAT_2D = "torchrec._split_1d_cat_2d.default"
 _SPLIT_1D_CAT_2D_BACKWARD = "torchrec._split_1d_cat_2d_backward_impl.default"
@@ -55,7 +55,6 @@ class PooledAllToAll:
 
     @property
     def num_dims(self) -> int:
-        """Dims of this rank's tables."""
         return self.dims_by_rank[named_group(str(collective_group(self.launch))).rank()]
 
     @property
@@ -101,9 +100,6 @@ def _divide(size: Any, num_dims: int) -> Any:
     return size // num_dims if isinstance(size, int) else sympy.expand(size / num_dims)
 
 
-# ---- the four patterns ----------------------------------------------------------------------------------
-
-
 def read_pooled_all_to_all(launch: fx.Node) -> PooledAllToAll | None:
     """Returns what an all-to-all carries, if it is pooled embeddings or their gradients; its wait alone reads it."""
     return _read_embeddings(launch) or _read_sums(launch) or _read_gradients(launch)
@@ -111,7 +107,7 @@ def read_pooled_all_to_all(launch: fx.Node) -> PooledAllToAll | None:
 
 def _read_embeddings(launch: fx.Node) -> PooledAllToAll | None:
     rows, flat = _only_user(_only_user(launch)), argument(launch)
-    if rows is None or str(rows.target) != _SPLIT_1D_CAT_2D or flat.target not in _VIEWS:
+    if rows is None or str(rows.target) != _SPLIT_1D_CAT_2D or flat.target not in VIEWS:
         return None
     arguments: Any = rows.args
     _, num_rows, dims = arguments
@@ -140,7 +136,7 @@ def _read_gradients(launch: fx.Node) -> PooledAllToAll | None:
     if flat.target == aten.cat.default and flat.args[1:] in ((), (0,)):
         return _parts(launch, True, tuple(flat.args[0]), received, scale=scale)  # type: ignore[arg-type]
     tables = _only_user(received)
-    if str(flat.target) != _SPLIT_1D_CAT_2D_BACKWARD or tables is None or tables.target not in _VIEWS:
+    if str(flat.target) != _SPLIT_1D_CAT_2D_BACKWARD or tables is None or tables.target not in VIEWS:
         return None
     dims: Any = flat.args[1]
     return _checked(PooledAllToAll(launch, True, (argument(flat),), tuple(dims), tables, scale=scale))

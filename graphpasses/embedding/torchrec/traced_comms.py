@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphpasses.embedding.torchrec.patching import traced
 from graphpasses.errors import UnsupportedError
 from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS, exchange_embeddings
 from graphpasses.ops.reduce_scatter_v import REDUCE_SCATTER_V, gather_parts
@@ -68,16 +69,14 @@ class _CarryingCodecs:  # which Dynamo traces; it knows no SimpleNamespace
         self.forward = _CarryingCodec(codecs)
 
 
-def carry_codecs(original: Callable[..., Any]) -> Callable[..., Any]:
+def carried(original: Callable[..., Any], pg: Any, info: Any, tensor: Tensor) -> Any:
     """The original encodes before its all-to-all and decodes after it; traced, the all-to-all does both."""
+    if info.codecs is not None:
+        info.codecs = _CarryingCodecs(info.codecs)
+    return original(pg, info, tensor)
 
-    def sync(pg: Any, info: Any, tensor: Tensor) -> Tensor:
-        if info.codecs is not None and torch.compiler.is_dynamo_compiling():
-            info.codecs = _CarryingCodecs(info.codecs)
-        return original(pg, info, tensor)  # type: ignore[no-any-return]
 
-    sync.__name__ = original.__name__
-    return sync
+carry_codecs = traced(carried)
 
 
 def all_to_all_single(original: Any) -> Any:
@@ -130,20 +129,18 @@ class _ReduceScatter(torch.autograd.Function):
         return gradient, None, None, None, None, None, None
 
 
-def reduce_as_eager(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def reduce_as_eager(original: Callable[..., Any], pg: Any, rsi: Any, input: Tensor) -> Any:
     """The original, traced, adds what an all-to-all brought, in another order than eager's reduce-scatter.
 
     Two numbers have only one sum: between two ranks the all-to-all, which passes merge, stays if nothing is encoded.
     """
     from torchrec.distributed.comm_ops import get_gradient_division, pg_name
 
-    def reduce_scatter_v_sync(pg: Any, rsi: Any, input: Tensor) -> Tensor:
-        if not torch.compiler.is_dynamo_compiling() or (pg.size() <= 2 and rsi.codecs is None):
-            return original(pg, rsi, input)  # type: ignore[no-any-return]
-        arguments = rsi.input_splits, pg.rank(), pg_name(pg), pg.size() if get_gradient_division() else 1
-        if rsi.codecs is None:
-            return REDUCE_SCATTER_V(input, *arguments)  # type: ignore[no-any-return]
-        codecs = rsi.codecs.forward, rsi.codecs.backward
-        return _ReduceScatter.apply(input, *arguments, *codecs)  # type: ignore[no-any-return, no-untyped-call]
-
-    return reduce_scatter_v_sync
+    if pg.size() <= 2 and rsi.codecs is None:
+        return original(pg, rsi, input)
+    arguments = rsi.input_splits, pg.rank(), pg_name(pg), pg.size() if get_gradient_division() else 1
+    if rsi.codecs is None:
+        return REDUCE_SCATTER_V(input, *arguments)
+    codecs = rsi.codecs.forward, rsi.codecs.backward
+    return _ReduceScatter.apply(input, *arguments, *codecs)  # type: ignore[no-untyped-call]

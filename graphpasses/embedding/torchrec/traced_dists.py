@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphpasses._torch.dynamo import read_size
-from graphpasses.embedding.torchrec.patching import Patch
-from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS
+from graphpasses.embedding.torchrec.patching import Patch, traced
+from graphpasses.ops.exchange_embeddings import EXCHANGE_EMBEDDINGS, send_and_wait
 from graphpasses.ops.size_tensor import SIZE_TENSOR
 
 
@@ -43,7 +44,7 @@ def _exchange(original: Callable[..., Any]) -> Callable[..., Any]:
                 ids = [self._ids[rank]] * (2 if is_weighted else 1)
                 sent += [self._rows[rank], *ids, stride]
             splits = [self._width] * group.size()
-            self._received = _send(
+            self._received = send_and_wait(
                 SIZE_TENSOR(sent, torch.int64, features.device()), splits, splits, pg_name(group)
             )
 
@@ -84,7 +85,7 @@ def _exchange(original: Callable[..., Any]) -> Callable[..., Any]:
             }
             name = pg_name(group)
             self._tensors = [
-                _send(tensor, self._output_splits[label], self._input_splits[label], name)
+                send_and_wait(tensor, self._output_splits[label], self._input_splits[label], name)
                 for label, tensor in zip(labels, tensors, strict=True)
             ]
 
@@ -115,113 +116,83 @@ def _exchange(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _send(tensor: Tensor, output_splits: list[int], input_splits: list[int], group: str) -> Tensor:
-    received = torch.ops._c10d_functional.all_to_all_single(tensor, output_splits, input_splits, group)
-    waited: Tensor = torch.ops._c10d_functional.wait_tensor(received)
-    return waited
-
-
-def _split(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _split(original: Callable[..., Any], self: Any, segments: list[int]) -> Any:
     """The original reads how many ids each feature has, also where all features stay together."""
-
-    def split(self: Any, segments: list[int]) -> list[Any]:
-        if torch.compiler.is_dynamo_compiling() and len(segments) == 1 and segments[0] == len(self.keys()):
-            return [self]
-        return original(self, segments)  # type: ignore[no-any-return]
-
-    return split
+    is_whole = len(segments) == 1 and segments[0] == len(self.keys())
+    return [self] if is_whole else original(self, segments)
 
 
-def _permute(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _permute(
+    original: Callable[..., Any], self: Any, indices: list[int], indices_tensor: Tensor | None = None
+) -> Any:
     """The original, traced, calls an operator that refuses a batch without samples, and reads more than is needed."""
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-    def permute(self: Any, indices: list[int], indices_tensor: Tensor | None = None) -> Any:
-        if (
-            not torch.compiler.is_dynamo_compiling()
-            or self.variable_stride_per_key()
-            or indices_tensor is None
-            or not indices
-        ):
-            return original(self, indices, indices_tensor)
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # Dynamo calls no class that is in a cell
-
-        names = self.keys()
-        keys = [names[index] for index in indices]
-        if statically_known_true(self.lengths().numel() == 0):  # the stride itself never is a constant
-            return KeyedJaggedTensor(
-                keys=keys,
-                values=self.values(),
-                weights=self.weights_or_none(),
-                lengths=self.lengths(),
-                stride=0,
-                length_per_key=[0] * len(indices),
-            )
-        known = self.length_per_key()
-        length_per_key = [known[index] for index in indices]
-        lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data_input1D(
-            indices_tensor,
-            self.lengths(),
-            self.values(),
-            self.stride(),
-            self.weights_or_none(),
-            sum(length_per_key),
-        )
+    if self.variable_stride_per_key() or indices_tensor is None or not indices:
+        return original(self, indices, indices_tensor)
+    names = self.keys()
+    keys = [names[index] for index in indices]
+    if statically_known_true(self.lengths().numel() == 0):  # the stride itself never is a constant
         return KeyedJaggedTensor(
             keys=keys,
-            values=values,
-            weights=weights,
-            lengths=lengths,
-            stride=self._stride,
-            length_per_key=length_per_key,
+            values=self.values(),
+            weights=self.weights_or_none(),
+            lengths=self.lengths(),
+            stride=0,
+            length_per_key=[0] * len(indices),
         )
+    known = self.length_per_key()
+    length_per_key = [known[index] for index in indices]
+    lengths, values, weights = torch.ops.fbgemm.permute_2D_sparse_data_input1D(
+        indices_tensor,
+        self.lengths(),
+        self.values(),
+        self.stride(),
+        self.weights_or_none(),
+        sum(length_per_key),
+    )
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=values,
+        weights=weights,
+        lengths=lengths,
+        stride=self._stride,
+        length_per_key=length_per_key,
+    )
 
-    return permute
 
-
-def _look_up(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _look_up(original: Callable[..., Any], self: Any, sparse_features: Any) -> Any:
     """The original also makes what it returns where it has no tables."""
-
-    def forward(self: Any, sparse_features: Any) -> Tensor:
-        if (
-            not torch.compiler.is_dynamo_compiling()
-            or sparse_features.variable_stride_per_key()
-            or not len(self._emb_modules)
-        ):
-            return original(self, sparse_features)  # type: ignore[no-any-return]
-        embeddings = self._forward(sparse_features.split(self._feature_splits))
-        return embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings, dim=1)
-
-    return forward
+    if sparse_features.variable_stride_per_key() or not len(self._emb_modules):
+        return original(self, sparse_features)
+    embeddings = self._forward(sparse_features.split(self._feature_splits))
+    return embeddings[0] if len(embeddings) == 1 else torch.cat(embeddings, dim=1)
 
 
-def _send_pooled(original: Callable[..., Any]) -> Callable[..., Any]:
+@traced
+def _send_pooled(
+    original: Callable[..., Any], self: Any, local_embs: Tensor, batch_size_per_rank: list[int] | None = None
+) -> Any:
     """The original passes its arguments through four functions and an object of its own."""
     from torchrec.distributed.comm_ops import get_gradient_division, pg_name
     from torchrec.distributed.types import NoWait
 
-    def forward(self: Any, local_embs: Tensor, batch_size_per_rank: list[int] | None = None) -> Any:
-        group, dims = self._pg, self._dim_sum_per_rank
-        if (
-            not torch.compiler.is_dynamo_compiling()
-            or not batch_size_per_rank
-            or group.size() == 1
-            or self._codecs is not None
-            or self._callbacks
-        ):
-            return original(self, local_embs, batch_size_per_rank)
-        own = group.rank()
-        num_rows = batch_size_per_rank[own]
-        received = EXCHANGE_EMBEDDINGS(
-            local_embs.view(-1),
-            [num_rows * dim if dim else 0 for dim in dims],
-            [size * dims[own] if dims[own] else 0 for size in batch_size_per_rank],
-            pg_name(group),
-            group.size() if get_gradient_division() else 1,
-        )
-        return NoWait(torch.ops.torchrec._split_1d_cat_2d(received, num_rows, dims))
-
-    return forward
+    group, dims = self._pg, self._dim_sum_per_rank
+    if not batch_size_per_rank or group.size() == 1 or self._codecs is not None or self._callbacks:
+        return original(self, local_embs, batch_size_per_rank)
+    own = group.rank()
+    num_rows = batch_size_per_rank[own]
+    received = EXCHANGE_EMBEDDINGS(
+        local_embs.view(-1),
+        [num_rows * dim if dim else 0 for dim in dims],
+        [size * dims[own] if dims[own] else 0 for size in batch_size_per_rank],
+        pg_name(group),
+        group.size() if get_gradient_division() else 1,
+    )
+    return NoWait(torch.ops.torchrec._split_1d_cat_2d(received, num_rows, dims))
 
 
 _DIST = "torchrec.distributed"

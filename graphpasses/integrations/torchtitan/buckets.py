@@ -20,14 +20,7 @@ ON_REWRITTEN = "graphpasses_on_rewritten"
 
 
 def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
-    """Returns the buckets of a model that torchtitan's eager trainer has sharded, and the layout of its reductions.
-
-    The trainer's loss may run the head in chunks.
-
-    Example, with a trainer of torchtitan's::
-
-        plan, layout = buckets_of(trainer.model_parts[0], trainer.config)
-    """
+    """Returns the buckets of a model that torchtitan's eager trainer has sharded, and its reductions' layout."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     plan, layout = BucketPlan.from_fully_shard(model), eager_layout(model)
@@ -46,10 +39,8 @@ class Canonical:
 def default_buckets(fqns: Iterable[str]) -> tuple[tuple[str, ...], ...]:
     """Returns the buckets of torchtitan's ``get_default_transformer_block_buckets``, which its pipeline makes.
 
-    They are the embedding, each layer, and the norm with the head; those without parameters are left out.
-
-    Raises:
-        UnsupportedError: torchtitan is not installed, or these are not the parameters of one of its decoders.
+    They are the embedding, each layer, and the norm with the head; those without parameters are left out. Raises
+    UnsupportedError without torchtitan, and of other parameters than those of one of its decoders.
 
     Example:
         >>> default_buckets(["tok_embeddings.weight", "layers.0.up.weight", "norm.weight", "lm_head.weight"])

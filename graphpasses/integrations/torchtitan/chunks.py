@@ -19,9 +19,8 @@ from graphpasses.graph import argument, fake_value
 
 aten = torch.ops.aten
 
-_ROLE = (
-    "chunked_region_role"  # "body" is what torchtitan's scheduler moves, "materialization" what joins chunks
-)
+# Its "body" is what torchtitan's scheduler moves, its "materialization" what joins chunks.
+_ROLE = "chunked_region_role"
 
 
 def chunked_trainer(config: Any, module_fqn: str = "layers.*", chunk_dim: EpOverlapChunkDim = "batch") -> Any:
@@ -29,20 +28,9 @@ def chunked_trainer(config: Any, module_fqn: str = "layers.*", chunk_dim: EpOver
 
     Its bits are those of ``--compile.ep_overlap.enabled --compile.pass_pipeline graphpasses``, with either strategy:
     both chunks' gradients of a parameter are added as they are computed, and reduced once. Activation checkpoints,
-    which change no bits, are off: they would change the modules' FQNs.
-
-    Args:
-        config: of torchtitan's ``Trainer``.
-        module_fqn: ``"layers.*"`` for the transformer's blocks that have experts, ``"layers.*.moe"`` for these alone.
-        chunk_dim: ``"batch"``, or with ``"layers.*.moe"`` also ``"seq"``; its size must be even.
-
-    Returns:
-        The trainer: call ``train()``.
-
-    Raises:
-        ValueError: the model has no such modules.
-
-    Example, on the command line::
+    which change no bits, are off: they would change the modules' FQNs. ``module_fqn`` is ``"layers.*"`` for the
+    transformer's blocks that have experts, or ``"layers.*.moe"`` for these alone; ``chunk_dim`` is ``"batch"``, or
+    with the latter also ``"seq"``; its size must be even. On the command line::
 
         torchrun … -m graphpasses.commands.train_torchtitan --chunks layers.*.moe seq --module deepseek_v3 --config …
     """
@@ -54,32 +42,27 @@ def chunked_trainer(config: Any, module_fqn: str = "layers.*", chunk_dim: EpOver
     return trainer
 
 
-def add_chunks_before_casts(module: fx.GraphModule) -> None:
+def add_chunks_before_casts_pass(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
     """Adds both chunks' gradients of a parameter in the dtype in which they are computed, and casts the sum.
 
-    So autograd does for FSDP2. torchtitan's graph chunking keeps the order of a chunked SimpleFSDP, which casts each
-    chunk's gradient for its reduction.
-
-    Args:
-        module: the graph right after torchtitan's ``ep_overlap_chunk_pass``.
+    So autograd does for FSDP2. torchtitan's graph chunking, its ``ep_overlap_chunk_pass``, keeps the order of a
+    chunked SimpleFSDP, which casts each chunk's gradient for its reduction.
     """
-    for node in module.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+    for node in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
         casts = node.args
-        if (
-            node.meta.get(_ROLE) != "materialization"
-            or node.kwargs
-            or len({*map(_cast_of, casts)} - {None}) != 1
-        ):
+        is_joint = node.meta.get(_ROLE) == "materialization" and not node.kwargs
+        if not is_joint or len({*map(_cast_of, casts)} - {None}) != 1:
             continue
-        with module.graph.inserting_before(node):
-            total = module.graph.call_function(aten.add.Tensor, tuple(map(argument, casts)))
+        with gm.graph.inserting_before(node):
+            total = gm.graph.call_function(aten.add.Tensor, tuple(map(argument, casts)))
             total.meta = {**node.meta, "val": fake_value(total)}
-            cast = module.graph.call_function(casts[0].target, (total,), casts[0].kwargs)
+            cast = gm.graph.call_function(casts[0].target, (total,), casts[0].kwargs)
             cast.meta = dict(node.meta)
         node.replace_all_uses_with(cast)
-        module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
-    module.recompile()
+        gm.graph.erase_node(node)
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+    return gm
 
 
 def _cast_of(node: object) -> tuple[object, ...] | None:
@@ -92,13 +75,9 @@ def _cast_of(node: object) -> tuple[object, ...] | None:
 def release_shared_nodes(module: fx.GraphModule, parameters: Collection[fx.Node]) -> None:
     """Takes chunks' marks from nodes that belong to both chunks of a region.
 
-    These are what is made of parameters alone, which one chunk's forward gathers for both, and what follows from both
-    chunks, as the sum of their gradients. The scheduler would put either into one chunk's phases, where the other's
-    may come first.
-
-    Args:
-        module: the graph after the last pass that joins nodes of chunks.
-        parameters: the placeholders of the module's parameters and buffers.
+    These are what is made of ``parameters`` (and buffers) alone, which one chunk's forward gathers for both, and what
+    follows from both chunks, as the sum of their gradients. The scheduler would put either into one chunk's phases,
+    where the other's may come first. It runs after the last pass that joins nodes of chunks.
     """
     regions = [each.bodies_by_chunk for each in collect_chunked_regions(module, module_pattern="*")]
     owners: dict[fx.Node, tuple[int, int]] = {}  # the bit of a node's chunk, and those of its region

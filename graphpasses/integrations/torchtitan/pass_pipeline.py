@@ -26,7 +26,7 @@ from graphpasses.graph import CapturedStep, TrainGraph
 from graphpasses.graph.certificate import Certificate, joined
 from graphpasses.graph.pass_report import PassReport, PipelineReport
 from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN
-from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts, release_shared_nodes
+from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts_pass, release_shared_nodes
 from graphpasses.integrations.torchtitan.eager_model import eager_buckets
 from graphpasses.integrations.torchtitan.guards import TraceWatch, step_check
 from graphpasses.integrations.torchtitan.refusals import (
@@ -81,12 +81,7 @@ def graph_passes(
 
     These are torchtitan's own, with ours, of the buckets and the layout of the eager model, in the places of its
     deduplication of unshards and of its bucketing; each call of the graph checks what it has built in.
-
-    Raises:
-        UnsupportedError: see ``eager_buckets`` in ``eager_model.py``, and ``refusals.py``.
-        LayoutError: (from a pass) the graph's buckets are not eager's.
-        ProofError: (from a pass) the rewritten step has other bits; ``--compile.disable_passes prove_pass`` proves
-            nothing.
+    ``--compile.disable_passes prove_pass`` proves nothing.
     """
     refuse_options(config)
     trainer = _trainer_of(config)
@@ -129,9 +124,7 @@ def graph_passes(
 def _with_ours(theirs: Sequence[_Pass], ours: Mapping[str, _Pass], own: _OwnPasses) -> Iterator[_Pass]:
     """Yields torchtitan's passes, with ours for some, and marks where the proof's parts end and begin."""
     names = [*map(_name_of, theirs)]
-    if (
-        _CONCRETE in names
-    ):  # the scheduler asks for no sizes, and ours are of those that the step is called with
+    if _CONCRETE in names:  # the scheduler asks for no sizes; ours are of those that the step is called with
         theirs = [*theirs]
         first = names.index(_BUCKETING)
         theirs.insert(first, theirs.pop(names.index(_CONCRETE)))
@@ -147,12 +140,6 @@ def _with_ours(theirs: Sequence[_Pass], ours: Mapping[str, _Pass], own: _OwnPass
         yield from (ours[its] for its in _OURS_FOR[name]) if name in _OURS_FOR else (each,)
         if name == "ep_overlap_chunk_pass":
             yield add_chunks_before_casts_pass
-
-
-def add_chunks_before_casts_pass(gm: fx.GraphModule, example_inputs: object = None) -> fx.GraphModule:
-    """Adds chunks' gradients as autograd does for FSDP2."""
-    add_chunks_before_casts(gm)
-    return gm
 
 
 def _name_of(each: Any) -> str:

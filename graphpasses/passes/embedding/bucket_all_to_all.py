@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import fx
 
@@ -98,12 +98,10 @@ class BucketAllToAll(GraphPass):
         {'all_to_all_single': 2} {'all_to_all_single': 1}
     """
 
-    name: ClassVar[str] = "bucket-all-to-all"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset(
-        {"deduplicate-lookups", "deduplicate-sizes", "bucket-pooled-all-to-all"}
-    )
+    name = "bucket-all-to-all"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"deduplicate-lookups", "deduplicate-sizes", "bucket-pooled-all-to-all"})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of buckets made."""

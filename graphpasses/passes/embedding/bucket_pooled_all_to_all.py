@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -23,9 +22,6 @@ from graphpasses.passes.runner import GraphPass, Numerics
 
 # Those of one key have the same batch on every rank.
 Classes = Mapping[fx.Node, tuple[PooledAllToAll, Hashable]]
-
-
-# ---- plan ------------------------------------------------------------------------------------------------
 
 
 def _agree_on_batches(sequence: CollectiveSequence) -> Classes:
@@ -68,9 +64,6 @@ def _group(
         if found:
             groups[bucket] = [[classes[launch][0] for launch in launches] for launches in found]
     return groups
-
-
-# ---- rewrite ---------------------------------------------------------------------------------------------
 
 
 def _apply(graph: TrainGraph, bucket: Sequence[fx.Node], groups: Sequence[Sequence[PooledAllToAll]]) -> None:
@@ -143,10 +136,10 @@ class BucketPooledAllToAll(GraphPass):
         True
     """
 
-    name: ClassVar[str] = "bucket-pooled-all-to-all"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-lookups", "deduplicate-sizes"})
+    name = "bucket-pooled-all-to-all"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"deduplicate-lookups", "deduplicate-sizes"})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of all-to-alls made."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -32,9 +32,6 @@ _UNINITIALIZED = frozenset(
         aten.new_empty_strided.default,
     }
 )
-
-
-# ---- which nodes have a value that another node may have ------------------------------------------------
 
 
 def _called(node: fx.Node) -> str:
@@ -98,9 +95,6 @@ def _key(node: fx.Node, repeated: Mapping[fx.Node, fx.Node]) -> object:
         ]
         kwargs = {**kwargs, "_all_bases": bases}
     return node.target, freeze(args), freeze(kwargs)
-
-
-# ---- which nodes repeat another -------------------------------------------------------------------------
 
 
 def _local_repeats(graph: TrainGraph, classes: Mapping[fx.Node, int]) -> dict[fx.Node, fx.Node]:
@@ -187,10 +181,10 @@ class DeduplicateLookups(GraphPass):
         0
     """
 
-    name: ClassVar[str] = "deduplicate-lookups"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared"})
+    name = "deduplicate-lookups"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.JOINT})
+    runs_after = frozenset({"deduplicate-shared"})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of nodes removed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -108,10 +108,10 @@ class DeduplicateSizes(GraphPass):
         ['deduplicate-sizes']
     """
 
-    name: ClassVar[str] = "deduplicate-sizes"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-lookups"})
+    name = "deduplicate-sizes"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"deduplicate-lookups"})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of reads replaced."""

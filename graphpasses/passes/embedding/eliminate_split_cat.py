@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from graphpasses.analysis.column_sources import ColumnSources, is_column_cat
 from graphpasses.graph import Stage, TrainGraph
-from graphpasses.ops.pack_pooled_embeddings import PACK_POOLED_EMBEDDINGS
+from graphpasses.ops.pack_all_to_all import PACK_POOLED_EMBEDDINGS
 from graphpasses.passes.runner import GraphPass, Numerics
 
 
@@ -67,10 +67,10 @@ class EliminateSplitCat(GraphPass):
         [2, 1]
     """
 
-    name: ClassVar[str] = "eliminate-split-cat"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-pooled-all-to-all", "bucket-all-to-all"})
+    name = "eliminate-split-cat"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"bucket-pooled-all-to-all", "bucket-all-to-all"})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of copies that start from other tensors than before."""

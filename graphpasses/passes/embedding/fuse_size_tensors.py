@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from graphpasses.analysis.value_numbering import Received, SizeNumbering
 from graphpasses.graph import ALL_TO_ALL, Stage, TrainGraph, argument
@@ -49,10 +48,10 @@ class FuseSizeTensors(GraphPass):
         [[3, 2]]
     """
 
-    name: ClassVar[str] = "fuse-size-tensors"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-all-to-all"})
+    name = "fuse-size-tensors"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"bucket-all-to-all"})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of tensors replaced."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -247,9 +247,9 @@ class FuseTableUpdates(GraphPass):
         1
     """
 
-    name: ClassVar[str] = "fuse-table-updates"
-    numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
+    name = "fuse-table-updates"
+    numerics = Numerics.ROUNDING
+    stages = frozenset({Stage.STEP})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of tables whose updates were fused."""

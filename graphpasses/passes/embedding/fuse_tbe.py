@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar
 from weakref import ref
 
 import torch
@@ -303,10 +302,10 @@ class FuseTBE(GraphPass):
         >>> torch.compiler.reset()
     """
 
-    name: ClassVar[str] = "fuse-tbe"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.DYNAMO})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"hoist-input-dists"})
+    name = "fuse-tbe"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.DYNAMO})
+    runs_after = frozenset({"hoist-input-dists"})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of lookups that became part of another.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -66,9 +65,9 @@ class HoistInputDists(GraphPass):
         >>> torch.compiler.reset()
     """
 
-    name: ClassVar[str] = "hoist-input-dists"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.DYNAMO})
+    name = "hoist-input-dists"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.DYNAMO})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of collectives that changed their place among others."""

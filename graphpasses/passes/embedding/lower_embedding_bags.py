@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 
 from graphpasses._torch.dynamo import guard_condition, guard_identity
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
-from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
+from graphpasses.analysis.levels import call_levels, grouped, independent_groups, sort_by_level
 from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.backward_checks import check_gradient_arrives, one_backward_per_forward
@@ -53,12 +53,10 @@ def _plan(graph: DynamoGraph) -> tuple[list[tuple[BagCall, ...]], tuple[fx.Node,
     scattered = {fqn for fqn, number in num_groups.items() if number > 1}
     lookups = []
     for group in groups:
-        by_table: dict[str, list[BagCall]] = defaultdict(list)
-        for call in map(calls.__getitem__, group):
-            if call.fqn not in scattered:
-                by_table[call.fqn].append(call)
+        whole = (calls[node] for node in group if calls[node].fqn not in scattered)
+        by_table = grouped(whole, key=lambda call: call.fqn)
         if by_table:
-            lookups.append(tuple(call for table in by_table.values() for call in table))
+            lookups.append(tuple(call for table in by_table for call in table))
     reason = "its calls differ, or one needs what the other looks up: they cannot be one update"
     for table, why in (left_alone | dict.fromkeys(scattered, reason)).items():
         graph.note(f"{table} is looked up as before: {why}")
@@ -249,9 +247,9 @@ class LowerEmbeddingBags(GraphPass):
         1
     """
 
-    name: ClassVar[str] = "lower-embedding-bags"
-    numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.DYNAMO})
+    name = "lower-embedding-bags"
+    numerics = Numerics.ROUNDING
+    stages = frozenset({Stage.DYNAMO})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of calls that were replaced."""

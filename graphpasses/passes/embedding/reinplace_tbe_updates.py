@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import fx
@@ -186,10 +186,10 @@ class ReinplaceTBEUpdates(GraphPass):
         1
     """
 
-    name: ClassVar[str] = "reinplace-tbe-updates"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
+    name = "reinplace-tbe-updates"
+    numerics = Numerics.BITWISE
     # Not joint graphs: their partitioner may run a node in both halves.
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.FORWARD, Stage.BACKWARD})
+    stages = frozenset({Stage.FORWARD, Stage.BACKWARD})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of calls that are direct now."""

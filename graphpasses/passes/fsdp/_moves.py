@@ -68,8 +68,7 @@ class Moves:
     def __init__(self, graph: TrainGraph, costs: Costs, splits: Iterable[Split] = ()) -> None:
         self.nodes = [node for node in graph.graph.nodes if node.op != "output"]
         self.costs = costs
-        self.order = {node: index for index, node in enumerate(self.nodes)}
-        found = {each.launch[-1]: each for each in _find_gathers(graph, costs, self.order)}
+        found = {each.launch[-1]: each for each in _find_gathers(graph, costs)}
         self.parts: dict[Split, list[MovableGather]] = {}
         for split in splits:
             parts = [found.pop(launch) for launch in split.parts]
@@ -78,29 +77,27 @@ class Moves:
                 [self._part(each, split, found[split.whole]) for each in parts] if is_usable else []
             )
         self.gathers = [*found.values()]
-        self.reductions = [*_find_reductions(self.nodes, self.order, costs)]
+        self.reductions = [*_find_reductions(self.nodes, costs)]
 
-    def _part(self, part: MovableGather, split: Split, whole: MovableGather) -> MovableGather:
+    @staticmethod
+    def _part(part: MovableGather, split: Split, whole: MovableGather) -> MovableGather:
         """Returns a part with what names the parameters that it brings."""
         mine = [old for old, new in split.equal.items() if new in part.arrive]
         arrive = {*whole.arrive}
         names = reach(mine, lambda node: arrive.intersection(node.users)) - {*mine}
-        return replace(part, arrive=(*part.arrive, *sorted(names, key=self.order.__getitem__)))
+        return replace(part, arrive=(*part.arrive, *sorted(names)))
 
     def repeated(self) -> list[MovableGather]:
         """Returns the gathers that bring what an earlier one brought, those first that need it kept shortest."""
-        found = [each for each in self.gathers if each.again]
-        first = {each: self.order[next(iter(each.again))] for each in found}
-        return sorted(found, key=lambda each: -first[each])
+        found = (each for each in self.gathers if each.again)
+        return sorted(found, key=lambda each: next(iter(each.again)), reverse=True)
 
 
 class Program:
     """A graph, taken apart: collectives that may move, and all other nodes, which keep their order.
 
-    Args:
-        moves: what may move.
-        kept: gathers that are not done again: the parameters that an earlier one brought are kept for them.
-        is_split: whether parts of gathers take the place of the whole, where there are any.
+    Gathers that are ``kept`` are not done again: the parameters that an earlier one brought are kept for them. Where
+    it ``is_split``, parts of gathers take the place of the whole, where there are any.
     """
 
     def __init__(self, moves: Moves, kept: Sequence[MovableGather] = (), *, is_split: bool = False) -> None:
@@ -118,7 +115,7 @@ class Program:
             if takes_place:
                 self.replaced |= split.equal
                 self.gathers = [each for each in self.gathers if each.launch[-1] is not split.whole] + parts
-        self.gone = sorted(gone, key=moves.order.__getitem__)
+        self.gone = sorted(gone)
         self._gone = gone
         self._equal: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node, other in self.replaced.items():
@@ -197,7 +194,7 @@ def _done(node: fx.Node) -> fx.Node:
     return wait_of(node) if is_collective(node) else node
 
 
-def _find_gathers(graph: TrainGraph, costs: Costs, order: Mapping[fx.Node, int]) -> list[MovableGather]:
+def _find_gathers(graph: TrainGraph, costs: Costs) -> list[MovableGather]:
     """Returns the all-gathers of parameters that no operator of the graph writes, in the order of the graph."""
     written = {
         value
@@ -207,21 +204,15 @@ def _find_gathers(graph: TrainGraph, costs: Costs, order: Mapping[fx.Node, int])
     }
     known: dict[object, fx.Node] = {}
     return [
-        _gather(each, order, costs, known)
+        _gather(each, costs, known)
         for each in find_gathers(graph)
         if written.isdisjoint(read for node in each.chain for read in node.all_input_nodes)
     ]
 
 
-def _gather(
-    gather: Gather, order: Mapping[fx.Node, int], costs: Costs, known: dict[object, fx.Node]
-) -> MovableGather:
+def _gather(gather: Gather, costs: Costs, known: dict[object, fx.Node]) -> MovableGather:
     launch = gather.all_gather
-
-    def unpacked(node: fx.Node) -> list[fx.Node]:
-        return [user for user in node.users if _is_unpacking(user)]
-
-    arrive = sorted(reach([gather.wait], unpacked), key=order.__getitem__)
+    arrive = sorted(reach([gather.wait], lambda node: filter(_is_unpacking, node.users)))
     copies = [each for node in arrive if node.target == _COPY for each in node.users]
     again = _equals((*gather.chain, *arrive), known)
     return MovableGather(
@@ -255,25 +246,23 @@ def _is_unpacking(node: fx.Node) -> bool:
     return (is_name(node) or node.target == _COPY) and len(node.all_input_nodes) == 1
 
 
-def _find_reductions(
-    nodes: Iterable[fx.Node], order: dict[fx.Node, int], costs: Costs
-) -> Iterator[MovableReduction]:
+def _find_reductions(nodes: Iterable[fx.Node], costs: Costs) -> Iterator[MovableReduction]:
     """Yields the reductions whose results the step does not compute with."""
     seen: set[fx.Node] = set()
     for node in nodes:
         if node.target in REDUCE_SCATTERS | ALL_REDUCES and node not in seen:
-            found = _reduction(node, order, costs)
+            found = _reduction(node, costs)
             if found is not None:
                 seen.update(each.launch[-1] for each in found.then)
                 yield found
 
 
-def _reduction(launch: fx.Node, order: dict[fx.Node, int], costs: Costs) -> MovableReduction | None:
-    chain = unpack_chain(wait_of(launch), order)
+def _reduction(launch: fx.Node, costs: Costs) -> MovableReduction | None:
+    chain = unpack_chain(wait_of(launch))
     if chain is None:
         return None
     following = [node for node in chain if node.target in ALL_REDUCES]
-    then = [each for node in following if (each := _reduction(node, order, costs)) is not None]
+    then = [each for node in following if (each := _reduction(node, costs)) is not None]
     if len(then) < len(following):
         return None
     return MovableReduction(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -24,18 +24,18 @@ from graphpasses.graph import WAIT, TrainGraph, argument
 aten = torch.ops.aten
 
 
-def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Gather], order: Mapping[fx.Node, int]) -> None:
-    """Launches one all-gather where the first of several, in byte order, was; ``order`` is that of the nodes before.
+def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Gather]) -> None:
+    """Launches one all-gather where the first of several, in byte order, was.
 
     Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_all_gather``.
     """
-    first = min((unshard.all_gather for unshard in unshards), key=order.__getitem__)
+    first = min(unshard.all_gather for unshard in unshards)
     shards = [argument(unshard.all_gather) for unshard in unshards]
     _, num_shards, group = first.args
     dtypes = {shard.meta["val"].dtype for shard in shards}
     with graph.graph.inserting_before(first):
         for shard in shards:
-            _move_before(first, shard, order)
+            _move_before(first, shard)
         flat = [graph.emit(aten.reshape.default, (shard, [-1]), like=first) for shard in shards]
         if len(dtypes) > 1:  # as FSDP2: mixed dtypes travel as bytes
             flat = [graph.emit(aten.view.dtype, (node, torch.uint8), like=first) for node in flat]
@@ -54,10 +54,10 @@ def pack_all_gathers(graph: TrainGraph, unshards: Sequence[Gather], order: Mappi
             unshard.wait.replace_all_uses_with(whole)
 
 
-def _move_before(point: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) -> None:
+def _move_before(point: fx.Node, node: fx.Node) -> None:
     """Moves the chain from a placeholder to ``node`` before ``point``, unless it is there."""
     chain = []
-    while node.op != "placeholder" and order[node] > order[point]:
+    while node.op != "placeholder" and node > point:
         chain.append(node)
         node = argument(node)
     for link in reversed(chain):
@@ -65,22 +65,21 @@ def _move_before(point: fx.Node, node: fx.Node, order: Mapping[fx.Node, int]) ->
 
 
 def pack_reductions(
-    graph: TrainGraph, reductions: Sequence[GradReduction], how: Reduction, order: Mapping[fx.Node, int]
+    graph: TrainGraph, reductions: Sequence[GradReduction], how: Reduction
 ) -> dict[fx.Node, fx.Node]:
     """Reduces gradients, in byte order, with one reduce-scatter and, with HSDP, one all-reduce, after the last.
 
     Where the groups of shards have one rank, there is the all-reduce alone. Returns each reduced gradient and what
     takes its place; only the output reads them. Source: FSDP2's ``_fsdp_collectives.py``, ``foreach_reduce``.
     """
-    last = max((reduction.gradient for reduction in reductions), key=order.__getitem__)
+    gradients = [reduction.gradient for reduction in reductions]
     like, reduce_scatter = reductions[0].launch, reductions[0].reduce_scatter
     num_shards, group = (1, "") if reduce_scatter is None else reduce_scatter.args[2:]
     assert isinstance(num_shards, int)
     dtype = how.dtype or argument(like).meta["val"].dtype
-    gradients = [reduction.gradient for reduction in reductions]
     replaced: dict[fx.Node, fx.Node] = {}
     uniform = len({gradient.meta["val"].dtype for gradient in gradients}) == 1
-    with graph.graph.inserting_before(last.next):
+    with graph.graph.inserting_before(max(gradients).next):
         rows = [
             _by_shard(graph, gradient if uniform else _cast(graph, gradient, dtype), reduction, num_shards)
             for gradient, reduction in zip(gradients, reductions, strict=True)

@@ -32,13 +32,13 @@ class Scheduler:
     """Orders a program's nodes."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
-        self.program, self._costs = program, costs
-        self._latest = _latest_starts(program)
+        self.program, self.costs = program, costs
+        self.latest = _latest_starts(program)
         self._needs: dict[int, _RangeMaximum] = {}
 
     def lazy(self, num_reducing: int = 0) -> Schedule:
         """Returns the order that gathers nothing ahead, so many reductions in flight; 0: in fewest bytes."""
-        return _Player(self.program, self._costs, None, num_reducing, None, self._latest).play()
+        return _Player(self, None, num_reducing, None).play()
 
     def schedule(self, limit: float, num_reducing: int) -> Schedule:
         """Returns the order in which a program's nodes are to run.
@@ -50,22 +50,16 @@ class Scheduler:
         """
         if num_reducing not in self._needs:
             self._needs[num_reducing] = _RangeMaximum(self.lazy(num_reducing).peaks)
-        needs = self._needs[num_reducing]
-        return _Player(self.program, self._costs, limit, num_reducing, needs, self._latest).play()
+        return _Player(self, limit, num_reducing, self._needs[num_reducing]).play()
 
 
 class _Player:
     def __init__(
-        self,
-        program: Program,
-        costs: Costs,
-        limit: float | None,
-        num_reducing: int,
-        needs: _RangeMaximum | None,
-        latest: dict[MovableGather, _Due],
+        self, scheduler: Scheduler, limit: float | None, num_reducing: int, needs: _RangeMaximum | None
     ) -> None:
-        self._program, self._costs, self._limit, self._num_reducing = program, costs, limit, num_reducing
-        self._needs, self._latest = needs, latest
+        self._program = program = scheduler.program
+        self._costs, self._latest = scheduler.costs, scheduler.latest
+        self._limit, self._num_reducing, self._needs = limit, num_reducing, needs
         self._order: list[fx.Node] = [*program.inputs]
         self._emitted = set(self._order)
         self._now = self._computed = 0.0
@@ -74,7 +68,7 @@ class _Player:
         self._free: defaultdict[object, float] = defaultdict(float)
         self._ends: dict[fx.Node, float] = {}
         self._gathers: defaultdict[object, deque[MovableGather]] = defaultdict(deque)
-        for gather in sorted(program.gathers, key=lambda each: latest[each].segment):
+        for gather in sorted(program.gathers, key=lambda each: self._latest[each].segment):
             self._gathers[gather.group].append(gather)
         self._ready: defaultdict[object, deque[MovableReduction]] = defaultdict(deque)
         self._in_flight: list[MovableReduction] = []
@@ -85,7 +79,7 @@ class _Player:
         for index, segment in enumerate(self._program.segments):
             self._index, self._memory.peak = index, self._memory.held
             for gather in segment.arriving:
-                while self._is_waiting(gather):
+                while gather.launch[-1] not in self._ends:
                     self._launch_gather(gather.group)
             arrived = max([self._now, *(self._ends[each.launch[-1]] for each in segment.arriving)])
             self._launch_until(arrived + sum(each.unpacked for each in segment.arriving) + segment.seconds)
@@ -130,8 +124,6 @@ class _Player:
         self._ends[launch] = self._free[group] = max(self._free[group], self._now) + seconds
         return self._free[group]
 
-    # ---- launches ----
-
     def _launch_until(self, busy: float) -> None:
         """Launches what may be sent until each wire is busy until a moment, and a little longer."""
         for group in {**self._gathers, **self._ready}:
@@ -152,9 +144,6 @@ class _Player:
         start = max(self._free[group], self._now)
         stalled = self._now - self._computed
         return gather if start + reduction.sent > self._latest[gather].start + stalled else reduction
-
-    def _is_waiting(self, gather: MovableGather) -> bool:
-        return gather.launch[-1] not in self._ends
 
     def _has_room(self, gather: MovableGather) -> bool:
         if self._needs is None or self._limit is None:
@@ -180,8 +169,6 @@ class _Player:
         self._emit(reduction.launch)
         reduction.end = self._send(reduction.launch[-1], group, reduction.sent)
         self._in_flight.append(reduction)
-
-    # ---- waits ----
 
     def _arrive(self, gather: MovableGather) -> None:
         self._now = max(self._now, self._ends[gather.launch[-1]])
@@ -255,7 +242,6 @@ class _RangeMaximum:
             self._rows.append([max(each) for each in zip(last, last[width:], strict=False)])
 
     def between(self, start: int, end: int) -> int:
-        """Returns the largest value of those from ``start`` to ``end``."""
         level = (end - start + 1).bit_length() - 1
         return max(self._rows[level][start], self._rows[level][end + 1 - (1 << level)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,6 @@ from graphpasses._torch.schemas import is_operator
 from graphpasses.fsdp.traffic import collective_transfer, operator_cost
 from graphpasses.graph import WAIT, TrainGraph, is_collective
 from graphpasses.graph.nodes import SAME_TENSOR_OPS, collective_group, reach
-from graphpasses.graph.traffic import Transfer
 from graphpasses.scale import Wire
 
 aten = torch.ops.aten
@@ -23,8 +23,8 @@ class Costs:
     """Seconds of the nodes of a graph: measured ones, or those of FLOPs and bytes where none are known."""
 
     def __init__(self, graph: TrainGraph, wire: Wire) -> None:
-        self._measured, self._wire = graph.seconds, wire
-        self._sent: dict[Transfer, float] = {}
+        self._measured, self._flops = graph.seconds, 1e12 * wire.speeds.flops
+        self._on_wire = functools.cache(wire)
         self._known: dict[fx.Node, float] = {}
         self._bytes_per_second = 1e9 * wire.speeds.memory_bandwidth
         if self._measured is not None:
@@ -32,13 +32,13 @@ class Costs:
 
     def _measured_bandwidth(self, graph: TrainGraph) -> float:
         """Returns bytes per second of the measured operators that count by bytes."""
-        total_bytes, total = 0, 0.0
-        for node in graph.graph.nodes:
-            seconds = self._of_call(node)
-            num_bytes = operator_cost(node)[1] if seconds else 0
-            if seconds and num_bytes:
-                total_bytes, total = total_bytes + num_bytes, total + seconds
-        return total_bytes / total if total else self._bytes_per_second
+        measured = ((node, seconds) for node in graph.graph.nodes if (seconds := self._of_call(node)))
+        counted = [
+            (num_bytes, seconds) for node, seconds in measured if (num_bytes := operator_cost(node)[1])
+        ]
+        if not counted:
+            return self._bytes_per_second
+        return sum(num_bytes for num_bytes, _ in counted) / sum(seconds for _, seconds in counted)
 
     def _of_call(self, node: fx.Node) -> float | None:
         if self._measured is None or node.op != "call_function" or not is_operator(node.target):
@@ -65,16 +65,12 @@ class Costs:
         measured = self._of_call(node)
         if measured is not None:
             return measured
-        return flops / (1e12 * self._wire.speeds.flops) + num_bytes / self._bytes_per_second
+        return flops / self._flops + num_bytes / self._bytes_per_second
 
     def sent(self, launch: fx.Node, num_bytes: int | None = None) -> float:
         """Returns how long a collective, or one of so many bytes, is on the wire of its group."""
         transfer = collective_transfer(launch)
-        if num_bytes is not None:
-            transfer = replace(transfer, num_bytes=num_bytes)
-        if transfer not in self._sent:
-            self._sent[transfer] = self._wire(transfer)
-        return self._sent[transfer]
+        return self._on_wire(transfer if num_bytes is None else replace(transfer, num_bytes=num_bytes))
 
 
 @dataclass(frozen=True)
@@ -127,10 +123,7 @@ class Timeline:
 
 
 def replay_order(order: Sequence[fx.Node], costs: Costs, held: Iterable[Held]) -> Timeline:
-    """Plays a step on a stream that computes and a wire for each group, on which collectives go one after the other.
-
-    As :func:`graphpasses.scale.replay` for one wire.
-    """
+    """Plays a step, as :func:`graphpasses.scale.replay` does, but with a wire for each process group."""
     now = computed = 0.0
     free: dict[object, float] = {}
     sent: dict[object, float] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from torch import fx
 
@@ -221,10 +220,10 @@ class BucketFSDPCollectives(GraphPass):
         {'all_gather_into_tensor': 1, 'reduce_scatter_tensor': 1}
     """
 
-    name: ClassVar[str] = "bucket-fsdp-collectives"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared", "coalesce-grad-reductions"})
+    name = "bucket-fsdp-collectives"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"deduplicate-shared", "coalesce-grad-reductions"})
 
     plan: BucketPlan | None = None
     expected_layout: Layout | None = None
@@ -237,17 +236,15 @@ class BucketFSDPCollectives(GraphPass):
             expected_layout = eager_layout(graph.model).apart_as(graph_layout(graph))
         gathers, reduces, notes = _plan(graph, plan.resolve(graph.model))
         _refuse_inner_readers(reduces)
-        order = {node: index for index, node in enumerate(graph.graph.nodes)}
         for gather in gathers:
-            pack_all_gathers(graph, gather, order)
+            pack_all_gathers(graph, gather)
         reduced: dict[fx.Node, fx.Node] = {}
         for reductions, how in reduces:
-            reduced |= pack_reductions(graph, reductions, how, order)
+            reduced |= pack_reductions(graph, reductions, how)
         graph.replace_outputs(reduced)
         if self.plan and (note := premultiplied_note(plan.entries)):  # without a plan the capture has said it
             notes.append(note)
-        for note in notes:
-            graph.note(note)
+        graph.notes += notes
         if expected_layout is not None:
             _check_layout(graph, expected_layout)
         return len(gathers) + len(reduces)

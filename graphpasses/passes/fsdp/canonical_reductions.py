@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -126,10 +125,10 @@ class CanonicalReductions(GraphPass):
         {'all_gather_into_tensor': 2, 'reduce_scatter_in_tree': 2}
     """
 
-    name: ClassVar[str] = "canonical-reductions"
-    numerics: ClassVar[Numerics] = Numerics.ROUNDING
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"coalesce-grad-reductions", "bucket-fsdp-collectives"})
+    name = "canonical-reductions"
+    numerics = Numerics.ROUNDING
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"coalesce-grad-reductions", "bucket-fsdp-collectives"})
 
     accumulate: torch.dtype | None = None
 

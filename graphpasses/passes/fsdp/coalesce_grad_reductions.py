@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -226,10 +225,10 @@ class CoalesceGradReductions(GraphPass):
         [2, 1]
     """
 
-    name: ClassVar[str] = "coalesce-grad-reductions"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"deduplicate-shared"})
+    name = "coalesce-grad-reductions"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"deduplicate-shared"})
 
     plan: BucketPlan | None = None
 
@@ -242,6 +241,5 @@ class CoalesceGradReductions(GraphPass):
         plans, notes = _plan(graph, accumulated)
         for plan in plans:
             _apply(graph, plan)
-        for note in notes:
-            graph.note(note)
+        graph.notes += notes
         return sum(len(plan.reductions) - 1 for plan in plans)

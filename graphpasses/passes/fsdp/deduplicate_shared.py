@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -84,9 +83,9 @@ class DeduplicateShared(GraphPass):
         ['0.weight', 'batch[0]']
     """
 
-    name: ClassVar[str] = "deduplicate-shared"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
+    name = "deduplicate-shared"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Rewrites ``graph`` in place; returns the number of placeholders and chains removed."""

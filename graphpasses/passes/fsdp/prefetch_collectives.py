@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -37,13 +36,19 @@ _UNPACK_OPS = frozenset(
 )
 
 
-def unpack_chain(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node] | None:
+def places(graph: TrainGraph) -> dict[fx.Node, int]:
+    """Returns where launches and waits are among the nodes of a graph."""
+    nodes = enumerate(graph.graph.nodes)
+    return {node: index for index, node in nodes if is_collective(node) or node.target == WAIT}
+
+
+def unpack_chain(wait: fx.Node) -> list[fx.Node] | None:
     """Returns ``wait`` and what unpacks it, up to an HSDP all-reduce; None if the step computes with it."""
     found = reach([wait], lambda node: node.users if node.target in _UNPACK_OPS else ())
     chain = [node for node in found if node.op != "output"]
     if any(node.target not in _UNPACK_OPS | ALL_REDUCES for node in chain):
         return None
-    return sorted(chain, key=order.__getitem__)
+    return sorted(chain)
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,10 @@ class PrefetchCollectives(GraphPass):
         True
     """
 
-    name: ClassVar[str] = "prefetch-collectives"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives", "reshard-after-forward"})
+    name = "prefetch-collectives"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"bucket-fsdp-collectives", "reshard-after-forward"})
 
     num_ahead: int = 1
 
@@ -105,34 +110,30 @@ class PrefetchCollectives(GraphPass):
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Moves nodes of ``graph`` in place; returns the number of launches and waits that moved."""
-        nodes = list(graph.graph.nodes)
-        order = {node: index for index, node in enumerate(nodes)}
-        self._launch_early(find_gathers(graph), order)
-        _wait_late(
-            [node for node in nodes if node.target in REDUCE_SCATTERS], graph.graph.output_node(), order
-        )
-        # What moved is what now has another neighbour among the nodes that launch, wait or compute.
-        after = {node: index for index, node in enumerate(graph.graph.nodes)}
-        return sum(order[node] != after[node] for node in nodes if is_collective(node) or node.target == WAIT)
+        before = places(graph)
+        self._launch_early(find_gathers(graph))
+        reduce_scatters = [node for node in before if node.target in REDUCE_SCATTERS]
+        _wait_late(reduce_scatters, graph.graph.output_node())
+        return sum(before[node] != index for node, index in places(graph).items())
 
-    def _launch_early(self, gathers: list[Gather], order: dict[fx.Node, int]) -> None:
+    def _launch_early(self, gathers: list[Gather]) -> None:
         num_launched = 1
         for index, current in enumerate(gathers, start=1):
-            wait = wait_of(current.all_gather)
+            wait = current.wait
             ahead = gathers[num_launched : index + self.num_ahead]
             for node in (node for gather in ahead for node in gather.chain):
-                if order[node] > order[wait]:
+                if node > wait:
                     wait.prepend(node)
             num_launched = index + self.num_ahead
 
 
-def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node, order: dict[fx.Node, int]) -> None:
+def _wait_late(reduce_scatters: list[fx.Node], output: fx.Node) -> None:
     launches: list[fx.Node] = []
     tails: list[tuple[list[fx.Node], list[list[fx.Node]]]] = []
     for reduce_scatter in reduce_scatters:
-        chain = unpack_chain(wait_of(reduce_scatter), order)
+        chain = unpack_chain(wait_of(reduce_scatter))
         all_reduces = [node for node in chain or () if node.target in ALL_REDUCES]
-        late = [unpack_chain(wait_of(node), order) for node in all_reduces]
+        late = [unpack_chain(wait_of(node)) for node in all_reduces]
         if chain is not None and None not in late:
             launches.append(reduce_scatter)
             tails.append((chain, [tail for tail in late if tail is not None]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import fx
 
@@ -101,10 +100,10 @@ class ReshardAfterForward(GraphPass):
         [2, 3]
     """
 
-    name: ClassVar[str] = "reshard-after-forward"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives"})
+    name = "reshard-after-forward"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP})
+    runs_after = frozenset({"bucket-fsdp-collectives"})
 
     plan: BucketPlan | None = None
 

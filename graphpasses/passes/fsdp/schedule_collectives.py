@@ -5,16 +5,15 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from graphpasses.errors import PipelineError
 from graphpasses.fsdp.traffic import has_fixed_sizes
-from graphpasses.graph import WAIT, Stage, TrainGraph, is_collective
+from graphpasses.graph import Stage, TrainGraph
 from graphpasses.passes.fsdp._moves import Moves, Program
 from graphpasses.passes.fsdp._scheduler import Scheduler
 from graphpasses.passes.fsdp._splits import add_splits
 from graphpasses.passes.fsdp._timeline import Costs, Timeline, replay_order
-from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives
+from graphpasses.passes.fsdp.prefetch_collectives import PrefetchCollectives, places
 from graphpasses.passes.runner import GraphPass, Numerics
 from graphpasses.scale import Wire
 
@@ -84,10 +83,10 @@ class ScheduleCollectives(GraphPass):
         True
     """
 
-    name: ClassVar[str] = "schedule-collectives"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP, Stage.JOINT})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"bucket-fsdp-collectives", "reshard-after-forward"})
+    name = "schedule-collectives"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP, Stage.JOINT})
+    runs_after = frozenset({"bucket-fsdp-collectives", "reshard-after-forward"})
 
     wire: Wire = field(default_factory=Wire)
     budget: int | None = None
@@ -98,15 +97,13 @@ class ScheduleCollectives(GraphPass):
 
     def rewrite(self, graph: TrainGraph) -> int:
         """Moves nodes of ``graph`` in place; returns the number of launches and waits that moved."""
-        before = {node: index for index, node in enumerate(graph.graph.nodes)}
+        before = places(graph)
         PrefetchCollectives().rewrite(graph)
         if not has_fixed_sizes(graph):
             graph.note("sizes vary, so nothing is known of seconds: collectives are prefetched as by FSDP2")
         else:
             self._schedule(graph)
-        moving = (node for node in graph.graph.nodes if is_collective(node) or node.target == WAIT)
-        after = {node: index for index, node in enumerate(graph.graph.nodes)}
-        return sum(before.get(node) != after[node] for node in moving)
+        return sum(before.get(node) != index for node, index in places(graph).items())
 
     def _schedule(self, graph: TrainGraph) -> None:
         costs = Costs(graph, self.wire)
@@ -117,10 +114,9 @@ class ScheduleCollectives(GraphPass):
         given = replay_order(prefetched, costs, program.held)
         budget = given.peak if self.budget is None else self.budget
         found = [] if given.peak > budget else [(given.seconds, given.peak, prefetched, program)]
-        schedulers = _schedulers(moves, budget)
         found += [
             (each.seconds, each.peak, each.order, scheduler.program)
-            for scheduler in schedulers
+            for scheduler in _schedulers(moves, budget)
             for num_reducing in _NUM_REDUCING
             if (each := scheduler.schedule(budget, num_reducing)).peak <= budget
         ]

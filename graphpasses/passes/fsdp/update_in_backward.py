@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -138,10 +137,10 @@ class UpdateInBackward(GraphPass):
         2
     """
 
-    name: ClassVar[str] = "update-in-backward"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
-    runs_after: ClassVar[frozenset[str]] = frozenset({"coalesce-grad-reductions", "bucket-fsdp-collectives"})
+    name = "update-in-backward"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP})
+    runs_after = frozenset({"coalesce-grad-reductions", "bucket-fsdp-collectives"})
 
     num_bytes: int = 2**22
 

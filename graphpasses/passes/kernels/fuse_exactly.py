@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import fx
@@ -12,9 +11,8 @@ from torch import fx
 from graphpasses._torch import pytree
 from graphpasses.analysis.dependencies import place_nodes
 from graphpasses.analysis.effects import operator_effects
-from graphpasses.fusion.compiled_regions import compile_regions, what_runs
+from graphpasses.fusion.compiled_regions import compile_regions, layout_of, what_runs
 from graphpasses.fusion.exact_operators import LOW, MEASURED, Function, is_exact, is_widening
-from graphpasses.fusion.list_updates import Updates
 from graphpasses.fusion.measured import exact_functions, functions_in
 from graphpasses.fusion.regions import Region, functional_target, is_only_view, plan_regions
 from graphpasses.graph import Stage, TrainGraph
@@ -29,7 +27,7 @@ def _make_functional(graph: TrainGraph) -> None:
         if node.op == "call_function" and (target := functional_target(node)) is not node.target:
             with graph.graph.inserting_before(node.next):
                 new = graph.emit(target, node.args, node.kwargs, like=node)  # type: ignore[arg-type]
-            if is_exact(new) and _layout(new) == _layout(node):
+            if is_exact(new) and layout_of(new) == layout_of(node):
                 graph.merge(node, new)
             else:
                 graph.graph.erase_node(new)
@@ -76,29 +74,20 @@ def _widen_where_read(graph: TrainGraph, regions: tuple[Region, ...]) -> bool:
     return found
 
 
-def _layout(node: fx.Node) -> object:
-    value = node.meta["val"]
-    return value.dtype, tuple(value.shape), value.stride()
-
-
-def _bytes(nodes: tuple[fx.Node, ...]) -> int:
+def _bytes(*nodes: fx.Node) -> int:
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
-    return sum(
-        value.numel() * value.dtype.itemsize
-        for value in values
-        if isinstance(value, torch.Tensor) and isinstance(value.numel(), int)
-    )
+    sizes = ((value.numel(), value.dtype.itemsize) for value in values if isinstance(value, torch.Tensor))
+    return sum(numel * itemsize for numel, itemsize in sizes if isinstance(numel, int))
 
 
 def _report(graph: fx.Graph, regions: tuple[Region, ...]) -> str:
-    """Returns how much is fused, in a line."""
     computing = [node for node in graph.nodes if node.op == "call_function" and not is_only_view(node)]
-    moved = {node: _bytes((*node.all_input_nodes, node)) for node in computing}
+    moved = {node: _bytes(*node.all_input_nodes, node) for node in computing}
     fused = [node for region in regions for node in region.nodes if node in moved]
     calls = [what_runs(region.nodes) for region in regions]
     before = sum(moved[node] for node in fused)
-    kernels = [part for each in calls for part in (each.columns if isinstance(each, Updates) else [each])]
-    after = sum(_bytes((*each.inputs, *each.outputs)) for each in calls)
+    kernels = [part for each in calls for part in each.columns]
+    after = sum(_bytes(*each.inputs, *each.outputs) for each in calls)
     share = before / max(sum(moved.values()), 1)
     return (
         f"{len(fused)} of {len(computing)} operators run as {len(kernels)} kernels, of which "
@@ -146,10 +135,10 @@ class FuseExactly(GraphPass):
         2
     """
 
-    name: ClassVar[str] = "fuse-exactly"
-    numerics: ClassVar[Numerics] = Numerics.BITWISE
-    stages: ClassVar[frozenset[Stage]] = frozenset({Stage.STEP})
-    runs_after: ClassVar[frozenset[str]] = frozenset(
+    name = "fuse-exactly"
+    numerics = Numerics.BITWISE
+    stages = frozenset({Stage.STEP})
+    runs_after = frozenset(
         {
             "deduplicate-shared",
             "coalesce-grad-reductions",

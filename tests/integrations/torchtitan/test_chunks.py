@@ -31,13 +31,13 @@ def graph_of(*, role: str = "materialization", second: torch.dtype = torch.float
 
 
 def test_chunks_are_added_in_the_dtype_of_their_gradients() -> None:
-    from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts
+    from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts_pass
 
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(8, generator=generator).bfloat16() for _ in range(2)]
     module = graph_of()
     before = module(*gradients)
-    add_chunks_before_casts(module)
+    add_chunks_before_casts_pass(module)
     added = (gradients[0] + gradients[1]).float()
     assert torch.equal(module(*gradients), added)
     assert not torch.equal(before, added)
@@ -45,11 +45,11 @@ def test_chunks_are_added_in_the_dtype_of_their_gradients() -> None:
 
 @pytest.mark.parametrize("changes", [{"role": "body"}, {"second": torch.float64}])
 def test_other_sums_stay(changes: dict[str, object]) -> None:
-    from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts
+    from graphpasses.integrations.torchtitan.chunks import add_chunks_before_casts_pass
 
     module = graph_of(**changes)  # type: ignore[arg-type]
     code = str(module.graph)
-    add_chunks_before_casts(module)
+    add_chunks_before_casts_pass(module)
     assert str(module.graph) == code
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphpasses.graph import TrainGraph
-from graphpasses.ops.pack_pooled_embeddings import PACK_POOLED_EMBEDDINGS
+from graphpasses.ops.pack_all_to_all import PACK_POOLED_EMBEDDINGS
 from graphpasses.passes import EliminateSplitCat
 from graphpasses.passes.runner import Pipeline
 from tests.helpers.all_to_alls import capture

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from graphpasses.embedding.torchrec.key_order import check_key_order
+from graphpasses.embedding.torchrec.input_dists import check_key_order
 from graphpasses.errors import KeyOrderError
 
 
