@@ -29,12 +29,7 @@ class OperatorStep:
 
 
 def operator_file(path: str | os.PathLike[str], rank: int) -> Path:
-    """Returns where a rank's operators lie beside a run file.
-
-    Example:
-        >>> operator_file("runs/eager.jsonl", 3).as_posix()
-        'runs/eager.operators/rank-3.jsonl'
-    """
+    """Returns where a rank's operators lie beside a run file."""
     path = Path(path)
     return path.with_suffix(".operators") / f"rank-{rank}.jsonl"
 
@@ -103,12 +98,7 @@ def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> Operat
 
 
 def recorded_steps(path: str | os.PathLike[str], rank: int = 0) -> list[int]:
-    """Returns the steps whose operators a rank recorded; none if it recorded no operators.
-
-    Example:
-        >>> recorded_steps("missing.jsonl")
-        []
-    """
+    """Returns the steps whose operators a rank recorded; none if it recorded no operators."""
     file = operator_file(path, rank)
     if not file.exists():
         return []

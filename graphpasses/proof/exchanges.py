@@ -65,10 +65,7 @@ class Exchanges:
         numbers: Sequence[Any],
         splits: Sequence[Hashable],
     ) -> None:
-        """Notes a call that packs ``inputs``, cut in ``sizes``.
-
-        The others are numbers of values: of its result, of what it packs, and of how that is cut.
-        """
+        """Notes a call that packs ``inputs``, cut in ``sizes``; the others are numbers of the values."""
         fakes = tuple(self._facts[each] for each in inputs)
         self._packed[packed] = _Packed(
             fakes, tuple(numbers), _by_member(self._sizes(sizes), len(fakes)), _by_member(splits, len(fakes))
@@ -88,9 +85,8 @@ class Exchanges:
         *,
         is_made_of_sizes: bool,
     ) -> None:
-        """Notes an all-to-all, of its splits ``outputs`` and ``inputs``; one of what was packed counts.
-
-        It ``is_made_of_sizes`` if one operator made what is sent of sizes, as what several would pack.
+        """Notes an all-to-all of what was packed, or ``is_made_of_sizes`` by one operator, as what several would
+        pack.
         """
         if is_made_of_sizes:
             self.made_of_sizes.add(received)
@@ -102,10 +98,7 @@ class Exchanges:
     def unpack(
         self, received: int, given: Sequence[Any], splits: Sequence[Hashable]
     ) -> tuple[list[Member], Hashable] | None:
-        """Returns the all-to-alls that a call unpacks, and their group; None where it does not undo the packing.
-
-        It is ``given`` these arguments.
-        """
+        """Returns the all-to-alls that a call unpacks, and their group; None where it does not undo the packing."""
         if received not in self._received:
             return None
         packed, totals, group = self._received[received]

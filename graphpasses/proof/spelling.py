@@ -22,16 +22,10 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def plain_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Any) -> Call:
-    """Returns the arguments of a call as all that mean the same have them.
+    """Returns the arguments of a call as all that mean the same have them, by the shape of its first operand, if
+    known.
 
-    Defaults are left out, dims are not negative, what has a place stands there. ``shape`` is that of the first
-    operand, None where it is not known.
-
-    Example:
-        >>> plain_call(torch.ops.aten.sort.default, ("x", -1), {"descending": False}, (2, 3))
-        (('x', 1), {})
-        >>> plain_call(torch.ops.aten.sort.default, ("x",), {}, (2, 3))
-        (('x', 1), {})
+    Defaults are left out, dims are not negative, what has a place stands there.
     """
     if not is_operator(target):
         return args, dict(kwargs)

@@ -49,19 +49,8 @@ def groups_of_log(text: str) -> tuple[Group, ...]:
 
     A communicator's are the lines between the start and the end of its initialization, in the same thread, and what
     was taken for a collective of it, where lines of ``NCCL_DEBUG_SUBSYS=COLL`` say of which; without them, where the
-    process is in one group alone. Communicators of which ranks did not log are left out.
-
-    Args:
-        text: output of a run of several processes with ``NCCL_DEBUG=INFO``.
-
-    Raises:
-        TopologyError: no communicator is of all processes, which says what rank of the run each is.
-
-    Example:
-        >>> groups_of_log("n0:1:1 [0] NCCL INFO Channel 00/01 : 0 1")
-        ()
-
-    Source: NCCL ``src/init.cc`` (``ncclCommInitRankFunc``), ``src/enqueue.cc`` (``ncclEnqueueCheck``).
+    process is in one group alone. Communicators of which ranks did not log are left out. Source: NCCL ``src/init.cc``
+    (``ncclCommInitRankFunc``), ``src/enqueue.cc`` (``ncclEnqueueCheck``).
     """
     reader = _Reader()
     for line in text.splitlines():

@@ -15,10 +15,7 @@ from graphpasses.simulate.nccl import Collective
 
 
 class RingProcessGroup(PythonProcessGroup):
-    """The interface of reductions; a subclass knows how the ranks exchange data.
-
-    The collectives of a coalesced call are simulated one by one.
-    """
+    """The interface of reductions, coalesced ones one by one; a subclass knows how the ranks exchange data."""
 
     def _reduce(
         self, collective: Collective, flat: Tensor, op: ReduceOpName, factor: float, root: int
