@@ -41,28 +41,9 @@ def header_line(torch: str, rank: int, world_size: int) -> bytes:
     )
 
 
-def start_line(step: int, values: Sequence[Value]) -> bytes:
-    """Returns the line that begins a step."""
-    return json_line({"step": step, "start": _rows(values)})
-
-
-def operator_line(operator: Operator) -> bytes:
-    """Returns the line of one operator."""
-    return json_line(astuple(operator))
-
-
-def end_line(step: int, num_operators: int, values: Sequence[Value]) -> bytes:
-    """Returns the line that ends a step."""
-    return json_line({"end": step, "num_operators": num_operators, "values": _rows(values)})
-
-
-def loss_line(step: int, values: Sequence[Value]) -> bytes:
-    """Returns the line of a step's loss, which is known only when the step was recorded."""
-    return json_line({"loss": step, "values": _rows(values)})
-
-
-def _rows(values: Sequence[Value]) -> list[tuple[Any, ...]]:
-    return [astuple(each) for each in values]
+def operator_line(data: Operator | dict[str, Any]) -> bytes:
+    """Returns the line of an operator; or what begins or ends a step, or says its loss, with values in it."""
+    return json_line(data, default=astuple)
 
 
 def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> OperatorStep:
