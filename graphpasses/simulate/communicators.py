@@ -31,17 +31,11 @@ class _Communicator:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that have a communicator of their own.
+    """Ranks that have a communicator of their own."""
 
-    Args:
-        ranks: of the run, in the communicator's order.
-        hosts: of each of them.
-        text: the communicator's lines; of several communicators, if the same ranks have them.
-    """
-
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    text: str
+    ranks: tuple[int, ...]  # of the run, in the communicator's order
+    hosts: tuple[str, ...]  # of each of them
+    text: str  # the communicator's lines; of several communicators, if the same ranks have them
 
 
 def groups_of_log(text: str) -> tuple[Group, ...]:
@@ -104,7 +98,7 @@ class _Reader:
             if init[8] == "COMPLETE":
                 self._starting.pop(thread, None)
             else:
-                self._starting[thread] = self._begin(process, *init.groups()[:7])
+                self._starting[thread] = self._begin(process, init)
         elif call := _COLLECTIVE.match(text):
             self._called[thread] = self._here.get((process, call[1]), (None, None))[1]
         elif _CHOICE.match(text):
@@ -113,17 +107,8 @@ class _Reader:
         elif thread in self._starting:
             self._starting[thread].lines.append(text)
 
-    def _begin(
-        self,
-        process: _Process,
-        address: str,
-        rank: str,
-        num_ranks: str,
-        parent: str | None,
-        count: str | None,
-        color: str | None,
-        name: str | None,
-    ) -> _Communicator:
+    def _begin(self, process: _Process, init: re.Match[str]) -> _Communicator:
+        address, rank, num_ranks, parent, count, color, name, _ = init.groups()
         self.processes.add(process)
         key: object = name
         if parent is not None:  # what is split off has no name of its own

@@ -87,12 +87,6 @@ def same_sum(one: Order, other: Order, op: str) -> bool:
     return sums.number(one, op, int) == sums.number(other, op, int)
 
 
-def ending_at(ring: Sequence[int], last: int) -> tuple[int, ...]:
-    """Returns a ring as it is walked by a sum that ends at a rank."""
-    first = ring.index(last) + 1
-    return (*ring[first:], *ring[:first])
-
-
 def namings(order: Order, other: Order, op: str) -> Iterator[dict[int, int]]:
     """Yields the names for the ranks of ``other`` under which it is the same sum as ``order``, all of them."""
     shapes = Sums()
