@@ -358,13 +358,8 @@ def _ids(value: Any) -> list[int]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have equal dtypes, shapes and bytes, so that NaN equals itself.
-
-    Of DTensors it compares this rank's shards: whole values would take a collective.
-
-    Example:
-        >>> same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
-        False
+    """Whether two tensors have equal dtypes, shapes and bytes, so that NaN equals itself; of DTensors this rank's
+    shards.
     """
     x, y = (t.to_local() if hasattr(t, "to_local") else t for t in (a.detach(), b.detach()))
     if (x.dtype, x.shape) != (y.dtype, y.shape):

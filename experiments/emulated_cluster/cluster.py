@@ -14,7 +14,7 @@ from experiments.emulated_cluster.clock import WallClock
 from experiments.emulated_cluster.streams import Streams
 from graphpasses._torch.process_group import serve_collectives_without_tensors
 from graphpasses.scale import Transfer
-from graphpasses.simulate.ring_process_group import RingProcessGroup
+from graphpasses.simulate.process_group import RingProcessGroup
 
 __all__ = ["Cluster", "emulated_cluster"]
 

@@ -28,7 +28,7 @@ def backward_nodes(
 ) -> set[fx.Node]:
     """Returns the nodes of the backward pass: the tangents and what depends on one, else what autograd's engine ran.
 
-    ``dependencies`` has for each node, in the order of the graph, what must run before it; its inputs by default.
+    ``dependencies`` has for each node, in graph order, what must run before it; its inputs by default.
     """
     backward = tangents(graph)
     if not backward:

@@ -108,14 +108,9 @@ class _Memory:
 def topological_sort(
     units: Sequence[tuple[T, ...]], dependencies: Mapping[T, Iterable[T]]
 ) -> list[tuple[T, ...]]:
-    """Sorts units topologically and stably: each comes after what its members need, and else they stay as they are.
+    """Sorts units topologically and stably; the same on all ranks, since the result follows from the arguments alone.
 
-    The result follows from the arguments alone, so it is the same on all ranks. Members of one unit stay together;
-    none may need another.
-
-    Example:
-        >>> topological_sort([("a",), ("b", "c"), ("d",)], {"a": "c", "b": "", "c": "", "d": ""})
-        [('b', 'c'), ('a',), ('d',)]
+    No member of a unit may need another.
     """
     unit_of = {member: index for index, unit in enumerate(units) for member in unit}
     sorter = TopologicalSorter(

@@ -99,13 +99,7 @@ def operator_effects(node: fx.Node) -> Effects:
 
 
 def torch_call_effects(node: fx.Node) -> Effects:
-    """Returns what a node of a graph that Dynamo traced does, as torch's conventions tell (``add_``, ``out=``).
-
-    Example:
-        >>> node = fx.symbolic_trace(lambda x: torch.bernoulli(x).add_(x)).graph.output_node().args[0]
-        >>> torch_call_effects(node).writes, torch_call_effects(node.args[0]).has_hidden_state
-        ((bernoulli,), True)
-    """
+    """Returns what a node of a graph that Dynamo traced does, as torch's conventions tell (``add_``, ``out=``)."""
     return Effects(
         reads=tuple(node.all_input_nodes),
         writes=tuple(_written_inputs(node)),

@@ -21,12 +21,8 @@ def levels(
 ) -> dict[T, int]:
     """Returns the level of each member: the number of counted members on the longest path to it, itself included.
 
-    ``dependencies`` has each member after those it needs. ``order`` has, for each member, further ones that it must
-    not precede: it and they may be of one level, where :func:`sort_by_level` leaves them as they are.
-
-    Example:
-        >>> levels({"a": "", "b": "a", "c": "b", "d": ""}, counted=lambda member: member != "b")
-        {'a': 1, 'b': 1, 'c': 2, 'd': 1}
+    ``dependencies`` has each member after those it needs; ``order`` those that it must not precede, but may share a
+    level with, where :func:`sort_by_level` leaves them as they are.
     """
     result: dict[T, int] = {}
     for member, needed in dependencies.items():
@@ -56,12 +52,7 @@ def call_levels(
 def independent_groups(
     members: Iterable[T], levels: Mapping[T, int], key: Callable[[T], Hashable]
 ) -> list[tuple[T, ...]]:
-    """Returns the groups of members that have one level and one key, in the order of their first members.
-
-    Example:
-        >>> independent_groups("acd", {"a": 1, "c": 2, "d": 1}, key=str.isalpha)
-        [('a', 'd'), ('c',)]
-    """
+    """Returns the groups of members that have one level and one key, in the order of their first members."""
     return grouped(members, lambda member: (levels[member], key(member)))
 
 

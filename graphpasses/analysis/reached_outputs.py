@@ -10,18 +10,7 @@ from graphpasses.analysis.effects import has_gradient
 
 
 def reached_outputs(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
-    """Returns, of each value that may get a gradient, the positions of the outputs from which it comes.
-
-    Example:
-        >>> graph = fx.Graph()
-        >>> x = graph.placeholder("x")
-        >>> y = graph.call_function(torch.sin, (x,))
-        >>> output = graph.output((x, y))
-        >>> for node in (x, y):
-        ...     node.meta["val"] = torch.ones(1, requires_grad=True)
-        >>> reached_outputs(graph)
-        {x: frozenset({0, 1}), sin: frozenset({1})}
-    """
+    """Returns, of each value that may get a gradient, the positions of the outputs from which it comes."""
     reached: dict[fx.Node, frozenset[int]] = defaultdict(frozenset)
     for node in reversed(graph.nodes):
         if node.op == "output":

@@ -85,16 +85,10 @@ def check_leaf(path: str, leaf: Any) -> None:
 
 
 def check_memory(written: Iterable[tuple[str, Any]], leaves: Iterable[tuple[str, Any]]) -> None:
-    """Raises if a step writes memory that it also reads as another leaf of the batch.
+    """Raises if a step writes memory that it also reads as another leaf of the batch; both arguments are named
+    values.
 
-    Passes may move what reads one tensor across what writes another: they know of no memory that both share. Both
-    arguments are names with values: inputs that the step writes in place, and leaves of the batch.
-
-    Example:
-        >>> x = torch.ones(4)
-        >>> check_memory([("batch[0]", x)], [("batch[0]", x), ("batch[1]", x[2:])])
-        Traceback (most recent call last):
-        graphpasses.errors.BatchMismatchError: the step writes batch[0] in place, which shares ...
+    Passes may move what reads one tensor across what writes another: they know of no memory that both share.
     """
     memory = [(path, _memory(leaf)) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     for name, tensor in written:

@@ -31,13 +31,7 @@ class Launch:
 
 
 def find_unlike_launch(one: Sequence[Launch], two: Sequence[Launch]) -> int | None:
-    """Returns the first place at which two ranks launch what cannot be one collective; None if there is none.
-
-    Example:
-        >>> a, b = Launch("all_reduce", 0, ("a",)), Launch("all_reduce", 0, ("b",))
-        >>> find_unlike_launch([a, b], [a, b]), find_unlike_launch([a, b], [b, a]), find_unlike_launch([a, b], [a])
-        (None, 0, 1)
-    """
+    """Returns the first place at which two ranks launch what cannot be one collective; None if there is none."""
     for index, (a, b) in enumerate(zip_longest(one, two)):
         if a is None or b is None or not a.may_meet(b):
             return index

@@ -13,16 +13,8 @@ from torch import fx
 
 @dataclass(frozen=True)
 class OperatorSeconds:
-    """Measured seconds of a step's operators; equal calls take equally long, wherever they are.
-
-    Args:
-        by_call: seconds, by :func:`describe_call`.
-
-    Example:
-        >>> graph = torch.fx.symbolic_trace(lambda x: torch.ops.aten.relu(x)).graph
-        >>> relu = graph.output_node().args[0]
-        >>> OperatorSeconds.of([(relu, 1.0), (relu, 5.0), (relu, 2.0)]).get(relu)
-        2.0
+    """Measured seconds of a step's operators, by :func:`describe_call`: equal calls take equally long, wherever they
+    are.
     """
 
     by_call: Mapping[str, float]

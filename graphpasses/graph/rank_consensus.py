@@ -27,12 +27,7 @@ T = TypeVar("T")
 class RankConsensus:
     """Asks the ranks with which a step communicates; each must ask at the same time.
 
-    ``groups`` are the names of its process groups, along the axes of a mesh in turn; ``device`` is the model's, on
-    which its groups communicate.
-
-    Example:
-        >>> RankConsensus((), torch.device("cpu")).all_ranks([True, False])  # it communicates with no rank
-        [True, False]
+    ``groups`` are the names of its process groups, along the axes of a mesh in turn; ``device`` is the model's.
     """
 
     def __init__(self, groups: Iterable[str], device: torch.device) -> None:
@@ -166,14 +161,10 @@ _KEY = "graphpasses: what stopped a rank in a step"
 
 
 class FailedRanks:
-    """Leaves what a rank fails with in the stores of its groups, where the others look once a collective fails.
+    """Leaves what a rank fails with in the stores of the step's groups, where the others look once a collective
+    fails.
 
-    Nobody waits for it, and nothing is asked while all goes well. ``groups`` are the names of those with which the
-    step communicates.
-
-    Example:
-        >>> with FailedRanks(()).told():  # it communicates with no rank
-        ...     pass
+    Nobody waits for it, and nothing is asked while all goes well.
     """
 
     def __init__(self, groups: Sequence[str]) -> None:

@@ -85,9 +85,8 @@ def locate_runs(a: Run, b: Run) -> Location:
 
 
 def _first_step(a: Run, b: Run) -> int | None:
-    """Returns the first step that differs; None if the runs are equal.
-
-    A run whose replicas differ ends before the step is recorded, but has its operators.
+    """Returns the first step that differs, or that a run ended in before it recorded more than its operators; or
+    None.
     """
     common = {each.step for each in a.steps} & {each.step for each in b.steps}
     unrecorded = sorted((set(recorded_steps(a.path)) & set(recorded_steps(b.path))) - common)
@@ -118,12 +117,7 @@ def how_to_locate(comparison: Comparison) -> str:
 
 
 def render_location(location: Location) -> str:
-    """Returns a location as text for people.
-
-    Example:
-        >>> print(render_location(Location(None)))
-        equal: nothing differs
-    """
+    """Returns a location as text for people."""
     difference = location.difference
     if difference is None:
         return "equal: nothing differs"

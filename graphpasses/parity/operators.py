@@ -29,12 +29,7 @@ class OperatorStep:
 
 
 def operator_file(path: str | os.PathLike[str], rank: int) -> Path:
-    """Returns where a rank's operators lie beside a run file.
-
-    Example:
-        >>> operator_file("runs/eager.jsonl", 3).as_posix()
-        'runs/eager.operators/rank-3.jsonl'
-    """
+    """Returns where a rank's operators lie beside a run file."""
     path = Path(path)
     return path.with_suffix(".operators") / f"rank-{rank}.jsonl"
 
@@ -46,28 +41,9 @@ def header_line(torch: str, rank: int, world_size: int) -> bytes:
     )
 
 
-def start_line(step: int, values: Sequence[Value]) -> bytes:
-    """Returns the line that begins a step."""
-    return json_line({"step": step, "start": _rows(values)})
-
-
-def operator_line(operator: Operator) -> bytes:
-    """Returns the line of one operator."""
-    return json_line(astuple(operator))
-
-
-def end_line(step: int, num_operators: int, values: Sequence[Value]) -> bytes:
-    """Returns the line that ends a step."""
-    return json_line({"end": step, "num_operators": num_operators, "values": _rows(values)})
-
-
-def loss_line(step: int, values: Sequence[Value]) -> bytes:
-    """Returns the line of a step's loss, which is known only when the step was recorded."""
-    return json_line({"loss": step, "values": _rows(values)})
-
-
-def _rows(values: Sequence[Value]) -> list[tuple[Any, ...]]:
-    return [astuple(each) for each in values]
+def operator_line(data: Operator | dict[str, Any]) -> bytes:
+    """Returns the line of an operator; or what begins or ends a step, or says its loss, with values in it."""
+    return json_line(data, default=astuple)
 
 
 def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> OperatorStep:
@@ -103,12 +79,7 @@ def read_operators(path: str | os.PathLike[str], rank: int, step: int) -> Operat
 
 
 def recorded_steps(path: str | os.PathLike[str], rank: int = 0) -> list[int]:
-    """Returns the steps whose operators a rank recorded; none if it recorded no operators.
-
-    Example:
-        >>> recorded_steps("missing.jsonl")
-        []
-    """
+    """Returns the steps whose operators a rank recorded; none if it recorded no operators."""
     file = operator_file(path, rank)
     if not file.exists():
         return []

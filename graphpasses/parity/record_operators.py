@@ -17,14 +17,7 @@ from graphpasses._torch.operator_stream import OperatorStream, fsdp2_streamed
 from graphpasses._torch.recorded_operator import Operator, Value
 from graphpasses.parity._lanes import MASK, lanes
 from graphpasses.parity.hashing import named_gradients, named_weights
-from graphpasses.parity.operators import (
-    end_line,
-    header_line,
-    loss_line,
-    operator_file,
-    operator_line,
-    start_line,
-)
+from graphpasses.parity.operators import header_line, operator_file, operator_line
 
 _MAX_PENDING = 256  # digests that stay on the device at a time
 
@@ -77,23 +70,24 @@ class OperatorFile:
                 if file.tell() == 0:
                     file.write(header_line(str(torch.__version__), self._rank, self._world_size))
 
-            def write(line: bytes) -> None:
+            def write(data: Operator | dict[str, Any]) -> None:
                 if file is not None and self.failure is None:
                     with self._failure_kept():
-                        file.write(line)
+                        file.write(operator_line(data))
 
             num_operators = 0
 
             def add(operator: Operator) -> None:
                 nonlocal num_operators
                 num_operators += 1
-                write(operator_line(operator))
+                write(operator)
 
-            write(start_line(step, values_of(model, batch, gradients=False)))
+            write({"step": step, "start": values_of(model, batch, gradients=False)})
             with operators_recorded(model, add, keep=frozenset(keep)) as stream:
                 yield
             self._last_step = step
-            write(end_line(step, num_operators, values_of(model, gradients=True)))
+            values = values_of(model, gradients=True)
+            write({"end": step, "num_operators": num_operators, "values": values})
             with self._failure_kept():
                 if stream.kept:
                     torch.save(stream.kept, self._path.with_suffix(".pt"))
@@ -106,9 +100,9 @@ class OperatorFile:
         if loss is None or self._last_step != step:
             return
         value = loss if isinstance(loss, Tensor) else torch.tensor(loss)
-        line = loss_line(step, tuple(_with_digests(list(_seen({"loss": value})))))
+        values = tuple(_with_digests(list(_seen({"loss": value}))))
         with self._failure_kept(), self._path.open("ab") as file:
-            file.write(line)
+            file.write(operator_line({"loss": step, "values": values}))
 
     @contextmanager
     def _failure_kept(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -108,9 +108,9 @@ def end_line(num_steps: int) -> bytes:
     return json_line({"end": True, "num_steps": num_steps})
 
 
-def json_line(data: JSON) -> bytes:
+def json_line(data: JSON, default: Callable[[Any], JSON] | None = None) -> bytes:
     """Returns data as a line of a file; json escapes line breaks in strings, so a line is one record."""
-    return json.dumps(data, allow_nan=False).encode() + b"\n"
+    return json.dumps(data, allow_nan=False, default=default).encode() + b"\n"
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:

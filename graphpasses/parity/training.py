@@ -129,7 +129,7 @@ def train_eager(
     def make(mesh: DeviceMesh) -> _Made:
         model = _build(task)
         task.shard(model, mesh)
-        layout = _checked(model).layout if dist.get_rank() == 0 else None
+        layout = _checked(model)[1] if dist.get_rank() == 0 else None
 
         def step(*batch: Any) -> Tensor:
             loss = task.loss_fn(model, *batch)
@@ -195,16 +195,16 @@ def train_graph(
     def make(mesh: DeviceMesh) -> _Made:
         model = _build(task)
         task.shard(model, mesh)
-        mine = _checked(model)
+        plan, eager, policies = _checked(model)
         if sharding == "simple_fsdp":
-            model = _simply_sharded(_build(task), mesh, mine.policies)
+            model = _simply_sharded(_build(task), mesh, policies)
         steps: dict[object, CapturedStep] = share(dict)
         shapes = tuple(local_part(parameter).shape for parameter in model.parameters())
         if shapes not in steps:
             # One rank captures for all, and cannot run an eager step alone.
             batch = task.batch(0, dist.get_rank())
             captured = capture_train_step(task.loss_fn, model, *batch, check=False)
-            steps[shapes] = (rewrite or rewritten)(captured, mine.plan, mine.layout)
+            steps[shapes] = (rewrite or rewritten)(captured, plan, eager)
         step = step_for_rank(steps[shapes], model)
         layout = graph_layout(step) if dist.get_rank() == 0 else None
         return model, step, layout, steps[shapes].report
@@ -212,28 +212,22 @@ def train_graph(
     _train(task, topology, run, make, num_steps, path, done, operators)
 
 
-@dataclass(frozen=True)
-class _Eager:
-    """What eager FSDP2 does with a model."""
-
-    plan: BucketPlan  # its buckets
-    layout: Layout
-    policies: frozenset[tuple[torch.dtype, torch.dtype]]  # in which dtypes it computes and reduces, each once
+_Policies = frozenset[tuple[torch.dtype, torch.dtype]]
+"""The dtypes in which a model computes and reduces, each pair once."""
 
 
-def _checked(model: nn.Module) -> _Eager:
+def _checked(model: nn.Module) -> tuple[BucketPlan, Layout, _Policies]:
+    """Returns the buckets of eager FSDP2, their layout, and its dtypes; raises where memory does not suffice."""
     plan = BucketPlan.from_fully_shard(model)
     policies = frozenset(
         (dtype, group.reduce_dtype) for group in parameter_groups(model) for dtype in group.param_dtypes
     )
     widest = max((param_dtype for param_dtype, _ in policies), key=lambda dtype: dtype.itemsize)
     check_memory(model, plan, dist.get_world_size(), widest)
-    return _Eager(plan, eager_layout(model), policies)
+    return plan, eager_layout(model), policies
 
 
-def _simply_sharded(
-    model: nn.Module, mesh: DeviceMesh, policies: frozenset[tuple[torch.dtype, torch.dtype]]
-) -> nn.Module:
+def _simply_sharded(model: nn.Module, mesh: DeviceMesh, policies: _Policies) -> nn.Module:
     if len(policies) > 1:
         raise UnsupportedError(
             "expected fully_shard with one mixed-precision policy for all modules, found "

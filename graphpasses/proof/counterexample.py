@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -15,7 +16,7 @@ from graphpasses._torch.group_ranks import named_group_ranks
 from graphpasses._torch.schemas import schemas
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.graph.nodes import attribute, constant_bits
-from graphpasses.proof.core.values import Argument, Value, Values
+from graphpasses.proof.core.values import Argument, Values
 from graphpasses.proof.real_memory import (
     MAX_ELEMENTS,
     CannotRunError,
@@ -77,18 +78,11 @@ class Runs:
         functions = {id(node.target): node.target for node in nodes if node.op == "call_function"}
         self._runs = [_Run(values, tensors, functions, common, seed) for seed in SEEDS]
 
-    def compare(self, one: Value, two: Value) -> Trial:
-        """Returns what two values are on random inputs."""
-        return self._compare(("value", one.number, 0), ("value", two.number, 0))
-
-    def compare_states(self, one: int, two: int) -> Trial:
-        """Returns what two states of the generator of random numbers are, which are sources."""
-        return self._compare(("source", one, 0), ("source", two, 0))
-
-    def _compare(self, one: Request, two: Request) -> Trial:
+    def compare(self, kind: Literal["value", "source"], one: int, two: int) -> Trial:
+        """Returns what two values are on random inputs, or two sources, as of random states; by their numbers."""
         for run in self._runs:
             try:
-                x, y = run(one), run(two)
+                x, y = run((kind, one, 0)), run((kind, two, 0))
             except CannotRunError as error:
                 return Trial(reason=str(error))
             if parts := _where_unlike(x, y):
@@ -249,7 +243,7 @@ class _Run:
     def _input(self, name: Hashable, dtype: torch.dtype, numel: int) -> torch.Tensor:
         if numel > MAX_ELEMENTS:
             raise CannotRunError("it is too large")
-        generator = torch.Generator().manual_seed(hash_of(f"{name} {self.seed}"))
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {self.seed}".encode()))
         if not dtype.is_floating_point and not dtype.is_complex:
             return torch.randint(0, 2, (numel,), generator=generator).to(dtype)
         # Of the second seed only positive ones: logarithms, roots and variances take them.
@@ -355,11 +349,3 @@ def _named(request: Request) -> str:
         key = key[1]
     key = key[0] if isinstance(key, tuple) and key else key  # a function's
     return key if isinstance(key, str) else request[0]
-
-
-def hash_of(text: str) -> int:
-    """Returns a number of 32 bits that is the same in each process."""
-    number = 0
-    for byte in text.encode():
-        number = (number * 31 + byte) % (1 << 32)
-    return number

@@ -53,19 +53,14 @@ def _fill(number: int) -> Rule:
     return rule
 
 
-_CONSTANTS = "zeros, ones, full and their like are constant"
-axiom(
-    "constants",
-    _CONSTANTS,
-    aten.zero.default,
-    aten.zeros.default,
-    aten.zeros_like.default,
-    aten.new_zeros.default,
-)(_fill(-2))
-axiom("constants", _CONSTANTS, aten.ones.default, aten.ones_like.default, aten.new_ones.default)(_fill(-1))
-axiom("constants", _CONSTANTS, aten.fill.Scalar, aten.full.default, aten.full_like.default)(_fill(1))
-axiom("constants", _CONSTANTS, aten.new_full.default)(_fill(2))
-axiom("constants", _CONSTANTS, aten.scalar_tensor.default)(_fill(0))
+for _number, _targets in (
+    (-2, (aten.zero.default, aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)),
+    (-1, (aten.ones.default, aten.ones_like.default, aten.new_ones.default)),
+    (0, (aten.scalar_tensor.default,)),
+    (1, (aten.fill.Scalar, aten.full.default, aten.full_like.default)),
+    (2, (aten.new_full.default,)),
+):
+    axiom("constants", "zeros, ones, full and their like are constant", *_targets)(_fill(_number))
 
 
 # ---- operators that compute element by element --------------------------------------------------------------------

@@ -51,25 +51,12 @@ AXIOMS["exact kernels"] = (
 )
 
 
-def evaluate(
-    graph: TrainGraph,
-    values: Values,
-    facts: Facts,
-    given: Mapping[str, Result] | None = None,
-    constants: Mapping[str, Hashable] | None = None,
-    before: Evaluated | None = None,
-) -> Evaluated:
-    """Evaluates a graph of ATen operators.
-
-    Two graphs that share ``values`` can be compared. ``given`` has the values of inputs that are known, by name;
-    ``constants`` say what constants held before a pass could write them; ``before`` is what was
-    evaluated before this, which goes on with its random numbers.
-    """
-    return Evaluation(graph, values, facts, given, constants, before).run()
-
-
 class Evaluation(Calls):
-    """Evaluates a graph of ATen operators, node by node; see :func:`evaluate`."""
+    """Evaluates a graph of ATen operators, node by node; two graphs that share ``values`` can be compared.
+
+    ``given`` has the values of inputs that are known, by name; ``constants`` say what constants held before a pass
+    could write them; ``before`` is what was evaluated before this, which goes on with its random numbers.
+    """
 
     def __init__(
         self,
@@ -302,12 +289,10 @@ class Evaluation(Calls):
         if found is None:
             return None
         self._axioms.add(EXCHANGED)
-        members, group = found
-        arguments = [([*each.output_splits], [*each.input_splits], group) for each in members]
-        self._done.unpacked[node] = [freeze(each) for each in arguments]
+        self._done.unpacked[node] = [freeze(given) for _, *given in found]
         return [
-            self.opaque(node, fake, ("collective", str(ALL_TO_ALL), freeze([member.sent, *given]), ()))
-            for member, given, fake in zip(members, arguments, fakes, strict=True)
+            self.opaque(node, fake, ("collective", str(ALL_TO_ALL), freeze(given), ()))
+            for given, fake in zip(found, fakes, strict=True)
         ]
 
     def _random_state(self, node: fx.Node, fake: Any) -> Result:

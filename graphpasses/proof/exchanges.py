@@ -26,15 +26,6 @@ AXIOMS[AXIOM] = (
 
 
 @dataclass(frozen=True)
-class Member:
-    """One of the all-to-alls that travel together."""
-
-    sent: Argument  # the number of what it sends
-    input_splits: tuple[Hashable, ...]  # as it would be given them: their numbers
-    output_splits: tuple[Hashable, ...]  # likewise
-
-
-@dataclass(frozen=True)
 class _Packed:
     """What is packed: values, as fake tensors and as numbers, and how many of their rows are for each rank."""
 
@@ -65,10 +56,7 @@ class Exchanges:
         numbers: Sequence[Any],
         splits: Sequence[Hashable],
     ) -> None:
-        """Notes a call that packs ``inputs``, cut in ``sizes``.
-
-        The others are numbers of values: of its result, of what it packs, and of how that is cut.
-        """
+        """Notes a call that packs ``inputs``, cut in ``sizes``; the others are numbers of the values."""
         fakes = tuple(self._facts[each] for each in inputs)
         self._packed[packed] = _Packed(
             fakes, tuple(numbers), _by_member(self._sizes(sizes), len(fakes)), _by_member(splits, len(fakes))
@@ -88,9 +76,8 @@ class Exchanges:
         *,
         is_made_of_sizes: bool,
     ) -> None:
-        """Notes an all-to-all, of its splits ``outputs`` and ``inputs``; one of what was packed counts.
-
-        It ``is_made_of_sizes`` if one operator made what is sent of sizes, as what several would pack.
+        """Notes an all-to-all of what was packed, or ``is_made_of_sizes`` by one operator, as what several would
+        pack.
         """
         if is_made_of_sizes:
             self.made_of_sizes.add(received)
@@ -101,11 +88,8 @@ class Exchanges:
 
     def unpack(
         self, received: int, given: Sequence[Any], splits: Sequence[Hashable]
-    ) -> tuple[list[Member], Hashable] | None:
-        """Returns the all-to-alls that a call unpacks, and their group; None where it does not undo the packing.
-
-        It is ``given`` these arguments.
-        """
+    ) -> list[tuple[Any, ...]] | None:
+        """Returns the arguments of the all-to-alls that a call unpacks; None where it does not undo the packing."""
         if received not in self._received:
             return None
         packed, totals, group = self._received[received]
@@ -122,8 +106,8 @@ class Exchanges:
         )
         if not is_undone:
             return None
-        members = zip(packed.numbers, packed.split_numbers, _by_member(splits, num), strict=True)
-        return [Member(*each) for each in members], group
+        members = zip(packed.numbers, _by_member(splits, num), packed.split_numbers, strict=True)
+        return [(sent, [*outputs], [*inputs], group) for sent, outputs, inputs in members]
 
     def _sizes(self, sizes: Sequence[Any]) -> list[Any]:
         return [size_expression(self._facts[each] if isinstance(each, fx.Node) else each) for each in sizes]

@@ -29,17 +29,10 @@ class _Box(NamedTuple):
 
 
 def viewed(pieces: Pieces, shape: Sequence[int], views: Sequence[Geometry]) -> list[Pieces] | None:
-    """Returns the maps of views of a tensor, which lie as given where that is contiguous.
+    """Returns the maps of views of a tensor, which lie as given where that is contiguous: cut, reordered, repeated
+    dims.
 
-    A view may cut, reorder and repeat dims. None if one does something else, or a piece cannot be cut so.
-
-    Example:
-        >>> from graphpasses.proof.core.values import whole
-        >>> viewed(whole(7, 6), (2, 3), [((2, 1), (3, 1), 0), ((2, 2), (3, 1), 1), ((3, 2), (1, 3), 0)])
-        ... # doctest: +NORMALIZE_WHITESPACE
-        [(Piece(start=0, dims=((2, 1, 3),), source=7, offset=0),),
-         (Piece(start=0, dims=((2, 2, 3), (2, 1, 1)), source=7, offset=1),),
-         (Piece(start=0, dims=((3, 2, 1), (2, 1, 3)), source=7, offset=0),)]
+    None if one does something else, or a piece cannot be cut so.
     """
     boxes = _boxes(pieces, shape)
     found = None if boxes is None else [_viewed(boxes, shape, *view) for view in views]
@@ -108,12 +101,7 @@ def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pie
 
 
 def joined(pieces: Iterable[Piece]) -> Pieces:
-    """Brings pieces to one form: those that continue each other become one.
-
-    Example:
-        >>> joined([Piece(4, ((2, 1, 1),), 7, 4), Piece(0, ((4, 1, 1),), 7, 0)])
-        (Piece(start=0, dims=((6, 1, 1),), source=7, offset=0),)
-    """
+    """Brings pieces to one form: those that continue each other become one."""
     found = [piece._replace(dims=merged(piece.dims)) for piece in sorted(pieces)]
     # First what lies side by side, then what repeats.
     for combine in (_continue, _stack):

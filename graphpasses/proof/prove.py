@@ -23,10 +23,10 @@ from graphpasses.proof.core.values import Value, Values
 from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
 from graphpasses.proof.eager_gradients import EagerGradients, layout_of
-from graphpasses.proof.evaluate import evaluate
+from graphpasses.proof.evaluate import Evaluation
 from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.launches import launches_of
-from graphpasses.proof.torch_calls import evaluate_torch_calls, other_input
+from graphpasses.proof.torch_calls import TorchCalls, other_input
 from graphpasses.text import some
 
 if TYPE_CHECKING:
@@ -113,15 +113,15 @@ def prove_as(
         return Certificate((), (("the graph", reason),), {}, (), time.perf_counter() - start)
     values = Values()
     updated: set[str] = set()
+    facts = Facts(before.graph)
     if isinstance(before, DynamoGraph) and isinstance(after, DynamoGraph):
         if other := other_input(before, after):
             raise ProofError(f"{subject} is not proved to keep anything: input {other} is another one")
-        one = evaluate_torch_calls(before, values, after.copied_constants)
-        two = evaluate_torch_calls(after, values)
+        one = TorchCalls(before, values, facts, constants=after.copied_constants).run()
+        two = TorchCalls(after, values, Facts(after.graph)).run()
     else:
-        facts = Facts(before.graph)
-        one = evaluate(before, values, facts, constants=after.copied_constants)
-        two = evaluate(after, values, Facts(after.graph, facts))
+        one = Evaluation(before, values, facts, constants=after.copied_constants).run()
+        two = Evaluation(after, values, Facts(after.graph, facts)).run()
         known: Facts | None = None
         held = None if after.update is None else after.update.copied_constants
         for graph, done in ((before, one), (after, two)):
@@ -129,7 +129,7 @@ def prove_as(
                 known = Facts(update.graph, known)
                 given = _given_to(graph, two) | done.written
                 constants = held if graph is before else None
-                then = evaluate(update, values, known, given, constants, done)
+                then = Evaluation(update, values, known, given, constants, done).run()
                 updated |= then.written.keys()
                 done.go_on(then)
     _refuse_chance(subject, one, two)
@@ -231,7 +231,7 @@ class _Proof:
                 self.unproved.append((name, "numbers are drawn for other values"))  # which the outputs tell
             else:
                 found = Difference(None, None, "other numbers are drawn, or the state is put back otherwise")
-                trial = self._runs.compare_states(self.one.random_state, self.two.random_state)
+                trial = self._runs.compare("source", self.one.random_state, self.two.random_state)
                 self._judge(name, found, trial)
         if self.one.hidden_state != self.two.hidden_state:
             name = "what calls keep that may have a state of their own"
@@ -330,7 +330,7 @@ class _Proof:
         found = find_difference(self.values, self.one, self.two, one, two)
         if reason is not None and self._is_reduction(found):
             found = Difference(found.before, found.after, reason)
-        trial = Trial() if reason is not None else self._runs.compare(one, two)
+        trial = Trial() if reason is not None else self._runs.compare("value", one.number, two.number)
         unknown = found.unknown or self.two.unknown or self._rests_on_others(found)
         if unknown and not trial.parts:
             self.unproved.append((name, f"no rule looks into {unknown}: {found}"))

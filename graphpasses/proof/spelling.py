@@ -26,70 +26,53 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def plain_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shape: Any) -> Call:
-    """Returns the arguments of a call as all that mean the same have them.
+    """Returns the arguments of a call as all that mean the same have them; ``shape`` is its first operand's, or None.
 
-    Defaults are left out, dims are not negative, what has a place stands there. ``shape`` is that of the first
-    operand, None where it is not known.
-
-    Example:
-        >>> plain_call(torch.ops.aten.sort.default, ("x", -1), {"descending": False}, (2, 3))
-        (('x', 1), {})
-        >>> plain_call(torch.ops.aten.sort.default, ("x",), {}, (2, 3))
-        (('x', 1), {})
+    Defaults are left out, dims are not negative, what has a place stands there.
     """
     if not is_operator(target):
         return args, dict(kwargs)
-    places, keywords, counts_dims, is_attention = _arguments(target)
-    if not kwargs and len(args) <= places and not counts_dims and not is_attention:
-        return _without_defaults(target, [*args]), {}
-    (schema,) = schemas(target)
+    arguments, places, counts_dims, is_attention = _signature(target)
     values = list(args)
-    for argument in schema.arguments[len(args) : places]:
-        values.append(kwargs.get(argument.name, argument.default_value))
+    if not kwargs and len(args) <= places and not counts_dims and not is_attention:
+        return _without_defaults(arguments, values), {}
+    values += [kwargs.get(name, default) for name, _, default in arguments[len(args) : places]]
     if counts_dims and shape:
-        for index, argument in enumerate(schema.arguments[1:places], 1):
-            if argument.name in ("dim", "dims") and index < len(values):
+        for index, (name, *_) in enumerate(arguments[:places]):
+            if name in ("dim", "dims") and 0 < index < len(values):
                 values[index] = _counted(values[index], len(shape))
-    others = {
+    defaults = {name: default for name, _, default in arguments[places:]}
+    others = {  # in one order
         name: kwargs[name]
-        for name, default in keywords.items()
+        for name, default in defaults.items()
         if name in kwargs and not _is_default(kwargs[name], default)
     }
-    others |= {
-        name: value for name, value in kwargs.items() if name not in keywords and name not in _names(target)
-    }
+    names = {name for name, *_ in arguments}
+    others |= {name: value for name, value in kwargs.items() if name not in names}
     if is_attention and others.get("scale") is None and shape and type(shape[-1]) is int:
         others["scale"] = 1.0 / math.sqrt(shape[-1])  # as torch computes it
-    return _without_defaults(target, values), others
+    return _without_defaults(arguments, values), others
+
+
+_Arguments = tuple[tuple[str, bool, Any], ...]
+"""Of each argument its name, whether it has a default, and that; those that have a place come first."""
 
 
 @functools.cache
-def _arguments(target: Any) -> tuple[int, dict[str, Any], bool, bool]:
-    """Returns how many arguments have a place, the defaults of the others, and what is special about the operator."""
+def _signature(target: Any) -> tuple[_Arguments, int, bool, bool]:
+    """Returns the arguments, how many have a place, whether dims are counted, and whether it is an attention."""
     (schema,) = schemas(target)
-    places = sum(not argument.kwarg_only for argument in schema.arguments)
-    keywords = {each.name: each.default_value for each in schema.arguments if each.kwarg_only}
+    arguments = tuple((a.name, a.has_default_value(), a.default_value) for a in schema.arguments)
     namespace, _, name = schema.name.partition("::")
     is_aten = namespace == "aten"
+    has_scale = any(each.kwarg_only and each.name == "scale" for each in schema.arguments)
     counts = is_aten and _COUNT_DIMS.fullmatch(name.rstrip("_")) is not None
-    return places, keywords, counts, is_aten and "scaled_dot_product" in name and "scale" in keywords
+    places = sum(not each.kwarg_only for each in schema.arguments)
+    return arguments, places, counts, is_aten and "scaled_dot_product" in name and has_scale
 
 
-@functools.cache
-def _names(target: Any) -> frozenset[str]:
-    (schema,) = schemas(target)
-    return frozenset(argument.name for argument in schema.arguments)
-
-
-@functools.cache
-def _defaults(target: Any) -> tuple[tuple[bool, Any], ...]:
-    (schema,) = schemas(target)
-    return tuple((each.has_default_value(), each.default_value) for each in schema.arguments)
-
-
-def _without_defaults(target: Any, values: list[Any]) -> tuple[Any, ...]:
-    defaults = _defaults(target)
-    while values and defaults[len(values) - 1][0] and _is_default(values[-1], defaults[len(values) - 1][1]):
+def _without_defaults(arguments: _Arguments, values: list[Any]) -> tuple[Any, ...]:
+    while values and arguments[len(values) - 1][1] and _is_default(values[-1], arguments[len(values) - 1][2]):
         values.pop()
     return tuple(values)
 

@@ -8,7 +8,7 @@ is read by the same calls, in one order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -23,21 +23,10 @@ from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Result, Value, Values
 from graphpasses.proof.evaluate import Evaluation
-from graphpasses.proof.evaluated import Evaluated
 from graphpasses.proof.lookups import AXIOM as FUSED
 from graphpasses.proof.lookups import Lookups
 
 aten = torch.ops.aten
-
-
-def evaluate_torch_calls(
-    graph: DynamoGraph, values: Values, constants: Mapping[str, Hashable] | None = None
-) -> Evaluated:
-    """Evaluates a graph that Dynamo traced; its ``uses`` say in which order gradients are added.
-
-    ``constants`` say what constants held before a pass could write them.
-    """
-    return _Evaluation(graph, values, Facts(graph.graph), constants=constants).run()
 
 
 def other_input(before: DynamoGraph, after: DynamoGraph) -> str:
@@ -47,7 +36,9 @@ def other_input(before: DynamoGraph, after: DynamoGraph) -> str:
     return next((name for name, given in names if name in known and known[name] is not given), "")
 
 
-class _Evaluation(Evaluation):
+class TorchCalls(Evaluation):
+    """Evaluates a graph that Dynamo traced; its ``uses`` say in which order gradients are added."""
+
     def __init__(self, graph: DynamoGraph, values: Values, facts: Facts, **given: Any) -> None:
         super().__init__(graph, values, facts, **given)
         self._modes = grad_modes(graph.graph)

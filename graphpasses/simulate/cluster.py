@@ -148,12 +148,8 @@ def step_for_rank(step: CapturedStep, model: nn.Module) -> CapturedStep:
 def cluster_memory(bucket_numels: Sequence[int], num_ranks: int, dtype: torch.dtype) -> int:
     """Estimates the bytes that a simulated cluster needs to train a model, activations apart.
 
-    All ranks together hold the shards once. Each holds, unsharded, the last bucket, the root's, and several times the
+    All ranks together hold the shards once; each holds, unsharded, the last bucket, the root's, and several times the
     largest.
-
-    Example:
-        >>> round(cluster_memory([656_000, 656_000, 131_000], 64, torch.bfloat16) / 1e9, 1)
-        1.1
     """
     state = sum(bucket_numels) * torch.float32.itemsize * _STATE_COPIES
     unsharded = (bucket_numels[-1] + _BUCKET_COPIES * max(bucket_numels)) * dtype.itemsize

@@ -31,17 +31,11 @@ class _Communicator:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that have a communicator of their own.
+    """Ranks that have a communicator of their own."""
 
-    Args:
-        ranks: of the run, in the communicator's order.
-        hosts: of each of them.
-        text: the communicator's lines; of several communicators, if the same ranks have them.
-    """
-
-    ranks: tuple[int, ...]
-    hosts: tuple[str, ...]
-    text: str
+    ranks: tuple[int, ...]  # of the run, in the communicator's order
+    hosts: tuple[str, ...]  # of each of them
+    text: str  # the communicator's lines; of several communicators, if the same ranks have them
 
 
 def groups_of_log(text: str) -> tuple[Group, ...]:
@@ -49,19 +43,8 @@ def groups_of_log(text: str) -> tuple[Group, ...]:
 
     A communicator's are the lines between the start and the end of its initialization, in the same thread, and what
     was taken for a collective of it, where lines of ``NCCL_DEBUG_SUBSYS=COLL`` say of which; without them, where the
-    process is in one group alone. Communicators of which ranks did not log are left out.
-
-    Args:
-        text: output of a run of several processes with ``NCCL_DEBUG=INFO``.
-
-    Raises:
-        TopologyError: no communicator is of all processes, which says what rank of the run each is.
-
-    Example:
-        >>> groups_of_log("n0:1:1 [0] NCCL INFO Channel 00/01 : 0 1")
-        ()
-
-    Source: NCCL ``src/init.cc`` (``ncclCommInitRankFunc``), ``src/enqueue.cc`` (``ncclEnqueueCheck``).
+    process is in one group alone. Communicators of which ranks did not log are left out. Source: NCCL ``src/init.cc``
+    (``ncclCommInitRankFunc``), ``src/enqueue.cc`` (``ncclEnqueueCheck``).
     """
     reader = _Reader()
     for line in text.splitlines():
@@ -115,7 +98,7 @@ class _Reader:
             if init[8] == "COMPLETE":
                 self._starting.pop(thread, None)
             else:
-                self._starting[thread] = self._begin(process, *init.groups()[:7])
+                self._starting[thread] = self._begin(process, init)
         elif call := _COLLECTIVE.match(text):
             self._called[thread] = self._here.get((process, call[1]), (None, None))[1]
         elif _CHOICE.match(text):
@@ -124,17 +107,8 @@ class _Reader:
         elif thread in self._starting:
             self._starting[thread].lines.append(text)
 
-    def _begin(
-        self,
-        process: _Process,
-        address: str,
-        rank: str,
-        num_ranks: str,
-        parent: str | None,
-        count: str | None,
-        color: str | None,
-        name: str | None,
-    ) -> _Communicator:
+    def _begin(self, process: _Process, init: re.Match[str]) -> _Communicator:
+        address, rank, num_ranks, parent, count, color, name, _ = init.groups()
         self.processes.add(process)
         key: object = name
         if parent is not None:  # what is split off has no name of its own

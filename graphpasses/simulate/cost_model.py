@@ -16,11 +16,6 @@ _MAX_NVLS_RANKS = 32
 def search_channels(topology: Topology) -> int:
     """Returns the rings, and trees, that NCCL's search finds; it makes two channels or more of each.
 
-    Example:
-        >>> from graphpasses.simulate import Topology
-        >>> search_channels(Topology(64, gpus_per_node=8)), search_channels(Topology(8, gpus_per_node=8))
-        (8, 8)
-
     Source: NCCL ``src/graph/connect.cc`` (``ncclTopoPostset``).
     """
     if topology.num_search_rings:

@@ -17,8 +17,8 @@ from graphpasses.errors import LayoutError, TopologyError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import Place, layout_places
 from graphpasses.identity import IdentityMap
-from graphpasses.simulate.orders import Runs, Sums, aligned_runs, ending_at, is_free, place_runs
-from graphpasses.simulate.rings import Ring, Topology
+from graphpasses.simulate.orders import Runs, Sums, aligned_runs, is_free, place_runs
+from graphpasses.simulate.rings import Ring, Topology, ending_at
 from graphpasses.simulate.topology_diff import Bits, BitsTable, why_unknown
 from graphpasses.simulate.trees import Order, show_order
 from graphpasses.text import some

@@ -112,12 +112,7 @@ def parse_selection(
 
 @lru_cache(maxsize=64)
 def enabled(hardware: Hardware, collective: str) -> dict[str, bool | None]:
-    """Returns which algorithms and protocols the environment allows for a collective; None: nothing is said of them.
-
-    Example:
-        >>> enabled(Hardware(algorithms="reducescatter:ring", protocols="^LL"), "reduce_scatter")["ll128"]
-        True
-    """
+    """Returns which algorithms and protocols the environment allows for a collective; None where it says nothing."""
     by_function = hardware.at_least(2, 24)
     function = collective.replace("_", "")
     algorithms = parse_selection(hardware.algorithms, _ALGORITHMS, "NCCL_ALGO", by_function=by_function)

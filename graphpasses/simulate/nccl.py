@@ -17,7 +17,7 @@ from typing import Literal
 from graphpasses.errors import TopologyError
 from graphpasses.simulate.choice import played
 from graphpasses.simulate.cost_model import search_channels
-from graphpasses.simulate.rings import Ring, Topology, rings
+from graphpasses.simulate.rings import Topology, ending_at, rings
 from graphpasses.simulate.trees import Order, tree_order, trees
 
 Collective = Literal["reduce_scatter", "all_reduce", "reduce"]
@@ -156,11 +156,12 @@ def reduction_parts(
     for channel, part in enumerate(channels):
         ring = channel_rings[channel]
         if collective == "all_reduce":
-            ring = ring[ring.index(0) :] + ring[: ring.index(0)]
+            first = ring.index(0)
             for start, stop, position in _chunks(topology, part, element_size):
-                parts.append(ReductionPart(start, stop, channel, _order_ending_at(ring, ring[position])))
+                last = ring[(first + position) % len(ring)]
+                parts.append(ReductionPart(start, stop, channel, ending_at(ring, last)))
         else:
-            parts.append(ReductionPart(part.start, part.stop, channel, _order_ending_at(ring, destination)))
+            parts.append(ReductionPart(part.start, part.stop, channel, ending_at(ring, destination)))
     return tuple(parts)
 
 
@@ -180,11 +181,6 @@ def _chunks(topology: Topology, part: range, element_size: int) -> Iterator[tupl
             start = loop + position * chunk
             if start < part.stop:
                 yield start, min(start + chunk, part.stop), position
-
-
-def _order_ending_at(ring: Ring, last: int) -> Ring:
-    first = ring.index(last) + 1
-    return ring[first:] + ring[:first]
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -29,13 +29,7 @@ class Sums:
         self._numbers: dict[tuple[str, int, int], int] = {}
 
     def number(self, order: Order, op: str, value: Callable[[int], int]) -> int:
-        """Returns the number of a sum, negative; ``value`` gives that of what a rank holds, which may be a sum.
-
-        Example:
-            >>> sums = Sums()
-            >>> [sums.number(order, "sum", int) for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0))]
-            [-2, -2, -4]
-        """
+        """Returns the number of a sum, negative; ``value`` gives that of what a rank holds, which may be a sum."""
         first, *others = order
         assert isinstance(first, int)
         total = value(first)
@@ -84,12 +78,7 @@ def _parts(place: Place, group: Topology) -> tuple[ReductionPart, ...]:
 
 
 def same_sum(one: Order, other: Order, op: str) -> bool:
-    """Whether two orders give the same bits, whatever the values; see :class:`Sums`.
-
-    Example:
-        >>> same_sum((0, 1, 2), (1, 0, 2), "sum"), same_sum((0, 1, 2), (1, 0, 2), "avg")
-        (True, False)
-    """
+    """Whether two orders give the same bits, whatever the values; see :class:`Sums`."""
     if one == other or op != "sum":
         return one == other
     if not any(isinstance(each, tuple) for each in (*one, *other)):
@@ -98,21 +87,8 @@ def same_sum(one: Order, other: Order, op: str) -> bool:
     return sums.number(one, op, int) == sums.number(other, op, int)
 
 
-def ending_at(ring: Sequence[int], last: int) -> tuple[int, ...]:
-    """Returns a ring as it is walked by a sum that ends at a rank."""
-    first = ring.index(last) + 1
-    return (*ring[first:], *ring[:first])
-
-
 def namings(order: Order, other: Order, op: str) -> Iterator[dict[int, int]]:
-    """Yields the names for the ranks of ``other`` under which it is the same sum as ``order``, all of them.
-
-    Example:
-        >>> [names[5] for names in namings((0, 1, 2), (3, 4, 5), "sum")]
-        [2, 2]
-        >>> list(namings((0, 1, 2, 3), (0, 1, (2, 3)), "sum"))
-        []
-    """
+    """Yields the names for the ranks of ``other`` under which it is the same sum as ``order``, all of them."""
     shapes = Sums()
 
     def shape(part: Order | int) -> int:

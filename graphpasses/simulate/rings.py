@@ -239,6 +239,12 @@ def _gpus_of_node(topology: Topology, index: int, node: int) -> list[int]:
     return [(first + step * position) % num_gpus for position in range(num_gpus)]
 
 
+def ending_at(ring: Ring, last: int) -> Ring:
+    """Returns a ring as it is walked by a sum that ends at a rank."""
+    first = ring.index(last) + 1
+    return ring[first:] + ring[:first]
+
+
 def _reaches_all(tree: Tree) -> bool:
     """Whether all ranks hang from the one that is nobody's child."""
     level = [*{*range(len(tree))}.difference(*tree)]

@@ -13,7 +13,7 @@ from graphpasses.errors import ClusterError
 from graphpasses.simulate.arithmetic import ReduceOpName
 from graphpasses.simulate.collectives import reduce_parts, simulate_all_reduce, simulate_reduce_scatter
 from graphpasses.simulate.nccl import Collective, reduction_parts
-from graphpasses.simulate.ring_process_group import RingProcessGroup
+from graphpasses.simulate.process_group import RingProcessGroup
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.scheduler import Call, RankScheduler, current
 

@@ -13,7 +13,6 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import Place, layout_places
 from graphpasses.simulate.orders import (
     aligned_runs,
-    ending_at,
     is_free,
     namings,
     place_channels,
@@ -22,7 +21,7 @@ from graphpasses.simulate.orders import (
     same_sum,
 )
 from graphpasses.simulate.prediction import num_parts
-from graphpasses.simulate.rings import Ring, Topology, rings
+from graphpasses.simulate.rings import Ring, Topology, ending_at, rings
 from graphpasses.simulate.trees import Order, show_order, trees
 from graphpasses.text import aligned
 

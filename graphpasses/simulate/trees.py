@@ -68,12 +68,7 @@ def tree_order(tree: Tree) -> Order:
 
 
 def show_order(order: Order, names: Sequence[int] | None = None, limit: int | None = None) -> str:
-    """Returns ranks, or their ``names``, in order; sums that are added as a whole are in parentheses.
-
-    Example:
-        >>> show_order((1, 0, (3, 2))), show_order((1, 0, 2), names=(10, 20, 30), limit=2)
-        ('1 0 (3 2)', '20 10 …')
-    """
+    """Returns ranks, or their ``names``, in order; sums that are added as a whole are in parentheses."""
     shown = [
         str(names[each] if names else each) if isinstance(each, int) else f"({show_order(each, names)})"
         for each in order[:limit]

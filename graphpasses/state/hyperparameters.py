@@ -47,12 +47,7 @@ class TensorFacts(NamedTuple):
 
 
 def is_number(value: object) -> bool:
-    """Whether an update can read a value as a number when it runs: a float, or an int; not a bool.
-
-    Example:
-        >>> is_number(0.1), is_number(True), is_number(torch.tensor(0.1))
-        (True, False, False)
-    """
+    """Whether an update can read a value as a number when it runs: a float, or an int; not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -74,14 +69,8 @@ def as_input(value: Any) -> Any:
 
 
 def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
-    """Returns the numbers of all groups, and the tensors that take their places, by name.
-
-    What a group holds that is no hyperparameter of the optimizer, as schedulers keep there, is not among them.
-
-    Example:
-        >>> optimizer = torch.optim.Adam([torch.ones(1, requires_grad=True)], lr=0.1)
-        >>> numbers_of(Optimizers((optimizer,)))[0, "betas[1]"]
-        0.999
+    """Returns the numbers of all groups, and the tensors in their places, by name; only of an optimizer's own
+    options.
     """
     return {
         (index, name): value
@@ -94,12 +83,7 @@ def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
 
 
 def with_numbers(group: Mapping[str, Any], numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group of an optimizer with other numbers, by name.
-
-    Example:
-        >>> with_numbers({"lr": 1.0, "betas": (0.9, 0.99)}, {"betas[0]": 0.5})
-        {'lr': 1.0, 'betas': (0.5, 0.99)}
-    """
+    """Returns a group of an optimizer with other numbers, by name."""
 
     def replaced(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and any(part in numbers for part, _ in _parts(name, value)):

@@ -74,12 +74,8 @@ def key_of(value: Any) -> Key:
     """Returns the key of a value.
 
     Plain values are told by class and text: ``1``, ``1.0`` and ``True`` differ, and so do ``0.0`` and ``-0.0``;
-    ``nan`` is one value. Containers are told by their items, arrays by their bytes, all else by identity; of
-    torch's own objects, as a ``GradScaler``, the tensors that they hold count, too. :data:`MISSING` is absent.
-
-    Example:
-        >>> key_of([1, 2.0]) == key_of([1, 2]), key_of([1, {"a": None}]) == key_of([1, {"a": None}])
-        (False, True)
+    ``nan`` is one value. Containers are told by their items, arrays by their bytes, all else by identity; of torch's
+    own objects, as a ``GradScaler``, the tensors that they hold count, too. :data:`MISSING` is absent.
     """
     return ABSENT if value is MISSING else _key(value, [MAX_ITEMS], ())
 

@@ -18,13 +18,6 @@ def live_state_restored(model: nn.Module) -> Iterator[None]:
     """Restores parameters, buffers, attributes and gradients of a model, and the state of random number generators.
 
     Tensors are put back, not what was written into them; of attributes that are lists, dicts and sets the items, too.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> with live_state_restored(model):
-        ...     model(torch.rand(3, 2)).sum().backward()
-        >>> model.weight.grad is None
-        True
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:

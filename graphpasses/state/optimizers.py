@@ -19,14 +19,7 @@ _CAPTURED_OF_TORCHREC = "torchrec", "RowWiseAdagrad"
 
 @dataclass(frozen=True, eq=False)
 class Optimizers:
-    """Optimizers, in the order in which they step; groups of the second are counted on from those of the first.
-
-    Example:
-        >>> first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-        >>> both = Optimizers((torch.optim.SGD([first]), torch.optim.Adam([second], betas=(0.8, 0.9))))
-        >>> both.name, both.groups[1][1]["betas"], both.group_name(1)
-        ('SGD and Adam', (0.8, 0.9), 'group 0 of Adam')
-    """
+    """Optimizers, in the order in which they step; groups of the second are counted on from those of the first."""
 
     each: tuple[Optimizer, ...]
 
@@ -77,13 +70,7 @@ class Optimizers:
                 parameter.grad = None
 
     def check(self) -> None:
-        """Raises if the update is not, or cannot be, captured.
-
-        Example:
-            >>> Optimizers((torch.optim.LBFGS([torch.ones(1, requires_grad=True)]),)).check()
-            Traceback (most recent call last):
-            graphpasses.errors.CaptureError: the step of LBFGS calls a closure, ...
-        """
+        """Raises if the update is not, or cannot be, captured."""
         for optimizer in self.each:
             _check_class(optimizer)
             _check_hooks(optimizer)

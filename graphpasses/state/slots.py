@@ -119,12 +119,7 @@ _KINDS: tuple[_Row, ...] = (
 
 
 def read(owner: Any, name: Any) -> Any:
-    """Returns what an owner has under a name, or :data:`MISSING`; what raises is missing.
-
-    Example:
-        >>> read({"a": 1}, "a"), read(Asked(torch.get_default_dtype), "the default dtype")
-        (1, torch.float32)
-    """
+    """Returns what an owner has under a name, or :data:`MISSING`; what raises is missing."""
     kind: Any = type(owner)
     return _row_of(kind)[1](owner, name)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import graphpasses.proof.prove  # noqa: F401  its modules register their axioms
 from graphpasses.graph import WAIT
 from graphpasses.identity import same_bits
 from graphpasses.ops.pack_all_to_all import pack_all_to_all, unpack_all_to_all

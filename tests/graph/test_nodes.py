@@ -1,0 +1,25 @@
+"""Small questions about nodes, and about what ranks launch."""
+
+from __future__ import annotations
+
+import torch
+
+from graphpasses.graph.certificate import Launch, find_unlike_launch
+from graphpasses.graph.nodes import freeze
+from graphpasses.graph.operator_seconds import OperatorSeconds
+
+
+def test_keys_of_arguments() -> None:
+    assert freeze([2, (1, 1)]) == freeze((2, [1, 1]))
+    assert freeze(1) != freeze(1.0)
+    assert freeze(0.0) != freeze(-0.0)
+
+
+def test_first_unlike_launch() -> None:
+    a, b = Launch("all_reduce", 0, ("a",)), Launch("all_reduce", 0, ("b",))
+    assert [find_unlike_launch([a, b], other) for other in ([a, b], [b, a], [a])] == [None, 0, 1]
+
+
+def test_equal_calls_take_their_median() -> None:
+    relu = torch.fx.symbolic_trace(lambda x: torch.ops.aten.relu(x)).graph.output_node().args[0]
+    assert OperatorSeconds.of([(relu, 1.0), (relu, 5.0), (relu, 2.0)]).get(relu) == 2.0

@@ -1,0 +1,20 @@
+"""Maps of elements: views of them, and their one form."""
+
+from __future__ import annotations
+
+from graphpasses.proof.core.values import Piece, whole
+from graphpasses.proof.pieces import joined, viewed
+
+
+def test_views_cut_repeat_and_reorder() -> None:
+    views = [((2, 1), (3, 1), 0), ((2, 2), (3, 1), 1), ((3, 2), (1, 3), 0)]
+    assert viewed(whole(7, 6), (2, 3), views) == [
+        (Piece(0, ((2, 1, 3),), 7, 0),),
+        (Piece(0, ((2, 2, 3), (2, 1, 1)), 7, 1),),
+        (Piece(0, ((3, 2, 1), (2, 1, 3)), 7, 0),),
+    ]
+    assert viewed(whole(7, 6), (2, 3), [((2, 2), (2, 1), 0)]) is None
+
+
+def test_pieces_that_continue_each_other_are_one() -> None:
+    assert joined([Piece(4, ((2, 1, 1),), 7, 4), Piece(0, ((4, 1, 1),), 7, 0)]) == whole(7, 6)
