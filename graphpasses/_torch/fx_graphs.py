@@ -10,11 +10,14 @@ import builtins
 import functools
 import keyword
 import os
+import re
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
+from torch.fx import graph_module
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen, PythonCode, magic_methods
 from torch.fx.node import Node, _get_qualified_name
@@ -57,6 +60,32 @@ def lazy_module(root: torch.nn.Module | dict[str, Any], graph: fx.Graph) -> fx.G
 def generate_code(module: fx.GraphModule) -> None:
     """Generates what a module of :func:`lazy_module` runs, as its first call does; any other has it."""
     _LazyGraphModule.force_recompile(module)
+
+
+# A call at the beginning of a statement, where no text can be that is an argument.
+_OPERATOR_CALL = re.compile(r"^(    \w+ = )torch\.ops\.(\w+\.\w+\.\w+)\(", re.MULTILINE)
+
+
+def quick_call(module: fx.GraphModule) -> Callable[..., Any]:
+    """Returns what a module does when it is called, with its operators looked up once; no hook of it is called.
+
+    The module's code looks an operator up in four steps, at each call, and calls it through Python.
+    """
+    paths: dict[str, str] = {}
+
+    def renamed(match: re.Match[str]) -> str:
+        name = f"_operator_{match[2].replace('.', '_')}"
+        paths[name] = match[2]
+        return f"{match[1]}{name}("
+
+    with paused_gc():
+        code = _python_code(module.graph, "self")
+        source = code.src if "_operator_" in code.src else _OPERATOR_CALL.sub(renamed, code.src)
+        operators = {
+            name: functools.reduce(getattr, path.split("."), torch.ops)._op for name, path in paths.items()
+        }
+        forward = graph_module._forward_from_src(source, code.globals | operators)
+    return functools.partial(forward, module)
 
 
 class _LazyModule(_LazyGraphModule):

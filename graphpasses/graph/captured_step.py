@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
-from graphpasses._torch.fx_graphs import copy_graph, lazy_module
+from graphpasses._torch.fx_graphs import copy_graph, lazy_module, quick_call
 from graphpasses.errors import CaptureError
 from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
@@ -278,14 +278,14 @@ class CapturedStep(TrainGraph):
         # The casts of the captured step are in its graph; autocast must not add others.
         with torch.no_grad(), torch.autocast(device, enabled=False):
             if update is None:
-                return self._accumulate(self._running_module(*values), tensors)
+                return self._accumulate(self._call(*values), tensors)
             parameters = self.snapshot.structure.named(tensors, self.parameters)
             if not is_updatable:
                 loss = self._accumulate((update.without_update or self.module)(*values), tensors)
                 update.run_eagerly()
                 return loss
             values += update.values(self.inputs[len(values) :], parameters)
-            loss = self._accumulate(self._running_module(*values), tensors)
+            loss = self._accumulate(self._call(*values), tensors)
             if update.is_in_step:
                 update.optimizers.finish()
             else:
@@ -359,9 +359,9 @@ class CapturedStep(TrainGraph):
         )
 
     @cached_property
-    def _running_module(self) -> fx.GraphModule:
+    def _call(self) -> Callable[..., Any]:
         module = self.module if self.update is None else self._updating_module()
-        return module if self.runs_as is None else self.runs_as(module)
+        return quick_call(module if self.runs_as is None else self.runs_as(module))
 
     def _updating_module(self) -> fx.GraphModule:
         """Returns the step with its update, without the gradients as results: they die once they are used."""

@@ -13,8 +13,16 @@ import pytest
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphpasses._torch.fx_graphs import _python_code, copy_graph, generate_code, lazy_module, quick_code
+from graphpasses._torch.fx_graphs import (
+    _python_code,
+    copy_graph,
+    generate_code,
+    lazy_module,
+    quick_call,
+    quick_code,
+)
 
 aten = torch.ops.aten
 
@@ -131,6 +139,38 @@ def test_torchs_message_shows_the_line(capsys: pytest.CaptureFixture[str]) -> No
     message = capsys.readouterr().err
     assert "line 6 of the traced Module's generated forward function" in message
     assert "exp_default = torch.ops.aten.exp.default(x);  x = None\n    getitem = exp_default[9]" in message
+
+
+class Seen(TorchDispatchMode):
+    """Notes operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["exp_default", "_operator_aten_exp_default"])
+def test_a_quick_call_runs_the_same_operators(name: str) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    exp = graph.create_node("call_function", aten.exp.default, (x,), name=name)
+    named = add(graph, aten.einsum.default, "ij,jk->ik", [exp, graph.get_attr("weight")])
+    graph.output((add(graph, operator.add, named, 1), named))
+    module = lazy_module({"weight": torch.arange(8.0).view(4, 2)}, graph)
+    inputs, seen = torch.randn(3, 4), Seen()
+    with seen:
+        found = quick_call(module)(inputs)
+    calls, seen.names = seen.names, []
+    with seen:
+        expected = module(inputs)
+    assert all(map(torch.equal, found, expected))
+    assert calls == seen.names
+    assert "aten.exp.default" in calls
+    assert "_operator_" not in module.code.replace(name, "")
 
 
 def test_dynamo_traces_what_runs() -> None:
