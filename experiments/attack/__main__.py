@@ -104,7 +104,7 @@ def _attack(rng: random.Random) -> Iterator[tuple[str, Case, Finding]]:
     program = random_program(rng, rng.randint(1, 6))
     with program.captured() as step:
         if step is not None:
-            yield from _attack_step(rng, Case(program.lines, (), program.optimizer), step)
+            yield from _attack_step(rng, Case(program.lines, (), program.optimizer, program.rows), step)
 
 
 def _attack_step(rng: random.Random, case: Case, step: TrainGraph) -> Iterator[tuple[str, Case, Finding]]:

@@ -24,16 +24,18 @@ class Case:
         lines: the program's.
         rewrites: the classes of the rewrites, one after the other, as :func:`class_of` says.
         optimizer: whether the program's step has one.
+        rows: whether the number of rows of its batch may vary.
     """
 
     lines: tuple[str, ...]
     rewrites: tuple[str, ...]
     optimizer: bool = False
+    rows: bool = False
 
     @property
     def program(self) -> Program:
         """The program."""
-        return Program(self.lines, self.optimizer)
+        return Program(self.lines, self.optimizer, self.rows)
 
     def findings(self) -> Iterator[tuple[TrainGraph, TrainGraph, Finding]]:
         """Yields the step, each rewritten one, and what the proof says; nothing where the program is none."""
@@ -105,6 +107,8 @@ def _smaller(case: Case) -> Iterator[Case]:
         yield replace(case, rewrites=case.rewrites[:index] + case.rewrites[index + 1 :])
     if case.optimizer:
         yield replace(case, optimizer=False)
+    if case.rows:
+        yield replace(case, rows=False)
     lines = case.lines
     for index in reversed(range(len(lines) - 1)):
         before, after = lines[:index], lines[index + 1 :]

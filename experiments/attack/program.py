@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -112,10 +112,12 @@ class Program:
     Args:
         lines: the statements; the last returns the loss.
         optimizer: whether AdamW updates the parameters in the step.
+        rows: whether the number of rows of ``x`` may vary from call to call.
     """
 
     lines: tuple[str, ...]
     optimizer: bool = False
+    rows: bool = False
 
     @property
     def source(self) -> str:
@@ -150,7 +152,14 @@ class Program:
         model: nn.Module = scope["Model"]()
         adam = torch.optim.AdamW(model.parameters()) if self.optimizer else None
         try:
-            return gp.capture_train_step(_loss, model, *_batch(), optimizer=adam, check=False)
+            return gp.capture_train_step(
+                _loss,
+                model,
+                *_batch(),
+                optimizer=adam,
+                check=False,
+                dynamic_shapes=({0: torch.export.Dim("rows")}, None) if self.rows else None,
+            )
         except (GraphPassesError, RuntimeError):  # what runs need not be traced
             return None
 
@@ -185,13 +194,14 @@ def _random_program(rng: random.Random, num_statements: int) -> Program:
     if rng.random() < 0.8:  # two ranks take longer
         kinds.remove("collectives")
     favoured = rng.choices(kinds, k=3)  # programs are of different kinds
+    rows = rng.random() < 0.25
     lines: list[str] = []
     values: list[str] = []
     for _ in range(20 * num_statements):
         if len(lines) == num_statements:
             break
         kind = rng.choice(kinds + 2 * favoured)
-        text = _fill(rng, rng.choice(_STATEMENTS[kind]), values)
+        text = _fill(rng, rng.choice(_STATEMENTS[kind]), values, _OF_ROWS if rows else _READ)
         line = text if kind == "writes" else f"{(new := f'a{len(values)}')} = {text}"
         try:
             exec(line, scope)
@@ -203,7 +213,7 @@ def _random_program(rng: random.Random, num_statements: int) -> Program:
             values.append(new)
         lines.append(line)
     lines += _ending(rng, scope, values)
-    return Program(tuple(lines), optimizer=rng.random() < 0.2)
+    return Program(tuple(lines), optimizer=rng.random() < 0.2, rows=rows)
 
 
 _STATEMENTS = {
@@ -212,11 +222,15 @@ _STATEMENTS = {
 }
 
 
-def _fill(rng: random.Random, template: str, values: list[str]) -> str:
+_READ = ("x", "x", "self.w", "self.v", "self.u", "self.h", "self.g", "self.d", "self.b")
+_OF_ROWS = ("x", "x", "x", "x", "x", "x", "self.w", "self.u")  # others have as many rows as one batch
+
+
+def _fill(rng: random.Random, template: str, values: list[str], read: Sequence[str]) -> str:
     def operand() -> str:
         if values and rng.random() < 0.7:
             return rng.choice(values[-4:] if rng.random() < 0.6 else values)
-        return rng.choice(["x", "x", "self.w", "self.v", "self.u", "self.h", "self.g", "self.d", "self.b"])
+        return rng.choice(read)
 
     x, y = operand(), operand()
     return template.format(

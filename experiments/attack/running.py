@@ -112,13 +112,19 @@ def _run(
 
 def _value(name: str, item: GraphInput, fake: Any, flavour: str) -> Any:
     if not isinstance(fake, Tensor):
-        return fake
-    value = _random_value(name, tuple(fake.shape), fake.dtype, flavour)
+        return _size(fake)
+    shape, strides = (tuple(map(_size, each)) for each in (fake.shape, fake.stride()))
+    value = _random_value(name, shape, fake.dtype, flavour)
     if item.state == "step":
         value = torch.full_like(value, 3.0)
     if item.state == "exp_avg_sq":
         value = value.abs()
-    return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype).copy_(value)
+    return torch.empty_strided(shape, strides, dtype=fake.dtype).copy_(value)
+
+
+def _size(size: Any) -> Any:
+    """Returns what a size was when the step was captured."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 @cache
