@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as jsonlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,8 +44,6 @@ def report(
         speeds: File of TOML with the latencies and bandwidths of links; what it leaves out is assumed.
         json: Print one JSON object instead of a sentence.
     """
-    import json as jsonlib
-
     from graphpasses.html_report import render_page
     from graphpasses.parity.run_file import read_run
     from graphpasses.scale import read_speeds

@@ -165,14 +165,12 @@ class Updates:
     def find_difference(self, kernels: Mapping[Hashable, Kernel]) -> str:
         """Returns how kernels differ from eager's operators on all kinds of numbers, or nothing."""
         for seed in range(4):
-            given: list[Any] = []
-            for index, node in enumerate(self.inputs):
-                is_tensor = _is_tensor(node)
-                seed_of_one = 1000 * seed + seed % 2 + 2 * index
-                value = (
-                    adversarial(node.meta["val"], seed_of_one) if is_tensor else 0.1 + 0.37 * (index + seed)
-                )
-                given.append(value)
+            given: list[Any] = [
+                adversarial(node.meta["val"], 1000 * seed + seed % 2 + 2 * index)
+                if _is_tensor(node)
+                else 0.1 + 0.37 * (index + seed)
+                for index, node in enumerate(self.inputs)
+            ]
             own = [each.clone() if isinstance(each, torch.Tensor) else each for each in given]
             UpdateKernels(self, kernels)(*own)
             values = dict(zip(self.inputs, given, strict=True))

@@ -92,10 +92,8 @@ class CapturedSteps:
                 )
             self._known_seeds.add(scale)
             for each, new in zip(parameters, gradients, strict=True):
-                if new is not None and each.grad is not None:
-                    each.grad += new
-                elif new is not None:
-                    each.grad = new
+                if new is not None:
+                    each.grad = new if each.grad is None else each.grad.add_(new)
 
         return _Backward.apply(torch.ones((), requires_grad=True), loss, give)  # type: ignore[no-any-return,no-untyped-call]
 

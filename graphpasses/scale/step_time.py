@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ def replay(
         StepTime(compute=4.0, wire=5.0, exposed=2.0)
     """
     ends: dict[int, float] = {}
-    seconds: dict[Transfer, float] = {}
+    seconds = functools.cache(wire)
     now = computed = sent = free = 0.0
     for event in traffic.events:
         if event.kind == "compute":
@@ -50,11 +51,9 @@ def replay(
         elif event.kind == "wait":
             now = max(now, ends[event.transfer])
         else:
-            transfer = traffic.transfers[event.transfer]
-            if transfer not in seconds:
-                seconds[transfer] = wire(transfer)
-            ends[event.transfer] = free = max(free, now) + seconds[transfer]
-            sent += seconds[transfer]
+            duration = seconds(traffic.transfers[event.transfer])
+            ends[event.transfer] = free = max(free, now) + duration
+            sent += duration
     return StepTime(computed, sent, max(now, free) - computed)
 
 

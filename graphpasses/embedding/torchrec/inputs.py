@@ -74,17 +74,13 @@ def check_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 def _find_keyed(jagged: Any, value: Any) -> list[Any]:
     found: list[Any] = []
 
-    def note(features: Any) -> Any:
-        found.append(features)
-        return features
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
 
-    kinds = {Tensor: _keep, jagged.KeyedJaggedTensor: note, jagged.JaggedTensor: _keep}
+    kinds = dict.fromkeys((Tensor, jagged.KeyedJaggedTensor, jagged.JaggedTensor), note)
     _Prepare(kinds, jagged.Pipelineable)(value)
-    return found
-
-
-def _keep(value: Any) -> Any:
-    return value
+    return [leaf for leaf in found if isinstance(leaf, jagged.KeyedJaggedTensor)]
 
 
 class _Prepare:

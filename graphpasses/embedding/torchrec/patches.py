@@ -111,15 +111,16 @@ def _with_dims_on_host(
     self: Any,
     offsets: Tensor,
     batch_size_per_feature_per_rank: list[list[int]] | None,
-    *outputs: Tensor | None,
+    *outputs: Any,
+    **named: Any,
 ) -> Any:
     """The original moves the tables' dims to the CPU in each forward, and sets them as an attribute of the module."""
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import generate_vbe_metadata
 
     if batch_size_per_feature_per_rank is not None or self.feature_dims.device.type != "cpu":
-        return original(self, offsets, batch_size_per_feature_per_rank, *outputs)
-    dims = self.feature_dims
-    return generate_vbe_metadata(offsets, None, self.pooling_mode, dims, self.current_device, *outputs)
+        return original(self, offsets, batch_size_per_feature_per_rank, *outputs, **named)
+    known = self.pooling_mode, self.feature_dims, self.current_device
+    return generate_vbe_metadata(offsets, None, *known, *outputs, **named)
 
 
 @constant
@@ -207,9 +208,11 @@ def _permute_sequences(
 
 
 @traced
-def _flatten_sequences(original: Callable[..., Any], pg: Any, a2ai: Any, embeddings: Tensor) -> Any:
+def _flatten_sequences(
+    original: Callable[..., Any], pg: Any, a2ai: Any, sharded_input_embeddings: Tensor
+) -> Any:
     """The original flattens embeddings only where it permutes them; and see ``carry_codecs``."""
-    return carried(original, pg, a2ai, embeddings.view(-1))
+    return carried(original, pg, a2ai, sharded_input_embeddings.view(-1))
 
 
 # ---- order of columns ----------------------------------------------------------------------------------

@@ -123,14 +123,12 @@ def graph_passes(
 
 def _with_ours(theirs: Sequence[_Pass], ours: Mapping[str, _Pass], own: _OwnPasses) -> Iterator[_Pass]:
     """Yields torchtitan's passes, with ours for some, and marks where the proof's parts end and begin."""
-    names = [*map(_name_of, theirs)]
+    named = [(_name_of(each), each) for each in theirs]
+    names = [name for name, _ in named]
     if _CONCRETE in names:  # the scheduler asks for no sizes; ours are of those that the step is called with
-        theirs = [*theirs]
-        first = names.index(_BUCKETING)
-        theirs.insert(first, theirs.pop(names.index(_CONCRETE)))
-        names.insert(first, names.pop(names.index(_CONCRETE)))
-    own.origins = tuple(name for name in names if name in _ORIGINS)
-    for name, each in zip(names, theirs, strict=True):
+        named.insert(names.index(_BUCKETING), named.pop(names.index(_CONCRETE)))
+    own.origins = tuple(name for name, _ in named if name in _ORIGINS)
+    for name, each in named:
         if name == "ep_overlap_schedule_pass":
             yield own.release_shared_nodes_pass
         if own.origins and name == own.origins[0]:

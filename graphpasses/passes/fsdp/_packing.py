@@ -102,10 +102,9 @@ def pack_reductions(
         sizes = [reduction.wait.meta["val"].numel() for reduction in reductions]
         parts = graph.emit(SPLIT, (flat, sizes), like=like)
         for index, reduction in enumerate(reductions):
-            part = graph.emit(operator.getitem, (parts, index), like=reduction.wait)
-            part = graph.emit(
-                aten.view.default, (part, list(reduction.wait.meta["val"].shape)), like=reduction.wait
-            )
+            wait = reduction.wait
+            part = graph.emit(operator.getitem, (parts, index), like=wait)
+            part = graph.emit(aten.view.default, (part, list(wait.meta["val"].shape)), like=wait)
             part = _cast(graph, part, reduction.reduced.meta["val"].dtype)
             for node in reduction.tail:
                 if node.target != CAST:
@@ -125,13 +124,10 @@ def _by_shard(graph: TrainGraph, gradient: fx.Node, reduction: GradReduction, nu
             f"parameter {reduction.fqn!r} is sharded on dim {dim} of size {info.shape[dim]}, which {num_shards} "
             "ranks do not divide; eager FSDP2 refuses it too. Shard it on dim 0"
         )
-    split = graph.emit(
-        aten.split.Tensor, (gradient, info.shape[dim] // num_shards, dim), like=reduction.launch
-    )
-    chunks = [
-        graph.emit(operator.getitem, (split, index), like=reduction.launch) for index in range(num_shards)
-    ]
-    return graph.emit(aten.cat.default, (chunks,), like=reduction.launch)
+    like = reduction.launch
+    split = graph.emit(aten.split.Tensor, (gradient, info.shape[dim] // num_shards, dim), like=like)
+    chunks = [graph.emit(operator.getitem, (split, index), like=like) for index in range(num_shards)]
+    return graph.emit(aten.cat.default, (chunks,), like=like)
 
 
 def _cast(graph: TrainGraph, node: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -34,11 +34,10 @@ class Scheduler:
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
         self.latest = _latest_starts(program)
-        self._needs: dict[int, _RangeMaximum] = {}
 
     def lazy(self, num_reducing: int = 0) -> Schedule:
         """Returns the order that gathers nothing ahead, so many reductions in flight; 0: in fewest bytes."""
-        return _Player(self, None, num_reducing, None).play()
+        return _Player(self, num_reducing).play()
 
     def schedule(self, limit: float, num_reducing: int) -> Schedule:
         """Returns the order in which a program's nodes are to run.
@@ -48,14 +47,12 @@ class Scheduler:
         use if with it the step had to hold more than ``limit`` bytes until then, with so many reductions in flight;
         where gradients would, reductions are waited for.
         """
-        if num_reducing not in self._needs:
-            self._needs[num_reducing] = _RangeMaximum(self.lazy(num_reducing).peaks)
-        return _Player(self, limit, num_reducing, self._needs[num_reducing]).play()
+        return _Player(self, num_reducing, limit, self.lazy(num_reducing).peaks).play()
 
 
 class _Player:
     def __init__(
-        self, scheduler: Scheduler, limit: float | None, num_reducing: int, needs: _RangeMaximum | None
+        self, scheduler: Scheduler, num_reducing: int, limit: float | None = None, needs: Sequence[int] = ()
     ) -> None:
         self._program = program = scheduler.program
         self._costs, self._latest = scheduler.costs, scheduler.latest
@@ -146,13 +143,13 @@ class _Player:
         return gather if start + reduction.sent > self._latest[gather].start + stalled else reduction
 
     def _has_room(self, gather: MovableGather) -> bool:
-        if self._needs is None or self._limit is None:
+        if self._limit is None:
             return False
         ahead = [*self._ahead, gather]  # until each arrives, it takes more than what is needed anyway
         num_bytes, start = sum(each.num_bytes for each in ahead), self._index
         for each in ahead:
             end = self._latest[each].segment
-            if start < end and num_bytes + self._needs.between(start, end - 1) > self._limit:
+            if start < end and num_bytes + max(self._needs[start:end]) > self._limit:
                 return False
             num_bytes, start = num_bytes - each.num_bytes, max(start, end)
         return True
@@ -229,21 +226,6 @@ class _Memory:
             self._left[index] -= 1
             if not self._left[index]:
                 self.held -= self._bytes[index]
-
-
-class _RangeMaximum:
-    """The largest of some neighbours, in constant time."""
-
-    def __init__(self, values: list[int]) -> None:
-        self.values = values
-        self._rows = [values]  # the largest of 1, 2, 4, … values from each on
-        while (width := 1 << (len(self._rows) - 1)) < len(values):
-            last = self._rows[-1]
-            self._rows.append([max(each) for each in zip(last, last[width:], strict=False)])
-
-    def between(self, start: int, end: int) -> int:
-        level = (end - start + 1).bit_length() - 1
-        return max(self._rows[level][start], self._rows[level][end + 1 - (1 << level)])
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ class Costs:
     def __init__(self, graph: TrainGraph, wire: Wire) -> None:
         self._measured, self._flops = graph.seconds, 1e12 * wire.speeds.flops
         self._on_wire = functools.cache(wire)
-        self._known: dict[fx.Node, float] = {}
+        # Of a node how long it computes; those that launch, wait, or name a part of another take no time.
+        self.seconds = functools.cache(self._seconds)
         self._bytes_per_second = 1e9 * wire.speeds.memory_bandwidth
         if self._measured is not None:
             self._bytes_per_second = self._measured_bandwidth(graph)
@@ -45,27 +46,13 @@ class Costs:
             return None
         return self._measured.get(node)
 
-    def seconds(self, node: fx.Node) -> float:
-        """Returns how long a node computes; those that launch, wait, or name a part of another take no time."""
-        if node not in self._known:
-            self._known[node] = self._seconds(node)
-        return self._known[node]
-
     def _seconds(self, node: fx.Node) -> float:
-        if (
-            node.op != "call_function"
-            or not is_operator(node.target)
-            or node.target == WAIT
-            or is_collective(node)
-        ):
+        is_call = node.op == "call_function" and is_operator(node.target)
+        if not is_call or node.target == WAIT or is_collective(node):
             return 0.0
         flops, num_bytes = operator_cost(node)
-        if not flops and not num_bytes:
-            return 0.0
-        measured = self._of_call(node)
-        if measured is not None:
-            return measured
-        return flops / self._flops + num_bytes / self._bytes_per_second
+        measured = self._of_call(node) if flops or num_bytes else 0.0
+        return flops / self._flops + num_bytes / self._bytes_per_second if measured is None else measured
 
     def sent(self, launch: fx.Node, num_bytes: int | None = None) -> float:
         """Returns how long a collective, or one of so many bytes, is on the wire of its group."""
