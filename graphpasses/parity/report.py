@@ -40,7 +40,6 @@ _MEANING = {
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns a comparison as plain dicts and lists, complete, for ``json.dumps``."""
     divergence = comparison.divergence
     return {
         "verdict": comparison.verdict,

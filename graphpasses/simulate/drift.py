@@ -222,10 +222,9 @@ def _replicas(
 def _sums(
     steps: Sequence[_Step], axes: Mapping[str, int]
 ) -> tuple[list[_Orders], dict[int, tuple[int, ...]]]:
-    """Returns orders of the steps' groups, and of each rank the numbers of its sums, one for each of these orders.
+    """Returns orders of the steps' groups, and by rank the numbers of its sums, one for each of these orders.
 
-    Where all groups of a step add in one order, in each step, ranks that hold the same before get the same: such
-    stretches of elements are left out.
+    Elements that all groups of each step add in one order are left out: there ranks that held the same get the same.
     """
     reduced = frozenset(axis for step in steps for axis in step.axes)
     leaves = {rank: index for line in _lines(axes, reduced) for index, rank in enumerate(line)}

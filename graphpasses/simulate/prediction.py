@@ -124,10 +124,7 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
 
 
 def find_reordered(move: Move, topology: Topology) -> Reordered | None:
-    """Says which elements of one gradient are added in another order on a cluster; None if none are.
-
-    Source: see :mod:`graphpasses.simulate.nccl`.
-    """
+    """Says which elements of one gradient are added in another order on a cluster; None if none are."""
     before, after = move.before, move.after
     reason = _other_arithmetic(before, after, topology)
     if before is not None and after is not None and not reason:

@@ -37,7 +37,6 @@ class ModelStructure:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelStructure:
-        """Reads a model."""
         modules = [*model.modules()]
         names = [(tuple(module._parameters), tuple(module._buffers)) for module in modules]
         sizes = (len(of_parameters) + len(of_buffers) for of_parameters, of_buffers in names)
@@ -77,10 +76,7 @@ class ModelStructure:
         return replace(self, modules=modules, facts=facts)
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
-        """Raises if the model is not what it was: the graph would go on as if it were.
-
-        Returns its parameters and buffers, by slot.
-        """
+        """Returns the model's tensors, by slot; raises if it is not what it was: the graph would go on regardless."""
         modules = self._modules(model)
         if (facts := _facts(modules)) != self.facts:
             for each in zip(self.paths, self.facts, facts, strict=True):
