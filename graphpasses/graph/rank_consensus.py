@@ -91,6 +91,8 @@ class RankConsensus:
         """Raises on all ranks if facts of two differ: what ``difference`` says, or where that says nothing
         ``elsewhere``.
         """
+        if not self.groups:
+            return
         digest = zlib.crc32(repr(fact).encode())
         least, negative = self._least([digest, -digest])
         if least == -negative:
