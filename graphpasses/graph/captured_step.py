@@ -265,7 +265,12 @@ class CapturedStep(TrainGraph):
         Unless it ``is_updatable`` the optimizer's own step makes its state, and updates.
         """
         update = self.update
-        values = self._flat_inputs(tensors, leaves, pending)
+        leaf = iter(leaves)
+        values = [
+            next(leaf) if slot is None else getattr(tensors[slot], attr) if attr else tensors[slot]
+            for slot, attr in self._input_slots
+        ]
+        values += pending.values()
         if self.written:
             named = zip(self.inputs[: len(values)], values, strict=True)
             written = [
@@ -341,13 +346,10 @@ class CapturedStep(TrainGraph):
     @cached_property
     def _gradient_slots(self) -> tuple[tuple[int, int | str, bool], ...]:
         """Of each gradient its position, its parameter (a slot; a place if it waits), and if its memory is shared."""
-        shared, slots = shared_values(self.output_values), self.snapshot.structure.slots
+        shared, fqn = shared_values(self.output_values), self.identity.canonical
+        slots = self.snapshot.structure.slots
         return tuple(
-            (
-                index,
-                slots[self.identity.canonical(item.fqn)] if item.is_gradient else item.fqn,
-                index in shared,
-            )
+            (index, slots[fqn(item.fqn)] if item.is_gradient else item.fqn, index in shared)
             for index, item in enumerate(self.outputs)
             if item.is_gradient or item.kind is OutputKind.VALUE
         )
@@ -366,19 +368,6 @@ class CapturedStep(TrainGraph):
         ]
         graph.output_node().args = (values,)
         return lazy_module(self.module, graph)
-
-    def _flat_inputs(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        leaves: Sequence[Any],
-        pending: Mapping[str, torch.Tensor],
-    ) -> list[Any]:
-        leaf = iter(leaves)
-        values = [
-            next(leaf) if slot is None else getattr(tensors[slot], attr) if attr else tensors[slot]
-            for slot, attr in self._input_slots
-        ]
-        return [*values, *pending.values()]
 
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
         for index, place, is_shared in self._gradient_slots:

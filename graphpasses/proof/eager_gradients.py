@@ -69,11 +69,8 @@ def layout_of(before: TrainGraph, after: TrainGraph, layout: Layout | None) -> L
 class EagerGradients:
     """Says whether gradients of a rewritten step are what eager computes, given where eager reduces them.
 
-    Reductions lie as in ``layout``, which is eager's if ``is_eagers``; otherwise the all-reduce of HSDP may come
-    first, as it is traced. With ``may_scale`` gradients may be divided before and after they are reduced.
-    ``topology`` is that of the cluster, where another place than eager's may be right, too. Source: FSDP2's
-    ``_fsdp_param_group.py``, ``post_backward``, reduces what autograd has added up; and ``_fsdp_collectives.py``,
-    ``foreach_reduce``.
+    Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces what autograd has added up; and
+    ``_fsdp_collectives.py``, ``foreach_reduce``.
     """
 
     values: Values
@@ -81,9 +78,9 @@ class EagerGradients:
     evaluated: Evaluated
     layout: Layout
     _: KW_ONLY
-    is_eagers: bool
-    may_scale: bool
-    topology: Topology | None
+    is_eagers: bool  # whether the layout is eager's; else HSDP's all-reduce may come first, as it is traced
+    may_scale: bool  # whether gradients may be divided before and after they are reduced
+    topology: Topology | None  # of the cluster, where another place than eager's may be right, too
     is_scaled: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

@@ -98,7 +98,7 @@ class ModelStructure:
 
     def _check_tensors(self, tensors: Sequence[torch.Tensor | None]) -> None:
         if (first := _first(tensors)) != self.first:
-            self._refuse_ties(tensors, first)
+            self._refuse_ties(first)
         if (kinds := _kinds(tensors)) != self.kinds:
             before, now = ([*zip(*each, strict=True)] for each in (self.kinds, kinds))
             slot = next(slot for slot, kind in enumerate(now) if kind != before[slot])
@@ -113,7 +113,7 @@ class ModelStructure:
         if (index := find_gradient_hooks(trained)) is not None:
             check_gradient_hooks(self._name([*self.trainable][index]), trained[index])
 
-    def _refuse_ties(self, tensors: Sequence[torch.Tensor | None], first: Sequence[int]) -> None:
+    def _refuse_ties(self, first: Sequence[int]) -> None:
         for slot, (was, now) in enumerate(zip(self.first, first, strict=True)):
             if was == now:
                 continue
