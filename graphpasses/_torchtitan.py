@@ -11,9 +11,8 @@ from torch import nn
 
 
 def forget_wrapper_classes() -> None:
-    """Makes SimpleFSDP's ``data_parallel`` make new wrapper classes, with this model's mesh and mixed precision.
-
-    The keys of ``simple_fsdp._wrap_class_cache`` are a module's class and the names of its parameters only.
+    """Makes SimpleFSDP's ``data_parallel`` make new wrapper classes, with this model's mesh and mixed precision: the
+    keys of ``simple_fsdp._wrap_class_cache`` are a module's class and the names of its parameters only.
     """
     from torchtitan.experiments.graph_trainer import simple_fsdp
 
@@ -49,9 +48,9 @@ def _computed(kind: type) -> list[tuple[str, Any]]:
 
 
 def save_cpu_attention() -> None:
-    """Makes memory policies save what attention computes on a CPU, too, before graph_trainer is imported; for good.
-
-    ``activation_checkpoint._get_default_save_ops`` names attention's operators on GPUs only, and none can be added.
+    """Makes memory policies save what attention computes on a CPU, too, before graph_trainer is imported; for good,
+    since ``activation_checkpoint._get_default_save_ops`` names attention's operators on GPUs only, and none can be
+    added.
     """
     from torchtitan.distributed import activation_checkpoint
 

@@ -358,7 +358,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have equal dtypes, shapes and bytes, so that NaN equals itself; of DTensors this rank's
+    """Whether two tensors have one dtype and shape, and equal bytes, so that NaN equals itself; of DTensors local
     shards.
     """
     x, y = (t.to_local() if hasattr(t, "to_local") else t for t in (a.detach(), b.detach()))
@@ -369,10 +369,5 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def unwrapped_name(fqn: str) -> str:
-    """Returns the name that a parameter or buffer has in checkpoints, where torch's wrappers have no part in it.
-
-    Example:
-        >>> unwrapped_name("layers.0._checkpoint_wrapped_module.weight")
-        'layers.0.weight'
-    """
+    """Returns the name that a parameter or buffer has in checkpoints, where torch's wrappers have no part in it."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPED)

@@ -14,18 +14,10 @@ from typing import Any
 
 
 def attach_stub(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose stub lists its public names.
+    """Returns ``__getattr__``, ``__dir__`` and ``__all__`` of a package whose stub, beside ``file``, lists its public
+    names.
 
-    Beside ``file``, the package's ``__file__``, lies a stub of lines ``from module import name as name``; a
-    subpackage comes from the package itself.
-
-    Example:
-        >>> import graphpasses
-        >>> get, _, names = attach_stub("graphpasses", graphpasses.__file__)
-        >>> "weight_hash" in names
-        True
-        >>> get("GraphPassesError")
-        <class 'graphpasses.errors.GraphPassesError'>
+    The stub's lines are ``from module import name as name``; a subpackage comes from the package itself.
     """
     tree = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]

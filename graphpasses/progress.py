@@ -24,9 +24,8 @@ def stage(name: str) -> None:
 
 @contextmanager
 def stages_shown() -> Iterator[None]:
-    """Shows what the block is doing, and for how long, if it lasts longer than two seconds.
-
-    One rank does, on stderr, if that is a terminal, and the line is gone when the block ends.
+    """Shows, if it lasts, what the block is doing, and for how long: on one rank's stderr, if a terminal, till the
+    block ends.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if _show.get() is not None or not is_first or not sys.stderr.isatty():

@@ -7,16 +7,8 @@ from collections.abc import Collection, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, max_rows: int | None = None) -> list[str]:
-    """Returns a line for each row, its cells below each other.
-
-    The first row is the header. At most ``max_rows`` rows below it are kept; the last line says how many more there
-    are.
-
-    Example:
-        >>> aligned([("pass", "ms"), ("prefetch-collectives", "1.0")])
-        ['pass                  ms', 'prefetch-collectives  1.0']
-        >>> aligned([("pass",), ("a",), ("b",), ("c",)], max_rows=1)
-        ['pass', 'a', '… and 2 more']
+    """Returns a line for each row, the first a header, its cells below each other; at most ``max_rows`` rows below
+    that, and then how many more there are.
     """
     kept = rows if max_rows is None else rows[: max_rows + 1]
     widths = [max(map(len, column)) for column in zip(*kept, strict=True)]
@@ -27,22 +19,12 @@ def aligned(rows: Sequence[Sequence[str]], *, max_rows: int | None = None) -> li
 
 
 def some(names: Sequence[str], limit: int) -> str:
-    """Returns the first names, and how many more there are.
-
-    Example:
-        >>> some(["a", "b", "c", "d"], limit=2)
-        'a, b and 2 more'
-    """
+    """Returns the first names, and how many more there are."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
-    """Returns the end of an error message: the names closest to an unknown one, or nothing.
-
-    Example:
-        >>> did_you_mean("layer.0", ["layers.0", "norm"])
-        "; did you mean 'layers.0'?"
-    """
+    """Returns the end of an error message: the names closest to an unknown one, or nothing."""
     matches = difflib.get_close_matches(name, names, n=3)
     return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""

@@ -26,10 +26,7 @@ def tangents(graph: TrainGraph) -> set[fx.Node]:
 def backward_nodes(
     graph: TrainGraph, dependencies: Mapping[fx.Node, Iterable[fx.Node]] | None = None
 ) -> set[fx.Node]:
-    """Returns the nodes of the backward pass: the tangents and what depends on one, else what autograd's engine ran.
-
-    ``dependencies`` has for each node, in graph order, what must run before it; its inputs by default.
-    """
+    """Returns the nodes of the backward pass: the tangents and what depends on one, or else what autograd ran."""
     backward = tangents(graph)
     if not backward:
         return set(filter(is_backward, graph.graph.nodes))

@@ -123,7 +123,6 @@ def _merged(ranges: Iterable[ColumnRange]) -> list[ColumnRange]:
 
 
 def is_column_cat(node: fx.Node) -> bool:
-    """Whether a node joins tensors side by side."""
     return node.target == aten.cat.default and node.args[1:] == (1,) and _num_columns(node) is not None
 
 

@@ -108,10 +108,7 @@ class _Memory:
 def topological_sort(
     units: Sequence[tuple[T, ...]], dependencies: Mapping[T, Iterable[T]]
 ) -> list[tuple[T, ...]]:
-    """Sorts units topologically and stably; the same on all ranks, since the result follows from the arguments alone.
-
-    No member of a unit may need another.
-    """
+    """Sorts units, no member of which may need another, topologically and stably; the same on all ranks."""
     unit_of = {member: index for index, unit in enumerate(units) for member in unit}
     sorter = TopologicalSorter(
         {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -82,28 +83,28 @@ class Effects:
 
 
 def operator_effects(node: fx.Node) -> Effects:
-    """Returns what a node of a graph of ATen operators does.
-
-    What no schema says is taken for granted: that other libraries' writing operators have a state, as a fused
-    optimizer which rounds at random.
-    """
+    """Returns what an ATen graph's node does; other libraries' writing operators are taken to have a state."""
     if node.op != "call_function":
         return Effects()
+    is_atens = getattr(node.target, "namespace", "aten") == "aten"
     return Effects(
         reads=_read_inputs(node),
         writes=tuple(_written_inputs(node)),
         shares=tuple(_shared_inputs(node)),
-        has_hidden_state=draws(node) or is_higher_order(node) or _writes_beside_aten(node.target),
+        has_hidden_state=draws(node)
+        or is_higher_order(node)
+        or (not is_atens and writes_arguments(node.target)),
         group=collective_group(node),
     )
 
 
 def torch_call_effects(node: fx.Node) -> Effects:
     """Returns what a node of a graph that Dynamo traced does, as torch's conventions tell (``add_``, ``out=``)."""
+    with_gradient = filter(has_gradient, node.all_input_nodes if has_gradient(node) else ())
     return Effects(
         reads=tuple(node.all_input_nodes),
         writes=tuple(_written_inputs(node)),
-        gradients=tuple(_summed_gradients(node)),
+        gradients=tuple(each for each in with_gradient if len(each.users) > 1),
         has_hidden_state=_draws_random_numbers(node),
         changes_context=_changes_context(node),
         group=_torch_call_group(node),
@@ -129,7 +130,6 @@ def is_written(node: fx.Node) -> bool:
 
 
 def names_written(node: fx.Node) -> frozenset[str]:
-    """Returns the names of the arguments that an operator writes in place."""
     written = written_names(node.target)
     if str(node.target).startswith("aten._fused_") and node.kwargs.get("grad_scale") is None:
         return written - {"grads"}  # torch's kernels scale gradients back in place, or leave them
@@ -138,11 +138,7 @@ def names_written(node: fx.Node) -> frozenset[str]:
 
 @cache
 def is_elementwise_on_lists(target: Any) -> bool:
-    """Whether an operator does with each element of its lists of tensors what it does with that alone.
-
-    Not so what is on no list by its schema, what reads each tensor's number from one tensor, and what returns several
-    lists.
-    """
+    """Whether an operator does with each element of its lists of tensors what it does with that alone."""
     if not is_operator(target) or not str(target).startswith(("aten._foreach_", "aten._fused_")):
         return False
     (schema,) = schemas(target)
@@ -206,9 +202,18 @@ def has_gradient(node: fx.Node) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
-def _summed_gradients(node: fx.Node) -> Iterator[fx.Node]:
-    if has_gradient(node):
-        yield from (other for other in node.all_input_nodes if len(other.users) > 1 and has_gradient(other))
+def reached_outputs(graph: fx.Graph) -> dict[fx.Node, frozenset[int]]:
+    """Returns, of each value that may get a gradient, the positions of the outputs from which it comes."""
+    reached: dict[fx.Node, frozenset[int]] = defaultdict(frozenset)
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            for position, value in enumerate(node.args[0]):
+                if isinstance(value, fx.Node) and has_gradient(value):
+                    reached[value] |= {position}
+        elif node in reached:
+            for value in filter(has_gradient, node.all_input_nodes):
+                reached[value] |= reached[node]
+    return {node: reached[node] for node in sorted(reached)}
 
 
 def _draws_random_numbers(node: fx.Node) -> bool:
@@ -261,10 +266,6 @@ def _name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", "")
 
 
-def _writes_beside_aten(target: Any) -> bool:
-    return getattr(target, "namespace", "aten") != "aten" and writes_arguments(target)
-
-
 def _named_argument(node: fx.Node, name: str) -> Any:
     if name in node.kwargs or not inspect.isfunction(node.target):
         return node.kwargs.get(name)
@@ -279,5 +280,4 @@ def _inner_nodes(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def nodes_in(value: Any) -> Iterator[fx.Node]:
-    """Yields the nodes in an argument of a call."""
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node))

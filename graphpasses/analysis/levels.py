@@ -41,10 +41,7 @@ def call_levels(
     *,
     in_turn: Callable[[fx.Node], bool] = lambda node: False,
 ) -> dict[fx.Node, int]:
-    """Returns the levels of a ``DYNAMO`` graph, by which :func:`sort_by_level` may sort it.
-
-    ``in_turn`` says which collectives stay after the collectives that they come after.
-    """
+    """Returns the levels of a ``DYNAMO`` graph; collectives ``in_turn`` stay after those that they come after."""
     order = dependencies(graph, torch_call_effects, in_turn=in_turn)
     return levels({node: node.all_input_nodes for node in graph.nodes}, counted, order=order)
 

@@ -64,13 +64,11 @@ class Gather:
 
     @property
     def fqn(self) -> str:
-        """The parameter, where it is one."""
         (fqn,) = self.fqns
         return fqn
 
     @property
     def all_gather(self) -> fx.Node:
-        """The all-gather."""
         return self.chain[-1]
 
     @property
@@ -95,7 +93,6 @@ class GradReduction:
 
     @property
     def launch(self) -> fx.Node:
-        """The collective that ``wait`` waits for."""
         return argument(self.wait)
 
     @property
@@ -105,7 +102,6 @@ class GradReduction:
 
 
 def calls(value: Any, target: Any) -> TypeGuard[fx.Node]:
-    """Whether ``value`` is a node that calls ``target``."""
     return isinstance(value, fx.Node) and value.op == "call_function" and value.target == target
 
 
@@ -115,12 +111,10 @@ def collective_ranks(collective: fx.Node) -> tuple[int, ...]:
 
 
 def reduce_scatter_operator(op: str) -> Any:
-    """Returns the operator that reduce-scatters by ``op``."""
     return REDUCE_SCATTER_IN_TREE if is_tree_op(op) else REDUCE_SCATTER
 
 
 def all_reduce_operator(op: str) -> Any:
-    """Returns the operator that all-reduces by ``op``."""
     return ALL_REDUCE_IN_TREE if is_tree_op(op) else ALL_REDUCE
 
 
@@ -160,11 +154,7 @@ def _gather(all_gather: fx.Node, fqn_of: Mapping[fx.Node, str]) -> Gather | None
 
 
 def gradient_summands(value: fx.Node) -> Iterator[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """Yields the summands of a gradient output, leftmost first.
-
-    Of each ``(source, tail)`` the nodes of ``tail``, in order, only undo casts and padding of ``source``, which is a
-    wait if the summand is the result of one collective.
-    """
+    """Yields the summands of a gradient output, leftmost first, each with what only undoes its casts and padding."""
     pending = [value]
     while pending:
         source = pending.pop()
@@ -223,10 +213,7 @@ def is_read_inside(value: fx.Node) -> bool:
 
 
 def find_grad_reductions(graph: TrainGraph) -> dict[str, list[GradReduction]]:
-    """Returns, by canonical FQN, every reduction that contributes to the parameter's gradient.
-
-    They come in output order and in the order of autograd's adds; summands that are no such reduction are left out.
-    """
+    """Returns each gradient's reductions, by canonical FQN, in output order and that of autograd's adds."""
     found: dict[str, list[GradReduction]] = {}
     values = graph.output_values
     for fqn, slots in graph.gradient_slots().items():

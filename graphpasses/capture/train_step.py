@@ -39,8 +39,7 @@ from graphpasses.graph.several_models import with_others
 from graphpasses.progress import stage, stages_shown
 from graphpasses.state.kept_tensors import refuse_kept_tensors
 from graphpasses.state.optimizers import Optimizers
-from graphpasses.state.settings import check_unsharded
-from graphpasses.state.snapshot import Snapshot
+from graphpasses.state.snapshot import Snapshot, check_unsharded
 
 
 def capture_train_step(

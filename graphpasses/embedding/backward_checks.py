@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from graphpasses.analysis.reached_outputs import reached_outputs
+from graphpasses.analysis.effects import reached_outputs
 from graphpasses.errors import UnsupportedError
 from graphpasses.fbgemm.lookups import LookupCall
 from graphpasses.graph import DynamoGraph

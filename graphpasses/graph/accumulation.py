@@ -6,6 +6,8 @@ their reduction begins, and one that adds to them there what FSDP2 keeps of earl
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
+from graphpasses._torch.dtensor import as_dtensor, local_part
 from graphpasses._torch.fake_mode import fake_mode_of
 from graphpasses._torch.fsdp2_accumulation import Accumulators, accumulation_set_aside, reducing
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module
@@ -32,10 +35,7 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Waiting:
-    """What one call finds: places, as FQNs of parameters and ``"group 0"``, whose gradients wait.
-
-    Its text is the same on all ranks that find the same.
-    """
+    """What one call finds: places, as FQNs and ``"group 0"``, whose gradients wait; on all ranks one text."""
 
     kept: tuple[str, ...] = ()  # whose gradients this call leaves unreduced
     # Whose earlier ones it reduces with its own, and their dtypes.
@@ -46,13 +46,8 @@ class Waiting:
         return f"to wait: {', '.join(self.kept) or 'none'}; to be reduced: {', '.join(pending) or 'none'}"
 
 
-@dataclass(frozen=True)
-class CutGraph:
-    """A graph that was cut of a step's, and what its flat inputs and outputs are."""
-
-    module: fx.GraphModule
-    inputs: tuple[GraphInput, ...]
-    outputs: tuple[GraphOutput, ...]
+CutGraph = tuple[fx.GraphModule, tuple[GraphInput, ...], tuple[GraphOutput, ...]]
+"""A graph that was cut of a step's, and what its flat inputs and outputs are."""
 
 
 @dataclass(eq=False)
@@ -122,40 +117,31 @@ class Cuts:
         eliminate_dead_code(graph)
         _refresh(graph, totals.values())
         inputs = [*self.inputs, *(GraphInput(InputKind.UNREDUCED, place) for place in totals)]
-        return CutGraph(lazy_module(self.module, graph), tuple(inputs), tuple(outputs))
+        return lazy_module(self.module, graph), tuple(inputs), tuple(outputs)
 
 
+@dataclass(eq=False)
 class CutSteps(Generic[S]):
-    """Steps that were cut of a captured one, each for what waits in a call of it.
+    """Steps that were cut of a captured one, each for what waits in a call of it."""
 
-    ``trained`` are the FQNs of the parameters for which the step computes gradients, which it uses if it
-    ``is_updating``; ``make`` makes a step of a graph that was cut, and of an update.
-    """
+    model: nn.Module
+    identity: IdentityMap
+    trained: frozenset[str]  # FQNs of the parameters for which the step computes gradients
+    cuts: Cuts | None
+    is_updating: bool  # whether it uses these
+    make: Callable[[CutGraph, Update | None], S]  # of a graph that was cut, and of an update
+    _steps: dict[Waiting, S] = field(default_factory=dict)
+    _agreed: set[Waiting] = field(default_factory=set)
 
-    def __init__(
-        self,
-        model: nn.Module,
-        identity: IdentityMap,
-        trained: frozenset[str],
-        cuts: Cuts | None,
-        is_updating: bool,
-        make: Callable[[CutGraph, Update | None], S],
-    ) -> None:
-        placements = {} if cuts is None else cuts.marks.placements
-        self.accumulators = Accumulators(model, identity.canonical, placements)
-        self._places = trained | {self.accumulators.group_of(fqn) for fqn in trained}
-        self._model = model
-        self._trained = trained
-        self._cuts = cuts
-        self._is_updating = is_updating
-        self._make = make
-        self._steps: dict[Waiting, S] = {}
-        self._agreed: set[Waiting] = set()
+    def __post_init__(self) -> None:
+        placements = {} if self.cuts is None else self.cuts.marks.placements
+        self.accumulators = Accumulators(self.model, self.identity.canonical, placements)
+        self._places = self.trained | {self.accumulators.group_of(fqn) for fqn in self.trained}
 
     def keeping(self) -> AbstractContextManager[None]:
         """Lets calls in the block leave all gradients unreduced; raises where none can wait."""
-        is_sharded = any(isinstance(each, DTensor) for each in self._model.parameters())
-        if not self.accumulators.groups and (is_sharded or self._is_updating):
+        is_sharded = any(isinstance(each, DTensor) for each in self.model.parameters())
+        if not self.accumulators.groups and (is_sharded or self.is_updating):
             raise CaptureError(
                 "step.accumulate leaves gradients where FSDP2 keeps them, and fully_shard was not applied to the "
                 "model; capture without optimizer=, call the step for each microbatch, and update after the last"
@@ -170,7 +156,7 @@ class CutSteps(Generic[S]):
             tuple((place, gradient.dtype) for place, gradient in pending.items()),
         )
         if self.accumulators.groups and waiting not in self._agreed:
-            RankConsensus.of_model(self._model).check_waiting(str(waiting))
+            RankConsensus.of_model(self.model).check_waiting(str(waiting))
             self._agreed.add(waiting)
         return waiting, pending
 
@@ -180,25 +166,25 @@ class CutSteps(Generic[S]):
             return step
         if waiting not in self._steps:
             cuts = self._check(waiting)
-            with accumulation_set_aside(self._model):
-                self._steps[waiting] = self._make(
+            with accumulation_set_aside(self.model):
+                self._steps[waiting] = self.make(
                     cuts.graph_for(waiting), None if waiting.kept else cuts.update
                 )
         return self._steps[waiting]
 
     def _check(self, waiting: Waiting) -> Cuts:
-        if self._cuts is None:
+        if self.cuts is None:
             raise CaptureError(
                 "gradients wait in FSDP2 to be reduced, or are to wait (set_requires_gradient_sync(False)), and the "
                 "step was made of a trace, which does not say where. Reduce the gradients of each microbatch"
             )
-        marks = self._cuts.marks
+        marks = self.cuts.marks
         pending = [place for place, _ in waiting.pending]
         for place in (*filter(_is_group, waiting.kept), *pending):
             if place not in marks.names or (place in marks.late and place in pending):
                 raise CaptureError(self._why_apart(place))
-        kept = {fqn for fqn in self._trained if {fqn, self.accumulators.group_of(fqn)} & set(waiting.kept)}
-        if self._is_updating and kept and (reduced := sorted(self._trained - kept)):
+        kept = {fqn for fqn in self.trained if {fqn, self.accumulators.group_of(fqn)} & set(waiting.kept)}
+        if self.is_updating and kept and (reduced := sorted(self.trained - kept)):
             is_held = all(fqn in self.accumulators.parameters for fqn in reduced)
             why = (
                 "is not. Set it for the whole model"
@@ -209,8 +195,8 @@ class CutSteps(Generic[S]):
                 f"the gradient of {min(kept)!r} is to wait (set_requires_gradient_sync(False)), and that of "
                 f"{reduced[0]!r} {why}: the step updates both. Or capture without optimizer="
             )
-        self._check_dtypes(self._cuts, dict(waiting.pending))
-        return self._cuts
+        self._check_dtypes(self.cuts, dict(waiting.pending))
+        return self.cuts
 
     def _check_dtypes(self, cuts: Cuts, pending: Mapping[str, torch.dtype]) -> None:
         """Raises where FSDP2 does: a group's gradients have one dtype, also if only some have waited."""
@@ -270,3 +256,47 @@ def _refresh(graph: fx.Graph, totals: Iterable[fx.Node]) -> None:
         if node.op == "call_function" and node not in changed and reads_changed:
             node.meta["val"] = fake_value(node)
             changed.add(node)
+
+
+def accumulate_gradient(parameter: torch.Tensor, gradient: torch.Tensor, *, is_shared: bool) -> None:
+    """Adds a gradient to ``parameter.grad``, or makes it that, as ``accumulate_grad.h`` does."""
+    if parameter.grad is not None:
+        local_part(parameter.grad).add_(gradient)
+        return
+    parameter.grad = as_gradient(parameter, gradient, is_shared=is_shared)
+
+
+def as_gradient(
+    parameter: torch.Tensor, gradient: torch.Tensor, placements: Any = None, *, is_shared: bool
+) -> torch.Tensor:
+    """Returns a first gradient of a parameter as autograd keeps it; a DTensor's has its placements, or other ones."""
+    local = local_part(parameter)
+    if is_shared or gradient.stride() != local.stride():
+        gradient = torch.empty_like(local).copy_(gradient)
+    if isinstance(parameter, DTensor):
+        gradient = as_dtensor(gradient, parameter, placements)
+    return gradient
+
+
+def shared_values(values: Sequence[Any]) -> frozenset[int]:
+    """Returns the positions of output values whose memory an input or another output may hold too."""
+    bases = [_base(value) if isinstance(value, fx.Node) else None for value in values]
+    num_uses = Counter(bases)
+    return frozenset(
+        index
+        for index, base in enumerate(bases)
+        if base is not None and (num_uses[base] > 1 or base[0].op != "call_function")
+    )
+
+
+def _base(value: fx.Node) -> tuple[fx.Node, object]:
+    """Returns the node that made a value's memory and, of several disjoint parts that it made, which one."""
+    part: object = None
+    while True:
+        if value.target is operator.getitem:
+            part = (value.args[1], part)
+        elif not getattr(value.target, "is_view", False) or part is not None:
+            return value, part
+        source = value.args[0]
+        assert isinstance(source, fx.Node)
+        value = source

@@ -85,11 +85,7 @@ def check_leaf(path: str, leaf: Any) -> None:
 
 
 def check_memory(written: Iterable[tuple[str, Any]], leaves: Iterable[tuple[str, Any]]) -> None:
-    """Raises if a step writes memory that it also reads as another leaf of the batch; both arguments are named
-    values.
-
-    Passes may move what reads one tensor across what writes another: they know of no memory that both share.
-    """
+    """Raises if a step writes memory that it also reads as another leaf of the batch, of which passes do not know."""
     memory = [(path, _memory(leaf)) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     for name, tensor in written:
         start, end = _memory(tensor)

@@ -84,7 +84,6 @@ class BatchStructure:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The paths of the leaves, in order."""
         if self.kind is None:
             return (self.path,)
         return tuple(path for child in self.children for path in child.paths)
@@ -120,7 +119,6 @@ class BatchStructure:
         return [leaf for part in parts for leaf in part]
 
     def build(self, leaves: Iterable[Any]) -> Any:
-        """Returns a batch of this structure."""
         if self.kind is None:
             return next(iter(leaves))
         rest = iter(leaves)
@@ -146,7 +144,6 @@ class BatchStructure:
         return self.is_of_library or any(child.is_made_anew for child in self.children)
 
     def make(self, items: Mapping[Any, Any]) -> Any:
-        """Returns a container of this kind."""
         assert self.kind is not None
         if self.spec is not None:
             fields = self.library.fields_of(self.kind) or items

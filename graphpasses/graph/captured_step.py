@@ -13,18 +13,23 @@ from torch import fx, nn
 from graphpasses._torch.fsdp2 import fsdp_groups, reshard
 from graphpasses._torch.fx_graphs import copy_graph, lazy_module, quick_call
 from graphpasses.errors import CaptureError
-from graphpasses.graph.accumulation import CutGraph, Cuts, CutSteps
+from graphpasses.graph.accumulation import (
+    CutGraph,
+    Cuts,
+    CutSteps,
+    accumulate_gradient,
+    as_gradient,
+    shared_values,
+)
 from graphpasses.graph.batch import Varying, check_leaves, check_memory
 from graphpasses.graph.batch_structure import BatchStructure
-from graphpasses.graph.gradients import accumulate_gradient, as_gradient, shared_values
 from graphpasses.graph.guards import Guards
 from graphpasses.graph.parameters import get_state, parameter_infos
 from graphpasses.graph.rank_consensus import FailedRanks, RankConsensus
 from graphpasses.graph.recapture import GuardedCache, Recapture
 from graphpasses.graph.train_graph import GraphInput, InputKind, OutputKind, TrainGraph
 from graphpasses.graph.update import Update
-from graphpasses.state.settings import check_unsharded
-from graphpasses.state.snapshot import Snapshot
+from graphpasses.state.snapshot import Snapshot, check_unsharded
 
 
 @dataclass(repr=False, kw_only=True)
@@ -224,11 +229,12 @@ class CapturedStep(TrainGraph):
 
     def _with_graph(self, graph: CutGraph, update: Update | None) -> Self:
         """Returns the step with a graph that was cut of its captured one; it goes through what the step has."""
+        module, inputs, outputs = graph
         step = replace(
             self,
-            module=graph.module,
-            inputs=graph.inputs,
-            outputs=graph.outputs,
+            module=module,
+            inputs=inputs,
+            outputs=outputs,
             update=update,
             report=None,
             notes=[],
@@ -267,7 +273,12 @@ class CapturedStep(TrainGraph):
         Unless it ``is_updatable`` the optimizer's own step makes its state, and updates.
         """
         update = self.update
-        values = self._flat_inputs(tensors, leaves, pending)
+        leaf = iter(leaves)
+        values = [
+            next(leaf) if slot is None else getattr(tensors[slot], attr) if attr else tensors[slot]
+            for slot, attr in self._input_slots
+        ]
+        values += pending.values()
         if self.written:
             named = zip(self.inputs[: len(values)], values, strict=True)
             written = [
@@ -341,21 +352,14 @@ class CapturedStep(TrainGraph):
         )
 
     @cached_property
-    def _kept_slots(self) -> tuple[tuple[int, str, bool], ...]:
-        shared = shared_values(self.output_values)
+    def _gradient_slots(self) -> tuple[tuple[int, int | str, bool], ...]:
+        """Of each gradient its position, its parameter (a slot; a place if it waits), and if its memory is shared."""
+        shared, fqn = shared_values(self.output_values), self.identity.canonical
+        slots = self.snapshot.structure.slots
         return tuple(
-            (index, item.fqn, index in shared)
+            (index, slots[fqn(item.fqn)] if item.is_gradient else item.fqn, index in shared)
             for index, item in enumerate(self.outputs)
-            if item.kind is OutputKind.VALUE
-        )
-
-    @cached_property
-    def _gradient_slots(self) -> tuple[tuple[int, int, bool], ...]:
-        shared = shared_values(self.output_values)
-        return tuple(
-            (index, self.snapshot.structure.slots[self.identity.canonical(item.fqn)], index in shared)
-            for index, item in enumerate(self.outputs)
-            if item.is_gradient
+            if item.is_gradient or item.kind is OutputKind.VALUE
         )
 
     @cached_property
@@ -373,25 +377,12 @@ class CapturedStep(TrainGraph):
         graph.output_node().args = (values,)
         return lazy_module(self.module, graph)
 
-    def _flat_inputs(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        leaves: Sequence[Any],
-        pending: Mapping[str, torch.Tensor],
-    ) -> list[Any]:
-        leaf = iter(leaves)
-        values = [
-            next(leaf) if slot is None else getattr(tensors[slot], attr) if attr else tensors[slot]
-            for slot, attr in self._input_slots
-        ]
-        return [*values, *pending.values()]
-
     def _accumulate(self, flat: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        for index, place, is_shared in self._kept_slots:
-            self.cut_steps.accumulators.keep(place, flat[index], partial(as_gradient, is_shared=is_shared))
-        for index, slot, is_shared in self._gradient_slots:
-            parameter, gradient = tensors[slot], flat[index]
-            if gradient is not None and parameter is not None:
+        for index, place, is_shared in self._gradient_slots:
+            gradient = flat[index]
+            if isinstance(place, str):
+                self.cut_steps.accumulators.keep(place, gradient, partial(as_gradient, is_shared=is_shared))
+            elif gradient is not None and (parameter := tensors[place]) is not None:
                 accumulate_gradient(parameter, gradient, is_shared=is_shared)
         loss: torch.Tensor = flat[self._loss_index]
         return loss

@@ -91,10 +91,7 @@ def run_nodes(
     given: Mapping[fx.Node, Any],
     written: Collection[str],
 ) -> Iterator[tuple[fx.Node, Any]]:
-    """Runs nodes of a graph, each after what it reads, and yields each with its value; ``module`` has the constants.
-
-    ``given`` are the values of placeholders; ``written`` names those, and constants, of which copies are written.
-    """
+    """Runs nodes of a graph, each after what it reads, and yields each with its value; of the ``written`` a copy."""
     interpreter = fx.Interpreter(module, garbage_collect_values=False, graph=graph)
     for node in nodes:
         if node.op != "output":

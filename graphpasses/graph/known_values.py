@@ -13,10 +13,7 @@ _INT = frozenset({int})
 
 
 class KnownValues:
-    """The calls of a graph whose ``meta["val"]`` is known to be what they compute, as those of ``nodes`` now are.
-
-    The check between passes computes others only; what :class:`TrainGraph` emits or replaces is told to it.
-    """
+    """The calls of a graph whose ``meta["val"]`` is known to be what they compute, and need no check."""
 
     def __init__(self, nodes: Iterable[fx.Node] = ()) -> None:
         self._records: dict[fx.Node, tuple[object, object, object, object]] = {}

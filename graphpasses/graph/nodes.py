@@ -161,7 +161,6 @@ def storages(*nodes: fx.Node) -> set[StorageWeakRef]:
 
 
 def memories(value: Any) -> set[StorageWeakRef]:
-    """Returns the memory of fake values."""
     return {
         StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]
         for each in pytree.tree_leaves(value)
@@ -181,7 +180,6 @@ def views(node: fx.Node) -> list[fx.Node]:
 
 
 def is_empty(node: fx.Node) -> bool:
-    """Whether a node's tensor is known to have no elements."""
     return any(isinstance(size, int) and size == 0 for size in node.meta["val"].shape)
 
 

@@ -13,9 +13,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class OperatorSeconds:
-    """Measured seconds of a step's operators, by :func:`describe_call`: equal calls take equally long, wherever they
-    are.
-    """
+    """Measured seconds of a step's operators: equal calls take equally long, wherever they are."""
 
     by_call: Mapping[str, float]
 
@@ -28,7 +26,6 @@ class OperatorSeconds:
         return cls({call: statistics.median(each) for call, each in found.items()})
 
     def get(self, node: fx.Node) -> float | None:
-        """Returns the seconds of a call; None if no such call was measured."""
         return self.by_call.get(describe_call(node))
 
 

@@ -50,7 +50,6 @@ class PassReport:
 
     @property
     def num_collectives(self) -> tuple[int, int]:
-        """Collectives of all operators, before and after."""
         before, after = (sum(counts.values()) for counts in self.collectives)
         return before, after
 

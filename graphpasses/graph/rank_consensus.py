@@ -53,10 +53,14 @@ class RankConsensus:
         """Returns which flags are True on all ranks; each rank has as many."""
         if not self.groups:
             return flags
-        everyones = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        return [bool(flag) for flag in self._least([*map(int, flags)])]
+
+    def _least(self, numbers: list[int]) -> list[int]:
+        """Returns of each number the least of all ranks."""
+        least = torch.tensor(numbers, device=self._device)
         for group in self.groups:
-            dist.all_reduce(everyones, dist.ReduceOp.MIN, group=named_group(group))
-        return [bool(flag) for flag in everyones.tolist()]
+            dist.all_reduce(least, dist.ReduceOp.MIN, group=named_group(group))
+        return [int(number) for number in least.tolist()]
 
     def of_first(self, value: T) -> T:
         """Returns, on all ranks, the value of the first of them."""
@@ -65,10 +69,7 @@ class RankConsensus:
         return value
 
     def check_launches(self, launches: Sequence[Launch] | None) -> None:
-        """Raises on all ranks if they launch different collectives: they would wait for each other for ever.
-
-        ``launches`` are this rank's, in order; None if they are not known: then no rank's are checked.
-        """
+        """Raises on all ranks if they launch different collectives and so would wait for ever; None is not known."""
         if self.groups and self.all_ranks([launches is not None])[0] and launches is not None:
             self._check_alike(launches, _unlike_launches, "launch different collectives")
 
@@ -87,11 +88,14 @@ class RankConsensus:
     def _check_alike(
         self, fact: T, difference: Callable[[tuple[int, T], tuple[int, T]], str | None], elsewhere: str
     ) -> None:
-        """Raises on all ranks if two of them, which share a group, have facts that differ.
-
-        ``difference`` says how, of two ranks' numbers and facts; ranks that do not see it hear of it ``elsewhere``.
+        """Raises on all ranks if facts of two differ: what ``difference`` says, or where that says nothing
+        ``elsewhere``.
         """
-        if not self.groups or self._are_the_same(repr(fact)):
+        if not self.groups:
+            return
+        digest = zlib.crc32(repr(fact).encode())
+        least, negative = self._least([digest, -digest])
+        if least == -negative:
             return
         found = next(filter(None, (difference(*pair) for pair in self._pairs(fact))), None)
         if not self.all_ranks([found is None])[0]:
@@ -106,18 +110,10 @@ class RankConsensus:
             pairs += [(first, other) for other in others]
         return pairs
 
-    def _are_the_same(self, text: str) -> bool:
-        digest = zlib.crc32(text.encode())
-        extremes = torch.tensor([digest, -digest], device=self._device)
-        for group in self.groups:
-            dist.all_reduce(extremes, dist.ReduceOp.MIN, group=named_group(group))
-        return bool(extremes[0] == -extremes[1])
-
     @contextmanager
     def raised_together(self, error: Exception) -> Iterator[Callable[[], None]]:
-        """Raises on all ranks if the block raises on one, so that none waits for it; ``error`` is for the others.
-
-        What it yields may be called once in the block, on all ranks: what is raised after that is one rank's own.
+        """Raises on all ranks if the block does on one, before it calls what it is given; ``error`` is for the
+        others.
         """
         has_met = False
 
@@ -161,11 +157,7 @@ _KEY = "graphpasses: what stopped a rank in a step"
 
 
 class FailedRanks:
-    """Leaves what a rank fails with in the stores of the step's groups, where the others look once a collective
-    fails.
-
-    Nobody waits for it, and nothing is asked while all goes well.
-    """
+    """Leaves what a rank fails with in its groups' stores, where others look once a collective fails."""
 
     def __init__(self, groups: Sequence[str]) -> None:
         self._groups = groups

@@ -57,20 +57,12 @@ class GuardedCache(Generic[S]):
         self.steps = [first]
         self._device = next(first.model.parameters()).device
         self._consensus = RankConsensus.of_graph(first.graph, self._device)
+        self.groups = self._consensus.groups  # the names of those with which the step communicates
         self._is_checked = False
-        self._is_guarded = None if self._consensus.groups else first.guards is not None
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The names of the groups with which the step communicates."""
-        return self._consensus.groups
+        self._is_guarded = None if self.groups else first.guards is not None
 
     def fitting(self, batch: tuple[Any, ...], value_of: Callable[[GraphInput], Any]) -> S:
-        """Returns the step that all ranks captured with what they decide by now; captures it if there is none.
-
-        ``value_of`` returns what an input carries now. Raises where none may be captured; and at the first call where
-        ranks launch different collectives, or update otherwise.
-        """
+        """Returns the step that all ranks captured with what they decide by now, or captures it."""
         if not self._is_checked:
             update = self.steps[0].update
             given = (None, None) if update is None else (update.optimizers, update.clip_norm)

@@ -13,7 +13,7 @@ from torch import fx
 
 from graphpasses.errors import VerificationError
 from graphpasses.graph.dynamo_graph import DynamoGraph
-from graphpasses.graph.known_values import KnownValues, summary
+from graphpasses.graph.known_values import summary
 from graphpasses.graph.nodes import (
     METADATA_OPS,
     WAIT,
@@ -57,7 +57,6 @@ class Contract:
 
     @classmethod
     def of(cls, graph: TrainGraph) -> Contract:
-        """Returns the contract that ``graph`` fulfils now."""
         return cls(
             state=frozenset(graph.identity.canonical(item.fqn) for item in graph.inputs if item.is_state),
             batch=tuple(item.fqn for item in graph.inputs if item.kind is InputKind.BATCH),
@@ -80,30 +79,15 @@ class Broken:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """What rules look at."""
-
-    graph: TrainGraph  # the graph that a pass rewrote
-    contract: Contract  # what it fulfilled before the passes
-    known: KnownValues  # the values that need no check; rules add those that they find true
-    is_changed: bool = True  # whether the nodes are others than after the last check, and need one
-
-    @cached_property
-    def now(self) -> Contract:
-        """What the graph fulfils now."""
-        return Contract.of(self.graph)
-
-
-@dataclass(frozen=True)
 class Rule:
     """One thing that holds for every legal graph of some stages."""
 
     name: str
-    check: Callable[[Checked], Iterator[Broken]]  # yields how a graph breaks it; its docstring says the rule
+    check: Callable[[Verifier], Iterator[Broken]]  # yields how a graph breaks it; its docstring says the rule
     stages: frozenset[Stage] = frozenset(Stage)  # the stages for whose graphs the rule is
 
 
-def _well_formed(checked: Checked) -> Iterator[Broken]:
+def _well_formed(checked: Verifier) -> Iterator[Broken]:
     """Every value is read after it was computed, every name is one node's, and fx finds the graph sound."""
     graph = checked.graph
     if not checked.is_changed:
@@ -117,7 +101,7 @@ def _well_formed(checked: Checked) -> Iterator[Broken]:
         yield Broken("left a malformed graph: a node was inserted before one that was erased")
 
 
-def _described(checked: Checked) -> Iterator[Broken]:
+def _described(checked: Verifier) -> Iterator[Broken]:
     """Every placeholder and every output has one description."""
     graph = checked.graph
     num_inputs, num_outputs = len(graph.placeholders), len(graph.output_values)
@@ -128,7 +112,7 @@ def _described(checked: Checked) -> Iterator[Broken]:
         )
 
 
-def _kinds_of_stage(checked: Checked) -> Iterator[Broken]:
+def _kinds_of_stage(checked: Verifier) -> Iterator[Broken]:
     """A graph has inputs and outputs of its stage's kinds only: a batch is a step's, a tangent a backward pass's."""
     graph = checked.graph
     stage = graph.stage
@@ -140,7 +124,7 @@ def _kinds_of_stage(checked: Checked) -> Iterator[Broken]:
             yield Broken(f"left a {output.kind.value} as output {index}; a {stage.value} graph has none")
 
 
-def _operators(checked: Checked) -> Iterator[Broken]:
+def _operators(checked: Verifier) -> Iterator[Broken]:
     """After Dynamo a graph calls operators, neither methods nor modules."""
     for op in ("call_method", "call_module"):
         for node in checked.graph.graph.find_nodes(op=op):
@@ -149,7 +133,7 @@ def _operators(checked: Checked) -> Iterator[Broken]:
             )
 
 
-def _live_inputs(checked: Checked) -> Iterator[Broken]:
+def _live_inputs(checked: Verifier) -> Iterator[Broken]:
     """Each input of what Dynamo traced has its live value, which the compiled model is given."""
     graph = DynamoGraph.of(checked.graph)
     if len(graph.live) != len(graph.inputs):
@@ -158,7 +142,7 @@ def _live_inputs(checked: Checked) -> Iterator[Broken]:
         )
 
 
-def _loss(checked: Checked) -> Iterator[Broken]:
+def _loss(checked: Verifier) -> Iterator[Broken]:
     """A step that returns a loss keeps it."""
     graph = checked.graph
     for item, value in zip(graph.outputs, graph.output_values, strict=True):
@@ -166,12 +150,12 @@ def _loss(checked: Checked) -> Iterator[Broken]:
             yield Broken("removed the loss")
 
 
-def _same_inputs(checked: Checked) -> Iterator[Broken]:
+def _same_inputs(checked: Verifier) -> Iterator[Broken]:
     """The step reads the parameters and buffers that it read when it was captured."""
     yield from _changes("inputs", checked.contract.state, checked.now.state)
 
 
-def _same_batch(checked: Checked) -> Iterator[Broken]:
+def _same_batch(checked: Verifier) -> Iterator[Broken]:
     """The step reads the same leaves of the batch, in their order."""
     before, after = checked.contract.batch, checked.now.batch
     yield from _changes("batch inputs", frozenset(before), frozenset(after))
@@ -181,7 +165,7 @@ def _same_batch(checked: Checked) -> Iterator[Broken]:
         )
 
 
-def _same_gradients(checked: Checked) -> Iterator[Broken]:
+def _same_gradients(checked: Verifier) -> Iterator[Broken]:
     """The same parameters get a gradient."""
     yield from _changes("gradients", checked.contract.gradients, checked.now.gradients)
 
@@ -196,7 +180,7 @@ def _changes(what: str, before: frozenset[str], after: frozenset[str]) -> Iterat
         yield Broken(f"changed the step's {what}: {'; '.join(changes)}")
 
 
-def _fixed_signature(checked: Checked) -> Iterator[Broken]:
+def _fixed_signature(checked: Verifier) -> Iterator[Broken]:
     """Where another runner passes the flat inputs, none is removed and none is added."""
     before, after = checked.contract.num_inputs, checked.now.num_inputs
     if before != after:
@@ -205,7 +189,7 @@ def _fixed_signature(checked: Checked) -> Iterator[Broken]:
         )
 
 
-def _gradient_like_parameter(checked: Checked) -> Iterator[Broken]:
+def _gradient_like_parameter(checked: Verifier) -> Iterator[Broken]:
     """A gradient has the shape and the device of the parameter that gets it, and its dtype or ``grad_dtype``."""
     graph = checked.graph
     values = graph.output_values
@@ -221,7 +205,7 @@ def _gradient_like_parameter(checked: Checked) -> Iterator[Broken]:
                 yield Broken(f"left {value.name} as the gradient of {fqn!r}: expected {expected}, got {got}")
 
 
-def _one_wait(checked: Checked) -> Iterator[Broken]:
+def _one_wait(checked: Verifier) -> Iterator[Broken]:
     """A collective has one reader of its values, its wait."""
     for node in find_collectives(checked.graph.graph):
         num_waits = sum(user.target == WAIT for user in node.users)
@@ -233,7 +217,7 @@ def _one_wait(checked: Checked) -> Iterator[Broken]:
             )
 
 
-def _wait_of_collective(checked: Checked) -> Iterator[Broken]:
+def _wait_of_collective(checked: Verifier) -> Iterator[Broken]:
     """A wait waits for a collective, or again for what one brought, as in traces of a tensor that is used twice."""
     for node in checked.graph.graph.find_nodes(op="call_function", target=WAIT, sort=False):
         launch = node.args[0]
@@ -243,7 +227,7 @@ def _wait_of_collective(checked: Checked) -> Iterator[Broken]:
             yield Broken(f"left {node.name} waiting for {node.args[0]}, not a collective")
 
 
-def _no_new_writes(checked: Checked) -> Iterator[Broken]:
+def _no_new_writes(checked: Verifier) -> Iterator[Broken]:
     """A pass adds no operator that writes in place to a step or a joint graph."""
     added = checked.now.writers - checked.contract.writers
     if added:
@@ -253,7 +237,7 @@ def _no_new_writes(checked: Checked) -> Iterator[Broken]:
         )
 
 
-def _true_values(checked: Checked) -> Iterator[Broken]:
+def _true_values(checked: Verifier) -> Iterator[Broken]:
     """``meta["val"]`` has the shape, the dtype and the device of what the call computes."""
     for node in checked.known.unknown(checked.graph.graph) if checked.is_changed else ():
         yield from _wrong_value(node)
@@ -298,40 +282,43 @@ RULES = (
 
 
 class Verifier:
-    """Checks a graph after each pass of a pipeline; what it holds before the passes is taken as true."""
+    """Checks a graph after each pass of a pipeline; what it holds before the passes is taken as true.
+
+    Rules look at what the graph fulfilled then, ``contract``, and the values that need no check, ``known``.
+    """
 
     def __init__(self, graph: TrainGraph) -> None:
-        self._graph = graph
-        self._contract = Contract.of(graph)
-        self._known = graph.watch_values()
+        self.graph = graph
+        self.contract = Contract.of(graph)
+        self.known = graph.watch_values()
         self._left: tuple[list[fx.Node], list[str]] = [], []
-        self._is_changed = True
+        self.is_changed = True  # whether the nodes are others than after the last check
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether the nodes are others than after the last check, which many passes leave as they are."""
-        return self._is_changed
+    @cached_property
+    def now(self) -> Contract:
+        """What the graph fulfils now."""
+        return Contract.of(self.graph)
 
     def check_form(self, pass_name: str) -> None:
         """Raises if the graph is malformed, dead code included."""
-        graph = self._graph.graph
+        graph = self.graph.graph
         same_nodes = len(graph.nodes) == len(self._left[0]) and self._left == self._named_nodes()
-        self._is_changed = not same_nodes or bool(self._known.changed(graph))
+        self.is_changed = not same_nodes or bool(self.known.changed(graph))
         self._check(FORM, pass_name)
 
     def check_rules(self, pass_name: str) -> None:
         """Raises if a well-formed graph without dead code breaks a rule of its stage."""
         self._check(RULES, pass_name)
-        if self._is_changed:
+        if self.is_changed:
             self._left = self._named_nodes()
 
     def _named_nodes(self) -> tuple[list[fx.Node], list[str]]:
-        nodes = [*self._graph.graph.nodes]
+        nodes = [*self.graph.graph.nodes]
         return nodes, [node.name for node in nodes]
 
     def _check(self, rules: Sequence[Rule], pass_name: str) -> None:
-        checked = Checked(self._graph, self._contract, self._known, self._is_changed)
+        vars(self).pop("now", None)
         for rule in rules:
-            if self._graph.stage in rule.stages:
-                for broken in rule.check(checked):
+            if self.graph.stage in rule.stages:
+                for broken in rule.check(self):
                     raise VerificationError(f"{pass_name} {broken.message}") from broken.cause

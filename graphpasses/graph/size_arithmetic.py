@@ -47,7 +47,6 @@ class SizeArithmetic:
         ]
 
     def sum(self, sizes: Iterable[Size]) -> Size:
-        """Returns the sum of sizes."""
         number, nodes = 0, []
         for size in sizes:
             if isinstance(size, fx.Node):
@@ -61,7 +60,6 @@ class SizeArithmetic:
         return self._emit(torch.sym_sum, (*nodes, number) if number else tuple(nodes))
 
     def product(self, a: Size, b: Size) -> Size:
-        """Returns the product of two sizes."""
         if isinstance(a, int) and isinstance(b, int):
             return a * b
         if 0 in (a, b):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -259,3 +260,25 @@ def _new_symbols(value: Any) -> Any:
         return compute_unbacked_bindings(value.node.shape_env, value)
     mode = fake_mode_of(value)
     return compute_unbacked_bindings(None if mode is None else mode.shape_env, value)
+
+
+def add_update_input(graph: TrainGraph, item: GraphInput, node: fx.Node) -> fx.Node:
+    """Adds an input of an update to its step, unless the step has it; returns its placeholder there."""
+    placeholders = graph.placeholders
+    if item in graph.inputs:
+        return placeholders[graph.inputs.index(item)]
+    mode = fake_mode_of([each.meta.get("val") for each in placeholders])
+    assert mode is not None
+    assert mode.shape_env is not None
+    with graph.graph.inserting_before(placeholders[-1].next):
+        made = graph.graph.placeholder(re.sub(r"\W", "_", f"{item.state}_of_{item.fqn}"))
+    graph.inputs += (item,)
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        with mode:
+            value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    elif isinstance(value, torch.SymFloat):
+        with mode.shape_env.ignore_fresh_unbacked_symbols():  # an input: no call brings it
+            value = mode.shape_env.create_unbacked_symfloat()
+    made.meta["val"] = value
+    return made

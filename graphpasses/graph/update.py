@@ -13,7 +13,7 @@ from graphpasses._torch.fx_graphs import copy_graph, lazy_module
 from graphpasses.errors import CaptureError
 from graphpasses.graph.kinds import GraphInput, InputKind
 from graphpasses.graph.nodes import read_constants
-from graphpasses.state.hyperparameters import Number, as_input, numbers_of
+from graphpasses.state.hyperparameters import Number, numbers_of
 from graphpasses.state.optimizer import OptimizerFacts
 from graphpasses.state.optimizers import Optimizers
 
@@ -40,7 +40,6 @@ class Update:
 
     @property
     def optimizers(self) -> Optimizers:
-        """The live optimizers."""
         return self.facts.optimizers
 
     @property
@@ -54,10 +53,7 @@ class Update:
         return self.without_update is not None and self.in_step.issuperset(self.gradients)
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Raises if the optimizer is not what it was, or if a gradient is there that the update would have to add to.
-
-        Returns whether the optimizer has all of its state; otherwise its own step must make it.
-        """
+        """Returns whether the optimizer has all its state; raises if it is not as it was, or a gradient is there."""
         is_complete = self.facts.check(parameters)
         for fqn, parameter in parameters.items() if self.clip_norm is not None else ():
             if parameter.grad is not None:
@@ -96,7 +92,6 @@ class Update:
         return replace(self, facts=self.facts.fixed(groups))
 
     def values(self, inputs: Sequence[GraphInput], parameters: Mapping[str, torch.Tensor]) -> list[Any]:
-        """Returns what inputs carry now."""
         fqns = dict.fromkeys(item.fqn for item in inputs if item.kind is not InputKind.HYPERPARAMETER)
         gradients = {fqn: parameters[fqn].grad for fqn in fqns}
         state = {fqn: self.optimizers.state_of(parameters[fqn]) for fqn in fqns}
@@ -127,7 +122,8 @@ def carried_values(
     for item in inputs:
         value: Any
         if item.kind is InputKind.HYPERPARAMETER:
-            value = as_input(numbers[item.group, item.state])
+            number = numbers[item.group, item.state]  # or the tensor in its place
+            value = number if isinstance(number, torch.Tensor) else float(number)
         elif item.kind is InputKind.OPTIMIZER_STATE:
             value = state[item.fqn][item.state]
         else:

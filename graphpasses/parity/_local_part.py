@@ -127,10 +127,9 @@ class ReplicaMismatchError(GraphPassesError, ValueError):
 
 
 def replica_weight(replica: int, num_replicas: int) -> int:
-    """Returns the factor of one replica in a sum, modulo 2^64, that is zero where all replicas agree.
+    """Returns one replica's factor in a sum, modulo 2^64, that is zero where all agree: the factors add up to zero.
 
-    The factors of all replicas add up to zero, and all but the first's are odd: one replica other than the
-    first that differs from the rest never goes unseen; any other difference does with about 2^-120.
+    All but the first's are odd: one other that differs never goes unseen, any other difference with about 2^-120.
     """
     return _replica_weights(num_replicas)[replica] if replica >= 0 else 0
 
@@ -185,11 +184,7 @@ def check_same_tensors(parts: Sequence[LocalPart], group: dist.ProcessGroup | No
 def check_replicas(
     parts: Sequence[LocalPart], local: Tensor, check: Tensor, group: dist.ProcessGroup | None
 ) -> None:
-    """Raises on all ranks if replicas of a tensor differ, by :func:`replica_weight`.
-
-    ``local`` are the sums of this rank's elements alone, ``check`` the weighted sums over all ranks; int64 [parts,
-    2].
-    """
+    """Raises on all ranks if replicas differ, by their own and all ranks' weighted sums, int64 [parts, 2]."""
     rows = check.any(dim=1).nonzero().flatten().tolist()
     if not rows:
         return

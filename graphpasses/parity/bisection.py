@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -76,13 +77,12 @@ def locate_task(
             f"the runs parted in step {step}, and did not when it was run again: the task is no function of its "
             "arguments. Let model() and batch(step, rank) return the same whenever they are called"
         )
-    bad, num_passes = 0, len(trials.passes)
-    if trials.first_difference(step + 1, 0, operators=[step]) is None:
-        good, bad = 0, num_passes
-        while bad - good > 1:
-            middle = (good + bad) // 2
-            differs = trials.first_difference(step + 1, middle, operators=[step]) is not None
-            good, bad = (good, middle) if differs else (middle, bad)
+
+    def differs(num_passes: int) -> bool:
+        return trials.first_difference(step + 1, num_passes, operators=[step]) is not None
+
+    passes = range(len(trials.passes))
+    bad = 0 if differs(0) else bisect.bisect_left(passes, True, lo=1, key=differs)
     name = trials.passes[bad - 1] if bad else "capture"
     script = trials.operator_script(location.difference)
     if script is None and source:

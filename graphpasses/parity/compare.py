@@ -187,12 +187,13 @@ def _gaps_of_step(x: StepRecord, y: StepRecord) -> Iterator[Gap]:
     yield from _other_names("weights", x.step, x.weights, y.weights)
     if _both_have_gradients(x, y):
         yield from _other_names("gradients", x.step, x.gradients, y.gradients)
-    elif any(x.gradients.values()) or any(y.gradients.values()):
-        only = "A" if any(x.gradients.values()) else "B"
-        yield Gap("gradients", f"only run {only} has gradients, first in step {x.step}")
-    if (x.loss is None) != (y.loss is None):
-        only = "B" if x.loss is None else "A"
-        yield Gap("losses", f"only run {only} has losses, first in step {x.step}")
+    has: dict[GapKind, list[bool]] = {
+        "gradients": [any(each.gradients.values()) for each in (x, y)],
+        "losses": [each.loss is not None for each in (x, y)],
+    }
+    for kind, (in_a, in_b) in has.items():
+        if in_a != in_b:
+            yield Gap(kind, f"only run {'A' if in_a else 'B'} has {kind}, first in step {x.step}")
 
 
 def _other_names(
@@ -212,7 +213,6 @@ def _both_have_gradients(x: StepRecord, y: StepRecord) -> bool:
 
 
 def _difference(x: StepRecord, y: StepRecord, same_ranks: bool) -> StepDifference:
-    """Compares what both runs have of one step."""
     gradients = _differing(x.gradients, y.gradients) if _both_have_gradients(x, y) else None
     loss = (
         (x.loss.dtype, x.loss.bits) != (y.loss.dtype, y.loss.bits)

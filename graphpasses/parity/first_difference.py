@@ -90,8 +90,8 @@ def first_difference(a: OperatorStep, b: OperatorStep) -> Difference | None:
     """Finds where a rank's operators in two runs of one step first part; None if nowhere.
 
     Calls are the same if they call one operator on the same bits, wherever they stand: passes reorder. What differs
-    and is made good before the step ends, as where two operators are fused to one, does not count. Both runs are
-    searched for what the other has not: what only B computes is named where it comes before all that B lacks.
+    and is made good before the step ends, as where two operators are fused to one, does not count. What only B
+    computes is named where it comes before all that B lacks.
     """
     start = differing(a.start, b.start)
     if start:
@@ -288,7 +288,6 @@ def _not_made_good(
 
 
 def differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[str, ...]:
-    """Returns the names of values that two runs have, and that differ."""
     theirs = {each.name: each for each in b}
     return tuple(
         each.name

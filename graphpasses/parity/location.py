@@ -85,9 +85,7 @@ def locate_runs(a: Run, b: Run) -> Location:
 
 
 def _first_step(a: Run, b: Run) -> int | None:
-    """Returns the first step that differs, or that a run ended in before it recorded more than its operators; or
-    None.
-    """
+    """Returns the first step that differs, or that a run ended in after it recorded its operators; or None."""
     common = {each.step for each in a.steps} & {each.step for each in b.steps}
     unrecorded = sorted((set(recorded_steps(a.path)) & set(recorded_steps(b.path))) - common)
     if unrecorded and not common:
@@ -117,7 +115,6 @@ def how_to_locate(comparison: Comparison) -> str:
 
 
 def render_location(location: Location) -> str:
-    """Returns a location as text for people."""
     difference = location.difference
     if difference is None:
         return "equal: nothing differs"
@@ -140,7 +137,6 @@ def _texts(values: Sequence[Value]) -> str:
 
 
 def location_to_json(location: Location) -> dict[str, Any]:
-    """Returns a location as plain dicts and lists, for ``json.dumps``."""
     difference = location.difference
     return {
         "equal": difference is None,

@@ -35,7 +35,6 @@ def operator_file(path: str | os.PathLike[str], rank: int) -> Path:
 
 
 def header_line(torch: str, rank: int, world_size: int) -> bytes:
-    """Returns the first line of a rank's file."""
     return json_line(
         {"format": _FORMAT, "version": FORMAT_VERSION, "torch": torch, "rank": rank, "world_size": world_size}
     )

@@ -53,7 +53,6 @@ class OperatorFile:
         self._last_step: int | None = None
 
     def remove(self) -> None:
-        """Removes the file that an earlier run left."""
         with self._failure_kept():
             self._path.unlink(missing_ok=True)
 
@@ -96,7 +95,6 @@ class OperatorFile:
                     os.fsync(file.fileno())
 
     def add_loss(self, step: int, loss: Tensor | float | None) -> None:
-        """Writes the loss of a step whose operators were written."""
         if loss is None or self._last_step != step:
             return
         value = loss if isinstance(loss, Tensor) else torch.tensor(loss)

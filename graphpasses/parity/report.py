@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphpasses.parity.compare import Comparison, Divergence
-from graphpasses.parity.run_file import Loss, Run
+from graphpasses.parity.run_file import Run
 from graphpasses.terminal import add_row, plain_table
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ _MEANING = {
 
 
 def comparison_to_json(comparison: Comparison) -> dict[str, Any]:
-    """Returns a comparison as plain dicts and lists, complete, for ``json.dumps``."""
     divergence = comparison.divergence
     return {
         "verdict": comparison.verdict,
@@ -127,39 +126,33 @@ def _render_divergence(divergence: Divergence, max_tensors: int) -> Iterable[Ren
     yield Text(f"first difference in step {divergence.step}: the {divergence.first}", "bold red")
     yield Text(meaning(divergence))
     if divergence.loss and divergence.losses:
-        yield _loss_table(*divergence.losses, max_tensors)
-    differing = [(fqn, "gradient") for fqn in divergence.gradients or ()] + [
-        (fqn, "weight") for fqn in divergence.weights
-    ]
-    if differing:
-        kinds: dict[str, list[str]] = {}
-        for fqn, kind in differing:
+        a, b = divergence.losses
+        rows = enumerate(zip(a.values, b.values, a.bits, b.bits, strict=True))
+        differing = [(str(rank), *row) for rank, row in rows if a.dtype != b.dtype or row[2] != row[3]]
+        yield from _table(
+            ("rank", "loss of A", "loss of B", "bits of A", "bits of B"), differing, max_tensors, "ranks"
+        )
+    kinds: dict[str, list[str]] = {}
+    for kind, fqns in (("gradient", divergence.gradients or ()), ("weight", divergence.weights)):
+        for fqn in fqns:
             kinds.setdefault(fqn, []).append(kind)
-        table = plain_table("tensor", "differs in")
-        for fqn, found in list(kinds.items())[:max_tensors]:
-            add_row(table, fqn, ", ".join(found))
-        yield table
-        yield from _more(len(kinds), max_tensors, "tensors")
-    if moves := _moves_by_parameter(divergence):
-        table = plain_table("moved in its bucket", "A", "B")
-        for fqn, a, b in moves[:max_tensors]:
-            add_row(table, fqn, _places(a), _places(b))
-        yield table
-        yield from _more(len(moves), max_tensors, "entries")
+    tensors = [(fqn, ", ".join(found)) for fqn, found in kinds.items()]
+    yield from _table(("tensor", "differs in"), tensors, max_tensors, "tensors")
+    moves = [(fqn, _places(a), _places(b)) for fqn, a, b in _moves_by_parameter(divergence)]
+    yield from _table(("moved in its bucket", "A", "B"), moves, max_tensors, "entries")
 
 
-def _loss_table(a: Loss, b: Loss, max_ranks: int) -> Group:
-    table = plain_table("rank", "loss of A", "loss of B", "bits of A", "bits of B")
-    rows = zip(a.values, b.values, a.bits, b.bits, strict=True)
-    differing = [(str(rank), *row) for rank, row in enumerate(rows) if a.dtype != b.dtype or row[2] != row[3]]
-    for row in differing[:max_ranks]:
+def _table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], limit: int, what: str
+) -> Iterable[RenderableType]:
+    if not rows:
+        return
+    table = plain_table(*columns)
+    for row in rows[:limit]:
         add_row(table, *row)
-    return Group(table, *_more(len(differing), max_ranks, "ranks"))
-
-
-def _more(num: int, limit: int, what: str) -> Iterable[Text]:
-    if num > limit:
-        yield Text(f"and {num - limit} more {what}")
+    yield table
+    if len(rows) > limit:
+        yield Text(f"and {len(rows) - limit} more {what}")
 
 
 def _places(places: Sequence[Place]) -> str:

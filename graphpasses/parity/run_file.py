@@ -81,13 +81,11 @@ class Run:
 
 
 def header_line(header: RunHeader) -> bytes:
-    """Returns the first line of a run file."""
     layouts = header.layouts and header.layouts.to_json()
     return json_line({"format": _FORMAT, "version": FORMAT_VERSION, **vars(header), "layouts": layouts})
 
 
 def step_line(record: StepRecord) -> bytes:
-    """Returns the line of one step."""
     return json_line({**vars(record), "loss": record.loss and vars(record.loss)})
 
 
@@ -97,14 +95,12 @@ def layouts_line(layouts: Layout) -> bytes:
 
 
 def passes_line(passes: Mapping[str, PipelineReport]) -> bytes:
-    """Returns the line of what passes did."""
     reports = {name: [each.to_json() for each in report] for name, report in passes.items()}
     proofs = {name: report.proof for name, report in passes.items()}
     return json_line({"passes": reports, "proofs": proofs})
 
 
 def end_line(num_steps: int) -> bytes:
-    """Returns the last line of a run file."""
     return json_line({"end": True, "num_steps": num_steps})
 
 

@@ -74,10 +74,7 @@ class Task:
 
 
 def load_task(source: str) -> Task:
-    """Reads a task from a Python file, which ends in ``.py``, or module, that defines what a :class:`Task` has.
-
-    What has no default must be defined; it raises otherwise, or where it cannot be imported.
-    """
+    """Reads a task from a Python file or module that defines what a :class:`Task` has; raises where it cannot."""
     path = Path(source)
     try:
         if path.suffix == ".py":

@@ -46,7 +46,6 @@ class Calls(Memory):
         self._counts: dict[int, int] = {}  # by the number of a count of bad ids, where it began
 
     def _roots(self, node: fx.Node) -> set[Leaf]:
-        """Returns in which memory the tensors of a node lie."""
         return {place.root for place in self._facts.places[node] if place is not None}
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> tuple[Hashable, ...]:
@@ -124,7 +123,10 @@ class Calls(Memory):
         first = next(iter(given), None)
         is_first = len(writes) == 1 and writes[0] is first
         if is_first and self._roots(node) == self._roots(writes[0]) and isinstance(result, Value):
-            if "overlapping" not in _parts_of(key):
+            call: Any = key
+            while call[0] in ("drawn", "hidden"):
+                call = call[1]
+            if "overlapping" not in call:
                 moved = self._moved(node, out_of_place(node.target))
                 result = result if moved is None else moved
             self._write(writes[0], result, node)
@@ -208,7 +210,6 @@ def origin_of_padding(node: fx.Node, inputs: Mapping[fx.Node, str]) -> str | Non
 
 @functools.cache
 def takes_tensor(target: Any) -> bool:
-    """Whether the first argument of an operator must be a tensor."""
     (schema,) = schemas(target)
     return str(schema.arguments[0].type) == "Tensor"
 
@@ -222,13 +223,6 @@ def _warning_of(check: Any) -> int:
 def is_function(target: Any) -> bool:
     """Whether the results of an operator of FBGEMM that may have a state follow from its arguments."""
     return str(target) == BOUNDS_CHECK or TRACED_LOOKUP.fullmatch(str(target)) is not None
-
-
-def _parts_of(key: Any) -> Any:
-    """Returns the parts of a call's key, without what came before it."""
-    while key[0] in ("drawn", "hidden"):
-        key = key[1]
-    return key
 
 
 def views(call: FunctionalizedCall) -> list[Any]:

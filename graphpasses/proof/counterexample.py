@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -66,10 +66,7 @@ class Trial:
 
 
 class Runs:
-    """Runs terms of values of graphs, each once for each seed.
-
-    An operator that cannot be run here has random results if both graphs call it: their sources are ``common``.
-    """
+    """Runs terms of graphs, for each seed; what cannot be run and both have (``common``) has random results."""
 
     def __init__(self, values: Values, graphs: Iterable[fx.Graph], common: Container[int]) -> None:
         nodes = [node for graph in graphs for node in graph.nodes]
@@ -108,23 +105,16 @@ def _where_unlike(x: Any, y: Any) -> str:
         return f"element {index} is {flat[0][index].item()!r} before and {flat[1][index].item()!r} after"
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self,
-        values: Values,
-        constants: Mapping[Hashable, torch.Tensor],
-        functions: Mapping[int, Callable[..., Any]],
-        common: Container[int],
-        seed: int,
-    ) -> None:
-        self.seed = seed
-        self.stood_in: dict[str, None] = {}  # the operators that have random results
-        self._common = common
-        self._values = values
-        self._constants = constants
-        self._functions = functions
-        self._known: dict[Request, Any] = {}
-        self._num_elements = 0
+    values: Values
+    constants: Mapping[Hashable, torch.Tensor]
+    functions: Mapping[int, Callable[..., Any]]
+    common: Container[int]
+    seed: int
+    stood_in: dict[str, None] = field(default_factory=dict)  # the operators that have random results
+    _known: dict[Request, Any] = field(default_factory=dict)
+    _num_elements: int = 0
 
     def __call__(self, request: Request) -> Any:
         """Returns what a request asks for, after all that it needs; terms may be deeper than Python's stack."""
@@ -171,7 +161,7 @@ class _Run:
         return make(what, rank)  # type: ignore[no-any-return]
 
     def _value(self, number: int, rank: int) -> Steps:
-        value = self._values[number]
+        value = self.values[number]
         if value.pieces is None:
             return (yield "source", value.source, rank)
         self._counted(None)
@@ -186,15 +176,15 @@ class _Run:
         return result.reshape(value.shape or ())
 
     def _source(self, source: int, rank: int) -> Steps:
-        key = self._values.key(source)
+        key = self.values.key(source)
         match key:
             case ["constant", dtype, text, number]:
                 return torch.full((1,), float(text) if number is None else number, dtype=dtype)
             case ["padding", _, dtype, [text, number], *_]:
                 fill = float(text) if number is None else number
-                return torch.full((self._values.numel(source),), fill, dtype=dtype)
+                return torch.full((self.values.numel(source),), fill, dtype=dtype)
             case Term("remote", _, _, (of,)):
-                num_ranks = self._values.numel(source) // self._values.numel(of)
+                num_ranks = self.values.numel(source) // self.values.numel(of)
                 return torch.cat((yield from self._of_ranks("source", of, num_ranks)))
             case Term("tensor", (number,)):
                 return (yield "value", number, rank).reshape(-1)
@@ -213,8 +203,8 @@ class _Run:
                 return done[2]
             case ["result", ["input", name], _, dtype, _, shape]:
                 return self._input((name, rank), dtype, math.prod(shape))
-            case ["result", ["attribute", bits], *_] if bits in self._constants:
-                return self._constants[bits].detach().cpu().reshape(-1)
+            case ["result", ["attribute", bits], *_] if bits in self.constants:
+                return self.constants[bits].detach().cpu().reshape(-1)
             case ["result", ["input", _], None, None]:
                 return 0.375 + self.seed + rank
             case ["result", call, part, *kind]:
@@ -230,7 +220,7 @@ class _Run:
 
     def _stand_in(self, source: int, error: Exception, kind: Any, rank: int) -> torch.Tensor:
         """Returns random numbers for what cannot be run, if both graphs have it."""
-        if source not in self._common or len(kind) != 3:
+        if source not in self.common or len(kind) != 3:
             raise error
         self.stood_in[str(error).partition(":")[0]] = None
         dtype, _, shape = kind
@@ -279,7 +269,7 @@ class _Run:
         for keyword, value in kwargs:
             named[keyword] = yield from self._thawed(value, rank)
         if isinstance(name, tuple):
-            return self._functions[name[1]](*given, **named), [], None
+            return self.functions[name[1]](*given, **named), [], None
         namespace, packet, overload = name.split(".")
         target = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
         (schema,) = schemas(target)

@@ -32,21 +32,13 @@ _ALL_TO_ALL = "_c10d_functional.all_to_all_single.default"
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two graphs first differ.
+    """Where two graphs first differ."""
 
-    Args:
-        before: what computes the value in the first graph; None if nothing there does.
-        after: what computes it in the second.
-        reason: how they differ.
-        unknown: what no rule looks into, so that both may still have the same bits; else empty.
-        shown: what running both has shown; empty where they were not run.
-    """
-
-    before: fx.Node | None
-    after: fx.Node | None
-    reason: str
-    unknown: str = ""
-    shown: str = ""
+    before: fx.Node | None  # what computes the value in the first graph; None if nothing there does
+    after: fx.Node | None  # what computes it in the second
+    reason: str  # how they differ
+    unknown: str = ""  # what no rule looks into, so that both may still have the same bits; else empty
+    shown: str = ""  # what running both has shown; empty where they were not run
 
     def __str__(self) -> str:
         places = f"  before: {place_of(self.before)}\n  after:  {place_of(self.after)}"
@@ -87,7 +79,7 @@ def find_difference(
             if isinstance(found, _Leaf) and both_have and not is_count:  # neither replaces the other
                 found = _Leaf(found.reason)
         if isinstance(found, _Leaf):
-            by_data = _has_unknown_shape(one) or _has_unknown_shape(two)
+            by_data = any(each.dtype is not None and each.shape is None for each in (one, two))
             return Difference(*nodes, found.reason, found.unknown or "sizes that depend on data" * by_data)
         one, two = found
 
@@ -107,10 +99,6 @@ def _without_values(key: Any) -> Any:
     if isinstance(key, Argument):
         return key.layout
     return tuple(map(_without_values, key)) if isinstance(key, tuple) else key
-
-
-def _has_unknown_shape(value: Value) -> bool:
-    return value.dtype is not None and value.shape is None
 
 
 @dataclass(frozen=True)
@@ -202,7 +190,6 @@ def _unlike(values: Values, one: int, two: int) -> _Leaf:
 
 
 def _first_unlike(a: Any, b: Any) -> tuple[Any, Any]:
-    """Returns the innermost first parts in which two keys differ."""
     if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
         for x, y in zip(a, b, strict=True):
             if x != y:
@@ -248,13 +235,11 @@ def _unknown(*keys: Any) -> str:
     for key in keys:
         while key[0] in ("drawn", "hidden", "written"):
             key = key[2 if key[0] == "written" else 1]
-        if key[0] == "call" and not _is_followed(_called(key)):
-            return _called(key)
+        name = _called(key)
+        is_followed = name.startswith(_FOLLOWED) and not name.startswith("torch.ops.")
+        if key[0] == "call" and not is_followed and "." in name:  # else a method
+            return name
     return ""
-
-
-def _is_followed(name: str) -> bool:
-    return (name.startswith(_FOLLOWED) and not name.startswith("torch.ops.")) or "." not in name  # a method
 
 
 def _kind(value: Value) -> str:

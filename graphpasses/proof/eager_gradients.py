@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,39 +65,29 @@ def layout_of(before: TrainGraph, after: TrainGraph, layout: Layout | None) -> L
     return layout.without(known & before.without_gradient)
 
 
+@dataclass(eq=False)
 class EagerGradients:
     """Says whether gradients of a rewritten step are what eager computes, given where eager reduces them.
 
-    Reductions lie as in ``layout``, which is eager's if ``is_eagers``; otherwise the all-reduce of HSDP may come
-    first, as it is traced. With ``may_scale`` gradients may be divided before and after they are reduced.
-    ``topology`` is that of the cluster, where another place than eager's may be right, too. Source: FSDP2's
-    ``_fsdp_param_group.py``, ``post_backward``, reduces what autograd has added up; and ``_fsdp_collectives.py``,
-    ``foreach_reduce``.
+    Source: FSDP2's ``_fsdp_param_group.py``, ``post_backward``, reduces what autograd has added up; and
+    ``_fsdp_collectives.py``, ``foreach_reduce``.
     """
 
-    def __init__(
-        self,
-        values: Values,
-        before: TrainGraph,
-        evaluated: Evaluated,
-        layout: Layout,
-        *,
-        is_eagers: bool,
-        may_scale: bool,
-        topology: Topology | None,
-    ) -> None:
-        self._is_eagers = is_eagers
-        self._may_scale = may_scale
-        self._topology = topology
-        self.is_scaled = False
-        self.uses_topology = False
-        self._values = values
-        self._graph = before
-        self._of = evaluated.values
-        self._order = {node: index for index, node in enumerate(before.graph.nodes)}
-        self._reductions = find_grad_reductions(before)
+    values: Values
+    before: TrainGraph
+    evaluated: Evaluated
+    layout: Layout
+    _: KW_ONLY
+    is_eagers: bool  # whether the layout is eager's; else HSDP's all-reduce may come first, as it is traced
+    may_scale: bool  # whether gradients may be divided before and after they are reduced
+    topology: Topology | None  # of the cluster, where another place than eager's may be right, too
+    is_scaled: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._of = self.evaluated.values
+        self._reductions = find_grad_reductions(self.before)
         self._places: dict[str, list[Place]] = {}
-        for (fqn, _, _), place in layout_places(layout).items():
+        for (fqn, _, _), place in layout_places(self.layout).items():
             self._places.setdefault(fqn, []).append(place)
 
     def is_apart(self, fqn: str) -> bool:
@@ -111,7 +101,7 @@ class EagerGradients:
         reductions, places = self._reductions.get(fqn, []), self._places.get(fqn, [])
         if not reductions:
             return None
-        info = self._graph.parameters[fqn]
+        info = self.before.parameters[fqn]
         reduced, found, offset = gradient, [], 0
         while (reduction := self._reduced(reduced)) is not None:
             offset = reduction.offset = reduction.offset + offset
@@ -121,22 +111,22 @@ class EagerGradients:
                 break
         if not found:
             return "it is not the result of one reduction"
-        for reduction, place in zip(found[::-1], places if self._is_eagers else [], strict=False):
+        for reduction, place in zip(found[::-1], places if self.is_eagers else [], strict=False):
             if reason := reduction.unlike(place):
                 if not self._adds_alike(fqn, place, reduction.place(place)):
                     return reason
-                self.uses_topology = True
-        if len(found) != len(places) and self._is_eagers:
+                self.evaluated.axioms.add("eager's order")
+        if len(found) != len(places) and self.is_eagers:
             return f"it is reduced {len(found)} times, by eager {len(places)} times"
         return self._unlike_sum(info, reductions, found[-1], offset)
 
     def _adds_alike(self, fqn: str, eager: Place, here: Place) -> bool:
         """Whether NCCL adds in one order at two places, on the given topology."""
-        if self._topology is None:
+        if self.topology is None:
             return False
         from graphpasses.simulate.prediction import find_reordered  # registers a backend
 
-        return find_reordered(Move(fqn, eager, here), self._topology) is None
+        return find_reordered(Move(fqn, eager, here), self.topology) is None
 
     def _unlike_sum(
         self, info: ParameterInfo, reductions: list[GradReduction], reduction: _Reduction, offset: int
@@ -149,7 +139,7 @@ class EagerGradients:
         row = sent.numel // shards
         cut = viewed(sent.pieces, (shards, row), [((shards, place.padded_numel), (row, 1), offset)])
         pieces = cut and self._unscaled(cut[0])
-        columns = pieces and self._values.moved(sent.dtype, (shards, place.padded_numel), pieces)
+        columns = pieces and self.values.moved(sent.dtype, (shards, place.padded_numel), pieces)
         if not columns:
             return "it cannot be followed into the bucket"
         for total in self._sums(reductions, sent.dtype):
@@ -162,35 +152,33 @@ class EagerGradients:
 
     def _all_reduced(self, total: Value, columns: Value) -> Iterator[Value]:
         """Yields the results of all-reduces of a sum, which HSDP's trace has before the reduce-scatter."""
-        for piece in () if self._is_eagers else columns.pieces or ():
-            key = self._values.key(piece.source)
+        for piece in () if self.is_eagers else columns.pieces or ():
+            key = self.values.key(piece.source)
             is_all_reduce = key[0] == "result" and key[1][:2] == ("collective", _ALL_REDUCE)
-            if is_all_reduce and self._values[key[1][2][0][1].number] is total:
+            if is_all_reduce and self.values[key[1][2][0][1].number] is total:
                 assert total.dtype is not None
                 assert total.shape is not None
-                yield self._values.tensor(total.dtype, total.shape, piece.source)
+                yield self.values.tensor(total.dtype, total.shape, piece.source)
 
     def _sums(self, reductions: list[GradReduction], dtype: torch.dtype | None) -> Iterator[Value | None]:
         """Yields what eager may reduce: uses added and then cast; of several backward calls, cast and added."""
         assert dtype is not None
-        in_order = sorted(reductions, key=lambda each: self._order[each.gradient])
-        uses = sorted(
-            (use for each in in_order for use in added_uses(each.gradient)), key=self._order.__getitem__
-        )
+        in_order = sorted(reductions, key=lambda each: each.gradient)  # fx compares nodes by their places
+        uses = sorted(use for each in in_order for use in added_uses(each.gradient))
         total = self._total([self._like(self._of[use], self._of[in_order[0].gradient]) for use in uses])
-        yield None if total is None else elements.cast(self._values, total, dtype)
+        yield None if total is None else elements.cast(self.values, total, dtype)
         whole = [self._of[each.gradient] for each in in_order]
-        yield self._total([elements.cast(self._values, each, dtype) for each in whole])
+        yield self._total([elements.cast(self.values, each, dtype) for each in whole])
 
     def _like(self, use: Value, gradient: Value) -> Value:
         assert gradient.shape is not None
         assert use.pieces is not None
-        return self._values.moved(use.dtype, gradient.shape, use.pieces)
+        return self.values.moved(use.dtype, gradient.shape, use.pieces)
 
     def _total(self, summands: list[Value]) -> Value | None:
         total: Value | None = summands[0]
         for each in summands[1:]:
-            total = None if total is None else elements.add(self._values, total, each)
+            total = None if total is None else elements.add(self.values, total, each)
         return total
 
     def _rows(self, info: ParameterInfo, total: Value, shards: int) -> Value | None:
@@ -207,24 +195,21 @@ class EagerGradients:
             joined = parts and concatenated([(part, chunk) for part in parts], 0)
             if not joined:
                 return None
-            total = self._values.moved(total.dtype, (chunk[0] * shards, *chunk[1:]), joined)
-        return movement.chunk_cat(self._values, [total], shards)
+            total = self.values.moved(total.dtype, (chunk[0] * shards, *chunk[1:]), joined)
+        return movement.chunk_cat(self.values, [total], shards)
 
     def _unscaled(self, pieces: Pieces) -> Pieces:
-        """Returns pieces of what a plan divides before it is reduced."""
-        if not self._may_scale:
-            return pieces
         return tuple(sorted(each._replace(source=self._unscaled_source(each.source)) for each in pieces))
 
     def _unscaled_source(self, source: int) -> int:
-        while self._may_scale and (quotient := self._quotient(source)):
+        while self.may_scale and (quotient := self._quotient(source)):
             (source,) = quotient.operands
             self.is_scaled = True
         return source
 
     def _quotient(self, source: int) -> Term | None:
         """Returns the term of a source that is a quotient; one by a power of two is known as a product."""
-        term = term_of(self._values, source, "div", "mul")
+        term = term_of(self.values, source, "div", "mul")
         return term if term is not None and (term.kind == "div" or 0 < term.parameters[2] < 1) else None
 
     def _reduced(self, value: Value) -> _Reduction | None:
@@ -234,24 +219,28 @@ class EagerGradients:
         (piece,) = value.pieces
         if piece.dims and piece.dims != ((value.numel, 1, 1),):
             return None
-        cast = term_of(self._values, piece.source, "cast")  # once, back to the parameter's dtype
+        cast = term_of(self.values, piece.source, "cast")  # once, back to the parameter's dtype
         source = piece.source if cast is None else cast.operands[0]
-        key = self._values.key(self._unscaled_source(source))
+        key = self.values.key(self._unscaled_source(source))
         if key[0] != "result" or key[1][0] != "collective" or key[1][1] not in _NAMES:
             return None
         _, operator, args, _ = key[1]
         sent = args[0][1]  # of (type, value)
         assert isinstance(sent, Argument)
         op, group = args[1][1], args[-1][1]
-        return _Reduction(_NAMES[operator], self._values[sent.number], op, str(group), piece.offset)
+        ranks = named_group_ranks(str(group))
+        return _Reduction(_NAMES[operator], self.values[sent.number], op, ranks, piece.offset)
 
 
+@dataclass
 class _Reduction:
     """Where a value lies in a reduction."""
 
-    def __init__(self, name: Collective, sent: Value, op: str, group: str, offset: int) -> None:
-        self.name, self.sent, self.op, self.offset = name, sent, op, offset
-        self.ranks = named_group_ranks(group)
+    name: Collective
+    sent: Value
+    op: str
+    ranks: tuple[int, ...]
+    offset: int
 
     def place(self, eager: Place) -> Place:
         """Returns eager's place of a gradient, moved to where it is here."""

@@ -21,7 +21,6 @@ aten = torch.ops.aten
 
 
 def constant(values: Values, dtype: torch.dtype | None, value: Any) -> int:
-    """Returns the source of a constant."""
     return values.source(("constant", dtype, *filled(dtype, value)))
 
 
@@ -92,7 +91,6 @@ def _copy(values: Values, result: Any, _: Value, x: Value, non_blocking: bool = 
 
 
 def cast(values: Values, x: Value, dtype: torch.dtype) -> Value:
-    """Returns a tensor cast to a dtype."""
     if x.dtype == dtype:
         return x
 
@@ -115,7 +113,6 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _holds_all(wide: torch.dtype | None, narrow: torch.dtype) -> bool:
-    """Whether a dtype has all values of another."""
     if wide in _FLOATS[2:]:
         return narrow in _FLOATS[: _FLOATS.index(wide)]
     return wide in _INTEGERS and narrow in (torch.bool, *_INTEGERS[: _INTEGERS.index(wide)])
@@ -206,10 +203,7 @@ def _lifted(
     apply: Callable[[torch.Tensor], torch.Tensor | None],
     undone: tuple[str, tuple[Any, ...], torch.dtype | None] | None = None,
 ) -> Value:
-    """Applies to each source what is applied to each element; to a constant at once.
-
-    ``key`` is the term's without its operand; a term that is ``undone`` is taken back.
-    """
+    """Applies to each source what is applied to each element, to a constant at once; undoes what is ``undone``."""
     assert x.pieces is not None
     assert x.shape is not None
     of: dict[int, int] = {}
@@ -271,17 +265,12 @@ def _is_zero(number: Any, sign: float) -> bool:
     return type(number) is float and number == 0 and math.copysign(1.0, number) == sign
 
 
-def add(values: Values, x: Value, y: Value) -> Value | None:
+def add(values: Values, x: Value, y: Value) -> Result:
     """Returns the sum of two tensors of one shape and dtype; None where they are not."""
     if x is y and x.dtype in _FLOATS and x.pieces is not None:
-        return _twice(values, x)
+        fake = torch.empty(0, dtype=x.dtype, device="meta")  # of which its dtype is read, and its device
+        return _scaled("mul", aten.mul.Scalar)(values, fake, x, 2.0)
     return _combined(values, "sum", x, y)
-
-
-def _twice(values: Values, x: Value) -> Value | None:
-    fake = torch.empty(0, dtype=x.dtype, device="meta")  # of which its dtype is read, and its device
-    found = _scaled("mul", aten.mul.Scalar)(values, fake, x, 2.0)
-    return found if isinstance(found, Value) else None
 
 
 def _combined(values: Values, name: str, x: Value, y: Value) -> Value | None:

@@ -11,7 +11,6 @@ from torch import fx
 
 from graphpasses._torch.schemas import WrittenView, draws, read_functionalized_call
 from graphpasses.analysis.effects import (
-    Effects,
     is_elementwise_on_lists,
     names_written,
     operator_effects,
@@ -74,13 +73,13 @@ class Evaluation(Calls):
         self._constants = {**read_constants(graph.graph), **(constants or {})}
         self._given = given or {}
         self._exchanges = Exchanges(facts)
+        self._made_of_sizes: set[int] = set()  # of what all-to-alls bring, what one operator made of sizes
         self._brought: dict[fx.Node, Result] = {}
         self._waiting: dict[fx.Node, Result] = {}  # what launches bring for which nobody has waited
         self._freed: dict[Leaf, fx.Node] = {}
         self._done = Evaluated(values=self._of, made=self._made, axioms=self._axioms)
 
     def run(self) -> Evaluated:
-        """Returns what the graph does."""
         done, graph = self._done, self._graph
         for item, node in zip(graph.inputs, graph.placeholders, strict=True):
             fqn = graph.identity.canonical(item.fqn) if item.is_state else item.fqn
@@ -213,7 +212,8 @@ class Evaluation(Calls):
         key: Hashable = self._call(node.target, node.args, node.kwargs)
         if overlaps := self._overlaps(node, names_written(node)) if effects.writes else ():
             key = (*key, "overlapping", overlaps)  # type: ignore[misc]
-        key = self._after_others(draws(node), self._has_state(node, effects), key)
+        has_state = effects.has_hidden_state and not is_function(node.target)
+        key = self._after_others(draws(node), has_state, key)
         result = self.opaque(node, fake, key)
         if node.target == PACK and isinstance(result, Value):
             inputs, splits = self._arguments(node)[0]
@@ -222,10 +222,6 @@ class Evaluation(Calls):
         if effects.writes:
             return self._written(node, effects.writes, key, result)
         return result
-
-    def _has_state(self, node: fx.Node, effects: Effects) -> bool:
-        """Whether what a call returns may follow from more than its arguments."""
-        return effects.has_hidden_state and not is_function(node.target)
 
     def _offloaded(self, node: fx.Node) -> Result:
         """Returns the value of an activation that is moved to the CPU or back; the wait frees its old memory."""
@@ -246,34 +242,28 @@ class Evaluation(Calls):
         return self.opaque(node, fake, ("size", *key))
 
     def _launch(self, node: fx.Node) -> Value:
-        sent = self._read(node.all_input_nodes[0])
+        sent, group = self._read(node.all_input_nodes[0]), str(collective_group(node))
         given_args, given_kwargs = self._arguments(node)
         args, kwargs = evaluated((given_args, given_kwargs), self._number)
         key = ("collective", str(node.target), freeze(args), freeze(kwargs))
         fake = self._facts[node]
         result: Result = None
         if node.target == ALL_GATHER and isinstance(sent, Value) and isinstance(fake.numel(), int):
-            group = str(collective_group(node))
             result = movement.gathered(self._table, sent, int(given_args[1]), group, tuple(fake.shape))
             if result is not None:
                 self._axioms.add("all-gather")
         if result is None:
             result = self.opaque(node, fake, key)
         if isinstance(sent, Value) and isinstance(result, Value) and node.target == ALL_TO_ALL:
-            self._exchanges.send(
-                sent.number,
-                result.number,
-                given_args[1],
-                given_args[2],
-                str(collective_group(node)),
-                is_made_of_sizes=argument(node).target == SIZE_TENSOR,
-            )
+            outputs, inputs = given_args[1:3]
+            self._exchanges.send(sent.number, result.number, outputs, inputs, group)
+            if argument(node).target == SIZE_TENSOR:  # as what several would pack
+                self._made_of_sizes.add(result.number)
         self._waiting[node] = self._brought[node] = result
-        inputs = tuple(
-            each for each in (self._read(x) for x in node.all_input_nodes) if isinstance(each, Value)
-        )
+        read = map(self._read, node.all_input_nodes)
+        given = tuple(each for each in read if isinstance(each, Value))
         is_followed = isinstance(sent, Value) and sent.number in self._exchanges
-        launch = Collective(node, inputs, str(collective_group(node)), freeze(args[1:]), is_followed)
+        launch = Collective(node, given, group, freeze(args[1:]), is_followed)
         self._done.collectives.append(launch)
         return self._table.other(("launched", key, len(self._done.collectives)))
 
@@ -283,7 +273,7 @@ class Evaluation(Calls):
         splits = evaluated(self._arguments(node)[0][1], self._number)
         if not isinstance(received, Value):
             return None
-        if received.number in self._exchanges.made_of_sizes:
+        if received.number in self._made_of_sizes:
             self._done.unknown = str(SIZE_TENSOR)
         found = self._exchanges.unpack(received.number, self._arguments(node)[0], splits)
         if found is None:

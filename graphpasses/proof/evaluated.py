@@ -12,21 +12,13 @@ from graphpasses.proof.core.values import Result, Value
 
 @dataclass(frozen=True)
 class Collective:
-    """One launch.
-
-    Args:
-        node: the launch.
-        sent: what this rank gives.
-        group: name of its process group.
-        arguments: numbers of its other arguments.
-        is_followed: whether the result is followed to each of the all-to-alls that it carries.
-    """
+    """One launch."""
 
     node: fx.Node
-    sent: tuple[Value, ...]
-    group: str
-    arguments: Hashable
-    is_followed: bool
+    sent: tuple[Value, ...]  # what this rank gives
+    group: str  # name of its process group
+    arguments: Hashable  # numbers of its other arguments
+    is_followed: bool  # whether the result is followed to each of the all-to-alls that it carries
 
 
 @dataclass

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import mul
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -36,16 +35,11 @@ class _Packed:
 
 
 class Exchanges:
-    """Follows what is packed through the all-to-all to where it is unpacked.
-
-    ``made_of_sizes`` has the numbers of what all-to-alls bring that one operator made of sizes: no rule looks into
-    these.
-    """
+    """Follows what is packed through the all-to-all to where it is unpacked."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self._packed: dict[int, _Packed] = {}
-        self.made_of_sizes: set[int] = set()
         self._received: dict[int, tuple[_Packed, Sequence[Any], Hashable]] = {}
 
     def pack(
@@ -67,20 +61,9 @@ class Exchanges:
         return packed in self._packed
 
     def send(
-        self,
-        sent: int,
-        received: int,
-        outputs: Sequence[Any],
-        inputs: Sequence[Any],
-        group: Hashable,
-        *,
-        is_made_of_sizes: bool,
+        self, sent: int, received: int, outputs: Sequence[Any], inputs: Sequence[Any], group: Hashable
     ) -> None:
-        """Notes an all-to-all of what was packed, or ``is_made_of_sizes`` by one operator, as what several would
-        pack.
-        """
-        if is_made_of_sizes:
-            self.made_of_sizes.add(received)
+        """Notes an all-to-all, if it is of what was packed."""
         if sent in self._packed:
             packed = self._packed[sent]
             if self._totals(packed.inputs, packed.splits) == self._sizes(inputs):
@@ -116,7 +99,7 @@ class Exchanges:
         """Returns how many elements travel to or from each rank."""
         dtype = packed_dtype([fake.dtype for fake in inputs])
         units = [
-            reduce(mul, self._sizes(fake.shape[1:]), 1 if fake.dtype == dtype else fake.dtype.itemsize)
+            math.prod(self._sizes(fake.shape[1:]), start=1 if fake.dtype == dtype else fake.dtype.itemsize)
             for fake in inputs
         ]
         return [

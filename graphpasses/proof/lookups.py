@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graphpasses.analysis.reached_outputs import reached_outputs
+from graphpasses.analysis.effects import reached_outputs
 from graphpasses.fbgemm.lookups import INFO_B, MIXED_D, LookupCall
 from graphpasses.fbgemm.names import complete_cumsum
 from graphpasses.graph import DynamoGraph, argument
@@ -82,10 +82,7 @@ class _Member:
 
 
 class Lookups:
-    """The lookups of a graph that Dynamo traced, which are known by their tables, bags and settings.
-
-    ``unknown`` are the calls that join bags for a lookup that is not known.
-    """
+    """The lookups of a graph that Dynamo traced; ``unknown`` join bags for a lookup that is not known."""
 
     def __init__(self, graph: DynamoGraph) -> None:
         calls = [call for call in LookupCall.all(graph) if call.reject_reason() is None]
@@ -190,23 +187,17 @@ def _is_cumsum_of(offsets: fx.Node | None, join: fx.Node) -> bool:
 
 
 def _is_split(node: fx.Node, members: Sequence[_Member], *, is_pooled: bool) -> bool:
-    """Whether a call gives each lookup what is its."""
     if is_pooled:
         _, dims, batch_sizes = node.args
-        return list(dims) == [sum(table.dim for table in each.tables) for each in members] and [  # type: ignore[arg-type]
-            *map(size_expression, batch_sizes)  # type: ignore[arg-type]
-        ] == [_num_bags(each) for each in members]
+        ends = [each.bags[1].meta["val"].shape[0] for each in members]  # type: ignore[union-attr]
+        bags = [(end - 1) // len(each.tables) for end, each in zip(ends, members, strict=True)]
+        are_dims = list(dims) == [sum(table.dim for table in each.tables) for each in members]  # type: ignore[arg-type]
+        return are_dims and [*map(size_expression, batch_sizes)] == [*map(size_expression, bags)]  # type: ignore[arg-type]
     _, sizes, *dim = node.args
     return not any(dim) and [*map(size_expression, sizes)] == [  # type: ignore[arg-type]
         size_expression(each.bags[0].meta["val"].shape[0])  # type: ignore[union-attr]
         for each in members
     ]
-
-
-def _num_bags(member: _Member) -> Any:
-    offsets = member.bags[1]
-    assert offsets is not None
-    return size_expression((offsets.meta["val"].shape[0] - 1) // len(member.tables))
 
 
 def _is_consistent(call: LookupCall) -> bool:

@@ -150,10 +150,7 @@ def _chunk_cat(values: Values, result: Any, parts: Sequence[Value], dim: int, nu
 
 
 def chunk_cat(values: Values, parts: Sequence[Value], num_chunks: int) -> Value | None:
-    """Returns tensors cut along dim 0, padded with zeros, one row per chunk, beside each other.
-
-    The parts have one dtype, and their shapes are known.
-    """
+    """Returns tensors of one dtype, cut along dim 0, padded with zeros, one row per chunk, beside each other."""
     columns: list[Value] = []
     for part in parts:
         assert part.shape is not None
@@ -218,7 +215,6 @@ AXIOMS["all-gather"] = "an all-gather copies each rank's tensor, in the order of
 
 
 def gathered(values: Values, x: Value, num_ranks: int, group: str, shape: tuple[int, ...]) -> Value | None:
-    """Returns what an all-gather makes of each rank's tensor."""
     if x.pieces is None:
         return None
     found: list[Piece] = []

@@ -9,7 +9,7 @@ as far as that is cheap: equal forms are equal maps, unequal forms are not known
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from graphpasses.proof.core.values import Piece, Pieces
@@ -29,11 +29,7 @@ class _Box(NamedTuple):
 
 
 def viewed(pieces: Pieces, shape: Sequence[int], views: Sequence[Geometry]) -> list[Pieces] | None:
-    """Returns the maps of views of a tensor, which lie as given where that is contiguous: cut, reordered, repeated
-    dims.
-
-    None if one does something else, or a piece cannot be cut so.
-    """
+    """Returns the maps of views, which cut, reorder and repeat dims of a tensor; None if one does something else."""
     boxes = _boxes(pieces, shape)
     found = None if boxes is None else [_viewed(boxes, shape, *view) for view in views]
     return None if found is None or None in found else found  # type: ignore[return-value]
@@ -78,7 +74,6 @@ def _viewed(
 
 
 def concatenated(parts: Sequence[tuple[Pieces, Sequence[int]]], dim: int) -> Pieces | None:
-    """Joins tensors along one dim."""
     if math.prod(parts[0][1][:dim]) == 1:  # one lies behind the other
         start, found = 0, []
         for pieces, shape in parts:
@@ -164,7 +159,6 @@ def merged(dims: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], 
 
 
 def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the strides of a contiguous tensor."""
     strides, numel = [], 1
     for size in reversed(shape):
         strides.append(numel)
@@ -173,7 +167,6 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _indices(number: int, strides: Sequence[int]) -> tuple[int, ...]:
-    """Returns the indices of an element in each dim."""
     found = []
     for stride in strides:
         index, number = divmod(number, stride)
@@ -277,11 +270,9 @@ def _cut(box: _Box, dim: int, first: int, end: int) -> list[_Box] | None:
 
 def _pieces(boxes: Iterable[_Box], shape: Sequence[int]) -> Pieces:
     strides = strides_of(shape)
-    return joined(_flat(boxes, strides))
-
-
-def _flat(boxes: Iterable[_Box], strides: Sequence[int]) -> Iterator[Piece]:
+    found = []
     for box in boxes:
         start = sum(index * stride for index, stride in zip(box.corner, strides, strict=True))
         dims = ((size, step * strides[dim], source) for size, dim, step, source in box.dims)
-        yield Piece(start, merged(dims), box.source, box.offset)
+        found.append(Piece(start, merged(dims), box.source, box.offset))
+    return joined(found)

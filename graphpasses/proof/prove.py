@@ -100,8 +100,8 @@ def prove_as(
 ) -> Certificate:
     """Does what :func:`prove` does, in the name of a pass.
 
-    With ``is_planned`` a plan says how gradients are reduced, which may be otherwise than in ``before``; then
-    without a layout they are not proved, as long as they are autograd's sums, reduced and scaled.
+    With ``is_planned`` a plan says how gradients are reduced, which may be otherwise than in ``before``; without a
+    layout they then are not proved, as long as they are autograd's sums, reduced and scaled.
     """
     start = time.perf_counter()
     if before.stage is not after.stage:
@@ -132,11 +132,14 @@ def prove_as(
                 then = Evaluation(update, values, known, given, constants, done).run()
                 updated |= then.written.keys()
                 done.go_on(then)
-    _refuse_chance(subject, one, two)
+    known_reasons = {reason for _, reason in one.broken}
+    for node, reason in two.broken:
+        if reason not in known_reasons:
+            raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
     proof = _Proof(subject, before, after, values, one, two, layout, topology, is_planned)
     proof.compare()
     proof.leave_open(updated)
-    names = {"operators", "NaNs", *one.axioms, *two.axioms, *proof.axioms_of_layout}
+    names = {"operators", "NaNs", *one.axioms, *two.axioms}
     return Certificate(
         tuple(proof.proved),
         tuple(proof.unproved),
@@ -165,13 +168,6 @@ def _given_to(graph: TrainGraph, two: Evaluated) -> dict[str, Value | None]:
     return {f"gradient {fqn}": two.outputs.get(f"the gradient of {fqn!r}") for fqn in gradients}
 
 
-def _refuse_chance(subject: str, one: Evaluated, two: Evaluated) -> None:
-    known = {reason for _, reason in one.broken}
-    for node, reason in two.broken:
-        if reason not in known:
-            raise ProofError(f"the bits of {subject} depend on chance: {reason}\n  {place_of(node)}")
-
-
 @dataclass
 class _Proof:
     """Compares what two graphs do; see :func:`prove_as`."""
@@ -189,7 +185,6 @@ class _Proof:
     unproved: list[tuple[str, str]] = field(default_factory=list)
     changed: list[tuple[str, Difference]] = field(default_factory=list)
     refused: list[tuple[str, Difference]] = field(default_factory=list)  # what may be as it was
-    uses_layout: bool = False
 
     def __post_init__(self) -> None:
         layout = layout_of(self.before, self.after, self.layout)
@@ -209,17 +204,7 @@ class _Proof:
         common = self.one.made.keys() & self.two.made.keys()
         self._runs = Runs(self.values, [module.graph for module in modules], common)
 
-    @property
-    def axioms_of_layout(self) -> set[str]:
-        """Names of the axioms about where gradients are reduced that were used."""
-        used = {
-            "eager's place": self.uses_layout,
-            "eager's order": self._eager and self._eager.uses_topology,
-        }
-        return {name for name, is_used in used.items() if is_used}
-
     def compare(self) -> None:
-        """Compares all outputs and all written tensors."""
         one = {**self.one.outputs, **self.one.written}
         two = {**self.two.outputs, **self.two.written}
         for name in {**one, **two}:
@@ -311,19 +296,23 @@ class _Proof:
             if self._eager is not None and self._eager.is_scaled:
                 self.unproved.append((name, "it is divided, and no layout says by what eager divides"))
             elif self.layout is not None:
-                self.uses_layout = True
+                self.two.axioms.add("eager's place")
                 self.proved.append(name)
             else:
                 self.unproved.append(
                     (name, "its summands are autograd's, but where eager reduces it was not given")
                 )
             return
-        if (one is None or two is None) and self.two.unknown:
-            self.unproved.append((name, f"no rule looks into {self.two.unknown}"))
-            return
         if one is None or two is None:
-            if reason is None:
-                self._lost_or_gained(name, two, is_known)
+            if self.two.unknown:
+                self.unproved.append((name, f"no rule looks into {self.two.unknown}"))
+            elif reason is None:
+                is_further = name.startswith("the gradient of ") and name.endswith(")")
+                if is_known and two is None and is_further and self._eager is not None:
+                    return  # of a tied parameter's outputs one has the total
+                reason = "it is lost" if two is None else "it was not computed, or written, before"
+                lost = Difference(self.one.nodes.get(name), self.two.nodes.get(name), reason)
+                self.changed.append((name, lost))
             else:
                 self.changed.append((name, Difference(None, self.two.nodes.get(name), reason)))
             return
@@ -345,10 +334,8 @@ class _Proof:
         return any(self.two.outputs.get(other) is None for other in others)
 
     def _rests_on_others(self, found: Difference) -> str:
-        """Returns what ranks tell each other, of all that a value is made of, so that no rule follows it; or nothing.
-
-        That are sizes that depend on data, and all-to-alls that cut what is sent as none did: what one brings may be
-        what others brought.
+        """Returns what a value is made of that ranks tell each other: sizes of data, all-to-alls cut anew; or
+        nothing.
         """
         known = {launch.arguments for launch in self.one.collectives}
         odd = {
@@ -368,13 +355,6 @@ class _Proof:
                 seen.add(node)
                 pending += node.all_input_nodes
         return ""
-
-    def _lost_or_gained(self, name: str, two: Value | None, is_known: bool) -> None:
-        is_further = name.startswith("the gradient of ") and name.endswith(")")
-        if is_known and two is None and is_further and self._eager is not None:
-            return  # of a tied parameter's outputs one has the total
-        reason = "it is lost" if two is None else "it was not computed, or written, before"
-        self.changed.append((name, Difference(self.one.nodes.get(name), self.two.nodes.get(name), reason)))
 
     def _unlike_eager(self, name: str, two: Value | None) -> str | None:
         """Returns how a gradient differs from eager's; None where nothing is known of eager's."""
@@ -396,5 +376,4 @@ class _Proof:
 
 
 def _parameter_of(name: str) -> str:
-    """Returns the FQN in the name of a gradient."""
     return name.split("'")[1]

@@ -11,31 +11,21 @@ from graphpasses.proof.core.values import Values
 
 
 class Term(NamedTuple):
-    """The key of a source each of whose elements is computed of one of each of other sources.
+    """The key of a source each of whose elements is computed of one of each of other sources."""
 
-    Args:
-        kind: see :data:`KINDS`.
-        parameters: what else counts.
-        dtype: in which the operands are read; None if as they are.
-        operands: the other sources.
-    """
-
-    kind: str
-    parameters: tuple[Any, ...]
-    dtype: torch.dtype | None
-    operands: tuple[int, ...]
+    kind: str  # see :data:`KINDS`
+    parameters: tuple[Any, ...]  # what else counts
+    dtype: torch.dtype | None  # in which the operands are read; None if as they are
+    operands: tuple[int, ...]  # the other sources
 
 
 class Kind(NamedTuple):
-    """What terms of a kind are.
+    """What terms of a kind are."""
 
-    Args:
-        words: what people call one, from its parameters.
-        compute: of tensors, and of the parameters; None where it takes more.
-    """
-
-    words: str
-    compute: Callable[..., torch.Tensor] | None = None
+    words: str  # what people call one, from its parameters
+    compute: Callable[..., torch.Tensor] | None = (
+        None  # of tensors and the parameters; None where it takes more
+    )
 
 
 KINDS = {

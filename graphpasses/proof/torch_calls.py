@@ -17,8 +17,7 @@ from torch import fx
 from graphpasses._torch import pytree
 from graphpasses._torch.schemas import SET_GRAD_ENABLED
 from graphpasses.analysis.dependencies import grad_modes
-from graphpasses.analysis.effects import has_gradient, torch_call_effects
-from graphpasses.analysis.reached_outputs import reached_outputs
+from graphpasses.analysis.effects import has_gradient, reached_outputs, torch_call_effects
 from graphpasses.graph import WAIT, DynamoGraph, argument, is_collective
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Result, Value, Values

@@ -18,9 +18,9 @@ from graphpasses._torch.process_group import threads_are_ranks
 from graphpasses.errors import ClusterError
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import CapturedStep, get_state, is_collective
+from graphpasses.simulate.process_group import BACKEND
 from graphpasses.simulate.rings import Topology
 from graphpasses.simulate.scheduler import Call, RankScheduler, current
-from graphpasses.simulate.thread_process_group import BACKEND
 
 T = TypeVar("T")
 
@@ -146,18 +146,13 @@ def step_for_rank(step: CapturedStep, model: nn.Module) -> CapturedStep:
 
 
 def cluster_memory(bucket_numels: Sequence[int], num_ranks: int, dtype: torch.dtype) -> int:
-    """Estimates the bytes that a simulated cluster needs to train a model, activations apart.
-
-    All ranks together hold the shards once; each holds, unsharded, the last bucket, the root's, and several times the
-    largest.
-    """
+    """Estimates the bytes that a simulated cluster needs to train a model, activations apart."""
     state = sum(bucket_numels) * torch.float32.itemsize * _STATE_COPIES
     unsharded = (bucket_numels[-1] + _BUCKET_COPIES * max(bucket_numels)) * dtype.itemsize
     return _PROCESS + state + num_ranks * unsharded
 
 
 def check_memory(model: nn.Module, plan: BucketPlan, num_ranks: int, dtype: torch.dtype) -> None:
-    """Raises where the machine has too little memory for a simulated cluster."""
     numels = [sum(get_state(model, fqn).numel() for fqn in bucket.fqns) for bucket in plan.resolve(model)]
     needed, available = cluster_memory(numels, num_ranks, dtype), _available()
     if available is not None and needed > available:

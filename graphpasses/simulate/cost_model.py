@@ -14,9 +14,8 @@ _MAX_NVLS_RANKS = 32
 
 
 def search_channels(topology: Topology) -> int:
-    """Returns the rings, and trees, that NCCL's search finds; it makes two channels or more of each.
-
-    Source: NCCL ``src/graph/connect.cc`` (``ncclTopoPostset``).
+    """Returns the rings, and trees, that NCCL's search finds; it makes two channels or more of each. Source: NCCL
+    ``src/graph/connect.cc`` (``ncclTopoPostset``).
     """
     if topology.num_search_rings:
         return topology.num_search_rings
@@ -61,7 +60,6 @@ def time(
     cost: tuple[float, float],
 ) -> float:
     """Returns the microseconds that NCCL expects; the bytes are those of the larger of input and output on one rank.
-
     Source: NCCL ``src/graph/tuning.cc`` (``ncclTopoGetAlgoTime``).
     """
     latency, bandwidth = cost
@@ -171,7 +169,7 @@ def _nvls_bandwidth(
         inter = intra  # the search begins with one value for both
     is_tree, is_all_reduce = algorithm == "nvls_tree", collective == "all_reduce"
     if hardware.at_least(2, 28):
-        per_head = intra * constants.nvls_efficiency(hardware) * (heads - 1) / heads
+        per_head = intra * constants.NVLS_EFFICIENCY[constants.generation(hardware)] * (heads - 1) / heads
         per_head *= 2 if is_all_reduce else (heads - 1) / heads
         limits = [per_head, inter * (2 if is_tree and num_nodes <= 2 else 1)]
         if is_tree:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graphpasses.analysis.levels import grouped
 from graphpasses.errors import LayoutError, TopologyError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.layout_diff import Place, layout_places
@@ -207,12 +208,7 @@ def _replicas(
             reason = f"one {steps[-1].place.collective} gives all of them one sum"
             yield Replicas(fqn, axis, "same bits", tuple((line,) for line in lines), reason)
             continue
-        holders = []
-        for line in lines:
-            same: dict[tuple[int, ...], list[int]] = {}
-            for rank in line:
-                same.setdefault(sums[rank], []).append(rank)
-            holders.append(tuple(map(tuple, same.values())))
+        holders = [tuple(grouped(line, key=sums.__getitem__)) for line in lines]
         apart = next((line for line in holders if len(line) > 1), None)
         bits: Bits = "may differ" if apart else "unknown" if trouble else "same bits"
         why = _why(steps, orders, sums, [apart[0][0], apart[1][0]]) if apart else ""
@@ -222,10 +218,9 @@ def _replicas(
 def _sums(
     steps: Sequence[_Step], axes: Mapping[str, int]
 ) -> tuple[list[_Orders], dict[int, tuple[int, ...]]]:
-    """Returns orders of the steps' groups, and of each rank the numbers of its sums, one for each of these orders.
+    """Returns orders of the steps' groups, and by rank the numbers of its sums, one for each of these orders.
 
-    Where all groups of a step add in one order, in each step, ranks that hold the same before get the same: such
-    stretches of elements are left out.
+    Elements that all groups of each step add in one order are left out: there ranks that held the same get the same.
     """
     reduced = frozenset(axis for step in steps for axis in step.axes)
     leaves = {rank: index for line in _lines(axes, reduced) for index, rank in enumerate(line)}

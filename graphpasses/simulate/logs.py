@@ -161,7 +161,6 @@ def topology_from_log(text: str, *, gpus_per_node: int, **options: Any) -> Topol
 
 
 def _topology(text: str, gpus_per_node: int, hardware: Hardware, options: dict[str, Any]) -> Topology:
-    """Returns the topology of one communicator."""
     found = parse_nccl_log(text)
     if (log := parse_tuning_log(text)) is not None:
         hardware = replace(hardware, log=log)

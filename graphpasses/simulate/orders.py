@@ -59,7 +59,6 @@ def place_choice(place: Place, group: Topology) -> Choice:
 
 
 def place_channels(place: Place, group: Topology) -> int:
-    """Returns how many channels carry a gradient's bucket in a group."""
     return len({part.channel for part in _parts(place, group)})
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from graphpasses.fsdp.layout import BucketLayout, Layout, at_world_size, dtype_bytes
@@ -124,14 +125,11 @@ def predict(a: Layout, b: Layout, topology: Topology) -> Prediction:
 
 
 def find_reordered(move: Move, topology: Topology) -> Reordered | None:
-    """Says which elements of one gradient are added in another order on a cluster; None if none are.
-
-    Source: see :mod:`graphpasses.simulate.nccl`.
-    """
+    """Says which elements of one gradient are added in another order on a cluster; None if none are."""
     before, after = move.before, move.after
     reason = _other_arithmetic(before, after, topology)
     if before is not None and after is not None and not reason:
-        stretches = _merged(_reordered(before, after, topology))
+        stretches = tuple(_reordered(before, after, topology))
     else:
         stretches = tuple((0, place.padded_numel) for place in (before, after) if place is not None)[:1]
     return Reordered(move.fqn, before, after, stretches, reason) if stretches else None
@@ -218,18 +216,10 @@ def _reordered(before: Place, after: Place, topology: Topology) -> Iterator[tupl
     if is_free(before):
         return
     runs = [place_runs(place, group) for place in (before, after)]
-    for start, stop, (one, other) in aligned_runs(*runs):
-        if one != other:
-            yield start, stop
-
-
-def _merged(stretches: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    merged: list[tuple[int, int]] = []
-    for start, stop in stretches:
-        if merged and merged[-1][1] == start:
-            start, _ = merged.pop()
-        merged.append((start, stop))
-    return tuple(merged)
+    for is_other, found in itertools.groupby(aligned_runs(*runs), key=lambda run: run[2][0] != run[2][1]):
+        (start, stop, _), *more = found
+        if is_other:
+            yield start, more[-1][1] if more else stop
 
 
 def _at(place: Place | None) -> str:

@@ -167,10 +167,7 @@ class RankScheduler:
 
 @contextmanager
 def _interrupts_wait(note: Callable[[], None]) -> Iterator[None]:
-    """Calls ``note`` at the first interrupt, and lets it happen when the block has ended; a second one does not wait.
-
-    Raised at once, it could leave threads behind that run, or wait for ever.
-    """
+    """Calls ``note`` at the first interrupt, which happens when the block has ended; a second one does not wait."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

@@ -68,7 +68,6 @@ def tree_order(tree: Tree) -> Order:
 
 
 def show_order(order: Order, names: Sequence[int] | None = None, limit: int | None = None) -> str:
-    """Returns ranks, or their ``names``, in order; sums that are added as a whole are in parentheses."""
     shown = [
         str(names[each] if names else each) if isinstance(each, int) else f"({show_order(each, names)})"
         for each in order[:limit]

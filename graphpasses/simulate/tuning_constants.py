@@ -81,7 +81,8 @@ _OLDER_BLACKWELL: dict[str, tuple[tuple[tuple[int, ...], tuple[float, float, flo
     "tree": (((2, 28), (77.4, 82.8, 72.0)),),
     "nvls_tree": (((2, 28, 9), (0.0, 96.0, 43.1)), ((2, 30), (0.0, 96.0, 43.8))),
 }
-_NVLS_EFFICIENCY = (0.0, 0.0, 0.85, 0.74)
+# Which part of a link's bandwidth NVLS reaches, from 2.28 on.
+NVLS_EFFICIENCY = (0.0, 0.0, 0.85, 0.74)
 
 
 def generation(hardware: Hardware) -> int:
@@ -105,8 +106,3 @@ def per_channel_max(hardware: Hardware, name: str, num_nodes: int) -> float:
         older = (values for until, values in _OLDER_BLACKWELL[name] if not hardware.at_least(*until))
         row = next(older, row)
     return row[min(num_nodes, 3) - 1]
-
-
-def nvls_efficiency(hardware: Hardware) -> float:
-    """Returns which part of a link's bandwidth NVLS reaches, from 2.28 on."""
-    return _NVLS_EFFICIENCY[generation(hardware)]

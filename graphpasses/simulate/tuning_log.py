@@ -10,6 +10,7 @@ from graphpasses.errors import TopologyError
 
 _FUNCTIONS = {"Reduce": "reduce", "ReduceScatter": "reduce_scatter", "AllReduce": "all_reduce"}
 ALGORITHMS = ("tree", "ring", "collnet_direct", "collnet_chain", "nvls", "nvls_tree", "pat")
+_BY_NAME = {name.replace("_", ""): name for name in ALGORITHMS}
 PROTOCOLS = ("ll", "ll128", "simple")
 # "  Algorithm   |                 Tree   …   |", then "    AllReduce |    6.8/  20.0 |    14.0/ …".
 _HEAD = re.compile(r"Algorithm +\|(.*)\|")
@@ -83,7 +84,8 @@ def parse_tuning_log(text: str) -> TuningLog | None:
     algorithms: list[str] = []
     for line in text.splitlines():
         if head := _HEAD.search(line):
-            algorithms = [_snake(name) for name in re.findall(r"\w+", head[1])]
+            names = re.findall(r"\w+", head[1].lower())
+            algorithms = [_BY_NAME.get(name, name) for name in names]
         elif row := _ROW.search(line):
             cells = zip(itertools.product(algorithms, PROTOCOLS), _CELL.findall(row[2]), strict=False)
             for (algorithm, protocol), (latency, bandwidth) in cells:
@@ -114,10 +116,4 @@ def parse_tuning_log(text: str) -> TuningLog | None:
         tuple((*key, *value) for key, value in choices.items()),
         tuple(channels),
         "" if plugin is None else plugin[1],
-    )
-
-
-def _snake(name: str) -> str:
-    return {"CollNetDirect": "collnet_direct", "CollNetChain": "collnet_chain", "NVLSTree": "nvls_tree"}.get(
-        name, name.lower()
     )

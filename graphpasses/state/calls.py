@@ -15,11 +15,7 @@ from graphpasses._torch.operator_calls import dispatch_wrapped
 
 @contextmanager
 def calls_watched(on_call: Callable[[FrameType], None]) -> Iterator[None]:
-    """Gives ``on_call`` each frame that begins in the block, in this thread, before the first line of it runs.
-
-    What torch does below the dispatcher, most of what a trace runs, is left out. A debugger, or a measurement of
-    coverage, sees what it saw before.
-    """
+    """Gives ``on_call`` each frame that begins in the block, in this thread, above torch's dispatcher."""
     before: Any = sys.gettrace()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -63,7 +59,6 @@ class CodeNames(NamedTuple):
 
 @functools.lru_cache(maxsize=10_000)
 def names_of(code: CodeType) -> CodeNames:
-    """Returns the names that the code of a function has."""
     globals_: set[str] = set()
     imports: set[str] = set()
     attributes = {code.co_name}

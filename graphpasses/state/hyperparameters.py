@@ -37,7 +37,6 @@ class TensorFacts(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorFacts:
-        """Reads a tensor."""
         placements = tensor.placements if isinstance(tensor, DTensor) else None
         return cls(tensor.shape, tensor.dtype, tensor.device, tensor.stride(), placements)
 
@@ -63,15 +62,8 @@ def _integers(kind: type[Optimizer]) -> frozenset[str]:
     return frozenset(each.name for each in parameters if each.annotation in (int, "int"))
 
 
-def as_input(value: Any) -> Any:
-    """Returns what a graph reads of a number, or of the tensor in its place."""
-    return value if isinstance(value, torch.Tensor) else float(value)
-
-
 def numbers_of(optimizers: Optimizers) -> dict[Number, Any]:
-    """Returns the numbers of all groups, and the tensors in their places, by name; only of an optimizer's own
-    options.
-    """
+    """Returns the numbers of all groups, and the tensors in their places, by name; not what schedulers keep."""
     return {
         (index, name): value
         for index, (optimizer, group) in enumerate(optimizers.groups)

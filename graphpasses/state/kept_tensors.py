@@ -24,11 +24,7 @@ _NOT_OPENED = (torch.Tensor, nn.Module, FunctionType, ModuleType, type, CachedFu
 
 @contextmanager
 def caches_emptied_on_error() -> Iterator[None]:
-    """Empties the cached functions that keep a tensor of the block, a trace, if the block raises.
-
-    Such a tensor has no values: eager, and the next trace, would compute with it. If the block does not raise,
-    :func:`refuse_kept_tensors` looks for it.
-    """
+    """Empties the cached functions that keep a tensor of the block, a trace, without values, if it raises."""
     mode = active_fake_mode()
     try:
         yield
@@ -92,7 +88,6 @@ def _described(holder: Any, kept: list[torch.Tensor]) -> str:
 
 
 def _emptied(mode: Any) -> list[Any]:
-    """Empties the caches that keep tensors of a mode, and returns their functions."""
     functions = [each for each in gc.get_objects() if type(each) is CachedFunction]
     if not _keep_tensor_of(mode, functions):  # in one walk, since many caches have the same objects
         return []

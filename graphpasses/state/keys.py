@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import enum
 import functools
-import io
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
 from threading import local
 from types import MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import NonCallableMock
-from weakref import ProxyTypes, ReferenceType
+from weakref import ReferenceType
 
 import torch
 from torch import nn
@@ -151,11 +149,6 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return found
 
 
-def referent(value: Any) -> Any:
-    """Returns the object of a ``weakref.proxy``; others themselves."""
-    return value.__dir__.__self__ if isinstance(value, ProxyTypes) else value
-
-
 def torch_state(value: Any) -> dict[str, Any] | None:
     """Returns the attributes of an object of torch's own, as of a ``GradScaler``; None of others."""
     kind = type(value)
@@ -165,10 +158,7 @@ def torch_state(value: Any) -> dict[str, Any] | None:
 
 
 def narrowed(path: str, before: Key, now: Key, *, new_objects: bool) -> tuple[str, Key, Key] | None:
-    """Returns the first part by which two values differ, and its path; None if they do not.
-
-    New items of a dict that are not plain, as a cache of tensors gets, count only if ``new_objects``.
-    """
+    """Returns the first part by which two values differ, with its path; of a dict's new items plain ones, or all."""
     if before == now:
         return None
     if before.kind is now.kind and issubclass(before.kind, dict):
@@ -191,9 +181,7 @@ def narrowed(path: str, before: Key, now: Key, *, new_objects: bool) -> tuple[st
 
 
 def are_alike(value: Any, other: Any) -> bool:
-    """Whether two models that were built alike may hold these values: tensors of the same bits, functions of the
-    same code, objects of one class, and containers of such.
-    """
+    """Whether models built alike may hold these: the same bits, functions of one code, objects of one class."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return same_bits(value, other)
     if isinstance(value, partial) and isinstance(other, partial):
@@ -213,10 +201,3 @@ def are_alike(value: Any, other: Any) -> bool:
         )
     key, other_key = key_of(value), key_of(other)
     return key == other_key or (key.kind is other_key.kind is object and type(value) is type(other))
-
-
-def is_iterator(value: Any) -> bool:
-    """Whether what reads a value advances it, so that each step sees another."""
-    return isinstance(value, Iterator) and not isinstance(
-        value, (io.IOBase, nn.Module, NonCallableMock, *ProxyTypes)
-    )

@@ -37,7 +37,6 @@ class ModelStructure:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelStructure:
-        """Reads a model."""
         modules = [*model.modules()]
         names = [(tuple(module._parameters), tuple(module._buffers)) for module in modules]
         sizes = (len(of_parameters) + len(of_buffers) for of_parameters, of_buffers in names)
@@ -77,10 +76,7 @@ class ModelStructure:
         return replace(self, modules=modules, facts=facts)
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
-        """Raises if the model is not what it was: the graph would go on as if it were.
-
-        Returns its parameters and buffers, by slot.
-        """
+        """Returns the model's tensors, by slot; raises if it is not what it was: the graph would go on regardless."""
         modules = self._modules(model)
         if (facts := _facts(modules)) != self.facts:
             for each in zip(self.paths, self.facts, facts, strict=True):
@@ -102,7 +98,7 @@ class ModelStructure:
 
     def _check_tensors(self, tensors: Sequence[torch.Tensor | None]) -> None:
         if (first := _first(tensors)) != self.first:
-            self._refuse_ties(tensors, first)
+            self._refuse_ties(first)
         if (kinds := _kinds(tensors)) != self.kinds:
             before, now = ([*zip(*each, strict=True)] for each in (self.kinds, kinds))
             slot = next(slot for slot, kind in enumerate(now) if kind != before[slot])
@@ -117,7 +113,7 @@ class ModelStructure:
         if (index := find_gradient_hooks(trained)) is not None:
             check_gradient_hooks(self._name([*self.trainable][index]), trained[index])
 
-    def _refuse_ties(self, tensors: Sequence[torch.Tensor | None], first: Sequence[int]) -> None:
+    def _refuse_ties(self, first: Sequence[int]) -> None:
         for slot, (was, now) in enumerate(zip(self.first, first, strict=True)):
             if was == now:
                 continue

@@ -18,10 +18,7 @@ _LOAD = "load the state of this model and optimizer, or capture the step again"
 
 @dataclass(frozen=True, eq=False)
 class OptimizerFacts:
-    """Facts about optimizers that the graph of their update has built in.
-
-    Numbers among the hyperparameters, and the state's values, are no such facts: the update reads them when it runs.
-    """
+    """What an update's graph has built in of its optimizers; numbers and the state's values it reads when it runs."""
 
     optimizers: Optimizers
     # By group, the names of its parameters: FQNs, or e.g. ``"parameter 0 of group 1"`` of one that the model has not.
@@ -60,10 +57,7 @@ class OptimizerFacts:
         return replace(self, decisions=(*self.decisions, *map(fixed, built_in)))
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> bool:
-        """Raises if the optimizer is not what it was, or a parameter has a gradient already, and names what changed.
-
-        Returns whether all state is there; the optimizer makes it in its first step.
-        """
+        """Returns whether all state is there; raises, and names it, if something changed or a gradient is there."""
         self.optimizers.check()
         names = {parameter: fqn for fqn, parameter in parameters.items()}
         self._check_groups(names)
@@ -79,8 +73,9 @@ class OptimizerFacts:
         for (_, group), known in zip(self.optimizers.groups, self.groups, strict=True):
             for parameter, name in zip(group["params"], known, strict=True):
                 if parameter.grad is not None:
+                    quoted = name if name.startswith("parameter ") else f"parameter {name!r}"
                     raise CaptureError(
-                        f"{_quoted(name)} has a gradient, and the captured step, which updates it, would not add to "
+                        f"{quoted} has a gradient, and the captured step, which updates it, would not add to "
                         "it; call optimizer.zero_grad() before the step"
                     )
         return is_complete
@@ -129,7 +124,3 @@ def _facts(state: Mapping[str, object]) -> dict[str, object]:
         name: TensorFacts.of(value) if isinstance(value, torch.Tensor) else repr(value)
         for name, value in state.items()
     }
-
-
-def _quoted(name: str) -> str:
-    return name if name.startswith("parameter ") else f"parameter {name!r}"

@@ -41,7 +41,6 @@ class Optimizers:
         return " and ".join(type(optimizer).__name__ for optimizer in self.each)
 
     def group_name(self, index: int) -> str:
-        """Returns what messages call a group."""
         if len(self.each) == 1:
             return f"the optimizer's group {index}"
         optimizer, group = self.groups[index]
@@ -57,7 +56,6 @@ class Optimizers:
         return {}
 
     def step(self) -> None:
-        """Runs the step of each."""
         for optimizer in self.each:
             optimizer.step()
 
@@ -72,8 +70,7 @@ class Optimizers:
     def check(self) -> None:
         """Raises if the update is not, or cannot be, captured."""
         for optimizer in self.each:
-            _check_class(optimizer)
-            _check_hooks(optimizer)
+            _check_one(optimizer)
         for index, (optimizer, group) in enumerate(self.groups):
             for name in ("differentiable", "capturable"):
                 if group.get(name):
@@ -100,7 +97,7 @@ class Optimizers:
                     )
 
 
-def _check_class(optimizer: Optimizer) -> None:
+def _check_one(optimizer: Optimizer) -> None:
     kind = type(optimizer)
     if not isinstance(optimizer, Optimizer):
         raise CaptureError(
@@ -118,9 +115,6 @@ def _check_class(optimizer: Optimizer) -> None:
             f"the step of {kind.__name__} calls a closure, which runs the model again; capture without optimizer=, "
             "and let the closure call the captured step"
         )
-
-
-def _check_hooks(optimizer: Optimizer) -> None:
     if runs_hooks(optimizer):
         raise CaptureError(
             "a hook runs before or after the optimizer's steps, or its step was replaced; a captured step runs "

@@ -81,10 +81,7 @@ def _is_users(name: str, file: str) -> bool:
 
 @cache
 def _folders(top: str) -> tuple[str, ...]:
-    """Returns the folders that distributions installed a top-level package into.
-
-    The metadata that an editable install leaves in a source tree is no installation: it lists no files.
-    """
+    """Returns the folders that distributions installed a top-level package into; not those of editable installs."""
     roots = []
     for each in _distributions().get(top, ()):
         root = str(each.locate_file("")).rstrip(os.sep)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property, partial
 from types import (
@@ -19,6 +20,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any
+from unittest.mock import NonCallableMock
 
 import torch
 from torch import nn
@@ -34,9 +36,7 @@ from graphpasses.state.keys import (
     CachedFunction,
     attributes_of,
     is_array,
-    is_iterator,
     key_of,
-    referent,
 )
 from graphpasses.state.origin import is_torchs, is_users, is_users_module, is_watched
 from graphpasses.state.slots import Asked, Owner, Slot
@@ -130,7 +130,7 @@ class Outside:
 
     def open(self, path: str, value: Any, *, of_model: bool = False) -> Owner | None:
         """Looks into a value; returns the owner of an object that is watched, or of a container that has such."""
-        value = referent(value)
+        value = value.__dir__.__self__ if isinstance(value, weakref.ProxyTypes) else value
         if isinstance(value, PLAIN):
             return None
         if id(value) not in self._opened:
@@ -216,7 +216,8 @@ class Outside:
 
 def refuse_iterator(what: str, value: Any) -> None:
     """Raises if a value is an iterator, which each step advances; ``what`` begins the message."""
-    if is_iterator(value):
+    others = (io.IOBase, nn.Module, NonCallableMock, *weakref.ProxyTypes)
+    if isinstance(value, Iterator) and not isinstance(value, others):
         raise CaptureError(
             f"{what}, an iterator, which each step takes forward; a captured step would not. Give what it yields in "
             "the batch"

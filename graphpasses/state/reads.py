@@ -64,9 +64,8 @@ class Reads:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Watches what the block reads and sets, and puts it back, but for the model's own attributes.
-
-        Raises if it reads an iterator, or changes what it reads outside the model.
+        """Watches what the block reads and sets, and puts it back, but for the model's own attributes; refuses
+        changes.
         """
         try:
             with self._stack:
@@ -167,7 +166,6 @@ class Reads:
             self._watch(type(value))
 
     def _watch(self, kind: type) -> None:
-        """Watches what is read and set of a class's objects, of those that are watched."""
         self._classes.add(kind)
         reads: Any = kind.__getattribute__
         sets: Any = kind.__setattr__
@@ -238,10 +236,7 @@ class Reads:
         slot.opened = self._outside.open(slot.path, value, of_model=of_model)
 
     def _counts(self, this: Any, name: str, value: Any) -> bool:
-        """Whether an attribute is a value that a step may build in.
-
-        Not so the tensors and modules of the model's modules, and what code computes, whose own reads are seen.
-        """
+        """Whether a step may build an attribute in: no tensor or module of the model's, nor what code computes."""
         of_model = id(this) in self._outside.of_model
         if isinstance(this, nn.Module):
             state = attributes_of(this) or {}

@@ -84,20 +84,11 @@ def _write_of_class(owner: type, name: str, value: Any) -> None:
     _write_attribute(next((base for base in owner.__mro__ if name in vars(base)), owner), name, value)
 
 
-def _read_place(owner: Any, name: Any) -> Any:
-    return owner[name] if name < len(owner) else MISSING
-
-
 def _write_item(owner: MutableMapping[str, Any], name: str, value: Any) -> None:
     if value is MISSING:
         owner.pop(name, None)
     else:
         owner[name] = value
-
-
-def _write_variable(owner: ContextVar[Any], name: str, value: Any) -> None:
-    if value is not MISSING:  # else there is no way back
-        owner.set(value)
 
 
 # The first row whose class an owner has: how a value is read, and how it is written.
@@ -109,9 +100,19 @@ _KINDS: tuple[_Row, ...] = (
         lambda owner, name: _read_attribute(owner, "cell_contents"),
         lambda owner, name, value: _write_attribute(owner, "cell_contents", value),
     ),
-    (ContextVar, lambda owner, name: owner.get(MISSING), _write_variable),
+    (
+        ContextVar,
+        lambda owner, name: owner.get(MISSING),
+        lambda owner, name, value: (
+            None if value is MISSING else owner.set(value)
+        ),  # else there is no way back
+    ),
     (Asked, lambda owner, name: owner.ask(), lambda owner, name, value: None),
-    ((list, tuple, deque), _read_place, lambda owner, name, value: None),  # put back as a whole
+    (
+        (list, tuple, deque),
+        lambda owner, name: owner[name] if name < len(owner) else MISSING,
+        lambda owner, name, value: None,  # put back as a whole
+    ),
     (type, _read_of_class, _write_of_class),
     (weakref.ref, lambda owner, name: owner(), lambda owner, name, value: None),
     (object, _read_attribute, _write_attribute),
@@ -155,10 +156,8 @@ class Slot:
     def difference(
         self, now: Any, *, strict: bool = False, alike: bool = False, inside: tuple[Owner, ...] = ()
     ) -> Difference | None:
-        """Says how a value differs from what it was.
-
-        New items of a dict that are not plain count if ``strict``; a value of another model, which was built alike,
-        need only be ``alike``. The owners that it is ``inside`` are being compared.
+        """Says how a value differs; ``strict`` if new items of a dict that are no plain values count, ``alike`` if it
+        is another model's, built alike. The owners that it is ``inside`` are being compared.
         """
         is_opened = self.opened is not None and type(now) is type(self.value)
         is_container = isinstance(self.value, CONTAINERS)
@@ -254,6 +253,5 @@ class Owner:
         return owner
 
     def restore(self) -> None:
-        """Gives all names what they had."""
         for slot in self.slots.values():
             slot.restore(self.value)

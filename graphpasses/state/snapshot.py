@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.backends import cuda, cudnn, mkldnn
 
+from graphpasses._torch.fsdp2 import SETTINGS, find_outdated, fsdp_groups, group_name, group_setting
+from graphpasses._torch.module_hooks import global_hook_ids
 from graphpasses.errors import CaptureError
 from graphpasses.state.model import ModelStructure
-from graphpasses.state.settings import settings_of
-from graphpasses.state.slots import AGAIN, Owner
+from graphpasses.state.slots import AGAIN, Asked, Owner
 
 _SINCE = " when the step was captured"
 _IN_BATCH = "give it in the batch, as a tensor, or capture the step again"
+
+
+_ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +40,7 @@ class Snapshot:
         return cls(ModelStructure.of(model), settings_of(model), tuple(attributes), tuple(names))
 
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
-        """Raises if something is not what it was, and names it: eager would follow, and the graph would not.
-
-        Returns the model's parameters and buffers, by slot of the structure.
-        """
+        """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
         tensors = self.structure.check(model)
         for owners, advice in ((self.attributes, AGAIN), (self.settings, AGAIN), (self.names, _IN_BATCH)):
             for owner in owners:
@@ -56,3 +60,42 @@ class Snapshot:
                     raise CaptureError(f"{found.text(_SINCE)}; {AGAIN}")
                 owner.of(other, known)
         return Snapshot(structure, settings_of(model), tuple(known.values()), self.names)
+
+
+def settings_of(model: nn.Module) -> tuple[Owner, ...]:
+    """Returns the settings that a step's graph has built in; not those that kernels read, as ``cudnn.benchmark``."""
+    device = next(model.parameters()).device.type
+    asked: dict[str, Callable[[], Any]] = {
+        "torch.get_default_dtype()": torch.get_default_dtype,
+        "torch.get_default_device()": torch.get_default_device,
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled,
+        f"autocast on {device!r}": partial(_autocast, device),
+        **{f"torch.backends.cuda.{name}()": getattr(cuda, name) for name in _ATTENTION},
+        "torch.backends.cudnn.enabled": lambda: cudnn.enabled,
+        "torch.backends.mkldnn.enabled": lambda: mkldnn.enabled,
+        "the hooks of all modules (register_module_forward_hook and others)": global_hook_ids,
+        **{
+            f"{name} of FSDP2 group {group_name(group)!r}": partial(group_setting, group, name)
+            for group in fsdp_groups(model)
+            for name in SETTINGS
+        },
+    }
+    owners = tuple(Owner(Asked(ask)) for ask in asked.values())
+    for name, owner in zip(asked, owners, strict=True):
+        owner.add(name, name)
+    return owners
+
+
+def _autocast(device: str) -> torch.dtype | None:
+    has_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if has_autocast else None
+
+
+def check_unsharded(groups: Sequence[Any]) -> None:
+    """Raises if a parameter changed since an eager forward unsharded it: eager would train on with what it was."""
+    if (fqn := find_outdated(groups)) is not None:
+        raise CaptureError(
+            f"parameter {fqn!r} changed while it was unsharded, as a forward without a backward leaves it (an "
+            "evaluation before optimizer.step()): eager FSDP2 would train on with the old values. Call reshard() on "
+            "its fully_sharded module before it changes"
+        )

@@ -25,7 +25,7 @@ from graphpasses.graph import (
     argument,
 )
 from graphpasses.graph.known_values import KnownValues
-from graphpasses.graph.rules import FORM, RULES, Checked, Contract
+from graphpasses.graph.rules import FORM, RULES, Verifier
 from graphpasses.identity import IdentityMap
 from tests.helpers.models import Even, on_fake_ranks
 
@@ -59,11 +59,11 @@ def make(stage: Stage, kinds: Sequence[InputKind], outputs: Sequence[OutputKind]
 
 def broken(name: str, graph: TrainGraph, edit: Callable[[TrainGraph], object] = lambda _: None) -> list[str]:
     """What a rule says of a graph after an edit; before it, the graph is legal, unless the edit is none."""
-    contract, known = Contract.of(graph), graph.watch_values()
+    verifier = Verifier(graph)
     edit(graph)
     rule = BY_NAME[name]
     assert graph.stage in rule.stages
-    return [each.message for each in rule.check(Checked(graph, contract, known))]
+    return [each.message for each in rule.check(verifier)]
 
 
 def first(graph: TrainGraph, target: object) -> fx.Node:
@@ -82,10 +82,11 @@ def test_every_rule_says_what_it_is_in_one_sentence_and_is_broken_here() -> None
 
 
 def test_a_captured_step_is_legal(step: CapturedStep) -> None:
-    checked = Checked(step, Contract.of(step), KnownValues())
+    verifier = Verifier(step)
+    verifier.known = KnownValues()
     for rule in (*FORM, *RULES):
         if step.stage in rule.stages:
-            assert list(rule.check(checked)) == [], rule.name
+            assert list(rule.check(verifier)) == [], rule.name
 
 
 @pytest.mark.parametrize("stage", [Stage.STEP, Stage.DYNAMO])

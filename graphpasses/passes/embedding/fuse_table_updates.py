@@ -13,8 +13,8 @@ from graphpasses.embedding.fused_update import FusedForm
 from graphpasses.embedding.torchrec.fbgemm import load_fbgemm
 from graphpasses.graph import CapturedStep, GraphInput, InputKind, Stage, TrainGraph
 from graphpasses.graph.nodes import last_reads
+from graphpasses.graph.train_graph import add_update_input
 from graphpasses.graph.update import Update
-from graphpasses.graph.update_inputs import add_update_input
 from graphpasses.ops.update_rows import UPDATE_ROWS
 from graphpasses.passes.runner import GraphPass, Numerics
 

@@ -16,9 +16,8 @@ from graphpasses._torch.dynamo import guard_condition, guard_identity
 from graphpasses._torch.storage import addresses
 from graphpasses.agreement import CollectiveSequence, Question
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
-from graphpasses.analysis.effects import has_gradient, launches_collective
+from graphpasses.analysis.effects import has_gradient, launches_collective, reached_outputs
 from graphpasses.analysis.levels import call_levels, independent_groups, sort_by_level
-from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.emit_lookup import emit_lookup_like
 from graphpasses.embedding.join_cost import BatchOfBags, padding_cost, plan_joins

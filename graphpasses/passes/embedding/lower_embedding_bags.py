@@ -15,8 +15,8 @@ from torch import fx
 
 from graphpasses._torch.dynamo import guard_condition, guard_identity
 from graphpasses.analysis.dependencies import grad_modes, place_nodes
+from graphpasses.analysis.effects import reached_outputs
 from graphpasses.analysis.levels import call_levels, grouped, independent_groups, sort_by_level
-from graphpasses.analysis.reached_outputs import reached_outputs
 from graphpasses.embedding.arena import Arena
 from graphpasses.embedding.backward_checks import check_gradient_arrives, one_backward_per_forward
 from graphpasses.embedding.bag_calls import BagCall, read_bag_calls

@@ -11,8 +11,8 @@ from torch import fx
 
 from graphpasses.analysis.effects import is_elementwise_on_lists
 from graphpasses.graph import InputKind, TrainGraph
+from graphpasses.graph.train_graph import add_update_input
 from graphpasses.graph.update import Update
-from graphpasses.graph.update_inputs import add_update_input
 
 
 @dataclass(frozen=True)

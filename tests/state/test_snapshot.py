@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from graphpasses.capture import capture_train_step
 from graphpasses.errors import CaptureError
-from graphpasses.state.settings import settings_of
+from graphpasses.state.snapshot import settings_of
 from tests.helpers.models import same_bits
 
 X = torch.arange(8.0).view(2, 4)
