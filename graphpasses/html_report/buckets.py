@@ -195,7 +195,7 @@ def _bar(
     entries: Sequence[_Entry], total: int, topology: Topology, names: RingNames, is_compared: bool
 ) -> Bar:
     _, first, _ = entries[0]
-    group, count = topology.restrict(first.ranks), first.num_bytes // first.itemsize
+    group, count = topology.restrict(first.ranks), first.num_elements
     ring_of = [names[tuple(first.ranks[rank] for rank in ring)] for ring in rings(group)]
     per_chunk = ", each chunk from another rank on" if first.collective == "all_reduce" else ""
     scale = 100 * first.itemsize / total

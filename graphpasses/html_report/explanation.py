@@ -96,7 +96,7 @@ def _example(reordered: Reordered, topology: Topology, letter: str) -> str:
 
 def _at(place: Place, topology: Topology, element: int) -> str:
     """Says where an element of a gradient is reduced, and in which order."""
-    group, count = topology.restrict(place.ranks), place.num_bytes // place.itemsize
+    group, count = topology.restrict(place.ranks), place.num_elements
     index = place.offset // place.itemsize + element
     parts = reduction_parts(group, place.collective, count, place.itemsize, op=place.op)
     part = parts[bisect.bisect_right(parts, index, key=lambda part: part.stop)]

@@ -22,34 +22,31 @@ Steps = list[tuple[list[Any], CapturedStep]]
 """What was captured, each step with the shapes of its inputs."""
 
 
-def step_for(
-    steps: Steps,
-    model: nn.Module,
-    batch: Any,
-    capture: Callable[[], CapturedStep],
-    *,
-    pipeline: Pipeline | None,
-    any_shape: bool,
-    remedy: str,
-) -> CapturedStep:
-    """Returns the step that fits a batch, all that it is given, on all ranks; captures and adds it if there is none.
+class StepsByShape:
+    """What classes that run captured steps in a trainer have in common."""
 
-    A new step goes through ``pipeline``, by default :func:`~graphpasses.default_pipeline` if the model is sharded.
-    ``remedy`` says what helps if there are more than eight shapes.
-    """
-    shapes = [] if any_shape else [_shape(each) for each in pytree.tree_leaves(batch)]
-    fits = RankConsensus.of_model(model).all_ranks([known == shapes for known, _ in steps] or [False])
-    if not any(fits):
-        if len(steps) == MAX_SHAPES:
-            raise CaptureError(
-                f"the inputs of the trainer have had {MAX_SHAPES} shapes, each of which is captured by itself; "
-                f"{remedy}"
-            )
-        step = capture()
-        if pipeline is None and fsdp_groups(model):
-            pipeline = default_pipeline()
-        steps.append((shapes, pipeline.run(step) if pipeline else step))
-    return steps[fits.index(True) if any(fits) else -1][1]
+    pipeline: Pipeline | None = None
+    """What each step goes through; by default :func:`~graphpasses.default_pipeline` if the model is sharded."""
+    dynamic_shapes: Any = None
+    """Dims of what a step is given that vary, as :func:`~graphpasses.capture_train_step` takes them."""
+
+    def _step_for(
+        self, steps: Steps, model: nn.Module, batch: Any, capture: Callable[[], CapturedStep], remedy: str
+    ) -> CapturedStep:
+        """Returns the step that fits a batch on all ranks; captures and adds it if there is none."""
+        shapes = [] if self.dynamic_shapes else [_shape(each) for each in pytree.tree_leaves(batch)]
+        fits = RankConsensus.of_model(model).all_ranks([known == shapes for known, _ in steps] or [False])
+        if not any(fits):
+            if len(steps) == MAX_SHAPES:
+                raise CaptureError(
+                    f"the inputs of the trainer have had {MAX_SHAPES} shapes, each of which is captured by itself; "
+                    f"{remedy}"
+                )
+            step, pipeline = capture(), self.pipeline
+            if pipeline is None and fsdp_groups(model):
+                pipeline = default_pipeline()
+            steps.append((shapes, pipeline.run(step) if pipeline else step))
+        return steps[fits.index(True) if any(fits) else -1][1]
 
 
 def _shape(leaf: Any) -> Any:

@@ -15,14 +15,13 @@ from graphpasses._torch.operator_facts import memory_of
 from graphpasses.capture.train_step import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
-from graphpasses.integrations.by_shape import Steps, step_for
-from graphpasses.passes.runner import Pipeline
+from graphpasses.integrations.by_shape import Steps, StepsByShape
 
 Logs = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]
 """Under which names a module logs its loss, with the further arguments of ``self.log``."""
 
 
-class CapturedSteps:
+class CapturedSteps(StepsByShape):
     """Lets a strategy run the ``training_step`` and the backward of a module as captured steps.
 
     Written before the class of the strategy: ``class Mine(CapturedSteps, MyStrategy)``. Lightning's loop,
@@ -31,7 +30,7 @@ class CapturedSteps:
     returns are refused, as are manual optimization, a ``backward`` of one's own, and the use of ``batch_idx``.
 
     A step is captured for each shape that the inputs of all ranks have together, at most eight: drop the last batch,
-    or say in :attr:`dynamic_shapes` which dims vary.
+    or say in :attr:`dynamic_shapes` which of its dims vary.
 
     Example::
 
@@ -39,11 +38,6 @@ class CapturedSteps:
 
         trainer = Trainer(strategy=ModelParallelStrategy())
     """
-
-    pipeline: Pipeline | None = None
-    """What each step goes through; by default :func:`~graphpasses.default_pipeline` if the model is sharded."""
-    dynamic_shapes: Any = None
-    """Dims of the batch that vary, as :func:`~graphpasses.capture_train_step` takes them for one argument."""
 
     def setup(self, trainer: Any) -> None:
         """Prepares the strategy for a run; called by the trainer."""
@@ -69,14 +63,12 @@ class CapturedSteps:
         try:
             # Of the class, and at each call: the step reads it, and what it reads must not change.
             with mock.patch.object(type(module), "log", self._log):
-                step = step_for(
+                step = self._step_for(
                     self.captured_steps.setdefault(scale, []),
                     module,
                     batch,
                     lambda: self._capture(module, batch, len(indices), scale),
-                    pipeline=self.pipeline,
-                    any_shape=bool(self.dynamic_shapes),
-                    remedy="drop the last batch (drop_last=True), pad, or set dynamic_shapes",
+                    "drop the last batch (drop_last=True), pad, or set dynamic_shapes",
                 )
                 loss = step(batch)
             gradients = [each.grad for each in parameters]

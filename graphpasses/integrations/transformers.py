@@ -16,11 +16,10 @@ from transformers import Trainer as _Trainer
 from graphpasses.capture.train_step import capture_train_step
 from graphpasses.errors import CaptureError
 from graphpasses.graph import CapturedStep
-from graphpasses.integrations.by_shape import step_for
-from graphpasses.passes.runner import Pipeline
+from graphpasses.integrations.by_shape import StepsByShape
 
 
-class CapturedSteps:
+class CapturedSteps(StepsByShape):
     """Lets a trainer run its forward, loss and backward as captured steps.
 
     Written before the class of the trainer, whose ``compute_loss`` may be its own: ``class Mine(CapturedSteps,
@@ -29,7 +28,7 @@ class CapturedSteps:
     is FSDP2's. A trainer that keeps metrics while it computes the loss, as TRL's do, is refused.
 
     A step is captured for each shape that the inputs of all ranks have together, at most eight: pad to a fixed
-    length, or say in :attr:`dynamic_shapes` which dims vary.
+    length, or say in :attr:`dynamic_shapes` which dims of ``(inputs, num_items_in_batch)`` vary.
 
     Example::
 
@@ -37,11 +36,6 @@ class CapturedSteps:
 
         trainer = Trainer(model=model, args=args, train_dataset=dataset)
     """
-
-    pipeline: Pipeline | None = None
-    """What each step goes through; by default :func:`~graphpasses.default_pipeline` if the model is sharded."""
-    dynamic_shapes: Any = None
-    """Dims of ``(inputs, num_items_in_batch)`` that vary, as :func:`~graphpasses.capture_train_step` takes them."""
 
     def training_step(
         self,
@@ -59,14 +53,12 @@ class CapturedSteps:
             if callable(getattr(each, "train", None)):
                 each.train()
         batch = dict(inputs), num_items_in_batch
-        return step_for(
+        return self._step_for(
             vars(self).setdefault("captured_steps", []),
             model,
             batch,
             lambda: self._capture(model, batch),
-            pipeline=self.pipeline,
-            any_shape=bool(self.dynamic_shapes),
-            remedy="pad them to a fixed length (a data collator with padding='max_length'), drop the last batch "
+            "pad them to a fixed length (a data collator with padding='max_length'), drop the last batch "
             "(dataloader_drop_last=True), or set dynamic_shapes",
         )(*batch)
 
