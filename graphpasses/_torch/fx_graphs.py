@@ -85,6 +85,7 @@ def quick_call(module: fx.GraphModule) -> Callable[..., Any]:
             name: functools.reduce(getattr, path.split("."), torch.ops)._op for name, path in paths.items()
         }
         forward = graph_module._forward_from_src(source, code.globals | operators)
+        module._lineno_map = code._lineno_map  # from lines of frames to nodes, as torch sets it
     return functools.partial(forward, module)
 
 

@@ -27,8 +27,8 @@ AXIOMS[AXIOM] = (
 )
 
 
-class _Row(NamedTuple):
-    """One row of a result, as rules ask for it."""
+class Made(NamedTuple):
+    """What rules are told of a result, or of one row of it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -51,7 +51,7 @@ def by_row(
         if view is None or view.row_shape is None:
             return None
         numbers.add(view.shape[0])
-        rows.append(_Row((1, *view.row_shape), view.dtype, fake.device))
+        rows.append(Made((1, *view.row_shape), view.dtype, fake.device))
     for each in pytree.tree_leaves((args, kwargs)):
         if isinstance(each, Value) and each.dtype is not None:
             numbers.add(None if each.rows is None else each.rows[0])
@@ -78,12 +78,12 @@ def _computes_elements(*_: Any) -> bool:
     return True
 
 
-def _keeps_order(_: Any, rows: Sequence[_Row], x: Any, *__: Any) -> bool:
+def _keeps_order(_: Any, rows: Sequence[Made], x: Any, *__: Any) -> bool:
     """Whether a row of the result has as many elements as one of the tensor."""
     return isinstance(x, Value) and math.prod(rows[0].shape) == x.numel
 
 
-def _joins_inside(_: Any, rows: Sequence[_Row], parts: Any, dim: int = 0) -> bool:
+def _joins_inside(_: Any, rows: Sequence[Made], parts: Any, dim: int = 0) -> bool:
     return dim % len(rows[0].shape) != 0
 
 

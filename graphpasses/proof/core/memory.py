@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -192,8 +193,7 @@ class Memory:
             value = self._table.other(("result", key, part, dtype), dtype, rows)
             self._made.setdefault(value.source, node)  # type: ignore[arg-type]
             return value
-        source = self._table.source(
-            ("result", key, part, fake.dtype, str(fake.device), view.shape), fake.numel()
-        )
+        of = ("result", key, part, fake.dtype, str(fake.device), view.shape)
+        source = self._table.source(of, math.prod(view.shape))
         self._made.setdefault(source, node)
         return self._table.tensor(fake.dtype, view.shape, source)

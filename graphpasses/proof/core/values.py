@@ -127,6 +127,10 @@ class Values:
             self._values.setdefault(("rows", value.rows), value)
         return value
 
+    def note(self, key: Hashable, value: Value) -> None:
+        """Says which value :meth:`other` returns of a key."""
+        self._values.setdefault(("other", self.source(key)), value)
+
     def in_rows(self, num_rows: Hashable, row: Value) -> Value:
         """Returns a tensor whose rows each have of the sources' what ``row`` has of one."""
         of = num_rows, row.number

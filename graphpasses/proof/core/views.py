@@ -103,4 +103,7 @@ class View(NamedTuple):
 
 
 def _size(size: Any) -> Any:
-    return size if type(size) is int else size_text(size)
+    if type(size) is int:
+        return size
+    text = size_text(size)
+    return int(text) if text.isdecimal() else text  # a symbol may have become known
