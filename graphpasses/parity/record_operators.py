@@ -22,28 +22,6 @@ from graphpasses.parity.operators import header_line, operator_file, operator_li
 _MAX_PENDING = 256  # digests that stay on the device at a time
 
 
-class _Batches:
-    """Brings the digests of operators from their device, a few at a time: all that is held of tensors are hashes."""
-
-    def __init__(self, write: Callable[[Operator], object]) -> None:
-        self._write = write
-        self._pending: list[Operator] = []
-        self._num_digests = 0
-
-    def add(self, call: Operator) -> None:
-        self._pending.append(call)
-        self._num_digests += len(call.inputs) + len(call.outputs)
-        if self._num_digests >= _MAX_PENDING:
-            self.flush()
-
-    def flush(self) -> None:
-        calls, self._pending, self._num_digests = self._pending, [], 0
-        values = iter(_with_digests([each for call in calls for each in (*call.inputs, *call.outputs)]))
-        for call in calls:
-            inputs, outputs = (tuple(next(values) for _ in each) for each in (call.inputs, call.outputs))
-            self._write(replace(call, inputs=inputs, outputs=outputs))
-
-
 class OperatorFile:
     """The file of one rank's operators beside a run file; what fails is kept, so that all ranks raise it together."""
 
@@ -115,11 +93,26 @@ def operators_recorded(
     model: nn.Module, write: Callable[[Operator], object], *, keep: frozenset[int] = frozenset()
 ) -> Iterator[OperatorStream]:
     """Records the operators that a block calls; yields the stream that sees them."""
-    operators = _Batches(write)
-    stream = OperatorStream(model, _digest, operators.add, keep=keep)
+    pending: list[Operator] = []
+
+    def add(call: Operator) -> None:
+        pending.append(call)
+        if sum(len(each.inputs) + len(each.outputs) for each in pending) >= _MAX_PENDING:
+            flush()
+
+    def flush() -> None:
+        """Brings digests from their device, a few at a time: all that is held of tensors are hashes."""
+        calls = [*pending]
+        pending.clear()
+        values = _with_digests([each for call in calls for each in (*call.inputs, *call.outputs)])
+        for call in calls:
+            inputs, outputs = (tuple(next(values) for _ in each) for each in (call.inputs, call.outputs))
+            write(replace(call, inputs=inputs, outputs=outputs))
+
+    stream = OperatorStream(model, _digest, add, keep=keep)
     with torch.autograd.set_multithreading_enabled(False), fsdp2_streamed(model, stream), stream:
         yield stream
-    operators.flush()
+    flush()
 
 
 def values_of(

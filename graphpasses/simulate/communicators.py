@@ -46,18 +46,15 @@ def groups_of_log(text: str) -> tuple[Group, ...]:
     process is in one group alone. Communicators of which ranks did not log are left out. Source: NCCL ``src/init.cc``
     (``ncclCommInitRankFunc``), ``src/enqueue.cc`` (``ncclEnqueueCheck``).
     """
-    reader = _Reader()
-    for line in text.splitlines():
-        reader.read(line)
-    complete = [each for each in reader.communicators.values() if len(each.members) == each.num_ranks]
-    members = {tuple(each.members[rank] for rank in range(each.num_ranks)) for each in complete}
-    if len(members) < 2:
-        return ()
-    rank_of = _ranks_of(complete, reader.processes)
+    communicators, choices = _read(text)
+    complete = [each for each in communicators if len(each.members) == each.num_ranks]
     found: dict[tuple[_Process, ...], list[str]] = defaultdict(list)
     for each in complete:
         found[tuple(each.members[rank] for rank in range(each.num_ranks))] += each.lines
-    for process, lines in reader.choices.items():
+    if len(found) < 2:
+        return ()
+    rank_of = _ranks_of(complete, {process for each in communicators for process in each.members.values()})
+    for process, lines in choices.items():
         if len(its := [group for group in found if process in group]) == 1:
             found[its[0]] += lines
     return tuple(
@@ -77,43 +74,32 @@ def _ranks_of(communicators: list[_Communicator], processes: set[_Process]) -> d
     )
 
 
-class _Reader:
-    """What the lines of a log say, one after the other."""
-
-    def __init__(self) -> None:
-        self.communicators: dict[object, _Communicator] = {}
-        self.processes: set[_Process] = set()
-        self.choices: defaultdict[_Process, list[str]] = defaultdict(list)  # of no known communicator
-        self._here: dict[tuple[_Process, str], tuple[object, _Communicator]] = {}  # by address
-        self._starting: dict[tuple[_Process, str], _Communicator] = {}  # by thread
-        self._called: dict[tuple[_Process, str], _Communicator | None] = {}
-
-    def read(self, line: str) -> None:
-        if (found := _LINE.search(line)) is None:
-            return
-        host, pid, number, text = found.groups()
+def _read(text: str) -> tuple[list[_Communicator], dict[_Process, list[str]]]:
+    """Returns the communicators of a log, and, by process, what was taken for no known one."""
+    communicators: dict[object, _Communicator] = {}
+    choices: dict[_Process, list[str]] = defaultdict(list)
+    here: dict[tuple[_Process, str], tuple[object, _Communicator]] = {}  # by address
+    starting: dict[tuple[_Process, str], _Communicator] = {}  # by thread
+    called: dict[tuple[_Process, str], _Communicator | None] = {}  # likewise
+    for line in filter(None, map(_LINE.search, text.splitlines())):
+        host, pid, number, said = line.groups()
         process: _Process = (host, pid)
         thread = process, number
-        if init := _INIT.search(text):
-            if init[8] == "COMPLETE":
-                self._starting.pop(thread, None)
-            else:
-                self._starting[thread] = self._begin(process, init)
-        elif call := _COLLECTIVE.match(text):
-            self._called[thread] = self._here.get((process, call[1]), (None, None))[1]
-        elif _CHOICE.match(text):
-            owner = self._called.get(thread)
-            (self.choices[process] if owner is None else owner.lines).append(text)
-        elif thread in self._starting:
-            self._starting[thread].lines.append(text)
-
-    def _begin(self, process: _Process, init: re.Match[str]) -> _Communicator:
-        address, rank, num_ranks, parent, count, color, name, _ = init.groups()
-        self.processes.add(process)
-        key: object = name
-        if parent is not None:  # what is split off has no name of its own
-            key = self._here.get((process, parent), (parent, None))[0], count, color
-        found = self.communicators.setdefault(key, _Communicator(int(num_ranks)))
-        found.members[int(rank)] = process
-        self._here[process, address] = key, found
-        return found
+        if init := _INIT.search(said):
+            address, rank, num_ranks, parent, count, color, key, what = init.groups()
+            if what == "COMPLETE":
+                starting.pop(thread, None)
+                continue
+            if parent is not None:  # what is split off has no name of its own
+                key = here.get((process, parent), (parent, None))[0], count, color
+            begun = starting[thread] = communicators.setdefault(key, _Communicator(int(num_ranks)))
+            begun.members[int(rank)] = process
+            here[process, address] = key, begun
+        elif call := _COLLECTIVE.match(said):
+            called[thread] = here.get((process, call[1]), (None, None))[1]
+        elif _CHOICE.match(said):
+            owner = called.get(thread)
+            (choices[process] if owner is None else owner.lines).append(said)
+        elif thread in starting:
+            starting[thread].lines.append(said)
+    return [*communicators.values()], choices
