@@ -118,6 +118,8 @@ def freeze(value: Any) -> Hashable:
         return tuple(map(freeze, value))
     if isinstance(value, dict):
         return tuple((key, freeze(item)) for key, item in value.items())
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # which have no hash
+        return type(value), str(value)
     return type(value), value.hex() if isinstance(value, float) else value
 
 
