@@ -28,7 +28,7 @@ from graphpasses.proof.core.memory import Memory
 from graphpasses.proof.core.operators import out_of_place
 from graphpasses.proof.core.values import Argument, Result, Value, Values
 from graphpasses.proof.rows import AXIOM as ROWS
-from graphpasses.proof.rows import Made, by_row
+from graphpasses.proof.rows import ROW_BY_ROW, Made, by_row
 from graphpasses.proof.spelling import Call, evaluated, plain_call
 
 aten = torch.ops.aten
@@ -97,7 +97,7 @@ class Calls(Memory):
                 isinstance(next(iter(args), None), Value) or not takes_tensor(target)
             ):  # else the call would fail
                 found = rule(self._table, self._made_by(node), *args, **kwargs)
-        elif node not in self._facts.guessed:
+        elif target in ROW_BY_ROW and node not in self._facts.guessed:
             found = self._by_row(node, target)
         if found is not None:
             self._axioms.add(name)
@@ -116,18 +116,11 @@ class Calls(Memory):
         return made if isinstance(fakes, (list, tuple)) else made[0]
 
     def _by_row(self, node: fx.Node, target: Any) -> Result:
-        """Returns what a rule says of each row; the same call of another graph has the same value."""
-        fakes = self._facts[node]
-        found = by_row(self._table, target, fakes, *self._read_all(target, node))
-        if found is None:
-            return None
-        self._axioms.add(ROWS)
+        """Returns what a rule says of each row."""
         key = self._call(node.target, node.args, node.kwargs)
-        if isinstance(found, Value):
-            self._table.note(("result", key, None, fakes.dtype), found)
-        else:
-            for part, each in enumerate(found):
-                self._table.note(("result", key, part, fakes[part].dtype), each)
+        found = by_row(self._table, target, key, self._facts[node], *self._read_all(target, node))
+        if found is not None:
+            self._axioms.add(ROWS)
         return found
 
     def _read_all(self, target: Any, node: fx.Node) -> Call:

@@ -58,6 +58,8 @@ def _contents(values: Values, owners: dict[int, list[int]], launch: Collective) 
 
 def _sources(values: Values, value: Value) -> Iterator[int]:
     """Yields the sources of a value, without what is done to each element; sums by their summands."""
+    if value.rows is not None:
+        value = values[value.rows[1]]
     pending = [value.source] if value.pieces is None else [piece.source for piece in value.pieces]
     while pending:
         source = pending.pop(0)
@@ -68,8 +70,6 @@ def _sources(values: Values, value: Value) -> Iterator[int]:
             yield from _sources(values, values[key.parameters[0]])
         elif isinstance(key, Term):
             pending = [*key.operands, *pending]
-        elif key[0] == "rows":
-            yield from _sources(values, values[key[2]])
         elif key[0] == "row":
             pending = [key[1], *pending]
         elif key[0] != "constant":

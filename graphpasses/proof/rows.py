@@ -7,7 +7,7 @@ that move elements, or compute them alone, say of a tensor with one row they the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +36,12 @@ class Made(NamedTuple):
 
 
 def by_row(
-    values: Values, target: Any, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    values: Values, target: Any, key: Hashable, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Result:
     """Returns what an operator's rule says of all rows; None where they are not treated alike, or it cannot tell.
 
-    ``results`` are fake; arguments have values in the places of tensors.
+    ``key`` is what the call depends on, ``results`` are fake; arguments have values in the places of tensors.
     """
-    if target not in _CONDITIONS:
-        return None
     fakes = [*results] if isinstance(results, (list, tuple)) else [results]
     numbers, rows = set(), []
     for fake in fakes:
@@ -62,13 +60,16 @@ def by_row(
         return given if not isinstance(given, Value) or given.rows is None else values[given.rows[1]]
 
     args, kwargs = pytree.tree_map(row_of, ([*args], {**kwargs}))
-    if not _CONDITIONS[target](target, rows, *args):
+    if not ROW_BY_ROW[target](target, rows, *args):
         return None
     found = RULES[target][1](values, rows[0] if fakes == [results] else rows, *args, **kwargs)
     (num_rows,) = numbers
     if isinstance(found, Value):
-        return values.in_rows(num_rows, found)
-    return found and [values.in_rows(num_rows, each) for each in found]
+        return values.in_rows(num_rows, found, ("result", key, None, rows[0].dtype))
+    return found and [
+        values.in_rows(num_rows, each, ("result", key, part, row.dtype))
+        for part, (each, row) in enumerate(zip(found, rows, strict=True))
+    ]
 
 
 # ---- which operators treat rows alike -----------------------------------------------------------------------------
@@ -106,7 +107,8 @@ def _picks_inside(target: Any, _: Any, x: Any, *args: Any) -> bool:
     return places[0] == places[1]
 
 
-_CONDITIONS: dict[Any, Callable[..., bool]] = {
+# By operator, whether a call treats all rows alike.
+ROW_BY_ROW: dict[Any, Callable[..., bool]] = {
     **dict.fromkeys(
         (
             *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from graphpasses._torch import pytree
 from graphpasses.capture import capture_train_step
 from graphpasses.proof.core.values import Value, Values
-from graphpasses.proof.rows import _CONDITIONS, by_row
+from graphpasses.proof.rows import ROW_BY_ROW, by_row
 from tests.proof.code import Code, Model, X, answer
 from tests.proof.materialized import materialized
 
@@ -85,7 +85,9 @@ def said(target: Any, args: Any) -> tuple[Values, Any]:
         name: values.other(("input", name), torch.float32, (size, shape)) for name, shape in SHAPES.items()
     }
     known["a vector"] = values.tensor(torch.float32, (6,), values.source(("input", "a vector"), 6))
-    return values, by_row(values, target, result, _given(args, known), {})
+    if target not in ROW_BY_ROW:
+        return values, None
+    return values, by_row(values, target, "call", result, _given(args, known), {})
 
 
 def _given(args: Any, values: dict[str, Any]) -> Any:
@@ -123,8 +125,8 @@ def test_what_is_split_and_joined_is_the_same_value() -> None:
     x = values.other(("input", A), torch.float32, ("s0", (6,)))
     other = values.other(("input", A), torch.float32, ("s1", (6,)))
     assert x.rows is not None
-    assert values.in_rows("s0", values[x.rows[1]]) is x
-    assert values.in_rows("s1", values[x.rows[1]]) is not x
+    assert values.in_rows("s0", values[x.rows[1]], "a view") is x
+    assert values.in_rows("s1", values[x.rows[1]], "another") is not x
     assert other is x  # of one key there is one tensor, whatever its rows are called
 
 
@@ -132,7 +134,7 @@ def test_every_operator_has_a_case() -> None:
     without_tensors = {aten.zeros.default, aten.ones.default, aten.full.default}
     like = {aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten._to_copy.default}
     refused = {aten.t.default}  # of a matrix, whose rows it makes columns
-    assert {target for target, *_ in ALIKE} == _CONDITIONS.keys() - without_tensors - like - refused
+    assert {target for target, *_ in ALIKE} == ROW_BY_ROW.keys() - without_tensors - like - refused
 
 
 def halves(code: Code, *order: int) -> fx.Node:

@@ -127,14 +127,12 @@ class Values:
             self._values.setdefault(("rows", value.rows), value)
         return value
 
-    def note(self, key: Hashable, value: Value) -> None:
-        """Says which value :meth:`other` returns of a key."""
-        self._values.setdefault(("other", self.source(key)), value)
-
-    def in_rows(self, num_rows: Hashable, row: Value) -> Value:
-        """Returns a tensor whose rows each have of the sources' what ``row`` has of one."""
-        of = num_rows, row.number
-        return self._value(("rows", of), row.dtype, None, None, self.source(("rows", *of)), of)
+    def in_rows(self, num_rows: Hashable, row: Value, key: Hashable) -> Value:
+        """Returns a tensor whose rows each have of the sources' what ``row`` has of one; ``key`` is as of another."""
+        of, source = (num_rows, row.number), self.source(key)
+        value = self._value(("rows", of), row.dtype, None, None, source, of)
+        self._values.setdefault(("other", source), value)
+        return value
 
     def _value(self, key: Hashable, *parts: Any) -> Value:
         value = self._values.get(key)
