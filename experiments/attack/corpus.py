@@ -148,6 +148,22 @@ CORPUS = (
     Case(
         ("a0 = self.c.clone()", "a0.copy_(x)", _END), ("spelling: arguments of aten.copy_.default by name",)
     ),
+    # Sizes that may vary, and such as became known.
+    Case(
+        ("a1 = -1.0 - x", "a2 = a1.view(torch.int32)", "self.k0[:64].copy_(a2.detach().reshape(-1))", _END),
+        ("spelling: arguments of aten.rsub.Scalar by name",),
+        rows=True,
+    ),
+    Case(
+        ("a0 = x.narrow(1, 1, 2)", "a1 = a0.cumsum(0)", "self.b.add_(a1.detach().reshape(-1)[:16])", _END),
+        ("spelling: defaults of aten.detach.default",),
+        rows=True,
+    ),
+    Case(
+        ("a0 = x.narrow(1, 1, 2)", "a1 = a0.cumsum(0)", "self.k1[:16].copy_(a0.detach().reshape(-1))", _END),
+        ("common calls: aten.detach.default has a aten.slice.Tensor",),
+        rows=True,
+    ),
 )
 
 OPEN: dict[Case, str] = {}
