@@ -182,7 +182,7 @@ def _others(value: Any) -> Iterator[Any]:
         yield value * 1.5 if value else 0.5
     elif isinstance(value, (list, tuple)):
         for i, j in itertools.combinations(range(len(value)), 2):
-            if value[i] != value[j] and not {value[i], value[j]} & {-1}:
+            if value[i] != value[j] and -1 not in (value[i], value[j]):
                 swapped = list(value)
                 swapped[i], swapped[j] = value[j], value[i]
                 yield swapped

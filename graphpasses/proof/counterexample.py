@@ -205,6 +205,8 @@ class _Run:
                 return self._input((name, rank), dtype, math.prod(shape))
             case ["result", ["attribute", bits], *_] if bits in self.constants:
                 return self.constants[bits].detach().cpu().reshape(-1)
+            case ["result", ["size", int(number)], *_]:
+                return number
             case ["result", ["input", _], None, None]:
                 return 0.375 + self.seed + rank
             case ["result", call, part, *kind]:

@@ -33,6 +33,7 @@ from graphpasses.proof.calls import Calls, is_function, views
 from graphpasses.proof.core.axioms import AXIOMS, RULES
 from graphpasses.proof.core.facts import Facts, Leaf, Place
 from graphpasses.proof.core.values import Result, Value, Values
+from graphpasses.proof.core.views import known_size
 from graphpasses.proof.evaluated import Collective, Evaluated
 from graphpasses.proof.exchanges import AXIOM as EXCHANGED
 from graphpasses.proof.exchanges import Exchanges
@@ -238,7 +239,8 @@ class Evaluation(Calls):
         (of, *dim), named = self._arguments(node)
         value = self._brought[of] if of in self._brought else self._read(of)
         given = self._numbers(value, self._facts.layout(of))
-        key = (fake,) if type(fake) is int else (str(node.target), given, *dim, freeze(named))
+        size = known_size(fake) if isinstance(fake, (int, torch.SymInt)) else None
+        key = (size,) if type(size) is int else (str(node.target), given, *dim, freeze(named))
         return self.opaque(node, fake, ("size", *key))
 
     def _launch(self, node: fx.Node) -> Value:

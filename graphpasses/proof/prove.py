@@ -20,6 +20,7 @@ from graphpasses.proof import eager_gradients
 from graphpasses.proof.core import axioms
 from graphpasses.proof.core.facts import Facts
 from graphpasses.proof.core.values import Value, Values
+from graphpasses.proof.core.views import View
 from graphpasses.proof.counterexample import Runs, Trial
 from graphpasses.proof.difference import Difference, are_drawn_alike, find_difference, place_of
 from graphpasses.proof.eager_gradients import EagerGradients, layout_of
@@ -246,12 +247,19 @@ class _Proof:
         """Notes what was found to be computed otherwise, by what running it has shown."""
         if trial.parts:
             self.changed.append((name, replace_fields(found, shown=trial.parts)))
+        elif trial.reason and self._has_sizes_of_data():
+            self.unproved.append((name, f"no rule looks into sizes that depend on data: {found}"))
         elif trial.reason:
             self.refused.append((name, replace_fields(found, shown=f"it cannot be run here: {trial.reason}")))
         else:
             self.unproved.append(
                 (name, f"no rule says that it is the same, as it is on random inputs: {found}")
             )
+
+    def _has_sizes_of_data(self) -> bool:
+        """Whether a tensor that comes from outside has a size that is not known, so that nothing can be run."""
+        views = (View.of(node.meta.get("val")) for node in self.before.placeholders)
+        return any(view is not None and not view.is_known for view in views)
 
     def _compare_uses(self) -> None:
         """Compares in which order autograd adds gradients, of values that both graphs have."""

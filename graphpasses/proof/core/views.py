@@ -39,8 +39,10 @@ class View(NamedTuple):
         """Returns how a fake tensor lies; None for what has no strides."""
         if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
             return None
-        shape, strides = (tuple(map(_size, each)) for each in (fake.shape, fake.stride()))
-        return cls(shape, strides, _size(fake.storage_offset()), fake.dtype, fake.is_conj(), fake.is_neg())
+        shape, strides = (tuple(map(known_size, each)) for each in (fake.shape, fake.stride()))
+        return cls(
+            shape, strides, known_size(fake.storage_offset()), fake.dtype, fake.is_conj(), fake.is_neg()
+        )
 
     @property
     def is_known(self) -> bool:
@@ -102,7 +104,8 @@ class View(NamedTuple):
         return True
 
 
-def _size(size: Any) -> Any:
+def known_size(size: Any) -> Any:
+    """Returns a size as a number, or as text where it depends on data."""
     if type(size) is int:
         return size
     text = size_text(size)
