@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 
 def forget_wrapper_classes() -> None:
@@ -58,3 +60,42 @@ def save_cpu_attention() -> None:
     default_save_ops = activation_checkpoint._get_default_save_ops
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     activation_checkpoint._get_default_save_ops = lambda: {*default_save_ops(), attention}
+
+
+def extracted(
+    module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any], name: str
+) -> fx.GraphModule:
+    """Returns the part of a graph that computes outputs of inputs, waits included, as graph_trainer extracts it.
+
+    ``graph_pp.utils`` has the list of operators that torch would not copy without it.
+    """
+    from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
+    from torch.fx._lazy_graph_module import _make_graph_module
+    from torchtitan.experiments.graph_trainer.graph_pp.utils import (
+        allow_fx_graph_extraction_of_side_effectful_ops,
+    )
+
+    wait = torch.ops._c10d_functional.wait_tensor
+    with allow_fx_graph_extraction_of_side_effectful_ops({wait, wait.default}):
+        graph = _extract_graph_with_inputs_outputs(
+            module.graph,
+            list(inputs),
+            list(outputs),
+            [None] * len(outputs),
+            name,
+            ignore_must_be_in_fw_bw=True,
+        )
+    made: fx.GraphModule = _make_graph_module(module, graph)
+    return made
+
+
+@contextmanager
+def stage_builders(**others: Any) -> Iterator[None]:
+    """Lets graph_trainer build a pipeline's stages with other functions, and puts its own back.
+
+    Its provider of stages calls them by their names in ``graph_pp.graph_builder``, and takes none.
+    """
+    from torchtitan.experiments.graph_trainer.graph_pp import graph_builder
+
+    with mock.patch.multiple(graph_builder, **others):
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+from itertools import chain
 from typing import Any
 
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -30,11 +31,6 @@ _UNSUPPORTED = {
 def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer whose steps would not have eager's bits, before anything is traced."""
     asks = f"--compile.pass_pipeline {PIPELINE} would do nothing:"
-    if trainer.parallel_dims.pp_enabled:
-        raise UnsupportedError(
-            f"{asks} with pipeline parallelism graph_trainer compiles stages by itself, or not at all. Train with "
-            "--parallelism.pipeline_parallel_degree 1, or leave the pipeline out"
-        )
     mode = trainer.config.compile.mode
     if mode != "aot_fx_trace":
         raise UnsupportedError(
@@ -45,10 +41,11 @@ def refuse_trainer(trainer: Any) -> None:
     _refuse_other_dtypes(trainer)
 
 
-def refuse_step(trainer: Any, step: CapturedStep, expected_layout: Layout) -> None:
+def refuse_step(trainer: Any, step: TrainGraph, expected_layout: Layout) -> None:
     """Refuses a step that is not what torchtitan's eager trainer computes, whatever passes do to it."""
     _refuse_lost_gradients(trainer)
-    _refuse_other_loss(trainer.loss_fn, step)
+    if isinstance(step, CapturedStep):  # with a pipeline the trainers call the loss alike
+        _refuse_other_loss(trainer.loss_fn, step)
     _refuse_other_shards(step, expected_layout)
 
 
@@ -90,7 +87,10 @@ def _refuse_lost_gradients(trainer: Any) -> None:
     dims, parallelism = trainer.parallel_dims, trainer.config.parallelism
     is_gathered = dims.tp_enabled and not dims.ep_enabled and parallelism.enable_sequence_parallel
     experts = [
-        name for name, each in trainer.model_parts[0].named_modules() if hasattr(each, "token_dispatcher")
+        name
+        for part in trainer.model_parts
+        for name, each in part.named_modules()
+        if hasattr(each, "token_dispatcher")
     ]
     if is_gathered and experts:
         raise UnsupportedError(
@@ -106,7 +106,7 @@ def _refuse_other_dtypes(trainer: Any) -> None:
     training = trainer.config.training
     names = training.mixed_precision_param, training.mixed_precision_reduce
     expected = [TORCH_DTYPE_MAP[name] for name in names]
-    for fqn, *dtypes in wrapper_dtypes(trainer.model_parts[0]):
+    for fqn, *dtypes in chain.from_iterable(map(wrapper_dtypes, trainer.model_parts)):
         if dtypes != expected:
             raise UnsupportedError(
                 f"SimpleFSDP gathers {fqn!r} in {dtypes[0]} and reduces its gradient in {dtypes[1]}, as for an "

@@ -1,0 +1,274 @@
+"""graph_trainer's pipelines: each stage's graphs get the buckets, and the sums of microbatches, that eager FSDP2 has."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torchtitan.experiments.graph_trainer import passes as titan
+from torchtitan.experiments.graph_trainer.graph_pp.graph_builder import (
+    GraphTrainerStageGraphProvider,
+    GraphTrainerStageGraphs,
+)
+from torchtitan.experiments.graph_trainer.graph_pp.stage import GraphPipelineStage
+from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
+from torchtitan.tools.logging import logger
+
+from graphpasses._torchtitan import stage_builders
+from graphpasses.capture.traced_result import read_traced_stage
+from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.layout import Layout
+from graphpasses.fsdp.plan import BucketPlan
+from graphpasses.graph import TrainGraph
+from graphpasses.graph.certificate import joined
+from graphpasses.graph.pass_report import PassReport, PipelineReport
+from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN
+from graphpasses.integrations.torchtitan.eager_model import eager_buckets
+from graphpasses.integrations.torchtitan.guards import StageWatch
+from graphpasses.integrations.torchtitan.refusals import PIPELINE, refuse_step
+from graphpasses.integrations.torchtitan.stage_graphs import (
+    cut_reductions,
+    cut_unshards,
+    joined_stage,
+    mark_unreduced,
+)
+from graphpasses.passes import default_pipeline
+from graphpasses.proof.prove import prove_as
+
+# Ours in the places of torchtitan's. A stage's parameters are gathered by a graph of their own, so that nothing is
+# gathered again or ahead. Cutting knows views, which torchtitan's canonicalization would change.
+_OURS_FOR = {
+    "canonicalize_graph_pass": (),
+    "deduplicate_fsdp_unshard_chains_pass": ("deduplicate-shared",),
+    "joint_transformer_block_bucketing_reordering_pass": (
+        "coalesce-grad-reductions",
+        "bucket-fsdp-collectives",
+    ),
+    "schedule_fsdp_comms_to_dense_regions_pass": (),
+}
+
+
+def rewrite_stages(trainer: Any) -> None:
+    """Lets a trainer's pipeline build each stage's graphs with our passes, when it first runs.
+
+    Raises:
+        UnsupportedError: see ``eager_buckets`` in ``eager_model.py``.
+    """
+    buckets = dict(zip(map(id, trainer.model_parts), eager_buckets(trainer), strict=True))
+    theirs = trainer.pp_schedule.graph_provider
+    fields = {each.name: getattr(theirs, each.name) for each in dataclasses.fields(theirs)}
+    trainer.pp_schedule.graph_provider = StageProvider(**fields, trainer=trainer, buckets=buckets)
+
+
+class MicrobatchSums:
+    """A stage's gradients of microbatches, added when and in the dtype in which FSDP2 adds them.
+
+    What a backward call yields is added in the dtype of compute, as autograd does, until the next call that runs
+    FSDP2's ``post_backward``: that adds it to the sum in the dtype of the reduction. With one backward call for
+    inputs and weights it is that call; else it is the one for the *inputs* of the next microbatch, so that weights'
+    gradients of several microbatches may first add up in the dtype of compute. Source: FSDP2's ``_fsdp_param.py``,
+    ``to_accumulated_grad_if_needed`` and ``accumulate_unsharded_grad_if_needed``; torch's ``pipelining/_backward.py``,
+    ``stage_backward_weight``.
+    """
+
+    def __init__(self) -> None:
+        self._added: dict[int, Any] = {}
+        self._kept: dict[int, Tensor] = {}
+
+    def clear(self) -> None:
+        """Forgets what a step that failed has left."""
+        self._added.clear()
+        self._kept.clear()
+
+    def add(self, gradients: list[Any]) -> None:
+        """Adds the gradients of a microbatch, by output, in their dtype; what is no tensor is kept."""
+        for index, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if isinstance(gradient, Tensor) and index in self._added:
+                self._added[index] += gradient
+            else:
+                self._added[index] = gradient
+
+    def post_backward(self, dtypes: dict[int, Any]) -> None:
+        """Adds what was added to the sums in other dtypes, by output."""
+        for index, dtype in dtypes.items():
+            gradient = self._added.get(index)
+            if gradient is None:
+                continue
+            if index in self._kept:
+                self._kept[index] += self._added.pop(index)
+            elif gradient.dtype != dtype:
+                self._kept[index] = self._added.pop(index).to(dtype)
+
+    def take(self, num: int) -> list[Any]:
+        """Returns the sums, by output, and forgets them."""
+        sums = {**self._added, **self._kept}
+        self.clear()
+        return [sums.get(index) for index in range(num)]
+
+
+class StageGraphs(GraphTrainerStageGraphs):
+    """A stage's graphs, which keep the sums of its microbatches."""
+
+    def __init__(self, modules: Any, meta: Any, check: Callable[[list[Any]], None], is_first: bool) -> None:
+        super().__init__(modules, meta)
+        self.sums = MicrobatchSums()
+        self._check, self._is_first = check, is_first
+        placeholders = {} if modules.reduce_grad is None else _values(modules.reduce_grad)
+        names = enumerate(meta.bw_no_fsdp_output_names[: meta.num_param_grad_values])
+        found = {index: placeholders.get(name) for index, name in names}
+        self._dtypes = {index: value.dtype for index, value in found.items() if isinstance(value, Tensor)}
+
+    def _flat_user_forward_inputs(self, *arguments: Any) -> list[Any]:
+        flat: list[Any] = GraphTrainerStageGraphs._flat_user_forward_inputs(self, *arguments)
+        self._check(flat)
+        return flat
+
+    def _split_full_backward_outputs(self, outputs: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        of_inputs, gradients = GraphTrainerStageGraphs._split_full_backward_outputs(self, outputs)
+        self.sums.add(gradients)
+        self.sums.post_backward(self._dtypes)
+        return of_inputs, [None] * len(gradients)
+
+    def backward_input(self, *arguments: Any, **options: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        """Returns the gradients of the stage's inputs; FSDP2's ``post_backward`` runs meanwhile."""
+        if not self._is_first:  # whose inputs need no gradients in eager
+            self.sums.post_backward(self._dtypes)
+        return GraphTrainerStageGraphs.backward_input(self, *arguments, **options)
+
+    def backward_weight(self, saved_values_for_backward_weight: tuple[Any, ...]) -> list[Any]:
+        """Adds the gradients of the stage's weights; they are all added here, and none is returned."""
+        gradients = GraphTrainerStageGraphs.backward_weight(self, saved_values_for_backward_weight)
+        self.sums.add(gradients)
+        if self._is_first:
+            self.sums.post_backward(self._dtypes)
+        return [None] * len(gradients)
+
+    def reduce_grads(self, unsharded_param_grads: list[Any], *, runtime_validate: bool = False) -> list[Any]:
+        """Reduces the sums, cast: what was not added to others is cast here, as FSDP2 does when it packs."""
+        self.sums.post_backward(self._dtypes)
+        sums = self.sums.take(len(unsharded_param_grads))
+        return GraphTrainerStageGraphs.reduce_grads(self, sums, runtime_validate=runtime_validate)
+
+
+class StageProvider(GraphTrainerStageGraphProvider):
+    """Builds stages with our passes."""
+
+    def __init__(self, *, trainer: Any, buckets: dict[int, tuple[BucketPlan, Layout]], **fields: Any) -> None:
+        super().__init__(**{name: value for name, value in fields.items() if not name.startswith("_")})
+        self._trainer, self._buckets = trainer, buckets
+        self._built: list[tuple[GraphPipelineStage, StageWatch]] = []
+
+    def prepare_graphs(self, schedule: Any, ctx: Any, *, loss_kwargs: dict[str, Any]) -> Any:
+        """Builds the graphs if they are not there; checks what they have built in if they are."""
+        for stage, watch in self._built:
+            watch.check(stage.submod)
+            stage.graphs.sums.clear()
+        building = _Building(self._trainer, self._buckets)
+        others = {
+            "minimal_fx_tracer": building.traced,
+            "_apply_graph_pp_pre_partition_passes": building.rewrite,
+            "split_forward_fsdp_collectives": cut_unshards,
+            "split_backward_fsdp_collectives": cut_reductions,
+            "GraphTrainerStageGraphs": building.bind,
+        }
+        with stage_builders(**others):
+            graphs = GraphTrainerStageGraphProvider.prepare_graphs(
+                self, schedule, ctx, loss_kwargs=loss_kwargs
+            )
+        self._built += building.built
+        return graphs
+
+
+class _Building:
+    """Builds the stages of a rank, one after another: graph_trainer calls its methods in the order of the file."""
+
+    def __init__(self, trainer: Any, buckets: dict[int, tuple[BucketPlan, Layout]]) -> None:
+        self.built: list[tuple[GraphPipelineStage, StageWatch]] = []
+        self._trainer, self._buckets = trainer, buckets
+
+    def traced(self, function: Callable[..., Any], *, module: Any) -> Callable[..., Any]:
+        """Takes the place of ``minimal_fx_tracer``: what the trace reads is watched."""
+        trace = minimal_fx_tracer(function, module=module)
+        self._watch = StageWatch(module, self._trainer.loss_fn)
+
+        def run(*arguments: Any) -> Any:
+            with self._watch.watched():
+                return trace(*arguments)
+
+        return run
+
+    def rewrite(self, stage: GraphPipelineStage, traced: Any, **_: Any) -> None:
+        """Runs torchtitan's passes with ours over the trace of a stage."""
+        config = self._trainer.config
+        num_results = traced.output_spec.child(0).num_leaves
+        graph = read_traced_stage(
+            traced,
+            model=stage.submod,
+            num_results=num_results,
+            num_tangents=0 if stage.is_last else num_results,
+        )
+        self._stage, self._graph, self._original = stage, graph, graph.copy()
+        plan, self._layout = self._buckets[id(stage.submod)]
+        refuse_step(self._trainer, graph, self._layout)
+        self._reports: list[PassReport] = []
+        wants_diff = getattr(self._trainer, ON_REWRITTEN, None) is not None
+        ours = {
+            each.name: each.as_function(graph, self._reports, graph_diff=wants_diff)
+            for each in default_pipeline(plan, expected_layout=self._layout).passes
+        }
+
+        def mark_pass(gm: Any, example_inputs: object = None) -> Any:
+            mark_unreduced(dataclasses.replace(graph, module=gm), num_results)
+            return gm
+
+        passes: list[Callable[..., Any]] = []
+        for each in titan.compile_time_passes(
+            traced, config, parallel_dims=self._trainer.parallel_dims, include_inductor=False
+        ):
+            for name in _OURS_FOR.get(getattr(each, "func", each).__name__, ("",)):
+                passes += [mark_pass] if name == "bucket-fsdp-collectives" else []
+                passes.append(ours[name] if name else each)
+        passes.append(titan.eliminate_dead_code_pass)
+        traced.gm = titan.apply_graph_passes(
+            traced.gm, traced.example_inputs, passes, compile_config=config.compile
+        )
+
+    def bind(self, *, modules: Any, meta: Any) -> StageGraphs:
+        """Takes the place of ``GraphTrainerStageGraphs``: proves what the graphs compute together."""
+        stage, graph = self._stage, self._graph
+        values = [node.meta.get("val") for node in graph.placeholders]
+        num_state = sum(item.is_state for item in graph.inputs)
+        num_tangents = 0 if meta.is_last_stage else meta.num_user_outputs
+        check = self._watch.checks_inputs(values[num_state : len(values) - num_tangents], stage.stage_index)
+        graphs = StageGraphs(modules, meta, check, stage.is_first)
+        variants = [False, True] if modules.bw_di is not None else [False]
+        wholes = [
+            dataclasses.replace(graph, module=joined_stage(graph, graphs, is_split=is_split))
+            for is_split in variants
+        ]
+        self._report(wholes)
+        self.built.append((stage, self._watch))
+        return graphs
+
+    def _report(self, wholes: list[TrainGraph]) -> None:
+        disabled = self._trainer.config.compile.disable_passes
+        certificate, proof = None, "off (prove_pass is disabled)"
+        if "prove_pass" not in disabled:
+            subject = f"the pipeline of stage {self._stage.stage_index}"
+            layout = None if disabled else self._layout
+            certificate = joined(
+                [prove_as(subject, self._original, whole, layout, is_planned=True) for whole in wholes]
+            )
+            proof = certificate.summary
+        report = PipelineReport(tuple(self._reports), certificate=certificate, proof=proof)
+        logger.info(f"{PIPELINE}, stage {self._stage.stage_index}:\n{report}")
+        if (on_rewritten := getattr(self._trainer, ON_REWRITTEN, None)) is not None:
+            on_rewritten(report, wholes[0])
+
+
+def _values(module: Any) -> dict[str, Any]:
+    return {node.name: node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")}
