@@ -93,7 +93,7 @@ def _sharded(trainer: Any, registry: Any, backend: str) -> list[nn.Module]:
 
 
 def eager_buckets(trainer: Any) -> list[tuple[BucketPlan, Layout]]:
-    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions, of each part of the model."""
+    """Returns the buckets of torchtitan's own trainer, and their layout, of each part of the model."""
     parts = eager_reference(trainer)
     canonical = getattr(trainer, "graphpasses_canonical", None)
     for model, eager in zip(trainer.model_parts, parts, strict=True):

@@ -16,8 +16,14 @@ from torchtitan.experiments.graph_trainer.graph_pp.split_fsdp_collectives import
 
 from graphpasses._torch.fx_graphs import lazy_module
 from graphpasses._torchtitan import extracted
-from graphpasses.analysis.parameter_collectives import CAST, UNSHARD_OPS, find_grad_reductions
+from graphpasses.analysis.parameter_collectives import (
+    CAST,
+    UNSHARD_OPS,
+    find_grad_reductions,
+    gradient_summands,
+)
 from graphpasses.errors import UnsupportedError
+from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph, argument
 from graphpasses.graph.nodes import fake_value
 
@@ -27,30 +33,38 @@ UNREDUCED = "graphpasses_unreduced"
 """Key of a node's ``meta``: this rank's gradient, of which output and in which dtype FSDP reduces it."""
 
 
-def mark_unreduced(graph: TrainGraph, num_results: int) -> None:
+def mark_unreduced(graph: TrainGraph, num_results: int, plan: BucketPlan) -> None:
     """Marks the gradients of a stage's parameters as they are before FSDP casts and reduces them.
 
     Args:
         graph: the joint graph, whose gradients are reduced one by one.
         num_results: how many of its outputs come before the gradients.
+        plan: eager's buckets.
 
     Raises:
         UnsupportedError: a parameter's gradients are reduced apart.
     """
-    slots = graph.gradient_slots()
-    for fqn, reductions in find_grad_reductions(graph).items():
-        if len(reductions) > 1:
+    reductions, values = find_grad_reductions(graph), graph.output_values
+    dtypes = {
+        fqn: bucket.reduction.dtype
+        for bucket in plan.resolve(graph.model)
+        for fqn in bucket.fqns
+        if bucket.reduction is not None
+    }
+    for fqn, slots in graph.gradient_slots().items():
+        if values[slots[0]] is None and len(slots) == 1:
+            continue
+        found = reductions.get(fqn, [])
+        if len(slots) > 1 or len(found) > 1:
             raise UnsupportedError(
-                f"the gradients of {len(reductions)} uses of {fqn!r} are reduced apart in a pipeline's stage, and "
-                "microbatches cannot be added before. Use the parameter once (no tied weights), or train without "
-                "pipeline parallelism"
+                f"the gradients of several uses of {fqn!r} are reduced apart in a pipeline's stage, and microbatches "
+                "cannot be added before. Use the parameter once (no tied weights), or train without pipeline "
+                "parallelism"
             )
-        (reduction,), (slot,) = reductions, slots[fqn]
-        dtype = reduction.launch.all_input_nodes[0].meta["val"].dtype
-        reduction.gradient.meta[UNREDUCED] = [
-            *reduction.gradient.meta.get(UNREDUCED, ()),
-            (slot - num_results, dtype),
-        ]
+        # Over one rank nothing is reduced, and FSDP2 casts all the same.
+        gradient = found[0].gradient if found else next(gradient_summands(values[slots[0]]))[0]
+        dtype = dtypes.get(fqn) or gradient.meta["val"].dtype
+        gradient.meta.setdefault(UNREDUCED, []).append((slots[0] - num_results, dtype))
 
 
 def cut_unshards(

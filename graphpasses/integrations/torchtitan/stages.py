@@ -1,4 +1,4 @@
-"""graph_trainer's pipelines: each stage's graphs get the buckets, and the sums of microbatches, that eager FSDP2 has."""
+"""graph_trainer's pipelines: each stage's graphs get the buckets, and the sums of microbatches, of eager FSDP2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torchtitan.tools.logging import logger
 
 from graphpasses._torchtitan import stage_builders
 from graphpasses.capture.traced_result import read_traced_stage
-from graphpasses.errors import UnsupportedError
 from graphpasses.fsdp.layout import Layout
 from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
@@ -69,8 +68,8 @@ class MicrobatchSums:
     FSDP2's ``post_backward``: that adds it to the sum in the dtype of the reduction. With one backward call for
     inputs and weights it is that call; else it is the one for the *inputs* of the next microbatch, so that weights'
     gradients of several microbatches may first add up in the dtype of compute. Source: FSDP2's ``_fsdp_param.py``,
-    ``to_accumulated_grad_if_needed`` and ``accumulate_unsharded_grad_if_needed``; torch's ``pipelining/_backward.py``,
-    ``stage_backward_weight``.
+    ``to_accumulated_grad_if_needed`` and ``accumulate_unsharded_grad_if_needed``; torch's
+    ``pipelining/_backward.py``, ``stage_backward_weight``.
     """
 
     def __init__(self) -> None:
@@ -222,7 +221,7 @@ class _Building:
         }
 
         def mark_pass(gm: Any, example_inputs: object = None) -> Any:
-            mark_unreduced(dataclasses.replace(graph, module=gm), num_results)
+            mark_unreduced(dataclasses.replace(graph, module=gm), num_results, plan)
             return gm
 
         passes: list[Callable[..., Any]] = []
