@@ -76,12 +76,13 @@ def extracted(
     )
 
     wait = torch.ops._c10d_functional.wait_tensor
+    unknown: Any = [None] * len(outputs)
     with allow_fx_graph_extraction_of_side_effectful_ops({wait, wait.default}):
         graph = _extract_graph_with_inputs_outputs(
             module.graph,
             list(inputs),
             list(outputs),
-            [None] * len(outputs),
+            unknown,
             name,
             ignore_must_be_in_fw_bw=True,
         )

@@ -115,11 +115,12 @@ def _stage_group(dims: Any) -> dist.ProcessGroup | None:
     """Returns the group of the ranks that have this rank's stages of a pipeline; None without a pipeline."""
     if dims.pp == 1:
         return None
-    ranks: dict[int, list[int]] = {}
-    for rank, place in enumerate(gathered(dims.get_mesh("pp").get_local_rank())):
-        ranks.setdefault(place, []).append(rank)
-    groups = {place: dist.new_group(members) for place, members in ranks.items()}  # which all ranks make
-    return groups[dims.get_mesh("pp").get_local_rank()]
+    places = gathered(int(dims.get_mesh("pp").get_local_rank()))
+    groups: dict[int, dist.ProcessGroup] = {
+        place: dist.new_group([rank for rank, each in enumerate(places) if each == place])
+        for place in sorted(set(places))  # all ranks make all of them
+    }
+    return groups[places[dist.get_rank()]]
 
 
 def _record_rewritten(

@@ -7,8 +7,10 @@ import inspect
 from itertools import chain
 from typing import Any
 
+import torch
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.experiments.graph_trainer.graph_pp.runner import GraphPipelineRuntime
 from torchtitan.tools.logging import logger
 
 from graphpasses._torchtitan import wrapper_dtypes
@@ -39,6 +41,42 @@ def refuse_trainer(trainer: Any) -> None:
         )
     refuse_options(trainer.config)
     _refuse_other_dtypes(trainer)
+    if trainer.parallel_dims.pp_enabled:
+        _refuse_stages(trainer)
+
+
+def _refuse_stages(trainer: Any) -> None:
+    """Refuses pipelines whose stages would not have eager's bits, or that torch cannot run."""
+    if not isinstance(trainer.pp_schedule, GraphPipelineRuntime):
+        raise UnsupportedError(
+            f"--compile.pass_pipeline {PIPELINE} would do nothing: graph_trainer runs the stages of "
+            f"{trainer.config.model_spec.name!r} without graphs. Train with --parallelism.pipeline_parallel_degree "
+            "1, or leave the pipeline out"
+        )
+    if "arg_mbs" not in inspect.signature(trainer.pp_schedule.schedule.step).parameters:
+        raise UnsupportedError(
+            "torchtitan 0.3.0 gives a pipeline its microbatches one by one, which the schedules of torch "
+            f"{torch.__version__} do not take; use torch 2.14, or train with --parallelism.pipeline_parallel_degree 1"
+        )
+    if trainer.parallel_dims.tp_enabled:
+        raise UnsupportedError(
+            "tensor parallelism with a pipeline: graph_trainer of torchtitan 0.3.0 cannot cut stages that return "
+            "DTensors, with any pass pipeline ('Forward graph outputs require backward-only inputs'). Train with "
+            "--parallelism.tensor_parallel_degree 1, with --parallelism.pipeline_parallel_degree 1, or eagerly"
+        )
+    if trainer.config.compile.ep_overlap.enabled:
+        raise UnsupportedError(
+            "--compile.ep_overlap.enabled with a pipeline: eager's chunks of a stage were not compared with "
+            f"graph_trainer's. Leave it out, train with --parallelism.pipeline_parallel_degree 1, or {_ELSE}"
+        )
+    if isinstance(trainer.loss_fn, ChunkedLossWrapper):
+        schedule = trainer.config.parallelism.pipeline_parallel_schedule
+        raise UnsupportedError(
+            "a chunked loss with a pipeline: eager FSDP2 reduces lm_head with each microbatch, together with what it "
+            "has kept of the norm until then, and with schedules that split backward (ZBVZeroBubble, DualPipeV) it "
+            f"loses the norm's gradient; the schedule is {schedule!r}. Take the loss whole (--loss of the "
+            f"configuration: {type(trainer.loss_fn.loss_fn).__name__}), or {_ELSE}"
+        )
 
 
 def refuse_step(trainer: Any, step: TrainGraph, expected_layout: Layout) -> None:

@@ -89,8 +89,8 @@ def cut_unshards(
     for node in graph.nodes:
         if node.target in UNSHARD_OPS and node.all_input_nodes and made.keys() >= set(node.all_input_nodes):
             made[node] = None
-    read = dict.fromkeys(node for node in made if any(user not in made for user in node.users))
-    read = [node for node in read if not _is_view_of(node, read)]
+    outside = dict.fromkeys(node for node in made if any(user not in made for user in node.users))
+    read = [node for node in outside if not _is_view_of(node, outside)]
     if len(read) > num_params:
         raise UnsupportedError(
             f"a pipeline's stage reads its parameters as {len(read)} values, and graph_trainer keeps {num_params}; "

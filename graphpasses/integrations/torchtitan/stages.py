@@ -109,7 +109,7 @@ class MicrobatchSums:
         return [sums.get(index) for index in range(num)]
 
 
-class StageGraphs(GraphTrainerStageGraphs):
+class StageGraphs(GraphTrainerStageGraphs):  # type: ignore[misc]
     """A stage's graphs, which keep the sums of its microbatches."""
 
     def __init__(self, modules: Any, meta: Any, check: Callable[[list[Any]], None], is_first: bool) -> None:
@@ -132,7 +132,7 @@ class StageGraphs(GraphTrainerStageGraphs):
         self.sums.post_backward(self._dtypes)
         return of_inputs, [None] * len(gradients)
 
-    def backward_input(self, *arguments: Any, **options: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    def backward_input(self, *arguments: Any, **options: Any) -> Any:
         """Returns the gradients of the stage's inputs; FSDP2's ``post_backward`` runs meanwhile."""
         if not self._is_first:  # whose inputs need no gradients in eager
             self.sums.post_backward(self._dtypes)
@@ -146,14 +146,14 @@ class StageGraphs(GraphTrainerStageGraphs):
             self.sums.post_backward(self._dtypes)
         return [None] * len(gradients)
 
-    def reduce_grads(self, unsharded_param_grads: list[Any], *, runtime_validate: bool = False) -> list[Any]:
+    def reduce_grads(self, unsharded_param_grads: list[Any], *, runtime_validate: bool = False) -> Any:
         """Reduces the sums, cast: what was not added to others is cast here, as FSDP2 does when it packs."""
         self.sums.post_backward(self._dtypes)
         sums = self.sums.take(len(unsharded_param_grads))
         return GraphTrainerStageGraphs.reduce_grads(self, sums, runtime_validate=runtime_validate)
 
 
-class StageProvider(GraphTrainerStageGraphProvider):
+class StageProvider(GraphTrainerStageGraphProvider):  # type: ignore[misc]
     """Builds stages with our passes."""
 
     def __init__(self, *, trainer: Any, buckets: dict[int, tuple[BucketPlan, Layout]], **fields: Any) -> None:
