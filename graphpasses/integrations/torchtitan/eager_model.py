@@ -94,6 +94,11 @@ def _sharded(trainer: Any, registry: Any, backend: str) -> list[nn.Module]:
 
 def eager_buckets(trainer: Any) -> list[tuple[BucketPlan, Layout]]:
     """Returns the buckets of torchtitan's own trainer, and their layout, of each part of the model."""
+    return [buckets_of(eager, trainer.config) for eager in eager_parts(trainer)]
+
+
+def eager_parts(trainer: Any) -> list[nn.Module]:
+    """Returns the parts of torchtitan's eager model; raises where its parameters are tied or trained otherwise."""
     parts = eager_reference(trainer)
     canonical = getattr(trainer, "graphpasses_canonical", None)
     for model, eager in zip(trainer.model_parts, parts, strict=True):
@@ -101,7 +106,7 @@ def eager_buckets(trainer: Any) -> list[tuple[BucketPlan, Layout]]:
             canonical_reductions(eager, accumulate=canonical.accumulate)
         _check_ties(IdentityMap.of(model), eager)
         _check_trained(model, eager)
-    return [buckets_of(eager, trainer.config) for eager in parts]
+    return parts
 
 
 def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:

@@ -70,12 +70,28 @@ def _refuse_stages(trainer: Any) -> None:
             f"graph_trainer's. Leave it out, train with --parallelism.pipeline_parallel_degree 1, or {_ELSE}"
         )
     if isinstance(trainer.loss_fn, ChunkedLossWrapper):
+        _refuse_chunked_loss(trainer)
+
+
+def _refuse_chunked_loss(trainer: Any) -> None:
+    """A chunked loss frees the head's group in forward, and what splits backward then looks for other parameters."""
+    whole = type(trainer.loss_fn.loss_fn).__name__
+    orders = trainer.pp_schedule.schedule.pipeline_order.values()
+    kinds = {action.computation_type.name for order in orders for action in order if action is not None}
+    if "BACKWARD_WEIGHT" in kinds:
         schedule = trainer.config.parallelism.pipeline_parallel_schedule
         raise UnsupportedError(
-            "a chunked loss with a pipeline: eager FSDP2 reduces lm_head with each microbatch, together with what it "
-            "has kept of the norm until then, and with schedules that split backward (ZBVZeroBubble, DualPipeV) it "
-            f"loses the norm's gradient; the schedule is {schedule!r}. Take the loss whole (--loss of the "
-            f"configuration: {type(trainer.loss_fn.loss_fn).__name__}), or {_ELSE}"
+            f"with a chunked loss and the schedule {schedule!r}, which computes weights' gradients apart, "
+            "torchtitan's eager trainer loses the gradient of the norm before lm_head; graph_trainer has it, and "
+            "trains otherwise. Use --parallelism.pipeline_parallel_schedule Interleaved1F1B, the loss "
+            f"{whole} as a whole, or {_ELSE}"
+        )
+    if trainer.gradient_accumulation_steps > 1:
+        raise UnsupportedError(
+            f"a chunked loss with a pipeline and {trainer.gradient_accumulation_steps} accumulation steps: eager "
+            "adds lm_head's reduced gradient to .grad with each microbatch, graph_trainer with each step of the "
+            "pipeline. Put all samples into one (--training.global_batch_size and local_batch_size), use the loss "
+            f"{whole} as a whole, or {_ELSE}"
         )
 
 

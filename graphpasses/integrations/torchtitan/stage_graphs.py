@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,10 +119,13 @@ def _is_view_of(node: fx.Node, others: Collection[fx.Node]) -> bool:
     return False
 
 
-def cut_reductions(module: fx.GraphModule, *, num_param_grads: int) -> GraphPPFSDPBackwardSplit:
+def cut_reductions(
+    module: fx.GraphModule, *, num_param_grads: int, apart: Collection[int] = ()
+) -> GraphPPFSDPBackwardSplit:
     """Does what graph_trainer's ``split_backward_fsdp_collectives`` does, also where several are reduced as one.
 
-    Gradients leave backward before FSDP casts them. The graph that reduces them takes their sums, cast.
+    Gradients leave backward before FSDP casts them. The graph that reduces them takes their sums, cast; those that
+    are reduced ``apart`` are not in it.
     """
     outputs = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
     unreduced: list[Any] = outputs[:num_param_grads]
@@ -130,10 +133,15 @@ def cut_reductions(module: fx.GraphModule, *, num_param_grads: int) -> GraphPPFS
     for node in module.graph.nodes:
         for slot, dtype in node.meta.get(UNREDUCED, ()):
             unreduced[slot], dtypes[node.name] = node, dtype
-    inputs = [*dict.fromkeys(node for node in unreduced if isinstance(node, fx.Node))]
+    inputs = [
+        *dict.fromkeys(
+            node for slot, node in enumerate(unreduced) if isinstance(node, fx.Node) and slot not in apart
+        )
+    ]
+    reduced = [None if slot in apart else value for slot, value in enumerate(outputs[:num_param_grads])]
     placeholders = module.graph.find_nodes(op="placeholder")
     backward = extracted(module, placeholders, [*unreduced, *outputs[num_param_grads:]], "bw_no_fsdp")
-    reduce = extracted(module, inputs, outputs[:num_param_grads], "reduce_grad")
+    reduce = extracted(module, inputs, reduced, "reduce_grad")
     take_cast(reduce, dtypes)
     return GraphPPFSDPBackwardSplit(
         bw_no_fsdp_module=backward,
@@ -157,13 +165,20 @@ def take_cast(module: fx.GraphModule, dtypes: dict[str, torch.dtype]) -> None:
     module.recompile()
 
 
-def joined_stage(graph: TrainGraph, graphs: GraphTrainerStageGraphs, *, is_split: bool) -> fx.GraphModule:
+def joined_stage(
+    graph: TrainGraph,
+    graphs: GraphTrainerStageGraphs,
+    *,
+    is_split: bool,
+    apart: tuple[Sequence[int], fx.GraphModule] | None = None,
+) -> fx.GraphModule:
     """Joins a stage's graphs to one, as a step of one microbatch runs them.
 
     Args:
         graph: the joint graph of which they were made.
         graphs: made of it.
         is_split: whether gradients of inputs and of weights come from graphs of their own.
+        apart: which gradients another graph reduces, and that graph.
 
     Returns:
         A module with the inputs and the outputs of ``graph``.
@@ -200,8 +215,16 @@ def joined_stage(graph: TrainGraph, graphs: GraphTrainerStageGraphs, *, is_split
         of_weights, of_inputs = values[: meta.num_param_grad_values], values[meta.num_param_grad_values :]
     names = meta.bw_no_fsdp_output_names[: meta.num_param_grad_values]
     by_name = dict(zip(names, of_weights, strict=True))
-    inputs = modules.reduce_grad.graph.find_nodes(op="placeholder")
-    gradients = run(modules.reduce_grad, [_cast(whole, by_name[node.name], node) for node in inputs])
+
+    def reduce(module: fx.GraphModule, by_name: Mapping[str, Any]) -> list[Any]:
+        inputs = module.graph.find_nodes(op="placeholder")
+        return run(module, [_cast(whole, by_name[node.name], node) for node in inputs])
+
+    gradients = reduce(modules.reduce_grad, by_name)
+    if apart is not None:
+        slots, module = apart
+        for slot, value in zip(slots, reduce(module, by_name), strict=True):
+            gradients[slot] = value
     whole.output([*results[:num_results], *gradients, *of_inputs])
     return lazy_module(graph.module, whole)
 

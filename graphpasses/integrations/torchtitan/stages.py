@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.experiments.graph_trainer import passes as titan
 from torchtitan.experiments.graph_trainer.graph_pp.graph_builder import (
     GraphTrainerStageGraphProvider,
@@ -18,13 +19,11 @@ from torchtitan.tools.logging import logger
 
 from graphpasses._torchtitan import stage_builders
 from graphpasses.capture.traced_result import read_traced_stage
-from graphpasses.fsdp.layout import Layout
-from graphpasses.fsdp.plan import BucketPlan
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.certificate import joined
 from graphpasses.graph.pass_report import PassReport, PipelineReport
-from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN
-from graphpasses.integrations.torchtitan.eager_model import eager_buckets
+from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, buckets_of, has_head
+from graphpasses.integrations.torchtitan.eager_model import eager_parts
 from graphpasses.integrations.torchtitan.guards import StageWatch
 from graphpasses.integrations.torchtitan.refusals import PIPELINE, refuse_step
 from graphpasses.integrations.torchtitan.stage_graphs import (
@@ -33,6 +32,8 @@ from graphpasses.integrations.torchtitan.stage_graphs import (
     joined_stage,
     mark_unreduced,
 )
+from graphpasses.integrations.torchtitan.stage_head import HeadReductions, head_reductions
+from graphpasses.integrations.torchtitan.stage_sums import MicrobatchSums
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 
@@ -55,66 +56,26 @@ def rewrite_stages(trainer: Any) -> None:
     Raises:
         UnsupportedError: see ``eager_buckets`` in ``eager_model.py``.
     """
-    buckets = dict(zip(map(id, trainer.model_parts), eager_buckets(trainer), strict=True))
+    eager = dict(zip(map(id, trainer.model_parts), eager_parts(trainer), strict=True))
     theirs = trainer.pp_schedule.graph_provider
     fields = {each.name: getattr(theirs, each.name) for each in dataclasses.fields(theirs)}
-    trainer.pp_schedule.graph_provider = StageProvider(**fields, trainer=trainer, buckets=buckets)
-
-
-class MicrobatchSums:
-    """A stage's gradients of microbatches, added when and in the dtype in which FSDP2 adds them.
-
-    What a backward call yields is added in the dtype of compute, as autograd does, until the next call that runs
-    FSDP2's ``post_backward``: that adds it to the sum in the dtype of the reduction. With one backward call for
-    inputs and weights it is that call; else it is the one for the *inputs* of the next microbatch, so that weights'
-    gradients of several microbatches may first add up in the dtype of compute. Source: FSDP2's ``_fsdp_param.py``,
-    ``to_accumulated_grad_if_needed`` and ``accumulate_unsharded_grad_if_needed``; torch's
-    ``pipelining/_backward.py``, ``stage_backward_weight``.
-    """
-
-    def __init__(self) -> None:
-        self._added: dict[int, Any] = {}
-        self._kept: dict[int, Tensor] = {}
-
-    def clear(self) -> None:
-        """Forgets what a step that failed has left."""
-        self._added.clear()
-        self._kept.clear()
-
-    def add(self, gradients: list[Any]) -> None:
-        """Adds the gradients of a microbatch, by output, in their dtype; what is no tensor is kept."""
-        for index, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            if isinstance(gradient, Tensor) and index in self._added:
-                self._added[index] += gradient
-            else:
-                self._added[index] = gradient
-
-    def post_backward(self, dtypes: dict[int, Any]) -> None:
-        """Adds what was added to the sums in other dtypes, by output."""
-        for index, dtype in dtypes.items():
-            gradient = self._added.get(index)
-            if gradient is None:
-                continue
-            if index in self._kept:
-                self._kept[index] += self._added.pop(index)
-            elif gradient.dtype != dtype:
-                self._kept[index] = self._added.pop(index).to(dtype)
-
-    def take(self, num: int) -> list[Any]:
-        """Returns the sums, by output, and forgets them."""
-        sums = {**self._added, **self._kept}
-        self.clear()
-        return [sums.get(index) for index in range(num)]
+    trainer.pp_schedule.graph_provider = StageProvider(**fields, trainer=trainer, eager=eager)
 
 
 class StageGraphs(GraphTrainerStageGraphs):  # type: ignore[misc]
     """A stage's graphs, which keep the sums of its microbatches."""
 
-    def __init__(self, modules: Any, meta: Any, check: Callable[[list[Any]], None], is_first: bool) -> None:
+    def __init__(
+        self,
+        modules: Any,
+        meta: Any,
+        check: Callable[[list[Any]], None],
+        is_first: bool,
+        head: HeadReductions | None,
+    ) -> None:
         super().__init__(modules, meta)
         self.sums = MicrobatchSums()
+        self.head = head
         self._check, self._is_first = check, is_first
         placeholders = {} if modules.reduce_grad is None else _values(modules.reduce_grad)
         names = enumerate(meta.bw_no_fsdp_output_names[: meta.num_param_grad_values])
@@ -124,10 +85,14 @@ class StageGraphs(GraphTrainerStageGraphs):  # type: ignore[misc]
     def _flat_user_forward_inputs(self, *arguments: Any) -> list[Any]:
         flat: list[Any] = GraphTrainerStageGraphs._flat_user_forward_inputs(self, *arguments)
         self._check(flat)
+        if self.head is not None:
+            self.head.forward(self.sums)
         return flat
 
     def _split_full_backward_outputs(self, outputs: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         of_inputs, gradients = GraphTrainerStageGraphs._split_full_backward_outputs(self, outputs)
+        if self.head is not None:
+            self.head.backward(gradients)
         self.sums.add(gradients)
         self.sums.post_backward(self._dtypes)
         return of_inputs, [None] * len(gradients)
@@ -149,29 +114,36 @@ class StageGraphs(GraphTrainerStageGraphs):  # type: ignore[misc]
     def reduce_grads(self, unsharded_param_grads: list[Any], *, runtime_validate: bool = False) -> Any:
         """Reduces the sums, cast: what was not added to others is cast here, as FSDP2 does when it packs."""
         self.sums.post_backward(self._dtypes)
-        sums = self.sums.take(len(unsharded_param_grads))
-        return GraphTrainerStageGraphs.reduce_grads(self, sums, runtime_validate=runtime_validate)
+        sums = self.sums.take(range(len(unsharded_param_grads)))
+        reduced = GraphTrainerStageGraphs.reduce_grads(self, sums, runtime_validate=runtime_validate)
+        return reduced if self.head is None else self.head.add_to(reduced)
+
+    def clear(self) -> None:
+        """Forgets what a step that failed has left."""
+        self.sums.clear()
+        if self.head is not None:
+            self.head.clear()
 
 
 class StageProvider(GraphTrainerStageGraphProvider):  # type: ignore[misc]
     """Builds stages with our passes."""
 
-    def __init__(self, *, trainer: Any, buckets: dict[int, tuple[BucketPlan, Layout]], **fields: Any) -> None:
+    def __init__(self, *, trainer: Any, eager: dict[int, nn.Module], **fields: Any) -> None:
         super().__init__(**{name: value for name, value in fields.items() if not name.startswith("_")})
-        self._trainer, self._buckets = trainer, buckets
+        self._trainer, self._eager = trainer, eager
         self._built: list[tuple[GraphPipelineStage, StageWatch]] = []
 
     def prepare_graphs(self, schedule: Any, ctx: Any, *, loss_kwargs: dict[str, Any]) -> Any:
         """Builds the graphs if they are not there; checks what they have built in if they are."""
         for stage, watch in self._built:
             watch.check(stage.submod)
-            stage.graphs.sums.clear()
-        building = _Building(self._trainer, self._buckets)
+            stage.graphs.clear()
+        building = _Building(self._trainer, self._eager)
         others = {
             "minimal_fx_tracer": building.traced,
             "_apply_graph_pp_pre_partition_passes": building.rewrite,
             "split_forward_fsdp_collectives": cut_unshards,
-            "split_backward_fsdp_collectives": cut_reductions,
+            "split_backward_fsdp_collectives": building.cut,
             "GraphTrainerStageGraphs": building.bind,
         }
         with stage_builders(**others):
@@ -185,9 +157,9 @@ class StageProvider(GraphTrainerStageGraphProvider):  # type: ignore[misc]
 class _Building:
     """Builds the stages of a rank, one after another: graph_trainer calls its methods in the order of the file."""
 
-    def __init__(self, trainer: Any, buckets: dict[int, tuple[BucketPlan, Layout]]) -> None:
+    def __init__(self, trainer: Any, eager: dict[int, nn.Module]) -> None:
         self.built: list[tuple[GraphPipelineStage, StageWatch]] = []
-        self._trainer, self._buckets = trainer, buckets
+        self._trainer, self._eager = trainer, eager
 
     def traced(self, function: Callable[..., Any], *, module: Any) -> Callable[..., Any]:
         """Takes the place of ``minimal_fx_tracer``: what the trace reads is watched."""
@@ -211,7 +183,8 @@ class _Building:
             num_tangents=0 if stage.is_last else num_results,
         )
         self._stage, self._graph, self._original = stage, graph, graph.copy()
-        plan, self._layout = self._buckets[id(stage.submod)]
+        eager = self._eager[id(stage.submod)]
+        plan, self._layout = buckets_of(eager, config)
         refuse_step(self._trainer, graph, self._layout)
         self._reports: list[PassReport] = []
         wants_diff = getattr(self._trainer, ON_REWRITTEN, None) is not None
@@ -220,8 +193,13 @@ class _Building:
             for each in default_pipeline(plan, expected_layout=self._layout).passes
         }
 
+        self._head: HeadReductions | None = None
+
         def mark_pass(gm: Any, example_inputs: object = None) -> Any:
-            mark_unreduced(dataclasses.replace(graph, module=gm), num_results, plan)
+            marked = dataclasses.replace(graph, module=gm)
+            mark_unreduced(marked, num_results, plan)
+            if isinstance(self._trainer.loss_fn, ChunkedLossWrapper) and has_head(stage.submod):
+                self._head = head_reductions(marked, eager, num_results)
             return gm
 
         passes: list[Callable[..., Any]] = []
@@ -236,6 +214,11 @@ class _Building:
             traced.gm, traced.example_inputs, passes, compile_config=config.compile
         )
 
+    def cut(self, module: fx.GraphModule, *, num_param_grads: int) -> Any:
+        """Takes the place of ``split_backward_fsdp_collectives``."""
+        apart = () if self._head is None else self._head.slots
+        return cut_reductions(module, num_param_grads=num_param_grads, apart=apart)
+
     def bind(self, *, modules: Any, meta: Any) -> StageGraphs:
         """Takes the place of ``GraphTrainerStageGraphs``: proves what the graphs compute together."""
         stage, graph = self._stage, self._graph
@@ -243,10 +226,12 @@ class _Building:
         num_state = sum(item.is_state for item in graph.inputs)
         num_tangents = 0 if meta.is_last_stage else meta.num_user_outputs
         check = self._watch.checks_inputs(values[num_state : len(values) - num_tangents], stage.stage_index)
-        graphs = StageGraphs(modules, meta, check, stage.is_first)
+        head = self._head
+        graphs = StageGraphs(modules, meta, check, stage.is_first, head)
+        apart = None if head is None else (head.slots, head.alone)
         variants = [False, True] if modules.bw_di is not None else [False]
         wholes = [
-            dataclasses.replace(graph, module=joined_stage(graph, graphs, is_split=is_split))
+            dataclasses.replace(graph, module=joined_stage(graph, graphs, is_split=is_split, apart=apart))
             for is_split in variants
         ]
         self._report(wholes)
