@@ -81,6 +81,7 @@ CASES = {
         "graph_trainer's own passes": Case(Recipe("llama3", **STAGES), has_passes=False),  # a control
         # Weights' gradients of two microbatches are added in bfloat16 before they are cast.
         "backward in halves": Case(Recipe("llama3", **STAGES, schedule="ZBVZeroBubble")),
+        "chunked loss": Case(Recipe("llama3", **STAGES, chunked_loss=True)),
     },
     "sharded × tensor parallel": {
         "llama3": Case(Recipe("llama3", num_layers=1, tensor_parallel=2)),
