@@ -64,11 +64,16 @@ def _refuse_stages(trainer: Any) -> None:
             "DTensors, with any pass pipeline ('Forward graph outputs require backward-only inputs'). Train with "
             "--parallelism.tensor_parallel_degree 1, with --parallelism.pipeline_parallel_degree 1, or eagerly"
         )
-    if trainer.config.compile.ep_overlap.enabled:
-        raise UnsupportedError(
-            "--compile.ep_overlap.enabled with a pipeline: eager's chunks of a stage were not compared with "
-            f"graph_trainer's. Leave it out, train with --parallelism.pipeline_parallel_degree 1, or {_ELSE}"
-        )
+    compile_config = trainer.config.compile
+    for option, is_on in (
+        ("ep_overlap.enabled", compile_config.ep_overlap.enabled),
+        ("enable_fsdp_ag_rs_overlap", compile_config.enable_fsdp_ag_rs_overlap),
+    ):
+        if is_on:
+            raise UnsupportedError(
+                f"--compile.{option} with a pipeline: what it does to a stage before ours was not compared with "
+                f"eager. Leave it out, train with --parallelism.pipeline_parallel_degree 1, or {_ELSE}"
+            )
     if isinstance(trainer.loss_fn, ChunkedLossWrapper):
         _refuse_chunked_loss(trainer)
 

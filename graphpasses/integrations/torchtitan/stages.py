@@ -193,26 +193,27 @@ class _Building:
             for each in default_pipeline(plan, expected_layout=self._layout).passes
         }
 
-        self._head: HeadReductions | None = None
-
-        def mark_pass(gm: Any, example_inputs: object = None) -> Any:
-            marked = dataclasses.replace(graph, module=gm)
-            mark_unreduced(marked, num_results, plan)
-            if isinstance(self._trainer.loss_fn, ChunkedLossWrapper) and has_head(stage.submod):
-                self._head = head_reductions(marked, eager, num_results)
-            return gm
-
-        passes: list[Callable[..., Any]] = []
-        for each in titan.compile_time_passes(
+        theirs = titan.compile_time_passes(
             traced, config, parallel_dims=self._trainer.parallel_dims, include_inductor=False
-        ):
-            for name in _OURS_FOR.get(getattr(each, "func", each).__name__, ("",)):
-                passes += [mark_pass] if name == "bucket-fsdp-collectives" else []
-                passes.append(ours[name] if name else each)
-        passes.append(titan.eliminate_dead_code_pass)
-        traced.gm = titan.apply_graph_passes(
-            traced.gm, traced.example_inputs, passes, compile_config=config.compile
         )
+        names = [getattr(each, "func", each).__name__ for each in theirs]
+        passes = [
+            ours[name] if name else each
+            for its, each in zip(names, theirs, strict=True)
+            for name in _OURS_FOR.get(its, ("",))
+        ]
+        first = passes.index(ours["bucket-fsdp-collectives"])
+
+        def run(some: list[Callable[..., Any]]) -> None:
+            examples = traced.example_inputs
+            traced.gm = titan.apply_graph_passes(traced.gm, examples, some, compile_config=config.compile)
+
+        run(passes[:first])
+        marked = dataclasses.replace(graph, module=traced.gm)
+        mark_unreduced(marked, num_results, plan)
+        is_chunked = isinstance(self._trainer.loss_fn, ChunkedLossWrapper) and has_head(stage.submod)
+        self._head = head_reductions(marked, eager, num_results) if is_chunked else None
+        run([*passes[first:], titan.eliminate_dead_code_pass])
 
     def cut(self, module: fx.GraphModule, *, num_param_grads: int) -> Any:
         """Takes the place of ``split_backward_fsdp_collectives``."""

@@ -110,6 +110,7 @@ class Older:
         ({"schedule": Older()}, "torchtitan 0.3.0 gives a pipeline its microbatches one by one"),
         ({"tp": True}, "tensor parallelism with a pipeline"),
         ({"ep_overlap": True}, "--compile.ep_overlap.enabled with a pipeline"),
+        ({"streams": True}, "--compile.enable_fsdp_ag_rs_overlap with a pipeline"),
         (
             {"is_chunked": True, "schedule": Schedule("FORWARD", "BACKWARD_WEIGHT")},
             "eager trainer loses the gradient of the norm before lm_head",
@@ -138,7 +139,10 @@ def test_pipelines_that_are_refused(changes: dict[str, Any], why: str) -> None:
         config=SimpleNamespace(
             model_spec=SimpleNamespace(name="graph_trainer/qwen3"),
             parallelism=SimpleNamespace(pipeline_parallel_schedule="Interleaved1F1B"),
-            compile=SimpleNamespace(ep_overlap=SimpleNamespace(enabled=changes.get("ep_overlap", False))),
+            compile=SimpleNamespace(
+                ep_overlap=SimpleNamespace(enabled=changes.get("ep_overlap", False)),
+                enable_fsdp_ag_rs_overlap=changes.get("streams", False),
+            ),
         ),
     )
     if not why:
