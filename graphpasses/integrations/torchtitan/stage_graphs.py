@@ -76,8 +76,8 @@ def cut_unshards(
 ) -> GraphPPFSDPForwardSplit:
     """Does what graph_trainer's ``split_forward_fsdp_collectives`` does, also where several are gathered as one.
 
-    What parameters are read as comes first among the inputs of what is left; the graph that gathers them returns as
-    many values as there are flat parameters, the last ones None.
+    What is left takes its inputs from what parameters are read as, then buffers and the stage's inputs. Of the former
+    there may be more than parameters, as where backward gathers some again; else None fills the list.
     """
     graph = module.graph
     placeholders = graph.find_nodes(op="placeholder")
@@ -91,21 +91,20 @@ def cut_unshards(
             made[node] = None
     outside = dict.fromkeys(node for node in made if any(user not in made for user in node.users))
     read = [node for node in outside if not _is_view_of(node, outside)]
-    if len(read) > num_params:
-        raise UnsupportedError(
-            f"a pipeline's stage reads its parameters as {len(read)} values, and graph_trainer keeps {num_params}; "
-            "train without pipeline parallelism"
-        )
     outputs = list(graph.output_node().args[0])  # type: ignore[arg-type]
     rest = extracted(module, [*read, *others], outputs, "fw_no_fsdp")
+    num_values = max(num_params, len(read))
     return GraphPPFSDPForwardSplit(
-        unshard_module=extracted(module, parameters, [*read, *[None] * (num_params - len(read))], "unshard"),
+        unshard_module=extracted(module, parameters, [*read, *[None] * (num_values - len(read))], "unshard"),
         fw_no_fsdp_module=rest,
         unshard_flat_param_indices=tuple(indices[node] for node in parameters),
         unshard_output_names=_names(read),
         fw_no_fsdp_input_names=_names(rest.graph.find_nodes(op="placeholder")),
-        fw_no_fsdp_flat_input_indices=tuple(indices[node] for node in others),
-        num_fw_unsharded_param_inputs=len(read),
+        fw_no_fsdp_flat_input_indices=(
+            *range(len(read)),
+            *(indices[node] - num_params + num_values for node in others),
+        ),
+        num_fw_unsharded_param_inputs=0,
         fw_no_fsdp_output_names=_names(rest.graph.output_node().args[0]),  # type: ignore[arg-type]
     )
 
@@ -198,8 +197,8 @@ def joined_stage(
     assert modules.unshard is not None
     assert modules.reduce_grad is not None
     unsharded = run(modules.unshard, [flat[index] for index in meta.unshard_flat_param_indices])
-    read = unsharded[: meta.num_fw_unsharded_param_inputs]
-    results = run(modules.fw, [*read, *(flat[index] for index in meta.fwd_flat_input_indices)])
+    given = [*unsharded, *flat[meta.num_flat_param_values :]]
+    results = run(modules.fw, [given[index] for index in meta.fwd_flat_input_indices])
     num_results = meta.num_user_outputs
     saved = results[num_results : num_results + meta.num_saved_for_backward]
     tangents = flat[len(flat) - num_results :] if not meta.is_last_stage else []
