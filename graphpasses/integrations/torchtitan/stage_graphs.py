@@ -33,17 +33,24 @@ UNREDUCED = "graphpasses_unreduced"
 """Key of a node's ``meta``: this rank's gradient, of which output and in which dtype FSDP reduces it."""
 
 
-def mark_unreduced(graph: TrainGraph, num_results: int, plan: BucketPlan) -> None:
+def mark_unreduced(
+    graph: TrainGraph, num_results: int, plan: BucketPlan, compute: torch.dtype
+) -> dict[int, str]:
     """Marks the gradients of a stage's parameters as they are before FSDP casts and reduces them.
 
     Args:
         graph: the joint graph, whose gradients are reduced one by one.
         num_results: how many of its outputs come before the gradients.
         plan: eager's buckets.
+        compute: dtype in which parameters are read, and autograd gives their gradients.
+
+    Returns:
+        The parameters' FQNs, by their gradients' places among the outputs that are gradients.
 
     Raises:
         UnsupportedError: a parameter's gradients are reduced apart.
     """
+    marked: dict[int, str] = {}
     reductions, values = find_grad_reductions(graph), graph.output_values
     dtypes = {
         fqn: bucket.reduction.dtype
@@ -61,10 +68,17 @@ def mark_unreduced(graph: TrainGraph, num_results: int, plan: BucketPlan) -> Non
                 "cannot be added before. Use the parameter once (no tied weights), or train without pipeline "
                 "parallelism"
             )
-        # Over one rank nothing is reduced, and FSDP2 casts all the same.
-        gradient = found[0].gradient if found else next(gradient_summands(values[slots[0]]))[0]
+        if found:
+            chain = [found[0].gradient, found[0].entry]
+        else:  # over one rank nothing is reduced, and FSDP2 casts all the same
+            source, tail = next(gradient_summands(values[slots[0]]))
+            chain = [source, *tail]
+        # Of several casts the first is autograd's.
+        gradient = next((node for node in chain if node.meta["val"].dtype == compute), chain[0])
         dtype = dtypes.get(fqn) or gradient.meta["val"].dtype
         gradient.meta.setdefault(UNREDUCED, []).append((slots[0] - num_results, dtype))
+        marked[slots[0] - num_results] = fqn
+    return marked
 
 
 def cut_unshards(
@@ -119,19 +133,29 @@ def _is_view_of(node: fx.Node, others: Collection[fx.Node]) -> bool:
 
 
 def cut_reductions(
-    module: fx.GraphModule, *, num_param_grads: int, apart: Collection[int] = ()
+    module: fx.GraphModule, *, num_param_grads: int, marked: Mapping[int, str], apart: Collection[int] = ()
 ) -> GraphPPFSDPBackwardSplit:
     """Does what graph_trainer's ``split_backward_fsdp_collectives`` does, also where several are reduced as one.
 
     Gradients leave backward before FSDP casts them. The graph that reduces them takes their sums, cast; those that
     are reduced ``apart`` are not in it.
+
+    Raises:
+        UnsupportedError: a gradient that was ``marked`` is no more in the graph.
     """
     outputs = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
     unreduced: list[Any] = outputs[:num_param_grads]
     dtypes: dict[str, torch.dtype] = {}
+    found: dict[int, None] = {}
     for node in module.graph.nodes:
         for slot, dtype in node.meta.get(UNREDUCED, ()):
-            unreduced[slot], dtypes[node.name] = node, dtype
+            unreduced[slot], dtypes[node.name], found[slot] = node, dtype, None
+    if lost := [fqn for slot, fqn in marked.items() if slot not in found]:
+        raise UnsupportedError(
+            f"the gradient of {lost[0]!r} is reduced otherwise than cast from the dtype of compute, and microbatches "
+            "cannot be added before. Reduce in another dtype (--training.mixed_precision_reduce), or train without "
+            "pipeline parallelism"
+        )
     inputs = [
         *dict.fromkeys(
             node for slot, node in enumerate(unreduced) if isinstance(node, fx.Node) and slot not in apart

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.experiments.graph_trainer import passes as titan
 from torchtitan.experiments.graph_trainer.graph_pp.graph_builder import (
     GraphTrainerStageGraphProvider,
@@ -210,7 +211,8 @@ class _Building:
 
         run(passes[:first])
         marked = dataclasses.replace(graph, module=traced.gm)
-        mark_unreduced(marked, num_results, plan)
+        compute = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+        self._marked = mark_unreduced(marked, num_results, plan, compute)
         is_chunked = isinstance(self._trainer.loss_fn, ChunkedLossWrapper) and has_head(stage.submod)
         self._head = head_reductions(marked, eager, num_results) if is_chunked else None
         run([*passes[first:], titan.eliminate_dead_code_pass])
@@ -218,7 +220,7 @@ class _Building:
     def cut(self, module: fx.GraphModule, *, num_param_grads: int) -> Any:
         """Takes the place of ``split_backward_fsdp_collectives``."""
         apart = () if self._head is None else self._head.slots
-        return cut_reductions(module, num_param_grads=num_param_grads, apart=apart)
+        return cut_reductions(module, num_param_grads=num_param_grads, marked=self._marked, apart=apart)
 
     def bind(self, *, modules: Any, meta: Any) -> StageGraphs:
         """Takes the place of ``GraphTrainerStageGraphs``: proves what the graphs compute together."""

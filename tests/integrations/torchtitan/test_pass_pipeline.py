@@ -76,6 +76,8 @@ CASES = {
             Recipe("deepseek_v3", num_layers=2, expert_parallel=2), chunks=("layers.*.moe", "seq")
         ),
     },
+    # Over one rank nothing is reduced, and gradients are cast all the same.
+    "pipeline alone": {"llama3": Case(Recipe("llama3", **STAGES))},
     "sharded × pipeline": {
         "llama3": Case(Recipe("llama3", **STAGES)),
         "graph_trainer's own passes": Case(Recipe("llama3", **STAGES), has_passes=False),  # a control
