@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 
 def forget_wrapper_classes() -> None:
@@ -62,34 +62,6 @@ def save_cpu_attention() -> None:
     activation_checkpoint._get_default_save_ops = lambda: {*default_save_ops(), attention}
 
 
-def extracted(
-    module: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[Any], name: str
-) -> fx.GraphModule:
-    """Returns the part of a graph that computes outputs of inputs, waits included, as graph_trainer extracts it.
-
-    ``graph_pp.utils`` has the list of operators that torch would not copy without it.
-    """
-    from torch._functorch.partitioners import _extract_graph_with_inputs_outputs
-    from torch.fx._lazy_graph_module import _make_graph_module
-    from torchtitan.experiments.graph_trainer.graph_pp.utils import (
-        allow_fx_graph_extraction_of_side_effectful_ops,
-    )
-
-    wait = torch.ops._c10d_functional.wait_tensor
-    unknown: Any = [None] * len(outputs)
-    with allow_fx_graph_extraction_of_side_effectful_ops({wait, wait.default}):
-        graph = _extract_graph_with_inputs_outputs(
-            module.graph,
-            list(inputs),
-            list(outputs),
-            unknown,
-            name,
-            ignore_must_be_in_fw_bw=True,
-        )
-    made: fx.GraphModule = _make_graph_module(module, graph)
-    return made
-
-
 @contextmanager
 def stage_builders(**others: Any) -> Iterator[None]:
     """Lets graph_trainer build a pipeline's stages with other functions, and puts its own back.
@@ -100,3 +72,25 @@ def stage_builders(**others: Any) -> Iterator[None]:
 
     with mock.patch.multiple(graph_builder, **others):
         yield
+
+
+def stage_graphs_with_hooks() -> Any:
+    """Returns graph_trainer's class of a stage's graphs, which tells subclasses of each forward and full backward.
+
+    The two methods are those that a forward and a backward that run as one graph call, too.
+    """
+    from torchtitan.experiments.graph_trainer.graph_pp.graph_builder import GraphTrainerStageGraphs
+
+    class StageGraphsWithHooks(GraphTrainerStageGraphs):  # type: ignore[misc]
+        """Calls ``before_forward`` with the flat inputs, and ``after_backward`` for what it makes of gradients."""
+
+        def _flat_user_forward_inputs(self, *arguments: Any) -> list[Any]:
+            flat: list[Any] = super()._flat_user_forward_inputs(*arguments)
+            self.before_forward(flat)
+            return flat
+
+        def _split_full_backward_outputs(self, outputs: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+            of_inputs, gradients = super()._split_full_backward_outputs(outputs)
+            return of_inputs, self.after_backward(gradients)
+
+    return StageGraphsWithHooks

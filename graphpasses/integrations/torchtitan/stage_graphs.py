@@ -15,7 +15,7 @@ from torchtitan.experiments.graph_trainer.graph_pp.split_fsdp_collectives import
 )
 
 from graphpasses._torch.fx_graphs import lazy_module
-from graphpasses._torchtitan import extracted
+from graphpasses._torch.graph_parts import extracted
 from graphpasses.analysis.parameter_collectives import (
     CAST,
     UNSHARD_OPS,

@@ -10,15 +10,12 @@ from torch import Tensor, fx, nn
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.experiments.graph_trainer import passes as titan
-from torchtitan.experiments.graph_trainer.graph_pp.graph_builder import (
-    GraphTrainerStageGraphProvider,
-    GraphTrainerStageGraphs,
-)
+from torchtitan.experiments.graph_trainer.graph_pp.graph_builder import GraphTrainerStageGraphProvider
 from torchtitan.experiments.graph_trainer.graph_pp.stage import GraphPipelineStage
 from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
 from torchtitan.tools.logging import logger
 
-from graphpasses._torchtitan import stage_builders
+from graphpasses._torchtitan import stage_builders, stage_graphs_with_hooks
 from graphpasses.capture.traced_result import read_traced_stage
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.certificate import joined
@@ -63,7 +60,7 @@ def rewrite_stages(trainer: Any) -> None:
     trainer.pp_schedule.graph_provider = StageProvider(**fields, trainer=trainer, eager=eager)
 
 
-class StageGraphs(GraphTrainerStageGraphs):  # type: ignore[misc]
+class StageGraphs(stage_graphs_with_hooks()):  # type: ignore[misc]
     """A stage's graphs, which keep the sums of its microbatches."""
 
     def __init__(
@@ -83,30 +80,29 @@ class StageGraphs(GraphTrainerStageGraphs):  # type: ignore[misc]
         found = {index: placeholders.get(name) for index, name in names}
         self._dtypes = {index: value.dtype for index, value in found.items() if isinstance(value, Tensor)}
 
-    def _flat_user_forward_inputs(self, *arguments: Any) -> list[Any]:
-        flat: list[Any] = GraphTrainerStageGraphs._flat_user_forward_inputs(self, *arguments)
+    def before_forward(self, flat: list[Any]) -> None:
+        """Checks the flat inputs of a microbatch."""
         self._check(flat)
         if self.head is not None:
             self.head.forward(self.sums)
-        return flat
 
-    def _split_full_backward_outputs(self, outputs: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-        of_inputs, gradients = GraphTrainerStageGraphs._split_full_backward_outputs(self, outputs)
+    def after_backward(self, gradients: list[Any]) -> list[Any]:
+        """Adds the gradients of a microbatch; they are all added here, and none is returned."""
         if self.head is not None:
             self.head.backward(gradients)
         self.sums.add(gradients)
         self.sums.post_backward(self._dtypes)
-        return of_inputs, [None] * len(gradients)
+        return [None] * len(gradients)
 
     def backward_input(self, *arguments: Any, **options: Any) -> Any:
         """Returns the gradients of the stage's inputs; FSDP2's ``post_backward`` runs meanwhile."""
         if not self._is_first:  # whose inputs need no gradients in eager
             self.sums.post_backward(self._dtypes)
-        return GraphTrainerStageGraphs.backward_input(self, *arguments, **options)
+        return super().backward_input(*arguments, **options)
 
     def backward_weight(self, saved_values_for_backward_weight: tuple[Any, ...]) -> list[Any]:
-        """Adds the gradients of the stage's weights; they are all added here, and none is returned."""
-        gradients = GraphTrainerStageGraphs.backward_weight(self, saved_values_for_backward_weight)
+        """Adds the gradients of the stage's weights, and returns none."""
+        gradients = super().backward_weight(saved_values_for_backward_weight)
         self.sums.add(gradients)
         if self._is_first:
             self.sums.post_backward(self._dtypes)
@@ -116,7 +112,7 @@ class StageGraphs(GraphTrainerStageGraphs):  # type: ignore[misc]
         """Reduces the sums, cast: what was not added to others is cast here, as FSDP2 does when it packs."""
         self.sums.post_backward(self._dtypes)
         sums = self.sums.take(range(len(unsharded_param_grads)))
-        reduced = GraphTrainerStageGraphs.reduce_grads(self, sums, runtime_validate=runtime_validate)
+        reduced = super().reduce_grads(sums, runtime_validate=runtime_validate)
         return reduced if self.head is None else self.head.add_to(reduced)
 
     def clear(self) -> None:
@@ -148,9 +144,7 @@ class StageProvider(GraphTrainerStageGraphProvider):  # type: ignore[misc]
             "GraphTrainerStageGraphs": building.bind,
         }
         with stage_builders(**others):
-            graphs = GraphTrainerStageGraphProvider.prepare_graphs(
-                self, schedule, ctx, loss_kwargs=loss_kwargs
-            )
+            graphs = super().prepare_graphs(schedule, ctx, loss_kwargs=loss_kwargs)
         self._built += building.built
         return graphs
 

@@ -171,7 +171,8 @@ def test_bits_of_eager(name: str, tmp_path: Path) -> None:
         if how.has_passes:
             assert ours.header.layouts
             assert not diff_layouts(eager.header.layouts, ours.header.layouts)
-        assert all(any(each.graph_diff for each in report) for report in ours.passes.values())
+        if name != "pipeline alone":  # whose parameters one rank has
+            assert all(any(each.graph_diff for each in report) for report in ours.passes.values())
         if not how.recipe.chunked_loss:  # whose weight is reduced apart from its other uses
             assert all(
                 "proved equal in bits, 0 not proved" in report.proof for report in ours.passes.values()
