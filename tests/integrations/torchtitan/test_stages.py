@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
-from graphpasses.errors import UnsupportedError
+from graphpasses.errors import BatchMismatchError, CaptureError, UnsupportedError
 
 pytest.importorskip("torchtitan")
 
@@ -50,6 +50,34 @@ def test_sums_in_the_dtype_of_compute() -> None:
     sums.add([first.clone()])
     sums.clear()
     assert sums.take([0]) == [None]
+
+
+class Scaled(nn.Module):
+    """Reads an attribute while it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(())), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+def test_a_stage_is_checked() -> None:
+    from graphpasses.integrations.torchtitan.guards import StageWatch
+
+    module = Scaled()
+    watch = StageWatch(module, None)
+    with watch.watched():
+        module(torch.ones(2))
+    watch.check(module)
+    check = watch.checks_inputs([torch.ones(2, 4)], 1)
+    check([torch.zeros(2, 4)])
+    with pytest.raises(BatchMismatchError, match="input 0 of stage 1 differs"):
+        check([torch.zeros(1, 4)])
+    module.shift = 3.0
+    with pytest.raises(CaptureError, match="shift"):
+        watch.check(module)
 
 
 def summing(num: int) -> fx.GraphModule:
