@@ -34,7 +34,7 @@ class MicrobatchSums:
             if gradient is None:
                 continue
             if isinstance(gradient, Tensor) and index in self._added:
-                self._added[index] += gradient
+                self._added[index] = self._added[index] + gradient  # others may hold what a graph returned
             else:
                 self._added[index] = gradient
 

@@ -38,6 +38,17 @@ def test_microbatches_are_added_as_fsdp2_adds_them() -> None:
     assert sums.take([0, 1]) == [None, None]
 
 
+def test_parameters_whose_gradient_is_one_tensor() -> None:
+    from graphpasses.integrations.torchtitan.stage_sums import MicrobatchSums
+
+    first, second = gradients(2)
+    sums = MicrobatchSums()
+    for gradient in (first, second):
+        sums.add([gradient, gradient])
+    assert all(torch.equal(total, first + second) for total in sums.take([0, 1]))
+    assert torch.equal(first, gradients(1)[0])
+
+
 def test_sums_in_the_dtype_of_compute() -> None:
     from graphpasses.integrations.torchtitan.stage_sums import MicrobatchSums
 
