@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -57,3 +59,37 @@ def save_cpu_attention() -> None:
     default_save_ops = activation_checkpoint._get_default_save_ops
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     activation_checkpoint._get_default_save_ops = lambda: {*default_save_ops(), attention}
+
+
+@contextmanager
+def stage_builders(**others: Any) -> Iterator[None]:
+    """Lets graph_trainer build a pipeline's stages with other functions, and puts its own back.
+
+    Its provider of stages calls them by their names in ``graph_pp.graph_builder``, and takes none.
+    """
+    from torchtitan.experiments.graph_trainer.graph_pp import graph_builder
+
+    with mock.patch.multiple(graph_builder, **others):
+        yield
+
+
+def stage_graphs_with_hooks() -> Any:
+    """Returns graph_trainer's class of a stage's graphs, which tells subclasses of each forward and full backward.
+
+    The two methods are those that a forward and a backward that run as one graph call, too.
+    """
+    from torchtitan.experiments.graph_trainer.graph_pp.graph_builder import GraphTrainerStageGraphs
+
+    class StageGraphsWithHooks(GraphTrainerStageGraphs):  # type: ignore[misc]
+        """Calls ``before_forward`` with the flat inputs, and ``after_backward`` for what it makes of gradients."""
+
+        def _flat_user_forward_inputs(self, *arguments: Any) -> list[Any]:
+            flat: list[Any] = super()._flat_user_forward_inputs(*arguments)
+            self.before_forward(flat)
+            return flat
+
+        def _split_full_backward_outputs(self, outputs: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+            of_inputs, gradients = super()._split_full_backward_outputs(outputs)
+            return of_inputs, self.after_backward(gradients)
+
+    return StageGraphsWithHooks

@@ -19,7 +19,9 @@ torchtitan 0.3.0, with `--compile.pass_pipeline graphpasses`. This page was writ
 on a CPU with torch 2.13, and, where a row says so, with `--again --only NAME` and torch 2.14, which newer parts of
 torchtitan need. The options are upstream's, but attention is SDPA, models have 3 layers and sequences 64 tokens,
 process groups are `nccl_sim`, and CUDA graphs and checkpoints are off. With overlapped experts eager is torchtitan's
-eager trainer whose modules run on the same chunks.
+eager trainer whose modules run on the same chunks. With ZBVZeroBubble and DualPipeV the loss is computed as a whole
+(in chunks torchtitan's eager trainer loses a gradient, and our pipeline refuses it), without activation checkpoints,
+which eager cannot have there.
 
 | | |
 |---|---|

@@ -23,6 +23,7 @@ Failure = tuple[Literal["refused", "failed"], str]
 
 _NUM_LAYERS = 3
 _NEWER_BACKEND = {"muse_glimmer"}  # models whose eager trainer does not know ``partial_dtensor``
+_IN_HALVES = {"ZBVZeroBubble", "DualPipeV"}  # schedules that compute weights' gradients apart
 _PIPELINES = {"ours": "graphpasses", "graph_trainer": "default"}
 
 
@@ -97,6 +98,9 @@ def trainer_config(configuration: Configuration, side: Side, num_steps: int, fol
     if config.parallelism.pipeline_parallel_degree == 1:  # else a batch is cut into microbatches
         most = 4 if configuration.chunks else 2  # half a chunked batch is to be more than one sample
         training.local_batch_size, training.global_batch_size = min(training.local_batch_size, most), -1
+    if config.parallelism.pipeline_parallel_schedule in _IN_HALVES:
+        config.loss = getattr(config.loss, "loss_fn", config.loss)  # in chunks, eager loses a gradient
+        config.activation_checkpoint = None  # which eager cannot do there, and which changes no bits
     config.checkpoint.enable = False
     if side == "eager":
         config.compile.enable = False

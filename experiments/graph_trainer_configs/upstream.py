@@ -72,8 +72,7 @@ class Configuration:
     @property
     def is_compiled(self) -> bool:
         """Whether Inductor compiles the whole step, and may round otherwise."""
-        has_stages = "--parallelism.pipeline_parallel_degree" in self.options
-        return self._value("--compile.inductor_compilation") == "full" and not has_stages
+        return self._value("--compile.inductor_compilation") == "full"
 
     def _value(self, name: str) -> str:
         """Returns the value of an option; ``""`` where it is not there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -294,8 +295,10 @@ def fake_call_for_all_sizes(
         return found
 
     replaced = mock.patch.multiple(shape_env, evaluate_expr=known, guard_or_defer_runtime_assert=known)
+    # torch logs what its functions for fake tensors raise.
+    silent = mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     try:
-        with replaced:
+        with replaced, silent:
             return fake_call(mode, target, args, kwargs)
     # Ours, or what an operator makes of it; or that of a call that cannot be. Nothing is known then, or proved.
     except Exception:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +24,7 @@ from graphpasses.graph import (
     GraphOutput,
     InputKind,
     OutputKind,
+    Stage,
     TrainGraph,
     argument,
 )
@@ -102,20 +104,11 @@ def read_step(
     _make_views(traced.gm)
     identity = IdentityMap.of(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    inputs: list[GraphInput] = []
-    for index in range(traced.num_flat_inputs):
-        layout = traced.input_subclass_layouts.get(index)
-        attrs = inner_attrs(layout, f"flat input {index}")
-        if index < len(traced.state_fqns):
-            fqn = traced.state_fqns[index]
-            get_state(model, fqn)
-            kind = InputKind.PARAMETER if fqn in parameters else InputKind.BUFFER
-        else:
-            fqn, kind = batch_leaves[index - len(traced.state_fqns)][0], InputKind.BATCH
-            if layout is not None:
-                raise UnsupportedError(f"{fqn} is a tensor subclass; pass plain tensors in the batch")
-        inputs.extend(GraphInput(kind, fqn, attr) for attr in attrs)
-
+    kinds = [(InputKind.BATCH, path) for path, _ in batch_leaves]
+    for index, (_, path) in enumerate(kinds, start=len(traced.state_fqns)):
+        if traced.input_subclass_layouts.get(index) is not None:
+            raise UnsupportedError(f"{path} is a tensor subclass; pass plain tensors in the batch")
+    inputs = _inputs(traced, model, kinds)
     trainable = [fqn for fqn in traced.state_fqns if fqn in parameters and parameters[fqn].requires_grad]
     cuts = None if marks is None else _take_marks(traced.gm, marks)
     num_returned = traced.num_flat_outputs - (0 if marks is None else len(marks.names))
@@ -128,25 +121,10 @@ def read_step(
         )
     loss_attrs = inner_attrs(traced.output_subclass_layouts.get(0), "the loss")
     outputs = [GraphOutput(OutputKind.LOSS, attr=attr) for attr in loss_attrs]
-    for index, fqn in enumerate(trainable, start=1):
-        layout = traced.output_subclass_layouts.get(index)
-        parameter = parameters[fqn]
-        if layout is not None and layout.meta is not None and isinstance(parameter, DTensor):
-            placements = layout.meta.ctx[0]
-            if tuple(placements) != tuple(parameter.placements):
-                raise UnsupportedError(
-                    f"the gradient of {fqn!r} has placements {placements}, its parameter "
-                    f"{parameter.placements}; the optimizer could not use it"
-                )
-        outputs.extend(GraphOutput(OutputKind.GRADIENT, fqn, attr) for attr in inner_attrs(layout, fqn))
+    outputs += _gradients(traced, [(fqn, parameters[fqn]) for fqn in trainable], first=1)
 
+    _check_described(traced.gm, inputs, outputs)
     placeholders = traced.gm.graph.find_nodes(op="placeholder")
-    num_outputs = len(traced.gm.graph.output_node().args[0])  # type: ignore[arg-type]
-    if len(placeholders) != len(inputs) or num_outputs != len(outputs):
-        raise CaptureError(
-            f"the traced graph has {len(placeholders)} placeholders and {num_outputs} outputs; its metadata "
-            f"describes {len(inputs)} and {len(outputs)}"
-        )
     step = CapturedStep(
         module=traced.gm if cuts is None else lazy_module(traced.gm, traced.gm.graph),
         inputs=tuple(inputs),
@@ -165,6 +143,104 @@ def read_step(
     _keep_one_total(step)
     keep_unrounded(step, model)
     return step
+
+
+def read_traced_stage(
+    traced: TracedResult, *, model: nn.Module, num_results: int, num_tangents: int
+) -> TrainGraph:
+    """Makes a joint graph of what graph_trainer traces of a pipeline's stage.
+
+    The traced function must return what the stage returns, then one gradient (or None) per trainable parameter, in
+    the order of ``model.named_parameters(remove_duplicate=False)``, then those of the stage's inputs. Its signature
+    is marked fixed.
+
+    Args:
+        traced: what the tracer returned; its graph module is shared, not copied.
+        model: the stage's module.
+        num_results: how many tensors the stage returns.
+        num_tangents: how many of the last inputs are gradients of these.
+
+    Raises:
+        UnsupportedError: as :func:`read_traced_result`.
+        CaptureError: as there.
+    """
+    _make_views(traced.gm)
+    identity = IdentityMap.of(model)
+    num_state, num_inputs = len(traced.state_fqns), traced.num_flat_inputs
+    names = [(InputKind.VALUE, f"input {index}") for index in range(num_inputs - num_state - num_tangents)]
+    names += [(InputKind.TANGENT, f"gradient of result {index}") for index in range(num_tangents)]
+    inputs = _inputs(traced, model, names)
+    trained = [each for each in model.named_parameters(remove_duplicate=False) if each[1].requires_grad]
+    layouts = traced.output_subclass_layouts
+    outputs: list[GraphOutput] = []
+    for index in range(num_results):
+        outputs += (
+            GraphOutput(OutputKind.VALUE, attr=attr) for attr in inner_attrs(layouts.get(index), "a result")
+        )
+    outputs += _gradients(traced, trained, first=num_results)
+    for index in range(num_results + len(trained), traced.num_flat_outputs):
+        outputs += (
+            GraphOutput(OutputKind.VALUE, attr=attr) for attr in inner_attrs(layouts.get(index), "a result")
+        )
+    _check_described(traced.gm, inputs, outputs)
+    graph = TrainGraph(
+        module=traced.gm,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        identity=identity,
+        parameters=parameter_infos(model, identity),
+        model=model,
+        stage=Stage.JOINT,
+        fixed_signature=True,
+    )
+    keep_unrounded(graph, model)
+    return graph
+
+
+def _inputs(
+    traced: TracedFunction | TracedResult, model: nn.Module, others: Sequence[tuple[InputKind, str]]
+) -> list[GraphInput]:
+    """Describes the placeholders of a trace; ``others`` are kinds and names of the inputs that are no state."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    kinds = []
+    for fqn in traced.state_fqns:
+        get_state(model, fqn)
+        kinds.append((InputKind.PARAMETER if fqn in parameters else InputKind.BUFFER, fqn))
+    inputs: list[GraphInput] = []
+    for index, (kind, fqn) in enumerate([*kinds, *others]):
+        attrs = inner_attrs(traced.input_subclass_layouts.get(index), f"flat input {index}")
+        inputs.extend(GraphInput(kind, fqn, attr) for attr in attrs)
+    return inputs
+
+
+def _gradients(
+    traced: TracedFunction | TracedResult, trained: Sequence[tuple[str, torch.Tensor]], first: int
+) -> list[GraphOutput]:
+    """Describes the outputs that are gradients of parameters, from the ``first`` of the traced function's on."""
+    outputs: list[GraphOutput] = []
+    for index, (fqn, parameter) in enumerate(trained, start=first):
+        layout = traced.output_subclass_layouts.get(index)
+        if layout is not None and layout.meta is not None and isinstance(parameter, DTensor):
+            placements = layout.meta.ctx[0]
+            if tuple(placements) != tuple(parameter.placements):
+                raise UnsupportedError(
+                    f"the gradient of {fqn!r} has placements {placements}, its parameter "
+                    f"{parameter.placements}; the optimizer could not use it"
+                )
+        outputs.extend(GraphOutput(OutputKind.GRADIENT, fqn, attr) for attr in inner_attrs(layout, fqn))
+    return outputs
+
+
+def _check_described(
+    module: fx.GraphModule, inputs: Sequence[GraphInput], outputs: Sequence[GraphOutput]
+) -> None:
+    num_placeholders = len(module.graph.find_nodes(op="placeholder"))
+    num_outputs = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    if num_placeholders != len(inputs) or num_outputs != len(outputs):
+        raise CaptureError(
+            f"the traced graph has {num_placeholders} placeholders and {num_outputs} outputs; its metadata "
+            f"describes {len(inputs)} and {len(outputs)}"
+        )
 
 
 def _make_views(module: fx.GraphModule) -> None:

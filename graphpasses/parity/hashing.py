@@ -171,6 +171,14 @@ def named_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return _as_in_checkpoints((name, parameter.grad) for name, parameter in named_sharded_parameters(model))
 
 
+def merged(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    """Returns what parts of a model have, by name; of a buffer that several have the first one."""
+    found: dict[str, T] = {}
+    for part in parts:
+        found = {**part, **found}
+    return found
+
+
 def _as_in_checkpoints(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     found: dict[str, T] = {}
     for name, value in named:

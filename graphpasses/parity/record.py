@@ -21,7 +21,7 @@ from graphpasses.fsdp.layout import Layout
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.identity import unwrapped_name
 from graphpasses.parity._local_part import communication_device
-from graphpasses.parity.hashing import named_gradients, named_weights, tensor_hashes
+from graphpasses.parity.hashing import merged, named_gradients, named_weights, tensor_hashes
 from graphpasses.parity.record_operators import OperatorFile
 from graphpasses.parity.run_file import (
     Loss,
@@ -57,6 +57,8 @@ class ParityRecorder:
         overwrite: whether to replace a file that exists.
         per_rank: names of tensors of which each rank holds its own,
             see :func:`graphpasses.parity.tensor_hashes`.
+        group: the ranks that have the same tensors; with pipeline parallelism those of one stage (default: all).
+            Every rank gives its own, and rank 0 writes the tensors of all groups.
         operators: numbers of steps whose operators to record, too, see :meth:`operators`; or, by step, positions of
             operators whose tensors to write to ``rank-N.pt`` beside.
 
@@ -88,9 +90,11 @@ class ParityRecorder:
         overwrite: bool = False,
         per_rank: Collection[str] = (),
         operators: ChosenOperators = (),
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._operators = operators if isinstance(operators, Mapping) else dict.fromkeys(operators, ())
         self._path = Path(path)
+        self._group = group
         self._per_rank = frozenset(map(unwrapped_name, per_rank))
         self._file: int | None = None
         self._failure: str | None = None
@@ -225,7 +229,9 @@ class ParityRecorder:
         both: dict[str, Tensor | None] = {f"weight of {n}": t for n, t in state.items()}
         both |= {f"gradient of {n}": t for n, t in gradients.items()}
         per_rank = {f"{kind} of {name}" for kind in ("weight", "gradient") for name in self._per_rank}
-        hashes = tensor_hashes(both, per_rank=per_rank)
+        hashes = tensor_hashes(both, per_rank=per_rank, group=self._group)
+        if self._group is not None:
+            hashes = merged(gathered(hashes))
         weights = {n[len("weight of ") :]: h for n, h in hashes.items() if h and n.startswith("weight")}
         grads = {n[len("gradient of ") :]: h for n, h in hashes.items() if n.startswith("gradient")}
         self._write(lambda: step_line(StepRecord(step, losses, weights, grads)))

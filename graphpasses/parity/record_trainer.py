@@ -5,23 +5,25 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from graphpasses._torch.fsdp2 import parameter_groups
-from graphpasses.errors import GraphPassesError, LayoutError, UnsupportedError
+from graphpasses._torch.group_ranks import gathered
+from graphpasses.errors import GraphPassesError, LayoutError
 from graphpasses.fsdp.graph_layout import graph_layout
 from graphpasses.fsdp.layout import Layout
 from graphpasses.graph import TrainGraph
 from graphpasses.graph.pass_report import PipelineReport
 from graphpasses.integrations.torchtitan.buckets import ON_REWRITTEN, buckets_of
-from graphpasses.parity.hashing import named_gradients
+from graphpasses.parity.hashing import merged, named_gradients, named_weights
 from graphpasses.parity.record import ParityRecorder
 from graphpasses.parity.run_file import GRADIENT_NORM
 
@@ -40,11 +42,10 @@ def recorded(
     """Records each step that a trainer makes inside: losses, clipped gradients and their norm, weights.
 
     Of an eager trainer the bucket layouts are recorded, too, and of the pipeline ``graphpasses`` the layouts of its
-    graph and what its passes did. All ranks call it with a trainer of torchtitan, built. The topology describes the
-    cluster; anything that JSON takes.
+    graph and what its passes did; with pipeline parallelism those of the first rank's stages. All ranks call it with
+    a trainer of torchtitan, built. The topology describes the cluster; anything that JSON takes.
 
     Raises:
-        UnsupportedError: the trainer has several model parts, as with pipeline parallelism.
         RunFileError: see :class:`graphpasses.parity.ParityRecorder`.
 
     Example, with a trainer of torchtitan's::
@@ -52,12 +53,7 @@ def recorded(
         with recorded(trainer, "eager.jsonl"):
             trainer.train()
     """
-    if len(trainer.model_parts) != 1:
-        raise UnsupportedError(
-            f"this rank's trainer has {len(trainer.model_parts)} model parts; only runs without pipeline parallelism "
-            "can be recorded"
-        )
-    (model,) = trainer.model_parts
+    parts: list[nn.Module] = trainer.model_parts
     config, metrics = trainer.config, trainer.metrics_processor
     losses: list[Tensor] = []
     norms: list[float] = []
@@ -75,10 +71,10 @@ def recorded(
         losses.clear()
         norms.clear()
         run_step(batches)
-        gradients: dict[str, Tensor | None] = dict(named_gradients(model))
+        gradients: dict[str, Tensor | None] = merged(map(named_gradients, parts))
         if norms:  # torchtitan's, of the steps that it logs
             gradients[GRADIENT_NORM] = torch.tensor(norms[-1], dtype=torch.float64)
-        recorder.record(trainer.step, torch.stack(losses).sum(), model, gradients)
+        recorder.record(trainer.step, torch.stack(losses).sum(), merged(map(named_weights, parts)), gradients)
 
     run_forward_backward, run_step, write_log = trainer.forward_backward_step, trainer.train_step, metrics.log
     hooks = (
@@ -94,12 +90,13 @@ def recorded(
                 model=f"{config.model_spec.name.rpartition('/')[2]} {config.model_spec.flavor}",
                 seed=config.debug.seed,
                 topology=topology,
-                layouts=_eager_layout(model, config),
-                per_rank=_partial_buffers(model),
+                layouts=_eager_layout(parts, config),
+                per_rank=[name for part in parts for name in _partial_buffers(part)],
                 overwrite=overwrite,
+                group=_stage_group(trainer.parallel_dims),
             )
         )
-        on_rewritten = functools.partial(_record_rewritten, recorder)
+        on_rewritten = functools.partial(_record_rewritten, recorder, {})
         for owner, name, hook in (*hooks, (trainer, ON_REWRITTEN, on_rewritten)):
             stack.enter_context(mock.patch.object(owner, name, hook, create=True))
         yield recorder
@@ -114,21 +111,44 @@ def _partial_buffers(model: nn.Module) -> list[str]:
     ]
 
 
-def _record_rewritten(recorder: ParityRecorder, report: PipelineReport, step: TrainGraph) -> None:
-    """Records what the pipeline ``graphpasses`` did to a trainer's step."""
-    recorder.record_passes(report)
+def _stage_group(dims: Any) -> dist.ProcessGroup | None:
+    """Returns the group of the ranks that have this rank's stages of a pipeline; None without a pipeline."""
+    if dims.pp == 1:
+        return None
+    places = gathered(int(dims.get_mesh("pp").get_local_rank()))
+    groups: dict[int, dist.ProcessGroup] = {
+        place: dist.new_group([rank for rank, each in enumerate(places) if each == place])
+        for place in sorted(set(places))  # all ranks make all of them
+    }
+    return groups[places[dist.get_rank()]]
+
+
+def _record_rewritten(
+    recorder: ParityRecorder,
+    stages: dict[int, tuple[PipelineReport, TrainGraph]],
+    report: PipelineReport,
+    step: TrainGraph,
+) -> None:
+    """Records what the pipeline ``graphpasses`` did to a trainer's step, or to a rank's stages, one after another."""
+    stages[id(step.model)] = report, step
+    reports = [each for each, _ in stages.values()]
+    names = ["step"] if len(reports) == 1 else [f"part {index} of the model" for index in range(len(reports))]
+    recorder.record_passes(dict(zip(names, reports, strict=True)))
     try:
-        recorder.record_layouts(graph_layout(step))
+        layouts = [graph_layout(each) for _, each in stages.values()]
     except LayoutError as error:  # the run can do without it
         logger.warning(f"the bucket layouts of this run are not recorded: {error}")
+    else:
+        recorder.record_layouts(Layout(tuple(bucket for each in layouts for bucket in each.buckets)))
 
 
-def _eager_layout(model: nn.Module, config: Any) -> Layout | None:
+def _eager_layout(parts: Sequence[nn.Module], config: Any) -> Layout | None:
     """Returns the layout of an eager trainer's reductions; a run can do without it."""
-    if not parameter_groups(model):
+    if not all(map(parameter_groups, parts)):
         return None
     try:
-        return buckets_of(model, config)[1]
+        layouts = [buckets_of(part, config)[1] for part in parts]
     except GraphPassesError as error:
         logger.warning(f"the bucket layouts of this run are not recorded: {error}")
         return None
+    return Layout(tuple(bucket for each in layouts for bucket in each.buckets))

@@ -54,10 +54,13 @@ def test_chunks(known: dict[str, Configuration]) -> None:
 
 def test_what_inductor_compiles(known: dict[str, Configuration]) -> None:
     compiled = [name for name, each in known.items() if each.is_compiled]
-    assert [name.partition("_ep_overlap_")[2] for name in compiled] == [
-        "transformer_batch",
-        "moe_batch",
-        "moe_seq",
+    assert [name.partition("_v3_")[2] for name in compiled] == [
+        "flexattn_full_inductor_ep_overlap_transformer_batch",
+        "flexattn_full_inductor_ep_overlap_moe_batch",
+        "flexattn_full_inductor_ep_overlap_moe_seq",
+        "graph_pp_interleaved_1f1b_full_inductor",
+        "graph_pp_zbv_zero_bubble_full_inductor",
+        "graph_pp_dual_pipe_v_full_inductor",
     ]
 
 

@@ -232,6 +232,25 @@ def test_what_json_cannot_take_ends_all_ranks_and_rank_0_alone_makes_it(path: Pa
     ]
 
 
+def record_stages(path: Path) -> None:
+    """Each of two ranks has a stage of its own, and both have the same buffer."""
+    rank = torch.distributed.get_rank()
+    group = [torch.distributed.new_group([each]) for each in range(2)][rank]
+    with ParityRecorder(path, group=group) as recorder:
+        tensors = {f"layers.{rank}.weight": torch.full((2,), float(rank)), "places": torch.ones(3)}
+        recorder.record(1, torch.tensor(float(rank)), tensors)
+
+
+@pytest.mark.multiprocess
+def test_ranks_of_a_pipeline_record_the_tensors_of_all_stages(path: Path) -> None:
+    run_ranks(record_stages, 2, path)
+    (step,) = read_run(path).steps
+    assert sorted(step.weights) == ["layers.0.weight", "layers.1.weight", "places"]
+    assert step.weights["layers.0.weight"] != step.weights["layers.1.weight"]
+    assert step.loss is not None
+    assert step.loss.values == ("0.0", "1.0")
+
+
 def test_a_simulated_cluster_is_recorded(path: Path) -> None:
     topology = Topology(4, gpus_per_node=2, mode="cross_nic")
     run_cluster(record, topology, path)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphpasses.errors import LayoutError, RunFileError, UnsupportedError
+from graphpasses.errors import LayoutError, RunFileError
 from graphpasses.parity import compare_runs, read_run, record_trainer
 from graphpasses.parity.record_trainer import GRADIENT_NORM, recorded
 
@@ -18,9 +18,10 @@ from graphpasses.parity.record_trainer import GRADIENT_NORM, recorded
 class Trainer:
     """As much of torchtitan's trainer as is recorded: two microbatches a step, every other step is logged."""
 
-    def __init__(self, num_parts: int = 1) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
-        self.model_parts = [nn.Linear(2, 1) for _ in range(num_parts)]
+        self.model_parts: list[nn.Module] = [nn.Linear(2, 1)]
+        self.parallel_dims = SimpleNamespace(pp=1)
         self.config = SimpleNamespace(
             model_spec=SimpleNamespace(name="linear", flavor="debug"), debug=SimpleNamespace(seed=7)
         )
@@ -86,13 +87,16 @@ def test_trainer_is_left_as_it_was(tmp_path: Path) -> None:
         pass
 
 
-def test_model_parts_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError) as raised, recorded(Trainer(2), tmp_path / "a.jsonl"):
-        pass
-    assert str(raised.value) == (
-        "this rank's trainer has 2 model parts; only runs without pipeline parallelism can be recorded"
-    )
-    assert not (tmp_path / "a.jsonl").exists()
+def test_parts_of_a_model_are_recorded_under_their_names(tmp_path: Path) -> None:
+    trainer = Trainer()
+    first = nn.ModuleDict({"layers": nn.Sequential(trainer.model_parts[0])})
+    trainer.model_parts.append(first)
+    with recorded(trainer, tmp_path / "a.jsonl"):
+        trainer.train_step([torch.ones(3, 2)])
+    (step,) = read_run(tmp_path / "a.jsonl").steps
+    assert list(step.weights) == ["layers.0.weight", "layers.0.bias", "weight", "bias"]
+    assert step.gradients["layers.0.bias"] == step.gradients["bias"]
+    assert step.weights["layers.0.weight"] != step.weights["bias"]
 
 
 def test_layouts_that_cannot_be_told_do_not_end_the_training(

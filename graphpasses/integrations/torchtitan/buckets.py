@@ -15,8 +15,16 @@ from graphpasses.fsdp.chunked import chunked_buckets
 from graphpasses.fsdp.layout import Layout, eager_layout
 from graphpasses.fsdp.plan import BucketPlan
 
+HEAD = "lm_head"
+"""The module that a chunked loss runs in chunks."""
+
 ON_REWRITTEN = "graphpasses_on_rewritten"
 """Attribute of a trainer: called with the report of the passes and the rewritten step, if it is there."""
+
+
+def has_head(model: nn.Module) -> bool:
+    """Whether a part of a model has the head: a pipeline's other stages have None in its place."""
+    return getattr(model, HEAD, None) is not None
 
 
 def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
@@ -24,8 +32,8 @@ def buckets_of(model: nn.Module, config: Any) -> tuple[BucketPlan, Layout]:
     from torchtitan.components.loss import ChunkedLossWrapper
 
     plan, layout = BucketPlan.from_fully_shard(model), eager_layout(model)
-    if isinstance(config.loss, ChunkedLossWrapper.Config):
-        plan, layout = chunked_buckets(plan, layout, model, "lm_head")
+    if isinstance(config.loss, ChunkedLossWrapper.Config) and has_head(model):
+        plan, layout = chunked_buckets(plan, layout, model, HEAD)
     return plan, layout
 
 

@@ -35,6 +35,8 @@ class Recipe:
     tensor_parallel: int = 1  # degree
     context_parallel: int = 1  # degree
     expert_parallel: int = 1  # degree
+    pipeline_parallel: int = 1  # degree
+    schedule: str = "Interleaved1F1B"  # of a pipeline, whose microbatches have one sample
     local_batch_size: int = 1  # samples of a rank's batch
     # Samples of all ranks in a step; more than one for each accumulates, -1 is one.
     global_batch_size: int = -1
@@ -87,6 +89,8 @@ def trainer_config(recipe: Recipe, folder: Path, num_steps: int, pipeline: str |
     config.parallelism.tensor_parallel_degree = recipe.tensor_parallel
     config.parallelism.context_parallel_degree = recipe.context_parallel
     config.parallelism.expert_parallel_degree = recipe.expert_parallel
+    config.parallelism.pipeline_parallel_degree = recipe.pipeline_parallel
+    config.parallelism.pipeline_parallel_schedule = recipe.schedule
     checkpoints = {"": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
     config.activation_checkpoint = checkpoints[recipe.checkpointing]
     if pipeline is None:
@@ -129,5 +133,6 @@ def _by_both(recipe: Recipe) -> tuple[Callable[[], Any], Callable[[], Any]]:
 llama3, graph_llama3 = _by_both(Recipe("llama3"))
 llama3_tied, graph_llama3_tied = _by_both(Recipe("llama3", tied=True))
 qwen3, graph_qwen3 = _by_both(Recipe("qwen3", tied=True, chunked_loss=True))
+llama3_stages, graph_llama3_stages = _by_both(Recipe("llama3", pipeline_parallel=2, local_batch_size=4))
 deepseek_v3, graph_deepseek_v3 = _by_both(Recipe("deepseek_v3"))
 deepseek_v3_experts, graph_deepseek_v3_experts = _by_both(Recipe("deepseek_v3", expert_parallel=2))

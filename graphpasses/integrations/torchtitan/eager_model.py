@@ -22,8 +22,10 @@ from graphpasses.integrations.torchtitan.buckets import buckets_of
 _DEGREES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "world_size")
 
 
-def eager_reference(trainer: Any) -> nn.Module:
-    """Returns the model on device meta as torchtitan's own trainer shards it; raises where it cannot.
+def eager_reference(trainer: Any) -> list[nn.Module]:
+    """Returns the model's parts on device meta as torchtitan's own trainer shards them; raises where it cannot.
+
+    They are the stages that this rank has in a pipeline; without one there is one part, the model.
 
     graph_trainer knows the SPMD backend ``partial_dtensor`` alone. Eager models that do not are sharded with
     torchtitan's default, ``spmd_types``.
@@ -56,8 +58,8 @@ def eager_reference(trainer: Any) -> nn.Module:
     )
 
 
-def _sharded(trainer: Any, registry: Any, backend: str) -> nn.Module:
-    """Returns the model on device meta, as torchtitan's eager trainer shards it with an SPMD backend."""
+def _sharded(trainer: Any, registry: Any, backend: str) -> list[nn.Module]:
+    """Returns the model's parts on device meta, as torchtitan's eager trainer shards them with an SPMD backend."""
     config, dims = trainer.config, trainer.parallel_dims
     own = config.parallelism.spmd_backend
     if backend != own:
@@ -67,28 +69,44 @@ def _sharded(trainer: Any, registry: Any, backend: str) -> nn.Module:
     try:
         with torch.device("meta"):
             model: nn.Module = trainer.model_config.build()
-        sharded: nn.Module = registry.parallelize_fn(
+        options = {
+            "parallel_dims": dims,
+            "training": config.training,
+            "parallelism": replace(config.parallelism, spmd_backend=backend),
+            "compile_config": CompileConfig(enable=False),
+            "ac_config": None,
+            "dump_folder": config.dump_folder,
+        }
+        if not dims.pp_enabled:
+            return [registry.parallelize_fn(model, **options)]
+        _, parts, *_ = registry.pipelining_fn(
             model,
-            parallel_dims=dims,
-            training=config.training,
-            parallelism=replace(config.parallelism, spmd_backend=backend),
-            compile_config=CompileConfig(enable=False),
-            ac_config=None,
-            dump_folder=config.dump_folder,
+            **options,
+            device=trainer.device,
+            model_config=trainer.model_config,
+            parallelize_fn=registry.parallelize_fn,
+            loss_fn=trainer.loss_fn,
         )
+        return list(parts)
     finally:
         set_spmd_backend(own)
-    return sharded
 
 
-def eager_buckets(trainer: Any) -> tuple[BucketPlan, Layout]:
-    """Returns the buckets of torchtitan's own trainer, and the layout of its reductions."""
-    eager = eager_reference(trainer)
-    if (canonical := getattr(trainer, "graphpasses_canonical", None)) is not None:
-        canonical_reductions(eager, accumulate=canonical.accumulate)
-    _check_ties(IdentityMap.of(trainer.model_parts[0]), eager)
-    _check_trained(trainer.model_parts[0], eager)
-    return buckets_of(eager, trainer.config)
+def eager_buckets(trainer: Any) -> list[tuple[BucketPlan, Layout]]:
+    """Returns the buckets of torchtitan's own trainer, and their layout, of each part of the model."""
+    return [buckets_of(eager, trainer.config) for eager in eager_parts(trainer)]
+
+
+def eager_parts(trainer: Any) -> list[nn.Module]:
+    """Returns the parts of torchtitan's eager model; raises where its parameters are tied or trained otherwise."""
+    parts = eager_reference(trainer)
+    canonical = getattr(trainer, "graphpasses_canonical", None)
+    for model, eager in zip(trainer.model_parts, parts, strict=True):
+        if canonical is not None:
+            canonical_reductions(eager, accumulate=canonical.accumulate)
+        _check_ties(IdentityMap.of(model), eager)
+        _check_trained(model, eager)
+    return parts
 
 
 def _check_ties(identity: IdentityMap, eager: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -48,13 +48,16 @@ class TraceWatch:
             reads = Reads(model, self._trainer.loss_fn)
             with reads.watched(), reads.running():
                 yield
-                for slot in reads.changed():
-                    raise CaptureError(
-                        f"forward reads attribute {slot.path!r} and changes it while graph_trainer traces it; the "
-                        "graph would not. Keep it in a buffer that forward writes in place, or set it outside of "
-                        "forward"
-                    )
+                _refuse_changes(reads)
             self.snapshot = Snapshot.of(model, reads.attributes, reads.names)
+
+
+def _refuse_changes(reads: Reads) -> None:
+    for slot in reads.changed():
+        raise CaptureError(
+            f"forward reads attribute {slot.path!r} and changes it while graph_trainer traces it; the graph would "
+            "not. Keep it in a buffer that forward writes in place, or set it outside of forward"
+        )
 
 
 def step_check(trainer: Any, step: CapturedStep) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -96,3 +99,35 @@ def _name(path: str) -> str:
     for index, argument in enumerate(_ARGUMENTS):
         path = path.replace(f"batch[{index}]", argument, 1)
     return path
+
+
+class StageWatch:
+    """What the trace of a pipeline's stage has built in."""
+
+    def __init__(self, module: nn.Module, loss: Any) -> None:
+        self._module, self._loss = module, loss
+        self._snapshot: Snapshot | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watches what the trace inside reads."""
+        reads = Reads(self._module, self._loss)
+        with reads.watched(), reads.running():
+            yield
+            _refuse_changes(reads)
+        self._snapshot = Snapshot.of(self._module, reads.attributes, reads.names)
+
+    def check(self, module: nn.Module) -> None:
+        """Raises if something is not what it was when the stage was traced."""
+        assert self._snapshot is not None
+        self._snapshot.check(module)
+
+    def checks_inputs(self, values: Sequence[Any], stage: int) -> Callable[[list[Any]], None]:
+        """Returns what checks a stage's flat inputs of a microbatch against those that it was traced with."""
+        leaves = [(f"input {index} of stage {stage}", value) for index, value in enumerate(values)]
+
+        def check(flat: list[Any]) -> None:
+            plain = [each.detach() if isinstance(each, torch.Tensor) else each for each in flat]
+            check_leaves(plain, leaves, {})
+
+        return check

@@ -36,6 +36,7 @@ from graphpasses.integrations.torchtitan.refusals import (
     refuse_trainer,
     warn_of_options,
 )
+from graphpasses.integrations.torchtitan.stages import rewrite_stages
 from graphpasses.passes import default_pipeline
 from graphpasses.proof.prove import prove_as
 
@@ -69,8 +70,11 @@ def _remember(trainer: Any) -> None:
     refuse_trainer(trainer)
     warn_of_options(trainer.config)
     forget_wrapper_classes()  # or the next trainer's model would get this one's dtypes and mesh
-    _trainers[id(trainer.config)] = trainer
-    TraceWatch(trainer)
+    if not trainer.parallel_dims.pp_enabled:
+        _trainers[id(trainer.config)] = trainer
+        TraceWatch(trainer)
+    elif trainer.config.compile.enable_passes:
+        rewrite_stages(trainer)
 
 
 @register_pass_pipeline(PIPELINE)  # type: ignore[untyped-decorator]
@@ -87,7 +91,7 @@ def graph_passes(
     trainer = _trainer_of(config)
     watch = TraceWatch.of(trainer)
     step = read_traced_result(traced, model=trainer.model_parts[0], snapshot=watch.snapshot)
-    plan, expected_layout = eager_buckets(trainer)
+    ((plan, expected_layout),) = eager_buckets(trainer)
     refuse_step(trainer, step, expected_layout)
     layout = None if config.compile.disable_passes else expected_layout
     on_rewritten = getattr(trainer, ON_REWRITTEN, None)

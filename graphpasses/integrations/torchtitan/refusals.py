@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dis
 import inspect
+from itertools import chain
 from typing import Any
 
+import torch
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.experiments.graph_trainer.graph_pp.runner import GraphPipelineRuntime
 from torchtitan.tools.logging import logger
 
 from graphpasses._torchtitan import wrapper_dtypes
@@ -30,11 +33,6 @@ _UNSUPPORTED = {
 def refuse_trainer(trainer: Any) -> None:
     """Refuses a trainer whose steps would not have eager's bits, before anything is traced."""
     asks = f"--compile.pass_pipeline {PIPELINE} would do nothing:"
-    if trainer.parallel_dims.pp_enabled:
-        raise UnsupportedError(
-            f"{asks} with pipeline parallelism graph_trainer compiles stages by itself, or not at all. Train with "
-            "--parallelism.pipeline_parallel_degree 1, or leave the pipeline out"
-        )
     mode = trainer.config.compile.mode
     if mode != "aot_fx_trace":
         raise UnsupportedError(
@@ -43,12 +41,70 @@ def refuse_trainer(trainer: Any) -> None:
         )
     refuse_options(trainer.config)
     _refuse_other_dtypes(trainer)
+    if trainer.parallel_dims.pp_enabled:
+        _refuse_stages(trainer)
 
 
-def refuse_step(trainer: Any, step: CapturedStep, expected_layout: Layout) -> None:
+def _refuse_stages(trainer: Any) -> None:
+    """Refuses pipelines whose stages would not have eager's bits, or that torch cannot run."""
+    if not isinstance(trainer.pp_schedule, GraphPipelineRuntime):
+        raise UnsupportedError(
+            f"--compile.pass_pipeline {PIPELINE} would do nothing: graph_trainer runs the stages of "
+            f"{trainer.config.model_spec.name!r} without graphs. Train with --parallelism.pipeline_parallel_degree "
+            "1, or leave the pipeline out"
+        )
+    if "arg_mbs" not in inspect.signature(trainer.pp_schedule.schedule.step).parameters:
+        raise UnsupportedError(
+            "torchtitan 0.3.0 gives a pipeline its microbatches one by one, which the schedules of torch "
+            f"{torch.__version__} do not take; use torch 2.14, or train with --parallelism.pipeline_parallel_degree 1"
+        )
+    if trainer.parallel_dims.tp_enabled:
+        raise UnsupportedError(
+            "tensor parallelism with a pipeline: graph_trainer of torchtitan 0.3.0 cannot cut stages that return "
+            "DTensors, with any pass pipeline ('Forward graph outputs require backward-only inputs'). Train with "
+            "--parallelism.tensor_parallel_degree 1, with --parallelism.pipeline_parallel_degree 1, or eagerly"
+        )
+    compile_config = trainer.config.compile
+    for option, is_on in (
+        ("ep_overlap.enabled", compile_config.ep_overlap.enabled),
+        ("enable_fsdp_ag_rs_overlap", compile_config.enable_fsdp_ag_rs_overlap),
+    ):
+        if is_on:
+            raise UnsupportedError(
+                f"--compile.{option} with a pipeline: what it does to a stage before ours was not compared with "
+                f"eager. Leave it out, train with --parallelism.pipeline_parallel_degree 1, or {_ELSE}"
+            )
+    if isinstance(trainer.loss_fn, ChunkedLossWrapper):
+        _refuse_chunked_loss(trainer)
+
+
+def _refuse_chunked_loss(trainer: Any) -> None:
+    """A chunked loss frees the head's group in forward, and what splits backward then looks for other parameters."""
+    whole = type(trainer.loss_fn.loss_fn).__name__
+    orders = trainer.pp_schedule.schedule.pipeline_order.values()
+    kinds = {action.computation_type.name for order in orders for action in order if action is not None}
+    if "BACKWARD_WEIGHT" in kinds:
+        schedule = trainer.config.parallelism.pipeline_parallel_schedule
+        raise UnsupportedError(
+            f"with a chunked loss and the schedule {schedule!r}, which computes weights' gradients apart, "
+            "torchtitan's eager trainer loses the gradient of the norm before lm_head; graph_trainer has it, and "
+            "trains otherwise. Use --parallelism.pipeline_parallel_schedule Interleaved1F1B, the loss "
+            f"{whole} as a whole, or {_ELSE}"
+        )
+    if trainer.gradient_accumulation_steps > 1:
+        raise UnsupportedError(
+            f"a chunked loss with a pipeline and {trainer.gradient_accumulation_steps} accumulation steps: eager "
+            "adds lm_head's reduced gradient to .grad with each microbatch, graph_trainer with each step of the "
+            "pipeline. Put all samples into one (--training.global_batch_size and local_batch_size), use the loss "
+            f"{whole} as a whole, or {_ELSE}"
+        )
+
+
+def refuse_step(trainer: Any, step: TrainGraph, expected_layout: Layout) -> None:
     """Refuses a step that is not what torchtitan's eager trainer computes, whatever passes do to it."""
     _refuse_lost_gradients(trainer)
-    _refuse_other_loss(trainer.loss_fn, step)
+    if isinstance(step, CapturedStep):  # with a pipeline the trainers call the loss alike
+        _refuse_other_loss(trainer.loss_fn, step)
     _refuse_other_shards(step, expected_layout)
 
 
@@ -90,7 +146,10 @@ def _refuse_lost_gradients(trainer: Any) -> None:
     dims, parallelism = trainer.parallel_dims, trainer.config.parallelism
     is_gathered = dims.tp_enabled and not dims.ep_enabled and parallelism.enable_sequence_parallel
     experts = [
-        name for name, each in trainer.model_parts[0].named_modules() if hasattr(each, "token_dispatcher")
+        name
+        for part in trainer.model_parts
+        for name, each in part.named_modules()
+        if hasattr(each, "token_dispatcher")
     ]
     if is_gathered and experts:
         raise UnsupportedError(
@@ -106,7 +165,7 @@ def _refuse_other_dtypes(trainer: Any) -> None:
     training = trainer.config.training
     names = training.mixed_precision_param, training.mixed_precision_reduce
     expected = [TORCH_DTYPE_MAP[name] for name in names]
-    for fqn, *dtypes in wrapper_dtypes(trainer.model_parts[0]):
+    for fqn, *dtypes in chain.from_iterable(map(wrapper_dtypes, trainer.model_parts)):
         if dtypes != expected:
             raise UnsupportedError(
                 f"SimpleFSDP gathers {fqn!r} in {dtypes[0]} and reduces its gradient in {dtypes[1]}, as for an "

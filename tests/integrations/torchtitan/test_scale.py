@@ -112,7 +112,8 @@ def step_of(name: str, folder: Path) -> Step:
             trainer.forward_backward_step(
                 input_dict=batch, labels=labels, global_valid_tokens=torch.tensor(labels.numel())
             )
-        return read_step(trainer, eager_reference(trainer))
+        (eager,) = eager_reference(trainer)
+        return read_step(trainer, eager)
     except GraphPassesError as error:
         return Step(error=f"{type(error).__name__}: {error}")
     finally:
