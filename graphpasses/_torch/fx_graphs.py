@@ -66,11 +66,28 @@ def generate_code(module: fx.GraphModule) -> None:
 _OPERATOR_CALL = re.compile(r"^(    \w+ = )torch\.ops\.(\w+\.\w+\.\w+)\(", re.MULTILINE)
 
 
-def quick_call(module: fx.GraphModule) -> Callable[..., Any]:
-    """Returns what a module does when it is called, with its operators looked up once; no hook of it is called.
+def quick_call(module: Any) -> Callable[..., Any]:
+    """Returns what a graph module does when it is called, without its hooks, and with its operators looked up once.
 
-    The module's code looks an operator up in four steps, at each call, and calls it through Python.
+    The module's own code looks an operator up in four steps, at each call, and calls it through Python. A module that
+    was recompiled since runs what its graph says then. What is no graph module is returned.
     """
+    if not isinstance(module, fx.GraphModule):
+        return module  # type: ignore[no-any-return]
+    kind: Any = type(module)  # each has a class of its own
+    made: dict[Any, Callable[..., Any]] = {}
+
+    def call(*values: Any) -> Any:
+        version = kind.forward if (number := getattr(kind, "num_recompiles", None)) is None else number
+        if version not in made:
+            made.clear()
+            made[version] = _bound_forward(module)
+        return made[version](module, *values)
+
+    return call
+
+
+def _bound_forward(module: fx.GraphModule) -> Callable[..., Any]:
     paths: dict[str, str] = {}
 
     def renamed(match: re.Match[str]) -> str:
@@ -84,12 +101,19 @@ def quick_call(module: fx.GraphModule) -> Callable[..., Any]:
         operators = {
             name: functools.reduce(getattr, path.split("."), torch.ops)._op for name, path in paths.items()
         }
-        forward = graph_module._forward_from_src(source, code.globals | operators)
+        forward: Callable[..., Any] = graph_module._forward_from_src(source, code.globals | operators)
         module._lineno_map = code._lineno_map  # from lines of frames to nodes, as torch sets it
-    return functools.partial(forward, module)
+    return forward
 
 
 class _LazyModule(_LazyGraphModule):
+    num_recompiles = 0
+
+    @classmethod
+    def recompile(cls) -> None:  # type: ignore[override]
+        cls.num_recompiles += 1
+        super().recompile()
+
     def _real_recompile(self) -> PythonCode:
         code = functools.partial(_python_code, self.graph)
         with paused_gc(), mock.patch.object(self.graph, "python_code", code):

@@ -173,6 +173,20 @@ def test_a_quick_call_runs_the_same_operators(name: str) -> None:
     assert "_operator_" not in module.code.replace(name, "")
 
 
+@pytest.mark.parametrize("make", [lazy_module, fx.GraphModule])
+def test_a_quick_call_follows_a_module_that_is_recompiled(make: Callable[..., fx.GraphModule]) -> None:
+    module = make({}, matmul().graph)
+    call, x, y = quick_call(module), torch.randn(3, 4), torch.randn(4, 2)
+    assert torch.equal(call(x, y), x.exp() @ y)
+    (exp,) = module.graph.find_nodes(op="call_function", target=aten.exp.default)
+    exp.target = aten.sin.default
+    assert torch.equal(call(x, y), x.exp() @ y)  # as torch's modules
+    module.recompile()
+    assert torch.equal(call(x, y), x.sin() @ y)
+    assert torch.equal(module(x, y), x.sin() @ y)
+    assert torch.equal(call(x, y), x.sin() @ y)
+
+
 def test_dynamo_traces_what_runs() -> None:
     module = matmul()
     x, y = torch.randn(3, 4), torch.randn(4, 2)
