@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from graphpasses._torch import pytree
+from graphpasses.proof import elements  # noqa: F401  registers its rules
 from graphpasses.proof.core.axioms import AXIOMS, RULES
 from graphpasses.proof.core.values import Result, Value, Values
 from graphpasses.proof.core.views import View
-from graphpasses.proof.movement import PICKS, seen
-
-aten = torch.ops.aten
+from graphpasses.proof.movement import seen
 
 AXIOM = "rows"
 AXIOMS[AXIOM] = (
@@ -84,7 +83,7 @@ def _keeps_order(_: Any, rows: Sequence[Made], x: Any, *__: Any) -> bool:
     return isinstance(x, Value) and math.prod(rows[0].shape) == x.numel
 
 
-def _joins_inside(_: Any, rows: Sequence[Made], parts: Any, dim: int = 0) -> bool:
+def _joins_inside(_: Any, rows: Sequence[Made], parts: Any, dim: int = 0, *__: Any) -> bool:
     return dim % len(rows[0].shape) != 0
 
 
@@ -107,26 +106,12 @@ def _picks_inside(target: Any, _: Any, x: Any, *args: Any) -> bool:
     return places[0] == places[1]
 
 
-# By operator, whether a call treats all rows alike.
-ROW_BY_ROW: dict[Any, Callable[..., bool]] = {
-    **dict.fromkeys(
-        (
-            *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
-            *(aten.zeros.default, aten.ones.default, aten.full.default),
-            *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
-            *(aten._to_copy.default, aten.copy.default, aten.neg.default),
-            *(aten.mul.Scalar, aten.mul.Tensor, aten.div.Scalar, aten.div.Tensor),
-            *(aten.add.Tensor, aten.sub.Tensor),
-        ),
-        _computes_elements,
-    ),
-    **dict.fromkeys(
-        (
-            *(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_copy.default),
-            *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default),
-        ),
-        _keeps_order,
-    ),
-    **dict.fromkeys((aten.cat.default, aten.stack.default), _joins_inside),
-    **dict.fromkeys(PICKS, _picks_inside),
+# By axiom, when a call of its operators treats all rows alike.
+_CONDITIONS: dict[str, Callable[..., bool]] = {
+    **dict.fromkeys(("constants", "casts", "scaling", "negation", "sums"), _computes_elements),
+    "views": _keeps_order,
+    "joins": _joins_inside,
+    "picks": _picks_inside,
 }
+ROW_BY_ROW = {target: _CONDITIONS[name] for target, (name, _) in RULES.items() if name in _CONDITIONS}
+"""By operator, whether a call treats all rows alike."""
