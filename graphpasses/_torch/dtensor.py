@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeGuard
 
 import torch
@@ -73,3 +74,19 @@ def wait_for(tensor: Tensor) -> Tensor:
         waited: Tensor = tensor.trigger_wait()  # type: ignore[no-untyped-call]
         return waited
     return tensor
+
+
+@contextmanager
+def no_cached_shardings() -> Iterator[None]:
+    """Keeps DTensor's answers of a trace apart from those of other traces and of eager.
+
+    DTensor caches which sharding an operator's results have, by the operator's arguments. Where one of them is a
+    symbolic number, as while a step is traced, a later trace compares its own numbers with this one's, which it does
+    not know (pytorch#183021 is of the sizes among them).
+    """
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)
+    clear()
+    try:
+        yield
+    finally:
+        clear()

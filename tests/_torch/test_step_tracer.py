@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.sym_node import SymNode
 
+from graphpasses import capture_train_step
+from graphpasses._torch.fake_process_group import fake_process_group
 from graphpasses._torch.step_tracer import frames_of_forward
 
 
@@ -37,3 +42,26 @@ def test_nodes_have_the_lines_that_torch_gives_them() -> None:
         assert lines(model) == expected
     assert any("helper(self.inner(x)) + 1" in (line or "") for line in expected)
     assert None in expected  # as those of calls outside of forward
+
+
+def test_a_trace_does_not_meet_the_numbers_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare = SymNode.eq
+    compared = []
+
+    def eq(self: SymNode, other: SymNode) -> SymNode:
+        compared.append(self.shape_env is other.shape_env)
+        return compare(self, other)
+
+    monkeypatch.setattr(SymNode, "eq", eq)
+    with fake_process_group(1):
+        for _ in range(6):  # DTensor's cache finds an entry by where its numbers lay in memory
+            model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
+            fully_shard(model)
+            capture_train_step(
+                lambda model, x: model(x).sum(),
+                model,
+                torch.ones(1, 2),
+                optimizer=torch.optim.AdamW(model.parameters()),
+                check=False,
+            )
+    assert all(compared)
