@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -84,6 +85,10 @@ class ModelStructure:
         tensors = _tensors(modules, self.names)
         self._check_tensors(tensors)
         return tensors
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether these are the modules of a model, none replaced by another."""
+        return all(map(operator.is_, model.modules(), self.modules))
 
     def named(self, tensors: Sequence[torch.Tensor | None], fqns: Iterable[str]) -> dict[str, torch.Tensor]:
         """Returns tensors, as :meth:`check` returned them, by the FQNs of parameters and buffers."""

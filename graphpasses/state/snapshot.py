@@ -42,10 +42,13 @@ class Snapshot:
     def check(self, model: nn.Module) -> list[torch.Tensor | None]:
         """Returns the model's tensors, by slot; raises, and names it, if something is not what it was."""
         tensors = self.structure.check(model)
-        for owners, advice in ((self.attributes, AGAIN), (self.settings, AGAIN), (self.names, _IN_BATCH)):
+        attributes = self.attributes if self.structure.is_of(model) else ()
+        for owners, advice in ((attributes, AGAIN), (self.settings, AGAIN), (self.names, _IN_BATCH)):
             for owner in owners:
                 if (found := owner.difference()) is not None:
                     raise CaptureError(f"{found.text(_SINCE)}; {advice}")
+        if attributes is not self.attributes:
+            self.for_model(model)  # a module was replaced by one that is alike but for what forward read of it
         return tensors
 
     def for_model(self, model: nn.Module) -> Snapshot:
