@@ -5,20 +5,13 @@ from __future__ import annotations
 import inspect
 import io
 import sys
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from functools import cached_property, partial
-from types import (
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from unittest.mock import NonCallableMock
 
@@ -98,7 +91,7 @@ class Outside:
             slot.opened = self.open(path, slot.value)
         return owner.slots[name]
 
-    def read_code(self, code: CodeType, globals_: dict[str, Any]) -> None:
+    def read_code(self, code: types.CodeType, globals_: dict[str, Any]) -> None:
         """Reads the globals that code has names for, and the attributes of what cannot be watched."""
         names = names_of(code)
         for name in names.imports:
@@ -228,18 +221,20 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, CONTAINERS):
         is_short = len(value) <= MAX_ITEMS
         return [*(value.items() if isinstance(value, dict) else enumerate(value))] if is_short else []
-    if isinstance(value, MappingProxyType):
+    if isinstance(value, types.MappingProxyType):
         return _items(dict(value))
     return [*enumerate(value.ravel().tolist())] if is_array(value) and value.dtype.hasobject else []
 
 
 def _may_get(value: Any) -> bool:
     """Whether the user's code may set attributes that something does not have yet."""
-    return isinstance(value, SimpleNamespace) or (isinstance(value, (FunctionType, type)) and is_users(value))
+    return isinstance(value, types.SimpleNamespace) or (
+        isinstance(value, (FunctionType, type)) and is_users(value)
+    )
 
 
 def _is_stored(value: Any, name: str) -> bool:
-    return isinstance(inspect.getattr_static(value, name, None), MemberDescriptorType)
+    return isinstance(inspect.getattr_static(value, name, None), types.MemberDescriptorType)
 
 
 def _has_names(value: Any) -> bool:

@@ -159,23 +159,18 @@ class Slot:
         """Says how a value differs; ``strict`` if new items of a dict that are no plain values count, ``alike`` if it
         is another model's, built alike. The owners that it is ``inside`` are being compared.
         """
-        is_opened = self.opened is not None and type(now) is type(self.value)
-        is_container = isinstance(self.value, CONTAINERS)
-        if not is_opened or is_container:
+        opened = self.opened if type(now) is type(self.value) else None
+        if opened is None or isinstance(self.value, CONTAINERS):
             key = key_of(now)
-            if key != self.key and key not in self.others and not (alike and self._is_like(now)):
-                part = narrowed(self.path, self.key, key, new_objects=strict)
-                if part is not None:
-                    return Difference(*part, now is self.value and part[0] == self.path)
-        if not is_opened or now is self.value:  # which has a turn of its own
+            is_known = key == self.key or key in self.others
+            if not is_known and alike and not self.key.is_plain:  # what that was stands in the key alone
+                is_known = are_alike(self.value if self._copy is None else self._copy, now)
+            part = None if is_known else narrowed(self.path, self.key, key, new_objects=strict)
+            if part is not None:
+                return Difference(*part, now is self.value and part[0] == self.path)
+        if opened is None or now is self.value:  # which has a turn of its own
             return None
-        assert self.opened is not None
-        return self.opened.difference(now, strict=strict, alike=alike, inside=inside)
-
-    def _is_like(self, now: Any) -> bool:
-        if self.key.is_plain:  # what it was stands in the key alone
-            return False
-        return are_alike(self.value if self._copy is None else self._copy, now)
+        return opened.difference(now, strict=strict, alike=alike, inside=inside)
 
     def restore(self, owner: Any) -> None:
         """Gives the owner what the name was, and that the items that it had."""
@@ -229,13 +224,9 @@ class Owner:
         """Whether all names have the objects that they had, which is asked at each call of a step."""
         if self._held is None:
             slots = self.slots.values()
-            there = (each for each in slots if each.value is not MISSING)
-            self._held = {
-                each.name: id(each.value) for each in there if not isinstance(each.value, MethodType)
-            }
-            self._checked = tuple(
-                each for each in slots if each.value is MISSING or changes_in_place(each.value)
-            )
+            there = {each.name: each.value for each in slots if each.value is not MISSING}
+            self._held = {name: id(it) for name, it in there.items() if not isinstance(it, MethodType)}
+            self._checked = tuple(e for e in slots if e.value is MISSING or changes_in_place(e.value))
         kind: Any = type(owner)
         reads = _row_of(kind)[1]
         return all(id(reads(owner, name)) == before for name, before in self._held.items())
