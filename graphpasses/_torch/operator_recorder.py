@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self, cast
@@ -167,57 +167,28 @@ _thread = threading.local()
 
 
 class _Propagation:
-    """Keeps the key away while DTensor runs an operator on fake tensors, whose kernels do not know it.
-
-    It takes the place of DTensor's lock meanwhile; in torch 2.11, without one, the method that runs the operator is
-    wrapped.
-    """
-
-    _name = (
-        "_fake_mode_lock"
-        if hasattr(ShardingPropagator, "_fake_mode_lock")
-        else "_propagate_tensor_meta_non_cached"
-    )
+    """Keeps the key away while DTensor runs an operator on fake tensors, whose kernels do not know it."""
 
     def __init__(self) -> None:
         self._lock, self._num_blocks = threading.Lock(), 0
+        self._propagator: Any = ShardingPropagator
         self._original: Any = None
-        self._guards = threading.local()
 
     def begin(self) -> None:
         with self._lock:
             if self._num_blocks == 0:
-                self._original = getattr(ShardingPropagator, self._name)
-                instead = self if self._name == "_fake_mode_lock" else _without_key(self._original)
-                setattr(ShardingPropagator, self._name, instead)
+                self._original = self._propagator._propagate_tensor_meta_non_cached
+                self._propagator._propagate_tensor_meta_non_cached = unseen()(self._original)
             self._num_blocks += 1
 
     def end(self) -> None:
         with self._lock:
             self._num_blocks -= 1
             if self._num_blocks == 0:
-                setattr(ShardingPropagator, self._name, self._original)
-
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        stack.enter_context(self._original)
-        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_KEYS))
-        self._guards.stacks = [*getattr(self._guards, "stacks", ()), stack]
-
-    def __exit__(self, *error: Any) -> None:
-        self._guards.stacks.pop().__exit__(*error)
+                self._propagator._propagate_tensor_meta_non_cached = self._original
 
 
-def _without_key(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            return method(*args, **kwargs)
-
-    return run
-
-
-_propagation: Any = _Propagation()
+_propagation = _Propagation()
 
 
 @functools.cache
