@@ -113,7 +113,6 @@ class Decisions:
 
     def _make_guards(self, traced: Any) -> Guards | None:
         self._slices.follow(traced.graph)
-        sizes = self._size_decisions()
         stated = {symbol for decision in self._decisions for symbol in decision.condition.free_symbols}
         told = [
             Decision(sympy.Eq(symbol, as_number(value), evaluate=False), "an operator of torch")
@@ -123,7 +122,7 @@ class Decisions:
         by_condition = {decision.condition: decision for decision in reversed((*self._decisions, *told))}
         decisions = [
             decision
-            for decision in (*reversed(by_condition.values()), *sizes)
+            for decision in (*reversed(by_condition.values()), *self._size_decisions())
             if self._slices.is_open(decision.condition)
             and self._slices.can_vary(decision.condition.free_symbols)
         ]
@@ -142,27 +141,21 @@ class Decisions:
             copies[node].meta = {}
         graph.output(())
         item_of = dict(zip(self._slices.placeholders, self._inputs, strict=True))
+        brought = {node: self._slices.symbols_of(node).items() for node in nodes}
+        sizes = frozenset(filter(self._slices.is_size_of_input, symbols))
         guards = Guards(
             module=fx.GraphModule(traced.root, graph),
             inputs=tuple(item_of[node][0] for node in nodes if node.op == "placeholder"),
             written=frozenset(copies[node].name for node in self._slices.written(nodes)),
             places={
-                copies[node].name: tuple(
-                    (symbol, path)
-                    for symbol, path in self._slices.symbols_of(node).items()
-                    if symbol in symbols
-                )
-                for node in nodes
-                if self._slices.symbols_of(node)
+                copies[node].name: tuple((symbol, path) for symbol, path in places if symbol in symbols)
+                for node, places in brought.items()
+                if places
             },
             decisions=tuple(decisions),
-            captured={
-                symbol: self._slices.size_of_input(symbol)
-                if self._slices.is_size_of_input(symbol)
-                else self._value_of(traced, symbol)
-                for symbol in symbols
-            },
-            sizes=frozenset(filter(self._slices.is_size_of_input, symbols)),
+            captured={s: self._slices.size_of_input(s) for s in sizes}
+            | {s: self._value_of(traced, s) for s in symbols - sizes},
+            sizes=sizes,
         )
         values = dict(self._inputs)
         with outside_tracing():

@@ -171,17 +171,14 @@ def read_traced_stage(
     names += [(InputKind.TANGENT, f"gradient of result {index}") for index in range(num_tangents)]
     inputs = _inputs(traced, model, names)
     trained = [each for each in model.named_parameters(remove_duplicate=False) if each[1].requires_grad]
-    layouts = traced.output_subclass_layouts
-    outputs: list[GraphOutput] = []
-    for index in range(num_results):
-        outputs += (
-            GraphOutput(OutputKind.VALUE, attr=attr) for attr in inner_attrs(layouts.get(index), "a result")
-        )
-    outputs += _gradients(traced, trained, first=num_results)
-    for index in range(num_results + len(trained), traced.num_flat_outputs):
-        outputs += (
-            GraphOutput(OutputKind.VALUE, attr=attr) for attr in inner_attrs(layouts.get(index), "a result")
-        )
+
+    def values(first: int, end: int) -> list[GraphOutput]:
+        layouts = map(traced.output_subclass_layouts.get, range(first, end))
+        attrs = (attr for layout in layouts for attr in inner_attrs(layout, "a result"))
+        return [GraphOutput(OutputKind.VALUE, attr=attr) for attr in attrs]
+
+    outputs = values(0, num_results) + _gradients(traced, trained, first=num_results)
+    outputs += values(num_results + len(trained), traced.num_flat_outputs)
     _check_described(traced.gm, inputs, outputs)
     graph = TrainGraph(
         module=traced.gm,
