@@ -88,27 +88,15 @@ def fake_tensors_of(mode: FakeTensorMode) -> list[FakeTensor]:
 
 # Operators whose decompositions, of which torch makes fake results, give other strides than their kernels. Each was
 # found by running both on permuted tensors. Source: the `TORCH_META_FUNC`s of ATen's native kernels.
-_LIKE_FIRST = frozenset(
-    {
-        aten.elu_backward.default,
-        aten.floor_divide.default,
-        aten.hardsigmoid_backward.default,
-        aten.hardswish_backward.default,
-        aten.hardtanh_backward.default,
-        aten.logit_backward.default,
-        aten.softplus_backward.default,
-    }
-)
-_CONTIGUOUS = frozenset(
-    {
-        aten._log_softmax_backward_data.default,
-        aten.huber_loss_backward.default,
-        aten.log_sigmoid_forward.default,
-        aten.mse_loss_backward.default,
-        aten.native_layer_norm_backward.default,
-        aten.smooth_l1_loss_backward.default,
-    }
-)
+_LIKE_FIRST = {
+    aten.elu_backward.default, aten.floor_divide.default, aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default, aten.hardtanh_backward.default, aten.logit_backward.default,
+    aten.softplus_backward.default,
+}  # fmt: skip
+_CONTIGUOUS = {
+    aten._log_softmax_backward_data.default, aten.huber_loss_backward.default, aten.log_sigmoid_forward.default,
+    aten.mse_loss_backward.default, aten.native_layer_norm_backward.default, aten.smooth_l1_loss_backward.default,
+}  # fmt: skip
 # In the memory format that the input, the argument at this index, suggests.
 _IN_FORMAT_OF = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 
@@ -233,23 +221,12 @@ def _in_format_of(index: int, value: torch.Tensor, *args: Any) -> torch.Tensor:
 
 # What FakeTensorMode does by running the meta kernel alone, with the device of the inputs. Dispatched to the mode, a
 # call takes ten times as long. Tested: 2.13.
-_BY_META_KERNEL = frozenset(
-    {
-        aten._chunk_cat.default,
-        aten._to_copy.default,
-        aten.cat.default,
-        aten.div.Scalar,
-        aten.reshape.default,
-        aten.split_with_sizes.default,
-        aten.split_with_sizes_copy.default,
-        aten.view.default,
-        aten.view.dtype,
-        collectives.all_gather_into_tensor.default,
-        collectives.all_reduce.default,
-        collectives.reduce_scatter_tensor.default,
-        collectives.wait_tensor.default,
-    }
-)
+_BY_META_KERNEL = {
+    aten._chunk_cat.default, aten._to_copy.default, aten.cat.default, aten.div.Scalar, aten.reshape.default,
+    aten.split_with_sizes.default, aten.split_with_sizes_copy.default, aten.view.default, aten.view.dtype,
+    collectives.all_gather_into_tensor.default, collectives.all_reduce.default,
+    collectives.reduce_scatter_tensor.default, collectives.wait_tensor.default,
+}  # fmt: skip
 _PLAIN = frozenset({float, int, str, torch.dtype})
 
 

@@ -9,13 +9,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultReduceScatter,
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
-    _get_gradient_divide_factors,
-)
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -268,10 +263,10 @@ SETTINGS = {
     "mp_policy": "mp_policy",
 }
 _COPY_OR_ADD_AS_NCCL = (
-    DefaultAllGather,
-    DefaultReduceScatter,
-    ProcessGroupAllocAllGather,
-    ProcessGroupAllocReduceScatter,
+    _fsdp_collectives.DefaultAllGather,
+    _fsdp_collectives.DefaultReduceScatter,
+    _fsdp_collectives.ProcessGroupAllocAllGather,
+    _fsdp_collectives.ProcessGroupAllocReduceScatter,
 )
 
 

@@ -46,14 +46,8 @@ _LEFT_OUT = frozenset(
 _WRAPPERS = 2  # functions that keep Dynamo from a mode: of `_fn` and `inner`. Tested: 2.13.
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 # Functions that leave to C++ whether it adds in place: autograd's engine, and who calls `linear`. Tested: 2.13.
-_CALLERS = {
-    _ENGINE,
-    nn.Linear.forward.__code__,
-    *(
-        getattr(F, name).__code__
-        for name in ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
-    ),
-}
+_CALL_LINEAR = ("_in_projection", "_in_projection_packed", "multi_head_attention_forward")
+_CALLERS = {_ENGINE, nn.Linear.forward.__code__, *(getattr(F, name).__code__ for name in _CALL_LINEAR)}
 _CALL_MODULE = nn.Module._wrapped_call_impl.__code__
 
 
@@ -131,21 +125,16 @@ class OperatorRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         node = torch._C._current_autograd_node()
         phase: Phase = "optimizer" if in_optimizer else "" if module is None else "forward"
         if node is None:
-            where = Where(
-                module or "", line, in_backward=False, by_torch=caller.f_code in _CALLERS, phase=phase
-            )
+            is_torchs = caller.f_code in _CALLERS
+            where = Where(module or "", line, in_backward=False, by_torch=is_torchs, phase=phase)
             # The node of autograd that this call is the forward of has been made by now.
             self._nodes.setdefault(torch.autograd._get_sequence_nr() - 1, where)
             return where
         owner = self._owners.get(id(getattr(node, "variable", None)), "")  # of the gradient that is added to
         forward = self._nodes.get(node._sequence_nr(), Where(owner, None, False))
-        return Where(
-            forward.module if module is None else module,
-            line or forward.line,
-            in_backward=True,
-            by_torch=module is None and line is None,
-            phase="optimizer" if in_optimizer else "backward",
-        )
+        is_torchs, phase = module is None and line is None, "optimizer" if in_optimizer else "backward"
+        fqn = forward.module if module is None else module
+        return Where(fqn, line or forward.line, in_backward=True, by_torch=is_torchs, phase=phase)
 
 
 @contextmanager

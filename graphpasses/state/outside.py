@@ -20,24 +20,16 @@ from torch import nn
 
 from graphpasses._torch.module_hooks import hook_ids, hooks
 from graphpasses.errors import CaptureError
+from graphpasses.state import keys
 from graphpasses.state.calls import names_of
-from graphpasses.state.keys import (
-    CONTAINERS,
-    MAX_ITEMS,
-    MISSING,
-    PLAIN,
-    CachedFunction,
-    attributes_of,
-    is_array,
-    key_of,
-)
+from graphpasses.state.keys import CONTAINERS, MISSING, attributes_of
 from graphpasses.state.origin import is_torchs, is_users, is_users_module, is_watched
 from graphpasses.state.slots import Asked, Owner, Slot
 
 # What holds others under names that no code need have, and whether these may become others.
 _PARTS: tuple[tuple[Any, tuple[str, ...], bool], ...] = (
     (partial, ("func", "args", "keywords"), True),
-    (CachedFunction, ("__wrapped__",), True),
+    (keys.CachedFunction, ("__wrapped__",), True),
     (ContextVar, ("get",), True),
     (weakref.ref, ("()",), True),
     (MethodType, ("__func__",), False),
@@ -124,7 +116,7 @@ class Outside:
     def open(self, path: str, value: Any, *, of_model: bool = False) -> Owner | None:
         """Looks into a value; returns the owner of an object that is watched, or of a container that has such."""
         value = value.__dir__.__self__ if isinstance(value, weakref.ProxyTypes) else value
-        if isinstance(value, PLAIN):
+        if isinstance(value, keys.PLAIN):
             return None
         if id(value) not in self._opened:
             self._opened[id(value)] = value, None
@@ -132,7 +124,7 @@ class Outside:
         return self._opened[id(value)][1]
 
     def _look_into(self, path: str, value: Any, of_model: bool) -> Owner | None:
-        function = getattr(value, "__wrapped__", None) if isinstance(value, CachedFunction) else None
+        function = getattr(value, "__wrapped__", None) if isinstance(value, keys.CachedFunction) else None
         if isinstance(function, FunctionType) and is_users(function):
             self.read_code(function.__code__, function.__globals__)  # which may have run before
             self.read_function(function)
@@ -158,7 +150,7 @@ class Outside:
             owner = self.owner(value, path, of_model=of_model)
             self._opened[id(value)] = value, owner  # it may hold itself
         for key, item in items:
-            opened = self.open(f"{path}[{key_of(key)}]", item, of_model=of_model)
+            opened = self.open(f"{path}[{keys.key_of(key)}]", item, of_model=of_model)
             if opened is not None and owner is not None:
                 owner.add(key, opened.path, value=item).opened = opened
         kind: Any = type(value)
@@ -219,11 +211,11 @@ def refuse_iterator(what: str, value: Any) -> None:
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, CONTAINERS):
-        is_short = len(value) <= MAX_ITEMS
+        is_short = len(value) <= keys.MAX_ITEMS
         return [*(value.items() if isinstance(value, dict) else enumerate(value))] if is_short else []
     if isinstance(value, types.MappingProxyType):
         return _items(dict(value))
-    return [*enumerate(value.ravel().tolist())] if is_array(value) and value.dtype.hasobject else []
+    return [*enumerate(value.ravel().tolist())] if keys.is_array(value) and value.dtype.hasobject else []
 
 
 def _may_get(value: Any) -> bool:

@@ -18,16 +18,8 @@ from typing import Any, NamedTuple
 
 from graphpasses.errors import CaptureError
 from graphpasses.identity import put_back
-from graphpasses.state.keys import (
-    CONTAINERS,
-    MISSING,
-    Key,
-    are_alike,
-    changes_in_place,
-    key_of,
-    narrowed,
-    torch_state,
-)
+from graphpasses.state import keys
+from graphpasses.state.keys import CONTAINERS, MISSING, Key, key_of
 
 AGAIN = "capture the step again, or undo the change"
 
@@ -164,8 +156,8 @@ class Slot:
             key = key_of(now)
             is_known = key == self.key or key in self.others
             if not is_known and alike and not self.key.is_plain:  # what that was stands in the key alone
-                is_known = are_alike(self.value if self._copy is None else self._copy, now)
-            part = None if is_known else narrowed(self.path, self.key, key, new_objects=strict)
+                is_known = keys.are_alike(self.value if self._copy is None else self._copy, now)
+            part = None if is_known else keys.narrowed(self.path, self.key, key, new_objects=strict)
             if part is not None:
                 return Difference(*part, now is self.value and part[0] == self.path)
         if opened is None or now is self.value:  # which has a turn of its own
@@ -184,7 +176,7 @@ class Slot:
 
 def _items_of(value: Any) -> Any:
     """Returns what has the items of a value that can be put back: itself, or an object's of torch attributes."""
-    return value if type(value) in (list, dict, set, deque) else torch_state(value)
+    return value if type(value) in (list, dict, set, deque) else keys.torch_state(value)
 
 
 @dataclass(eq=False, slots=True)
@@ -226,7 +218,7 @@ class Owner:
             slots = self.slots.values()
             there = {each.name: each.value for each in slots if each.value is not MISSING}
             self._held = {name: id(it) for name, it in there.items() if not isinstance(it, MethodType)}
-            self._checked = tuple(e for e in slots if e.value is MISSING or changes_in_place(e.value))
+            self._checked = tuple(e for e in slots if e.value is MISSING or keys.changes_in_place(e.value))
         kind: Any = type(owner)
         reads = _row_of(kind)[1]
         return all(id(reads(owner, name)) == before for name, before in self._held.items())
