@@ -345,20 +345,14 @@ class Reductions:
     @property
     def late(self) -> set[Tensor]:
         """Parameters of groups that may reduce before all gradients are there, and so what has waited by itself."""
-        return {
-            parameter
-            for times in self.ready.values()
-            for parameter in set().union(*times)
-            if times[0] != set().union(*times)
-        }
+        ready = ((times[0], set().union(*times)) for times in self.ready.values())
+        return set().union(*(parameters for first, parameters in ready if first != parameters))
 
 
 def post_backward_seen(group: FSDPParamGroup, reductions: Reductions, *unused: Any) -> None:
     """Runs a group's own, and notes which gradients are there."""
     leaves = {p.sharded_param: getattr(p, "_unsharded_param", None) for p in group.fsdp_params}
-    ready: set[Tensor] = {
-        parameter for parameter, leaf in leaves.items() if getattr(leaf, "grad", None) is not None
-    }
+    ready: set[Tensor] = {p for p, leaf in leaves.items() if getattr(leaf, "grad", None) is not None}
     reductions.ready.setdefault(group, []).append(ready)
     type(group).post_backward(group, *unused)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -216,13 +216,14 @@ def decided_by_values(
                 return a.shape == b.shape and (a == b).all().item()
         return call(mode, func, pre_dispatch, args, kwargs)
 
-    with ExitStack() as stack:
-        patch: Any = mock.patch.object
-        stack.enter_context(patch(shape_env, "real_tensor_prop_unbacked_vals", values))
-        stack.enter_context(patch(shape_env, "guard_or_defer_runtime_assert", assume))
-        stack.enter_context(patch(shape_env, "_log_real_tensor_propagation", lambda *args: None))
-        stack.enter_context(patch(proxy_tensor, "proxy_call", traced_call))
-        stack.enter_context(sizes_decided_by(shape_env, decided))
+    patch: Any = mock.patch.object
+    with (
+        patch(shape_env, "real_tensor_prop_unbacked_vals", values),
+        patch(shape_env, "guard_or_defer_runtime_assert", assume),
+        patch(shape_env, "_log_real_tensor_propagation", lambda *args: None),
+        patch(proxy_tensor, "proxy_call", traced_call),
+        sizes_decided_by(shape_env, decided),
+    ):
         yield traced
 
 
