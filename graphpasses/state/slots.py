@@ -83,6 +83,10 @@ def _write_item(owner: MutableMapping[str, Any], name: str, value: Any) -> None:
         owner[name] = value
 
 
+def _stays(owner: Any, name: Any, value: Any) -> None:
+    """Writes nothing: a container is put back as a whole."""
+
+
 # The first row whose class an owner has: how a value is read, and how it is written.
 _Row = tuple[type | tuple[type, ...], Callable[[Any, Any], Any], Callable[[Any, Any, Any], None]]
 _KINDS: tuple[_Row, ...] = (
@@ -95,18 +99,13 @@ _KINDS: tuple[_Row, ...] = (
     (
         ContextVar,
         lambda owner, name: owner.get(MISSING),
-        lambda owner, name, value: (
-            None if value is MISSING else owner.set(value)
-        ),  # else there is no way back
+        # There is no way back to no value.
+        lambda owner, name, value: None if value is MISSING else owner.set(value),
     ),
-    (Asked, lambda owner, name: owner.ask(), lambda owner, name, value: None),
-    (
-        (list, tuple, deque),
-        lambda owner, name: owner[name] if name < len(owner) else MISSING,
-        lambda owner, name, value: None,  # put back as a whole
-    ),
+    (Asked, lambda owner, name: owner.ask(), _stays),
+    ((list, tuple, deque), lambda owner, name: owner[name] if name < len(owner) else MISSING, _stays),
     (type, _read_of_class, _write_of_class),
-    (weakref.ref, lambda owner, name: owner(), lambda owner, name, value: None),
+    (weakref.ref, lambda owner, name: owner(), _stays),
     (object, _read_attribute, _write_attribute),
 )
 
